@@ -1,0 +1,42 @@
+"""Every error that Penstock raises on purpose.
+
+    PenstockError
+    ├── ArgumentError       (ValueError)    an argument is wrong: what was given, what was expected, what to do
+    ├── ScheduleError       (ValueError)    a schedule is not legal, or its text cannot be read
+    ├── PartitionError      (ValueError)    the model cannot be recorded or cut as asked
+    ├── ShapeError          (ValueError)    a batch or a value between stages is not what was agreed on
+    ├── VerificationError   (AssertionError) the pipeline's result is not that of one device
+    └── PipelineFailure     (RuntimeError)  a rank failed, or waits for one that does; names rank, action and cause
+
+Each also derives from the built-in that its callers would expect, so `except ValueError` works as usual.
+"""
+
+from __future__ import annotations
+
+
+class PenstockError(Exception):
+    """The root: catches everything that Penstock raises on purpose."""
+
+
+class ArgumentError(PenstockError, ValueError):
+    """An argument is wrong. The text names it, what was given, what was expected and the remedy."""
+
+
+class ScheduleError(PenstockError, ValueError):
+    """A schedule is not legal, or the text of one cannot be read."""
+
+
+class PartitionError(PenstockError, ValueError):
+    """The model cannot be recorded or cut as asked. The text names the module and, where known, the source line."""
+
+
+class ShapeError(PenstockError, ValueError):
+    """A batch, or a value that crosses a cut, is not of the shape, dtype or structure that was agreed on."""
+
+
+class VerificationError(PenstockError, AssertionError):
+    """The pipeline's outputs, loss, gradients or buffers differ from those of one device."""
+
+
+class PipelineFailure(PenstockError, RuntimeError):
+    """A rank failed, or this one waited in vain for another. Names the rank, the action and the cause."""
