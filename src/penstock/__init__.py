@@ -1,1 +1,58 @@
-"""Pipeline parallelism for PyTorch."""
+"""Pipeline parallelism for PyTorch: any model, any schedule, the gradients of one device.
+
+Names are loaded when they are first used, so that `import penstock.schedule` never loads torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.api import Pipeline as Pipeline
+    from penstock.api import pipeline as pipeline
+    from penstock.errors import ArgumentError as ArgumentError
+    from penstock.errors import PartitionError as PartitionError
+    from penstock.errors import PenstockError as PenstockError
+    from penstock.errors import PipelineFailure as PipelineFailure
+    from penstock.errors import ScheduleError as ScheduleError
+    from penstock.errors import ShapeError as ShapeError
+    from penstock.errors import VerificationError as VerificationError
+    from penstock.result import StepResult as StepResult
+    from penstock.schedule import Schedule as Schedule
+    from penstock.timeline import Timeline as Timeline
+    from penstock.verification import Report as Report
+    from penstock.verification import verify as verify
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Pipeline": "api",
+    "pipeline": "api",
+    "ArgumentError": "errors",
+    "PartitionError": "errors",
+    "PenstockError": "errors",
+    "PipelineFailure": "errors",
+    "ScheduleError": "errors",
+    "ShapeError": "errors",
+    "VerificationError": "errors",
+    "StepResult": "result",
+    "Schedule": "schedule",
+    "Timeline": "timeline",
+    "Report": "verification",
+    "verify": "verification",
+}
+
+__all__ = [*_HOMES]  # noqa: PLE0605  (one list of names, not two)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+    value = getattr(import_module(f"penstock.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 MODEL_INPUT = -1
 """`Input.source` of a value that the caller of the model passes in."""
@@ -95,7 +96,7 @@ def backward_links(stages: Sequence[StageMeta]) -> tuple[Link, ...]:
     """
     grouped: dict[tuple[int, int], list[tuple[int, str]]] = {}
     for value, holders in gradient_routes(stages).items():
-        for target, source in zip(holders, holders[1:], strict=False):
+        for target, source in pairwise(holders):
             grouped.setdefault((source, target), []).append(value)
     return tuple(Link(source, target, tuple(values)) for (source, target), values in sorted(grouped.items()))
 
@@ -108,6 +109,11 @@ def gradient_routes(stages: Sequence[StageMeta]) -> dict[tuple[int, str], tuple[
             if i.source != MODEL_INPUT and i.meta.requires_grad:
                 routes.setdefault((i.source, i.name), [i.source]).append(stage.index)
     return {value: tuple(holders) for value, holders in routes.items()}
+
+
+def needs_backward(stage: StageMeta) -> bool:
+    """Whether a stage has a backward at all: it holds something to train, or hands a gradient on."""
+    return stage.trainable or any(i.meta.requires_grad for i in stage.inputs)
 
 
 def ties(stages: Sequence[StageMeta]) -> dict[str, tuple[int, ...]]:

@@ -1,1 +1,45 @@
+"""What runs where and in which order: pure values and functions, standard library only."""
 
+from penstock.schedule.action import Action, Op, Overlap
+from penstock.schedule.check import Violation, check, peak_activations
+from penstock.schedule.communication import add_communication
+from penstock.schedule.dependencies import Dependencies, stages_with_backward
+from penstock.schedule.generators import Generator, generate, generators, names
+from penstock.schedule.grid import grid
+from penstock.schedule.order import linearize
+from penstock.schedule.passes import (
+    drop_backward,
+    drop_communication,
+    forward_only,
+    merge_backward,
+    reduce_ties,
+    split_backward,
+)
+from penstock.schedule.schedule import Placement, Row, Schedule
+
+__all__ = [
+    "Action",
+    "Dependencies",
+    "Generator",
+    "Op",
+    "Overlap",
+    "Placement",
+    "Row",
+    "Schedule",
+    "Violation",
+    "add_communication",
+    "check",
+    "drop_backward",
+    "drop_communication",
+    "forward_only",
+    "generate",
+    "generators",
+    "grid",
+    "linearize",
+    "merge_backward",
+    "names",
+    "peak_activations",
+    "reduce_ties",
+    "split_backward",
+    "stages_with_backward",
+]

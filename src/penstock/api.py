@@ -1,0 +1,432 @@
+"""The facade: `pipeline(model, ...)` splits a model over ranks and trains it with `step`.
+
+The same script runs alone (one process drives all ranks) and under torchrun (each process is one rank).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from penstock.errors import ArgumentError, ScheduleError
+from penstock.partition import Balance, Partition
+from penstock.result import SharedLoss, StepResult
+from penstock.runtime import batch as batches
+from penstock.runtime.engine import Engine, Job, draws_in_glue
+from penstock.runtime.loss import Loss, Reduction, weights
+from penstock.runtime.materialize import Materialize
+from penstock.runtime.program import Feed, model_inputs
+from penstock.runtime.split_model import SplitModel
+from penstock.runtime.world import World, device_of, join
+from penstock.schedule import Schedule, add_communication, check, drop_backward, forward_only, generate, reduce_ties
+from penstock.stages import StageMeta, backward_links, forward_links, needs_backward
+from penstock.timeline import Timeline
+
+T = TypeVar("T")
+
+
+def pipeline(
+    model: nn.Module | Sequence[nn.Module],
+    example_args: Sequence[Any] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    ranks: int | None = None,
+    chunks: int = 1,
+    schedule: str | Schedule = "1f1b",
+    microbatches: int = 8,
+    loss: Loss | None = None,
+    reduction: Reduction = "mean",
+    cuts: Sequence[str] | None = None,
+    leaves: Sequence[str] | None = None,
+    balance: Balance = "parameters",
+    mesh: DeviceMesh | None = None,
+    devices: Sequence[torch.device | str] | torch.device | str | None = None,
+    share_loss: bool = True,
+    materialize: Materialize | None = None,
+    seed: int | None = None,
+) -> Pipeline:
+    """Splits a model into stages and makes them ready to train.
+
+    Under torchrun every process makes the same call, with the same model built from the same seed. Each keeps only its
+    own stages: the other parameters of `model` are moved to the meta device, so that their memory is free.
+
+    Args:
+        model: any module; or a list of layers, or of as many modules as there are stages.
+        example_args: one batch, as the model's positional inputs: tensors with the batch in their first dimension.
+            Needed on every rank: shapes are read from it, values are not used.
+        example_kwargs: likewise by keyword.
+        ranks: the number of ranks; None: the world size under torchrun, one otherwise.
+        chunks: stages a rank; there are `ranks * chunks` stages.
+        schedule: a name from `penstock.schedule.names()`, or a `Schedule`.
+        microbatches: into how many pieces each batch is cut.
+        loss: `loss(output, target)`, a scalar; None where the model computes its own (`output.loss`).
+        reduction: how the loss reduces a batch: "mean", "sum", or a function of the target that gives a microbatch's
+            weight in the mean (for masked targets: the number of tokens that count).
+        cuts: the name of each module that begins a new stage; None: balanced.
+        leaves: modules to take as one piece, besides those found automatically.
+        balance: "parameters" or "layers": what automatic cuts make even.
+        mesh: the processes to use, where these are not all: the mesh's dimension "pp".
+        devices: see `penstock.runtime.world.device_of`.
+        share_loss: give the loss to every rank, not only to that of the last stage.
+        materialize: `materialize(name, module)` sets the values of a module that was built on the meta device;
+            None: its `reset_parameters()`.
+        seed: of the random streams (dropout); None: torch's initial seed on rank 0.
+
+    Raises:
+        ArgumentError: an argument is wrong; the text names it and says what to do.
+        PartitionError: the model cannot be recorded or cut as asked.
+        ScheduleError: the schedule is not legal, or could deadlock.
+    """
+    _check_numbers(microbatches=microbatches, chunks=chunks)
+    if not isinstance(model, nn.Module) and not all(isinstance(layer, nn.Module) for layer in model):
+        raise ArgumentError("model: expected a module or a sequence of modules")
+    kind = torch.device(devices).type if isinstance(devices, (str, torch.device)) else _device_of(model).type
+    world = join(ranks, mesh, kind)
+    return build(
+        model,
+        (tuple(example_args), dict(example_kwargs or {})),
+        world,
+        _schedule(schedule, world.ranks, microbatches, chunks),
+        Options(loss, reduction, cuts, leaves, balance, devices, share_loss, materialize, seed),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a pipeline is made with besides the model, its processes and the schedule; see `pipeline`."""
+
+    loss: Loss | None = None
+    reduction: Reduction = "mean"
+    cuts: Sequence[str] | None = None
+    leaves: Sequence[str] | None = None
+    balance: Balance = "parameters"
+    devices: Sequence[torch.device | str] | torch.device | str | None = None
+    share_loss: bool = True
+    materialize: Materialize | None = None
+    seed: int | None = None
+
+
+def build(
+    model: nn.Module | Sequence[nn.Module],
+    example: tuple[tuple[Any, ...], dict[str, Any]],
+    world: World,
+    order: Schedule,
+    options: Options,
+) -> Pipeline:
+    """Makes a pipeline of known processes and schedule. `example` is one batch: positional and keyword inputs."""
+    sizes = batches.sizes_of(batches.rows_of(example, "example"), order.microbatches)
+    examples = batches.split(example, sizes, "example")
+    current = _device_of(model)
+    devices = [device_of(options.devices, world, rank, current) for rank in range(world.ranks)]
+    engine = Engine(world, devices, torch.initial_seed() if options.seed is None else options.seed)
+    try:
+        split = SplitModel(
+            model,
+            examples,
+            order.placement,
+            engine,
+            cuts=options.cuts,
+            leaves=options.leaves,
+            balance=options.balance,
+            rule=options.materialize,
+        )
+        return Pipeline(engine, split, order, sizes, options)
+    except BaseException as error:
+        engine.fail(error)
+        engine.close()
+        raise
+
+
+class Pipeline:
+    """A model that is split over ranks. Made by `pipeline`; ended by `close`, or by leaving a `with` block.
+
+    Attributes:
+        schedule: what every rank does, communication included.
+        world: the processes.
+        step_count: steps so far; keys the random streams, so that it belongs to what a checkpoint restores.
+    """
+
+    def __init__(
+        self, engine: Engine, split: SplitModel, order: Schedule, sizes: tuple[int, ...], options: Options
+    ) -> None:
+        self.world = engine.world
+        self.step_count = 0
+        self._engine = engine
+        self._split = split
+        self._order = order
+        self._sizes = sizes
+        self._options = options
+        self._closed = False
+        self._jobs: dict[Any, Job] = {}
+        self.schedule = self._job(training=True).schedule
+
+    # -- training -------------------------------------------------------------------------------------------------
+
+    def step(
+        self, *args: Any, target: Any = None, outputs: bool = False, timeline: bool = False, **kwargs: Any
+    ) -> StepResult:
+        """Forward and backward of one batch. Gradients are added to `.grad`, as `loss.backward()` would.
+
+        Every rank calls it. Only ranks where `needs_inputs` (`needs_targets`) is true look at the inputs (the target).
+
+        Args:
+            args, kwargs: the model's inputs, shaped as the example.
+            target: what `loss` takes besides the model's output.
+            outputs: keep the model's outputs, for `result.outputs`.
+            timeline: note what every rank does when, for `result.timeline`.
+
+        Raises:
+            ShapeError: the batch is not shaped as the example.
+            ArgumentError: a target is missing, or the loss is no scalar.
+            PipelineFailure: another rank failed.
+        """
+        result = self._run(args, kwargs, target, training=True, outputs=outputs, timeline=timeline)
+        self.step_count += 1
+        return result
+
+    def evaluate(
+        self, *args: Any, target: Any = None, outputs: bool = False, timeline: bool = False, **kwargs: Any
+    ) -> StepResult:
+        """Forward of one batch in evaluation mode. No gradient and no buffer is touched, and the mode is restored."""
+        modes = [(module, module.training) for module in self._split.modules()]
+        buffers = [(buffer, buffer.detach().clone(), buffer._version) for buffer in self._split.buffers()]
+        try:
+            for module, _ in modes:
+                module.training = False
+            return self._run(args, kwargs, target, training=False, outputs=outputs, timeline=timeline)
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            for buffer, before, version in buffers:
+                if buffer._version != version:
+                    with torch.no_grad():
+                        buffer.copy_(before)
+
+    # -- what this process holds ------------------------------------------------------------------------------------
+
+    @property
+    def needs_inputs(self) -> bool:
+        """Whether this process must pass the model's inputs: it runs the first stage."""
+        return self._order.placement.rank_of[0] in self._engine.ranks
+
+    @property
+    def needs_targets(self) -> bool:
+        """Whether this process must pass the target: it runs the last stage, and there is a `loss` function."""
+        return self._order.placement.rank_of[-1] in self._engine.ranks
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, or the chain of the layers that were given. Stages of other processes are on the meta device."""
+        return self._split.model
+
+    @property
+    def cuts(self) -> tuple[str, ...]:
+        """The module that each stage but the first begins with."""
+        return self._split.cuts
+
+    @property
+    def stages(self) -> tuple[StageMeta, ...]:
+        """What enters, leaves and lives on each stage, of all ranks."""
+        return tuple(stage.meta for stage in self._split.partitions(training=True)[0].stages)
+
+    @property
+    def code(self) -> str:
+        """The stages' forward functions, as Python."""
+        return self._split.partitions(training=True)[0].code
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What recording the model had to say."""
+        return self._split.partitions(training=True)[0].notes
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of this process's stages, each once, by their names in the unsplit model."""
+        return iter(self._split.held_parameters())
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of this process's stages. A rank without any gets an empty one: optimizers want some."""
+        held = [parameter for _, parameter in self.named_parameters()]
+        return iter(held or [nn.Parameter(torch.empty(0, device=self._engine.devices[self._engine.ranks[0]]))])
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """The buffers of this process's stages, by their names in the unsplit model."""
+        return iter(self._split.held_buffers())
+
+    def train(self, mode: bool = True) -> Self:
+        """Sets training or evaluation mode on every module, as `nn.Module.train` does."""
+        self._split.model.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """`train(False)`."""
+        return self.train(False)
+
+    @property
+    def seed(self) -> int:
+        """Of the random streams."""
+        return self._engine.streams.seed
+
+    @property
+    def draws_in_glue(self) -> bool:
+        """Whether the model draws random numbers outside of any module that is called."""
+        return any(draws_in_glue(partition) for partition in self._split.partitions(training=True))
+
+    def all_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Every parameter of the unsplit model, each once; those that no stage uses as well."""
+        return self._split.all_parameters()
+
+    def default_kwargs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """What is passed to the model besides the caller's inputs (`use_cache=False` for models of `transformers`)."""
+        return self._split.default_kwargs(args, kwargs)
+
+    def split_batch(self, tree: Any) -> list[Any]:
+        """The microbatches of one batch, as `step` makes them: each tensor in memory of its own."""
+        return batches.split(tree, self._sizes, "batch", self._engine.devices[self._engine.ranks[0]])
+
+    def drawing(self, microbatches: Iterable[tuple[int, T]]) -> Iterator[tuple[int, T]]:
+        """Passes numbered microbatches on, with the random streams of the present step set for each.
+
+        For running the unsplit model with the masks that the pipeline draws.
+        """
+        streams = self._engine.streams
+        with streams.drawing(self.step_count, tuple(self._engine.devices)):
+            for index, microbatch in microbatches:
+                streams.begin(index, {})
+                yield index, microbatch
+
+    def gather(self, value: Any) -> list[Any]:
+        """One object from each process, given to all of them. A collective: every rank calls it."""
+        return self._engine.gather(value)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Removes hooks, ends the watchdog, gives back process groups. The parameters stay."""
+        if not self._closed:
+            self._closed = True
+            self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any,
+        *,
+        training: bool,
+        outputs: bool,
+        timeline: bool,
+    ) -> StepResult:
+        if self._closed:
+            raise ArgumentError("this pipeline was closed; make a new one")
+        try:
+            job = self._job(training=training)
+            feed = self._feed(job, args, kwargs, target, outputs)
+            moments = self._engine.run(job, feed, self.step_count, timed=timeline)
+            return self._result(job, outputs, moments if timeline else None)
+        except BaseException as error:
+            cause = self._engine.fail(error)
+            if cause is error:
+                raise
+            raise cause from error
+
+    def _job(self, *, training: bool) -> Job:
+        key = (training, self._split.signature())
+        if key not in self._jobs:
+            partitions = self._split.partitions(training=training)
+            schedule = self._lowered(partitions[0], training=training)
+            self._jobs[key] = self._engine.bind(partitions, schedule, self._options.loss, training=training)
+        return self._jobs[key]
+
+    def _lowered(self, partition: Partition, *, training: bool) -> Schedule:
+        """The schedule as it is run: communication, tied gradients, and nothing that frozen stages do not need."""
+        metas = [stage.meta for stage in partition.stages]
+        if training:
+            order = drop_backward(self._order, [meta.index for meta in metas if not needs_backward(meta)])
+            order = add_communication(order, forward_links(metas), backward_links(metas))
+            order = reduce_ties(order, [group.stages for group in self._split.tie_groups])
+        else:
+            order = add_communication(forward_only(self._order), forward_links(metas), ())
+        wrong = [violation for violation in check(order) if violation.fatal]
+        if wrong:
+            raise ScheduleError(f"schedule {order.name!r} cannot be run: " + "; ".join(v.text for v in wrong[:3]))
+        return order
+
+    def _feed(self, job: Job, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, outputs: bool) -> Feed:
+        placement = self._order.placement
+        inputs: list[dict[int, Tensor]] = []
+        if self.needs_inputs:
+            device = self._engine.devices[placement.rank_of[0]]
+            for k, (one_args, one_kwargs) in enumerate(batches.split((args, kwargs), self._sizes, "input", device)):
+                partition = job.partitions[k]
+                leaves = partition.flatten_inputs(one_args, one_kwargs)
+                positions = model_inputs(partition.stages[0].meta)
+                inputs.append(dict(zip(positions, leaves, strict=True)))
+        if not self.needs_targets:
+            return Feed(inputs)
+        targets = self._targets(job, target, kwargs)
+        weighted = weights("mean" if targets is None else self._options.reduction, self._sizes, targets or ())
+        return Feed(inputs, targets, weighted, outputs)
+
+    def _targets(self, job: Job, target: Any, kwargs: dict[str, Any]) -> Sequence[Any] | None:
+        if target is None:
+            if self._options.loss is not None:
+                if not job.training:
+                    return None
+                raise ArgumentError(
+                    "target=None, but this rank runs the last stage and loss= is a function of the output and the "
+                    "target; pass target=... where pipe.needs_targets is true"
+                )
+            target = kwargs.get("labels")  # for a reduction that weighs a model's own loss
+        device = self._engine.devices[self._order.placement.rank_of[-1]]
+        return batches.split(target, self._sizes, "target", device)
+
+    def _result(self, job: Job, outputs: bool, moments: Mapping[int, Any] | None) -> StepResult:
+        last = self._order.placement.rank_of[-1]
+        here = last in self._engine.ranks
+        shared = SharedLoss(job.head.total() if here else None)
+        if self._options.share_loss:
+            shared.pending = self._engine.share(shared.buffer, last)
+        losses = tuple(loss for loss in job.head.losses if loss is not None) if here else ()
+        timeline = None
+        if moments is not None:
+            rows = {rank: row for part in self._engine.gather(moments) for rank, row in part.items()}
+            timeline = Timeline.from_nanoseconds([rows[rank] for rank in range(self.world.ranks)])
+        return StepResult(losses, timeline, shared, tuple(job.head.outputs) if outputs and here else None)
+
+
+def _schedule(schedule: str | Schedule, ranks: int, microbatches: int, chunks: int) -> Schedule:
+    if isinstance(schedule, str):
+        return generate(schedule, ranks, microbatches, chunks)
+    if schedule.placement.ranks != ranks:
+        raise ArgumentError(
+            f"schedule {schedule.name!r} is for {schedule.placement.ranks} ranks, but there are {ranks}"
+        )
+    return schedule
+
+
+def _device_of(model: nn.Module | Sequence[nn.Module]) -> torch.device:
+    roots = [model] if isinstance(model, nn.Module) else model
+    return next((p.device for root in roots for p in root.parameters()), torch.device("cpu"))
+
+
+def _check_numbers(**numbers: int) -> None:
+    for name, value in numbers.items():
+        if not isinstance(value, int) or value < 1:
+            raise ArgumentError(f"{name}={value!r}: expected a whole number, at least 1")

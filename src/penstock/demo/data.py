@@ -1,0 +1,76 @@
+"""The text: the source files of Python's standard library, which are on every machine that runs this."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+HELD_OUT_EVERY = 10
+"""One file in so many is kept for testing; the model never trains on it."""
+
+MOST_BYTES = 8_000_000
+"""More text than a short run looks at; enough to read quickly."""
+
+_LEFT_OUT = ("test", "idlelib", "site-packages", "encodings", "pydoc_data")
+"""Tests, tables, and what is no part of the library."""
+
+Batch = tuple[Tensor, Tensor]
+"""Inputs and targets, each (rows, context) of int64: a target is the byte that follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Text as one long row of bytes: a part to train on and one held out."""
+
+    train: Tensor
+    held_out: Tensor
+
+    def batch(self, step: int, rows: int, context: int) -> Batch:
+        """The batch of a training step: windows at random places. A step's places are the same in every process."""
+        places = torch.Generator().manual_seed(step)
+        starts = torch.randint(len(self.train) - context, (rows,), generator=places)
+        return _windows(self.train, starts.tolist(), context)
+
+    def held_out_batches(self, count: int, rows: int, context: int) -> list[Batch]:
+        """Windows spread evenly over the held-out text."""
+        stride = (len(self.held_out) - context) // (count * rows)
+        starts = range(0, count * rows * stride, stride)
+        return [_windows(self.held_out, starts[i * rows : (i + 1) * rows], context) for i in range(count)]
+
+
+def standard_library(most_bytes: int = MOST_BYTES) -> Corpus:
+    """Reads Python's standard library: its modules in alphabetical order, without packages' tests."""
+    root = Path(sysconfig.get_path("stdlib"))
+    parts: dict[bool, list[bytes]] = {False: [], True: []}
+    left = most_bytes
+    for index, path in enumerate(sorted(_sources(root))):
+        text = path.read_bytes()[:left]
+        parts[index % HELD_OUT_EVERY == 0].append(text)
+        left -= len(text)
+        if left <= 0:
+            break
+    return Corpus(train=_tensor(parts[False]), held_out=_tensor(parts[True]))
+
+
+def _sources(root: Path) -> list[Path]:
+    """Modules and those of packages one level down: `json/decoder.py`, not `lib2to3/pgen2/driver.py`."""
+    return [
+        path
+        for pattern in ("*.py", "*/*.py")
+        for path in root.glob(pattern)
+        if path.relative_to(root).parts[0] not in _LEFT_OUT
+    ]
+
+
+def _tensor(parts: Sequence[bytes]) -> Tensor:
+    return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
+
+
+def _windows(text: Tensor, starts: Sequence[int], context: int) -> Batch:
+    windows = torch.stack([text[start : start + context + 1] for start in starts]).long()
+    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()

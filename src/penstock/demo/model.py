@@ -1,0 +1,73 @@
+"""A small byte-level GPT in plain PyTorch. It knows nothing of pipelines; `train` cuts it into stages as it is."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+VOCABULARY = 256
+"""A token is a byte."""
+
+
+class Block(nn.Module):
+    """Causal self-attention, then a two-layer perceptron; each adds to the residual stream `x_BTD`."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.attention_output = nn.Linear(width, width)
+        self.perceptron_norm = nn.LayerNorm(width)
+        self.perceptron = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:  # noqa: N803  B, T, D name tensor dimensions
+        x_BTD = x_BTD + self.dropout(self.attend(self.attention_norm(x_BTD)))
+        return x_BTD + self.dropout(self.perceptron(self.perceptron_norm(x_BTD)))
+
+    def attend(self, x_BTD: Tensor) -> Tensor:  # noqa: N803
+        """Each position looks at itself and at those before it."""
+        split = self.query_key_value(x_BTD).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended_BHTD = F.scaled_dot_product_attention(split[0], split[1], split[2], is_causal=True)
+        output: Tensor = self.attention_output(attended_BHTD.transpose(1, 2).flatten(2))
+        return output
+
+
+class GPT(nn.Module):
+    """Predicts each next byte of a text. The embedding and the output layer share one matrix.
+
+    Args:
+        context: the longest text that it can look at, in bytes.
+    """
+
+    def __init__(
+        self, width: int = 192, heads: int = 6, layers: int = 4, context: int = 128, dropout: float = 0.1
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.position = nn.Parameter(torch.zeros(context, width))
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:  # noqa: N803
+        """From bytes to the logits of each next byte: (batch, time) -> (batch, time, 256)."""
+        x_BTD = self.dropout(self.embedding(tokens_BT) + self.position[: tokens_BT.shape[1]])
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        logits: Tensor = self.head(self.norm(x_BTD))
+        return logits
+
+
+def loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:  # noqa: N803
+    """Cross-entropy, in nats per byte: 5.55 (ln 256) is guessing, 0 is knowing the text."""
+    return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())

@@ -1,0 +1,77 @@
+"""The one place that names private parts of torch (2.11 to 2.15): fake tensors and pytrees have no public home yet.
+
+`tests/partition/test_compat.py` uses each name, so that a torch that moves one fails there and says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
+from torch.utils import _pytree as pytree
+
+__all__ = [
+    "DATA_DEPENDENT",
+    "UNSUPPORTED",
+    "FakeTensor",
+    "FakeTensorMode",
+    "Flat",
+    "fake_mode",
+    "flatten",
+    "pytree",
+    "storage_of",
+    "unflatten",
+    "unset_fake_temporarily",
+]
+
+DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
+"""What a fake tensor raises where the program asks for its values."""
+
+UNSUPPORTED = (UnsupportedOperatorException, UnsupportedFakeTensorException, NotImplementedError)
+"""What a fake tensor raises for an operator whose result it cannot describe."""
+
+
+class Flat(NamedTuple):
+    """A nested structure laid out: `leaves[i]` sits at `paths[i]` (as Python writes it) of `structure`."""
+
+    leaves: list[Any]
+    paths: list[str]
+    structure: Hashable
+
+
+def fake_mode() -> FakeTensorMode:
+    """Fake tensors with static shapes, beside which stray real tensors are allowed."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Flat:
+    pairs, structure = pytree.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    return Flat([leaf for _, leaf in pairs], [pytree.keystr(path) for path, _ in pairs], structure)
+
+
+def unflatten(leaves: Sequence[Any], structure: Any) -> Any:
+    return pytree.tree_unflatten(leaves, structure)
+
+
+def storage_of(tensor: Tensor) -> int:
+    """The identity of the memory behind a tensor, which views of one another share, while it lives."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse tensors have no storage
+        return id(tensor)
+
+
+def autocast_state(device: torch.device) -> tuple[bool, torch.dtype]:
+    """Whether autocast is on for the device, and to which dtype."""
+    return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)

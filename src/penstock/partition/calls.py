@@ -1,0 +1,82 @@
+"""A torch call as torch hands it to a mode -> the same call as a node of a graph can print and run it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import is_tensor_method_or_property
+
+BINARY = (
+    "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift lt le gt ge eq ne".split()  # noqa: SIM905
+)
+OPERATORS: Mapping[str, Callable[..., Any]] = {
+    **{f"__{name}__": getattr(operator, f"__{name}__") for name in BINARY},
+    **{f"__{name}__": getattr(operator, f"__{name}__") for name in ("neg", "pos", "invert", "abs")},
+    **{f"__i{name}__": getattr(operator, f"__i{name}__") for name in BINARY[:11]},
+    "__div__": operator.truediv,
+    "__idiv__": operator.itruediv,
+    "__getitem__": operator.getitem,
+    "__setitem__": operator.setitem,
+}
+REFLECTED: Mapping[str, Callable[..., Any]] = {
+    **{f"__r{name}__": getattr(operator, f"__{name}__") for name in BINARY[:11]},
+    "__rdiv__": operator.truediv,
+}
+
+REFUSED: Mapping[str, str] = {
+    "backward": "runs a backward inside the forward",
+    "register_hook": "registers a hook on an activation",
+    "register_post_accumulate_grad_hook": "registers a hook on an activation",
+    "retain_grad": "retains the gradient of an activation",
+    "requires_grad_": "changes whether an activation takes a gradient",
+    "set_": "swaps a tensor's memory",
+    "grad": "runs a backward inside the forward",
+}
+"""Calls that cannot be kept equal when they are replayed on a stage, and what they do."""
+
+
+class Target(NamedTuple):
+    """What to write into the graph: `op` is call_function or call_method."""
+
+    op: str
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def name_of(function: Any) -> str:
+    """A function's own name; for a property, the property's."""
+    name = getattr(function, "__name__", str(function))
+    if name in ("__get__", "__set__", "__delete__"):
+        return getattr(getattr(function, "__self__", None), "__name__", name)
+    return str(name)
+
+
+def refusal(function: Any, args: tuple[Any, ...]) -> str | None:
+    """Why a call is refused, or None."""
+    name = getattr(function, "__name__", "")
+    if name == "__set__":
+        return f"assigns to `.{name_of(function)}` of an activation"
+    if name == "requires_grad_":
+        wanted = args[1] if len(args) > 1 else True
+        return REFUSED[name] if args and args[0].requires_grad != wanted else None
+    if name == "grad":
+        return REFUSED[name] if function is torch.autograd.grad else None
+    return REFUSED.get(name)
+
+
+def target_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Target:
+    """The graph's way to make this call."""
+    name = getattr(function, "__name__", "")
+    if name == "__get__":
+        return Target("call_function", getattr, (args[0], name_of(function)), {})
+    if is_tensor_method_or_property(function):
+        if name in OPERATORS and not kwargs:
+            return Target("call_function", OPERATORS[name], args, {})
+        if name in REFLECTED and not kwargs:
+            return Target("call_function", REFLECTED[name], (args[1], args[0]), {})
+        return Target("call_method", name, args, kwargs)
+    return Target("call_function", function, args, kwargs)

@@ -1,0 +1,40 @@
+"""A list of modules as one model: each gets what the one before it returned."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+
+class Chain(nn.Module):
+    """Runs modules one after the other. A tuple that one returns is passed on as positional arguments."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        for index, layer in enumerate(layers):
+            self.add_module(str(index), layer)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        first, *rest = self._modules.values()
+        assert first is not None
+        value = first(*args, **kwargs)
+        for layer in rest:
+            assert layer is not None
+            value = layer(*value) if isinstance(value, tuple) else layer(value)
+        return value
+
+
+def public_names(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
+    """The names by which a model's parameters or buffers are known.
+
+    Those of the model itself; for a `Chain`, the layers' own names, with the layer's index only where two layers
+    would share one.
+    """
+    if not isinstance(model, Chain):
+        return {name: name for name in names}
+    bare = {name: name.partition(".")[2] for name in names}
+    counts = Counter([*bare.values(), *names])
+    return {name: short if counts[short] == 1 else name for name, short in bare.items()}

@@ -1,0 +1,91 @@
+"""Watches the operators below torch's functions: which draw random numbers, which write, and in which module."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.partition._compat import storage_of
+
+
+class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Collects until `take` is called.
+
+    Attributes:
+        stack: the modules whose forward is running, outermost first.
+        calls: every module called so far, with the value of `position` at that time.
+        position: set by the owner; the index of the node that is being recorded.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.stack: list[nn.Module] = []
+        self.calls: list[tuple[nn.Module, int]] = []
+        self.position = 0
+        self._drew: list[nn.Module | None] = []
+        self._written: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, torch._ops.OpOverload):
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                self._drew.append(self.stack[-1] if self.stack else None)
+            for position, name in written_arguments(func):
+                value = kwargs.get(name, args[position] if position < len(args) else None)
+                for tensor in value if isinstance(value, (list, tuple)) else [value]:
+                    if isinstance(tensor, Tensor):
+                        self._written[storage_of(tensor)] = tensor
+        return func(*args, **kwargs)
+
+    def take(self) -> tuple[list[nn.Module | None], frozenset[int]]:
+        """The modules that drew and the memory that was written since the last call, and forget them."""
+        drew, written = self._drew, frozenset(self._written)
+        self._drew, self._written = [], {}
+        return drew, written
+
+    @contextmanager
+    def following_modules(self) -> Iterator[None]:
+        """Keep `stack` and `calls` up to date with this thread's module calls."""
+        thread = threading.get_ident()
+
+        def enter(module: nn.Module, _args: Any) -> None:
+            if threading.get_ident() == thread:
+                self.stack.append(module)
+                self.calls.append((module, self.position))
+
+        def leave(module: nn.Module, _args: Any, _result: Any) -> None:
+            if threading.get_ident() == thread:
+                while self.stack and self.stack.pop() is not module:  # those above it left by an exception
+                    pass
+
+        handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+@functools.cache
+def written_arguments(func: Callable[..., Any]) -> tuple[tuple[int, str], ...]:
+    """Position and name of the arguments that an operator updates in place.
+
+    Batch norm's running statistics count as written although some of its operators' schemas do not say so.
+    """
+    schema = func._schema  # type: ignore[attr-defined]
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(schema.arguments)
+        if (argument.alias_info is not None and argument.alias_info.is_write)
+        or (argument.name.startswith("running_") and "batch_norm" in schema.name)
+    )

@@ -1,0 +1,92 @@
+"""A model's stages for one signature of its inputs, and the way in and out: arguments to tensors, tensors to result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.errors import ShapeError
+from penstock.partition._compat import flatten, unflatten
+from penstock.partition.recording import Constant
+from penstock.partition.stage import Stage
+
+Leaf = tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A model cut into stages.
+
+    Attributes:
+        stages: in order. Stage 0 receives every input tensor that any stage uses; the last stage returns the tensors of
+            the model's result.
+        drawing_modules: qualified name -> module, of the modules inside blocks that draw random numbers.
+        draw_offsets: for each stage, how often each drawing module is called on the stages before it.
+        cuts: the names of the modules at which stages 1.. begin.
+        notes: what the user should know about the recording.
+    """
+
+    stages: tuple[Stage, ...]
+    drawing_modules: Mapping[str, nn.Module]
+    draw_offsets: tuple[Mapping[str, int], ...]
+    cuts: tuple[str, ...]
+    notes: tuple[str, ...]
+    input_structure: Any
+    input_paths: tuple[str, ...]
+    input_leaves: tuple[Leaf, ...]
+    input_order: tuple[int, ...]
+    result_structure: Any
+    result_leaves: tuple[int | Constant, ...]
+
+    def flatten_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """The tensors that stage 0 receives, in its order.
+
+        Raises ShapeError, naming the leaf, if structure, shape, dtype or a constant is not as recorded.
+        """
+        given = flatten((tuple(args), dict(kwargs)))
+        if given.structure != self.input_structure:
+            missing = [p for p in self.input_paths if p not in given.paths]
+            extra = [p for p in given.paths if p not in self.input_paths]
+            raise ShapeError(
+                f"the arguments' structure is not the recorded one: missing {missing}, unexpected {extra} "
+                f"(leaves of (args, kwargs)). Give the same arguments, or call the partitioner for new ones"
+            )
+        for leaf, path, expected in zip(given.leaves, given.paths, self.input_leaves, strict=True):
+            if describe(leaf)[:3] != expected[:3]:
+                raise ShapeError(f"input {path} is {_text(describe(leaf))}, but {_text(expected)} was recorded")
+        return [given.leaves[i] for i in self.input_order]
+
+    def build_output(self, leaves: Sequence[Tensor]) -> Any:
+        """The model's own result (a tensor, a dict, a ModelOutput) from the last stage's outputs."""
+        count = len(self.stages[-1].meta.outputs)
+        if len(leaves) != count:
+            raise ShapeError(f"the model's result is made of {count} tensors, not {len(leaves)}")
+        values = [leaf.value if isinstance(leaf, Constant) else leaves[leaf] for leaf in self.result_leaves]
+        return unflatten(values, self.result_structure)
+
+    @property
+    def code(self) -> str:
+        """All stages as Python text."""
+        return "\n\n".join(stage.code for stage in self.stages)
+
+
+def describe(leaf: object) -> Leaf:
+    """A leaf of the inputs as a hashable value: a tensor's shape and dtype and then the rest, or the leaf itself."""
+    if isinstance(leaf, Tensor):
+        # the stride of a dimension of one element says nothing
+        stride = tuple(s if n > 1 else 0 for s, n in zip(leaf.stride(), leaf.shape, strict=True))
+        return "tensor", tuple(leaf.shape), leaf.dtype, stride, leaf.requires_grad, leaf.device
+    try:
+        hash(leaf)
+    except TypeError:
+        return "object", type(leaf), id(leaf)
+    return "constant", type(leaf), leaf
+
+
+def _text(leaf: Leaf) -> str:
+    if leaf[0] == "tensor":
+        return f"a tensor of shape {leaf[1]} and {leaf[2]}"
+    return f"the constant {leaf[2]!r}" if leaf[0] == "constant" else f"an object of {leaf[1]}"

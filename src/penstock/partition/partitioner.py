@@ -1,0 +1,153 @@
+"""Any model -> a partition for each signature of its inputs. The cuts are decided once and kept."""
+
+from __future__ import annotations
+
+import inspect
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, get_args
+
+import torch
+from torch import nn
+
+from penstock.errors import ArgumentError
+from penstock.partition._compat import autocast_state, flatten
+from penstock.partition.chain import Chain, public_names
+from penstock.partition.cut import Balance, balanced_cuts, cut_positions
+from penstock.partition.partition import Partition, describe
+from penstock.partition.record import record
+from penstock.partition.recording import RandomSource, Recording
+from penstock.partition.split import Split
+from penstock.partition.stage import build_stage
+
+
+class Partitioner:
+    """Cuts a model into stages.
+
+    Args:
+        model: a module, unedited; or a list of modules, each of which gets what the one before it returned (layers, or
+            ready-made stages if there are as many as `stages`).
+        stages: how many.
+        cuts: names of the modules at which stages 1.. begin, in program order; chosen by `balance` if not given.
+        leaves: names of modules to run as a whole, for what a recording cannot follow.
+        streams: sets the generator for recorded random calls; see `RandomSource`.
+        balance: what the stages share evenly, `"parameters"` or (repeated) `"layers"`.
+
+    Raises ArgumentError for arguments that are wrong by themselves, PartitionError (also when called) for a model that
+    cannot be recorded or cut as asked.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        stages: int,
+        cuts: Sequence[str] | None = None,
+        leaves: Sequence[str] | None = None,
+        *,
+        streams: RandomSource,
+        balance: Balance = "parameters",
+    ) -> None:
+        if stages < 1:
+            raise ArgumentError(f"stages={stages}: expected at least 1")
+        if balance not in get_args(Balance):
+            raise ArgumentError(f"balance={balance!r}: expected one of {', '.join(map(repr, get_args(Balance)))}")
+        if cuts is not None and len(cuts) != stages - 1:
+            raise ArgumentError(
+                f"{len(cuts)} cuts make {len(cuts) + 1} stages, but stages={stages}. Name the first module of each "
+                f"stage but the first: {stages - 1} names"
+            )
+        self.model = _as_module(model)
+        self.stages = stages
+        self.cuts = None if cuts is None else tuple(cuts)
+        self._leaves, self._streams, self._balance = tuple(leaves or ()), streams, balance
+        self._partitions: dict[Hashable, tuple[Partition, object]] = {}
+        self._modules = list(self.model.modules())
+        self._slots = [(slots, name) for m in self._modules for slots in (m._parameters, m._buffers) for name in slots]
+
+    def __call__(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Partition:
+        """The stages for one microbatch's arguments, recorded when their signature is new.
+
+        The signature: structure, shapes, strides, dtypes, devices and constants of the arguments, the modules' training
+        flags, identity and requires_grad of parameters and buffers, and the grad and autocast modes.
+        """
+        kwargs = dict(kwargs or {})
+        given = flatten((tuple(args), kwargs))
+        key = given.structure, tuple(describe(leaf) for leaf in given.leaves), self._state()
+        if key not in self._partitions:
+            keep_alive = given.leaves, [slots.get(name) for slots, name in self._slots]
+            self._partitions[key] = self._partition(args, kwargs), keep_alive
+        return self._partitions[key][0]
+
+    def forget(self) -> None:
+        """Drops what was recorded, and with it every reference to parameters that the model no longer holds."""
+        self._partitions.clear()
+
+    def names(self) -> dict[str, str]:
+        """For each name in `model.named_parameters()` and `named_buffers()`, the name by which stages know it."""
+        every = [name for name, _ in (*self.model.named_parameters(), *self.model.named_buffers())]
+        return public_names(self.model, every)
+
+    def _state(self) -> Hashable:
+        held = [slots.get(name) for slots, name in self._slots]
+        return (
+            tuple(m.training for m in self._modules),
+            tuple((id(t), t is not None and t.requires_grad) for t in held),
+            torch.is_grad_enabled(),
+            autocast_state(torch.device("cpu")),
+            torch.is_autocast_enabled() and torch.get_autocast_dtype("cuda"),
+        )
+
+    def _partition(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Partition:
+        model = self.model
+        defaults = default_kwargs(model, args, kwargs)
+        recording = record(model, args, {**kwargs, **defaults}, self._leaves)
+        if self.cuts is None:
+            self.cuts = balanced_cuts(recording, model, self.stages, self._balance)
+        starts = cut_positions(recording, model, self.cuts)
+        split = Split(recording, model, starts)
+        stages = tuple(build_stage(split, plan, index, self._streams) for index, plan in enumerate(split.plans()))
+        given = flatten((tuple(args), kwargs))
+        placeholders = {node.name: position for node, position in recording.inputs.items()}
+        return Partition(
+            stages=stages,
+            drawing_modules=recording.drawing,
+            draw_offsets=_draw_offsets(recording, starts),
+            cuts=self.cuts,
+            notes=recording.notes,
+            input_structure=given.structure,
+            input_paths=tuple(given.paths),
+            input_leaves=tuple(describe(leaf) for leaf in given.leaves),
+            input_order=tuple(placeholders[i.name] for i in stages[0].meta.inputs),
+            result_structure=recording.result_structure,
+            result_leaves=recording.result_leaves,
+        )
+
+
+def default_kwargs(
+    model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Keyword arguments that a pipeline adds to the caller's: `use_cache=False` for models of `transformers`.
+
+    A key-value cache is of no use in training, and an object that every block writes into cannot cross a cut. Give the
+    same to the unsplit model to compare with it.
+    """
+    config = getattr(model, "config", None)
+    forward: Callable[..., Any] = model.forward
+    signature = inspect.signature(forward)
+    if "use_cache" not in signature.parameters or not getattr(config, "use_cache", False):
+        return {}
+    bound = signature.bind_partial(*args, **(kwargs or {}))
+    return {} if "use_cache" in bound.arguments else {"use_cache": False}
+
+
+def _draw_offsets(recording: Recording, starts: Sequence[int]) -> tuple[dict[str, int], ...]:
+    return tuple({name: bisect_left(calls, start) for name, calls in recording.calls.items()} for start in (0, *starts))
+
+
+def _as_module(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
+    if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
+        return model
+    layers = list(model) if isinstance(model, (list, tuple, nn.ModuleList)) else []
+    if not layers or not all(isinstance(layer, nn.Module) for layer in layers):
+        raise ArgumentError(f"model: expected a module or a list of modules, not {model!r}")
+    return Chain(layers)

@@ -1,0 +1,86 @@
+"""Runs one unit once on made-up real tensors, for the shapes of its result, where fake tensors cannot tell them.
+
+A mixture of experts, for example, asks which experts the values chose. Inside a unit that is fine: it runs as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import PartitionError
+from penstock.partition._compat import FakeTensor, storage_of, unset_fake_temporarily
+from penstock.partition.state import Loan, Snapshot, fake_value, map_tensors
+from penstock.partition.units import Call, Unit
+
+
+def run_for_real(
+    original: Call, unit: Unit, args: Any, kwargs: Any, loan: Loan, device: torch.device, reason: Exception
+) -> tuple[Any, frozenset[int]]:
+    """The unit's result as fake tensors, and the (fake) memory that it wrote.
+
+    Parameters are the model's own, or made up where they are on `meta`; buffers are copies, so that none is updated.
+    """
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # id of the fake -> fake, real
+    modules = list(unit.module.modules())
+    snapshot = Snapshot(unit.module)
+
+    def real(fake: Tensor) -> Tensor:
+        if not isinstance(fake, FakeTensor):
+            return fake
+        if id(fake) not in made:
+            made[id(fake)] = fake, _make(fake, loan.originals.get(id(fake)), device)
+        return made[id(fake)][1]
+
+    with unset_fake_temporarily() as mode:
+        try:
+            real_args, real_kwargs = map_tensors(real, (args, kwargs))
+            for module in modules:
+                for slots in (module._parameters, module._buffers):
+                    slots.update({k: real(t) for k, t in slots.items() if t is not None})  # type: ignore[misc]
+                if isinstance(module, nn.RNNBase):
+                    module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
+            versions = {key: r._version for key, (_, r) in made.items()}
+            result = original(unit.module, *real_args, **real_kwargs)
+        except PartitionError:
+            raise
+        except Exception as error:
+            raise PartitionError(
+                f"{unit.name!r} fails on inputs like the given ones: {type(error).__name__}: {error} "
+                f"(on fake tensors: {type(reason).__name__}: {reason})"
+            ) from error
+        finally:
+            snapshot.restore()
+    written = {storage_of(f) for key, (f, r) in made.items() if r._version != versions.get(key, r._version)}
+    return map_tensors(_back_to_fakes(list(made.values()), mode, device), result), frozenset(written)
+
+
+def _back_to_fakes(made: list[tuple[Tensor, Tensor]], mode: Any, device: torch.device) -> Callable[[Tensor], Tensor]:
+    by_id = {id(real): fake for fake, real in made}
+    by_storage = {storage_of(real): fake for fake, real in made}
+
+    def fake(tensor: Tensor) -> Tensor:
+        if id(tensor) in by_id:
+            return by_id[id(tensor)]
+        base = by_storage.get(storage_of(tensor))
+        if base is not None and base.dtype == tensor.dtype:
+            return base.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+        return fake_value(tensor, mode, device)
+
+    return fake
+
+
+def _make(fake: Tensor, original: Tensor | None, device: torch.device) -> Tensor:
+    """A real tensor to stand in for a fake one: the model's own parameter, a copy of its buffer, or made up."""
+    with torch.no_grad():
+        if original is not None and original.device == device:
+            return original if isinstance(original, nn.Parameter) else original.clone()
+        tensor = torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device=fake.device)
+        if fake.is_floating_point() or fake.is_complex():
+            tensor.normal_(std=1.0 if original is None else 0.02)
+        else:
+            tensor.fill_(fake.dtype == torch.bool)  # a mask that is all False would leave nothing to attend to
+    return tensor.requires_grad_(fake.requires_grad)

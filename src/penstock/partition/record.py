@@ -1,0 +1,173 @@
+"""Runs a model's own forward once on fake tensors and returns what it called.
+
+No symbolic tracing and no compiler: Python runs as it is, so that any control flow that does not depend on the values
+of tensors is followed, and the model, its buffers and the random generators are left as they were.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from penstock.errors import PartitionError
+from penstock.partition._compat import DATA_DEPENDENT, UNSUPPORTED, fake_mode, flatten, storage_of, unflatten
+from penstock.partition.chain import Chain
+from penstock.partition.modes import Entry
+from penstock.partition.objects import holds_tensors
+from penstock.partition.recorder import Recorder
+from penstock.partition.recording import Constant, Recording
+from penstock.partition.source import raising_line
+from penstock.partition.state import Loan, Snapshot, fake_like, fake_value, untouched_generators
+from penstock.partition.units import find_units, intercepted
+
+
+def record(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], leaves: Sequence[str] = ()) -> Recording:
+    """Record `model(*args, **kwargs)`. Parameters may be on `meta`: they are taken to be where the first input is.
+
+    Raises PartitionError, with the line of the user's code, for what a stage could not replay.
+    """
+    units = find_units(model, leaves)
+    given = flatten((tuple(args), dict(kwargs)))
+    device = next((x.device for x in given.leaves if isinstance(x, Tensor)), torch.device("cpu"))
+    names = {id(m): name for name, m in reversed(list(model.named_modules()))}
+    mode, snapshot = fake_mode(), Snapshot(model)
+    try:
+        with untouched_generators():
+            loan = Loan(model, mode, device)
+            recorder = Recorder(model, units, loan, Entry(device), names)
+            fakes, inputs = list(given.leaves), {}
+            for index, leaf in enumerate(given.leaves):
+                if isinstance(leaf, Tensor):
+                    fakes[index] = (fake_like if leaf.is_leaf else fake_value)(leaf, mode, leaf.device)
+                    inputs[recorder.add_input(_input_name(model, given.paths[index]), fakes[index])] = index
+                elif holds_tensors(leaf):
+                    raise PartitionError(
+                        f"the model's input {given.paths[index]} is a {type(leaf).__name__}, which holds tensors but "
+                        "is no structure that torch can take apart. Pass tensors, tuples, lists or dicts"
+                    )
+            result = _run(model, recorder, mode, fakes, given.structure)
+            _check_leftovers(snapshot, loan, recorder, names)
+            return _finish(recorder, loan, units, inputs, result)
+    finally:
+        snapshot.restore()
+
+
+def _run(model: nn.Module, recorder: Recorder, mode: Any, fakes: list[Any], structure: Any) -> Any:
+    args, kwargs = unflatten(fakes, structure)
+    observer = recorder.observer
+    modules = [u.module for u in recorder.units.values()]
+    try:
+        with mode, observer, observer.following_modules(), _autograd_functions(recorder):
+            with intercepted(modules, recorder.call_unit), recorder:
+                return model(*args, **kwargs)
+    except DATA_DEPENDENT as error:
+        raise PartitionError(_depends_on_values(recorder, error)) from error
+    except UNSUPPORTED as error:
+        raise PartitionError(
+            f"{raising_line(error)} in {_module(recorder)} cannot run on fake tensors: {error}. Name an enclosing "
+            "module in leaves=[...], so that it runs as a whole"
+        ) from error
+    except RuntimeError as error:
+        if "subclasses" in str(error) or "fake tensor" in str(error).lower():  # .numpy(), .data_ptr()
+            raise PartitionError(_depends_on_values(recorder, error)) from error
+        raise
+
+
+def _depends_on_values(recorder: Recorder, error: Exception) -> str:
+    return (
+        f"the forward depends on the values of a tensor at {raising_line(error)} in {_module(recorder)}, which a "
+        "recording cannot follow. Name an enclosing module in leaves=[...], so that it runs as a whole, or make the "
+        "branch constant (for layer drop: rate 0 or eval mode)"
+    )
+
+
+def _module(recorder: Recorder) -> str:
+    return f"module {recorder.scope!r}" if recorder.scope else "the model's own forward"
+
+
+@contextmanager
+def _autograd_functions(recorder: Recorder) -> Iterator[None]:
+    """Send `Function.apply` to the recorder, so that a custom function is one call."""
+    own = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return recorder.call_autograd_function(own.__get__(None, cls), cls, args, kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = own  # type: ignore[method-assign]
+
+
+def _check_leftovers(snapshot: Snapshot, loan: Loan, recorder: Recorder, names: Mapping[int, str]) -> None:
+    """Refuse buffers that were replaced; note tensors and numbers that the forward leaves in attributes."""
+    for name in loan.rebound():
+        raise PartitionError(
+            f"the forward replaces {name!r} by a new tensor, which a stage cannot replay. Update it in place: "
+            f"self.{name.rpartition('.')[2]}.copy_(...)"
+        )
+    inside = {id(m) for unit in recorder.units.values() for m in unit.module.modules()}
+    for module, attribute, value in snapshot.changed():
+        path = f"{names[id(module)]}.{attribute}".lstrip(".")
+        if id(module) not in inside and not attribute.startswith("_") and attribute != "training":
+            if holds_tensors(value, fake_only=True):
+                recorder.notes.append(f"the forward leaves a tensor in {path}; a stage does not set it")
+            elif isinstance(value, (int, float)):
+                recorder.notes.append(f"the forward changes {path}; a stage keeps the value it had when recorded")
+
+
+def _finish(recorder: Recorder, loan: Loan, units: Any, inputs: dict[fx.Node, int], result: Any) -> Recording:
+    flat = flatten(result)
+    outputs: dict[fx.Node, int] = {}
+    leaves: list[int | Constant] = []
+    for leaf, path in zip(flat.leaves, flat.paths, strict=True):
+        if isinstance(leaf, Tensor):
+            leaves.append(outputs.setdefault(recorder.node_of(leaf), len(outputs)))
+        elif holds_tensors(leaf, fake_only=True):
+            raise PartitionError(
+                f"the model's result{path} is a {type(leaf).__name__}, which holds tensors but is no structure that "
+                "torch can take apart. For a key-value cache pass use_cache=False; else return tensors, tuples or dicts"
+            )
+        else:
+            leaves.append(Constant(leaf))
+    drawing = recorder.drawing
+    called: dict[int, list[int]] = {id(m): [] for m in drawing.values()}
+    for module, position in recorder.observer.calls:
+        if id(module) in called:
+            called[id(module)].append(position)
+    return Recording(
+        graph=recorder.graph,
+        facts=recorder.facts,
+        inputs=inputs,
+        outputs=tuple(outputs),
+        result_leaves=tuple(leaves),
+        result_structure=flat.structure,
+        constants=recorder.constants,
+        blocks=frozenset(u.name for u in units.values() if u.block),
+        held={name: loan.originals[id(fake)] for name, fake in loan.fakes.items()},
+        memory={storage_of(fake): name for name, fake in loan.fakes.items()},
+        drawing=dict(sorted(drawing.items())),
+        calls={name: tuple(called[id(m)]) for name, m in drawing.items()},
+        device=recorder.entry.device,
+        notes=tuple(dict.fromkeys(recorder.notes)),
+    )
+
+
+def _input_name(model: nn.Module, path: str) -> str:
+    """A readable name for a leaf of (args, kwargs), such as `input_ids`, from its path, such as `[1]['input_ids']`."""
+    first, *rest = re.findall(r"\w+", path)
+    owner = next(iter(model.children())) if isinstance(model, (Chain, nn.Sequential)) and len(model._modules) else model
+    if first == "0":
+        names = [
+            p.name for p in inspect.signature(owner.forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD
+        ]
+        position = int(rest[0])
+        rest[0] = names[position] if position < len(names) else f"input_{position}"
+    return "_".join(rest)

@@ -1,0 +1,308 @@
+"""Writes what a running forward calls into a graph.
+
+A mode sees every torch call, the classes of the units send their calls here, and an observer below says which memory
+each call wrote and whether it drew random numbers. `record` sets the stage for it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+
+from penstock.errors import PartitionError
+from penstock.partition import calls, source
+from penstock.partition._compat import FakeTensor, flatten, storage_of
+from penstock.partition.modes import Entry
+from penstock.partition.objects import CONSTANTS, child_items, free_name, holds_tensors, is_named_tuple, opaque_holders
+from penstock.partition.observer import Observer
+from penstock.partition.real import run_for_real
+from penstock.partition.recording import Fact, Kind, tensor_meta
+from penstock.partition.state import Loan
+from penstock.partition.units import Call, Unit
+
+Seen = tuple[Tensor, fx.Node, bool]
+"""A tensor that the forward handles (kept alive, so that its id stays its own), its node, and its requires_grad."""
+
+
+class Recorder(TorchFunctionMode):
+    """Writes the calls of one forward. Use `record`."""
+
+    READS: ClassVar[frozenset[str]] = frozenset(
+        {"shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout"}
+    )
+
+    def __init__(
+        self, model: nn.Module, units: dict[int, Unit], loan: Loan, entry: Entry, names: dict[int, str]
+    ) -> None:
+        super().__init__()
+        self.model, self.units, self.loan, self.entry, self.module_names = model, units, loan, entry, names
+        self.graph = fx.Graph()
+        self.facts: dict[fx.Node, Fact] = {}
+        self.observer = Observer()
+        self.constants: dict[str, object] = {}
+        self.notes: list[str] = []
+        self.drawing: dict[str, nn.Module] = {}
+        self._seen: dict[int, Seen] = {}
+        self._on_memory: dict[int, list[int]] = {}  # storage -> ids of the tensors seen on it
+        self._attributes: dict[str, fx.Node] = {}
+        self._constants = free_name(model, "constants")
+        self._constant_ids: dict[int, str] = {}
+        self._thread = threading.get_ident()
+        self._paused = False
+
+    # -- what torch, the units and autograd functions call ----------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
+        if calls.name_of(func) == "__iter__":  # else the mode would be off while the caller iterates
+            return iter(self._call(torch.Tensor.unbind, args, {}))
+        return self._call(func, args, kwargs)
+
+    def _call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self._pause():
+            if getattr(function, "__name__", "") == "__get__" and calls.name_of(function) in self.READS:
+                return function(*args, **kwargs)
+            why = calls.refusal(function, args)
+            if why is not None:
+                raise PartitionError(
+                    f"{self._here()} {why}, which cannot be replayed on a stage. Do it outside of the model, or name "
+                    "an enclosing module in leaves=[...], so that it runs as a whole"
+                )
+            self.observer.take()
+            stale = self._stale_gradient(args, kwargs)
+            result = function(*args, **kwargs)
+            drew, writes = self.observer.take()
+            if writes or holds_tensors(result):
+                if stale:
+                    raise PartitionError(stale)
+                target = calls.target_of(function, args, kwargs)
+                self._write(target, "call", result, bool(drew), writes)
+            return result
+
+    def call_unit(self, original: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A module's `__call__` during the recording: a unit becomes one node."""
+        unit = self.units.get(id(module))
+        if unit is None or self._paused or threading.get_ident() != self._thread:
+            return original(module, *args, **kwargs)
+        with self._pause():
+            self._refuse_objects(unit, args, kwargs)
+            stale = self._stale_gradient(args, kwargs)
+            if stale:
+                raise PartitionError(stale)
+            self.observer.take()
+            target = calls.Target("call_module", unit.name, *self._arguments(args, kwargs))
+            result, drew, writes = self._run_unit(original, unit, args, kwargs)
+            self._refuse_objects(unit, args, kwargs, result)
+            for inner in drew:
+                inner = inner or module
+                self.drawing.setdefault(self.module_names[id(inner)], inner)
+            self._write(target, "unit", result, False, writes)
+            return result
+
+    def call_autograd_function(self, original: Callable[..., Any], cls: type, args: Any, kwargs: Any) -> Any:
+        """`Function.apply` during the recording: outside the units it is one call."""
+        if self._paused or threading.get_ident() != self._thread:
+            return original(*args, **kwargs)
+        with self._pause():
+            self.observer.take()
+            result = original(*args, **kwargs)
+            drew, writes = self.observer.take()
+            self._write(calls.Target("call_method", "apply", (cls, *args), kwargs), "call", result, bool(drew), writes)
+            return result
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def _run_unit(self, original: Call, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, list[Any], frozenset[int]]:
+        """The unit's result, what in it drew, and what it wrote. One that cannot run on fake tensors runs for real."""
+        depth, called = len(self.observer.stack), len(self.observer.calls)
+        try:
+            return original(unit.module, *args, **kwargs), *self.observer.take()
+        except PartitionError:
+            raise
+        except Exception as error:  # whatever a fake kernel raises; if the unit itself is wrong it raises again
+            del self.observer.stack[depth:], self.observer.calls[called:]
+            self.observer.take()
+            result, writes = run_for_real(original, unit, args, kwargs, self.loan, self.entry.device, error)
+            drew, _ = self.observer.take()
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
+            self.notes.append(
+                f"block {unit.name!r} ran once for real, on made-up inputs, since it cannot run on fake tensors "
+                f"({type(error).__name__}: {reason})"
+            )
+            return result, drew, writes
+
+    # -- writing nodes ----------------------------------------------------------------------------------------------
+
+    def add_input(self, name: str, tensor: Tensor) -> fx.Node:
+        node = self.graph.placeholder(name)
+        self._fact(node, "input", tensor)
+        self._see(tensor, node)
+        return node
+
+    def _write(self, target: calls.Target, kind: Kind, result: Any, draws: bool, writes: frozenset[int]) -> None:
+        args, kwargs = target.args, target.kwargs
+        if kind != "unit":
+            args, kwargs = self._arguments(args, kwargs)
+        node = self.graph.create_node(target.op, target.function, args, kwargs)
+        fact = self._fact(node, kind, result)
+        fact.writes, fact.draws = writes, draws
+        if kind == "unit":
+            fact.scope = str(target.function)
+        self._bind(result, node, writes, alone=True)
+        for storage in writes:  # an update in place may make aliases take a gradient, or change their strides
+            for key in self._on_memory.get(storage, ()):
+                tensor, known, _ = self._seen[key]
+                self._seen[key] = (tensor, known, tensor.requires_grad)
+                if known is not node:
+                    self.facts[known].updates.append((fact.index, tensor_meta(tensor)))
+
+    def _fact(self, node: fx.Node, kind: Kind, result: Any) -> Fact:
+        tensors = [leaf for leaf in flatten(result).leaves if isinstance(leaf, Tensor)]
+        fact = self.facts[node] = Fact(
+            index=self.observer.position,
+            kind=kind,
+            scope=self.scope,
+            meta=tensor_meta(result) if isinstance(result, Tensor) else None,
+            storages=frozenset(storage_of(t) for t in tensors),
+            takes_gradient=any(t.requires_grad for t in tensors),
+            modes=self.entry.difference(),
+            source_line=source.current_line(),
+        )
+        self.observer.position += 1
+        return fact
+
+    def _bind(self, result: Any, node: fx.Node, writes: frozenset[int], alone: bool = False) -> None:
+        """Remember which tensors a node made; those inside its result get a node of their own.
+
+        A tensor that comes back as it went in, beside others, keeps the node that made it.
+        """
+        if isinstance(result, Tensor):
+            new = id(result) not in self._seen or storage_of(result) in writes
+            if id(result) not in self.loan.names and (alone or new):
+                self._see(result, node)
+            return
+        for access, key, item in child_items(result):
+            if holds_tensors(item):
+                child = self.graph.call_function(access, (node, key))
+                self._fact(child, "call", item)
+                self._bind(item, child, writes)
+
+    def _see(self, tensor: Tensor, node: fx.Node) -> None:
+        self._seen[id(tensor)] = (tensor, node, tensor.requires_grad)
+        self._on_memory.setdefault(storage_of(tensor), []).append(id(tensor))
+
+    # -- values to nodes --------------------------------------------------------------------------------------------
+
+    def _arguments(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return tuple(self._argument(a) for a in args), {k: self._argument(v) for k, v in kwargs.items()}
+
+    def _argument(self, value: Any) -> Any:
+        kind = type(value)
+        if isinstance(value, Tensor):
+            return self.node_of(value)
+        if kind in CONSTANTS:
+            return value
+        if kind is torch.Size or kind is tuple:
+            return tuple(self._argument(v) for v in value)
+        if is_named_tuple(value):
+            return kind(*(self._argument(v) for v in value))
+        if kind is list:
+            return [self._argument(v) for v in value]
+        if kind is dict:
+            return {k: self._argument(v) for k, v in value.items()}
+        if kind is slice:
+            return slice(self._argument(value.start), self._argument(value.stop), self._argument(value.step))
+        if holds_tensors(value, fake_only=True):
+            raise PartitionError(
+                f"{self._here()} passes on a {kind.__name__}, which holds tensors. Only tensors, tuples, lists and "
+                "dicts can cross a cut: pass the tensors themselves"
+            )
+        return self._constant(value, kind.__name__ if not isinstance(value, type) else value.__name__)
+
+    def node_of(self, tensor: Tensor) -> fx.Node:
+        """The node that stands for a tensor. Raises PartitionError for one whose origin was not recorded."""
+        seen = self._seen.get(id(tensor))
+        if seen is not None:
+            return seen[1]
+        name = self.loan.names.get(id(tensor))
+        if name is not None:
+            return self._attribute(name, "parameter" if isinstance(tensor, nn.Parameter) else "buffer", tensor)
+        if isinstance(tensor, FakeTensor):
+            raise PartitionError(
+                f"{self._here()} uses a tensor of shape {tuple(tensor.shape)} that no recorded call made: "
+                f"{self._holder_of(tensor) or 'a block left it in an attribute, or compiled or scripted code made it'}. "
+                "Return it from the block, or name an enclosing module in leaves=[...], so that it runs as a whole"
+            )
+        if tensor.requires_grad:
+            raise PartitionError(
+                f"{self._here()} uses a tensor of shape {tuple(tensor.shape)} that requires a gradient but is no "
+                f"parameter{': ' + held if (held := self._holder_of(tensor)) else ''}. Register it as an nn.Parameter"
+            )
+        return self._constant(tensor, (self._holder_of(tensor) or "tensor").rpartition(".")[2])
+
+    def _constant(self, value: object, hint: str) -> fx.Node:
+        name = self._constant_ids.get(id(value))
+        if name is None:
+            hint = "".join(c if c.isalnum() else "_" for c in hint)
+            name, count = f"{self._constants}.{hint}", 1
+            while name in self.constants:
+                name, count = f"{self._constants}.{hint}_{count}", count + 1
+            self._constant_ids[id(value)], self.constants[name] = name, value
+        return self._attribute(name, "constant", value)
+
+    def _attribute(self, path: str, kind: Kind, value: object) -> fx.Node:
+        if path not in self._attributes:
+            self._attributes[path] = node = self.graph.create_node("get_attr", path)
+            self._fact(node, kind, value if isinstance(value, Tensor) else None)
+        return self._attributes[path]
+
+    # -- messages ---------------------------------------------------------------------------------------------------
+
+    @property
+    def scope(self) -> str:
+        return self.module_names.get(id(self.observer.stack[-1]), "") if self.observer.stack else ""
+
+    def _here(self) -> str:
+        return f"{source.current_line()}, in {f'module {self.scope!r}' if self.scope else 'the model'},"
+
+    def _holder_of(self, tensor: Tensor) -> str:
+        for name, module in self.model.named_modules():
+            for attribute, value in module.__dict__.items():
+                if value is tensor:
+                    return f"{name}.{attribute}" if name else attribute
+        return ""
+
+    def _stale_gradient(self, args: Any, kwargs: Any) -> str | None:
+        for leaf in flatten((args, kwargs)).leaves:
+            seen = self._seen.get(id(leaf)) if isinstance(leaf, Tensor) else None
+            if seen is not None and seen[2] != leaf.requires_grad:
+                return (
+                    f"{self._here()} uses {seen[1].name}, whose requires_grad was {seen[2]} when it was made and is "
+                    f"now {leaf.requires_grad}. A stage cannot replay that: use .detach() instead"
+                )
+        return None
+
+    def _refuse_objects(self, unit: Unit, args: Any, kwargs: Any, result: Any = None) -> None:
+        """Objects that hold tensors before or after a block's call carry values past the cuts."""
+        named = {**{f"argument {i}": a for i, a in enumerate(args)}, **kwargs, "result": result}
+        for name, value in named.items():
+            held = next(opaque_holders(value), None)
+            if held is not None:
+                raise PartitionError(
+                    f"{unit.name!r} keeps tensors in its {name}, a {type(held).__name__}, which cannot cross a cut. "
+                    f"For a key-value cache pass use_cache=False; else pass the tensors themselves"
+                )

@@ -1,0 +1,115 @@
+"""What a recording holds: the model's forward as one graph, and for each of its nodes what was seen when it ran.
+
+`record` writes it, `cut` reads positions from it, `split` makes stages of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, fx, nn
+
+from penstock.stages import TensorMeta
+
+
+class RandomSource(Protocol):
+    """Where the random numbers of recorded calls come from."""
+
+    def enter(self, name: str) -> None:
+        """Set the generator for the recorded call `name`, which runs next."""
+
+
+Kind = Literal["input", "parameter", "buffer", "constant", "call", "unit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Modes:
+    """The modes that a call ran in, where they differ from those at the forward's entry; None means the same."""
+
+    grad_enabled: bool | None = None
+    autocast: tuple[bool, torch.dtype] | None = None
+
+
+@dataclass(slots=True)
+class Fact:
+    """What was seen of one node.
+
+    Attributes:
+        index: its place in program order.
+        kind: an input of the model, something the model holds, a torch call, or a module that ran as a unit.
+        scope: the qualified name of the innermost module that it ran in; for a unit, its own.
+        meta: of the result, where that is one tensor.
+        storages: the memory behind its result's tensors. Equal numbers mean shared memory.
+        writes: the memory that it updated in place.
+        takes_gradient: whether any tensor of its result requires a gradient.
+        draws: a torch call outside the units that draws random numbers.
+        modes: see `Modes`.
+        source_line: `file:line` of the call in the user's code, for messages.
+        updates: the index of each node that updated the result in place, and its meta from then on.
+    """
+
+    index: int
+    kind: Kind
+    scope: str
+    meta: TensorMeta | None = None
+    storages: frozenset[int] = frozenset()
+    writes: frozenset[int] = frozenset()
+    takes_gradient: bool = False
+    draws: bool = False
+    modes: Modes = Modes()
+    source_line: str = ""
+    updates: list[tuple[int, TensorMeta]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A forward, recorded.
+
+    Attributes:
+        graph: every call in program order; modules that ran as a unit are `call_module` nodes.
+        facts: for each node of the graph.
+        inputs: for each placeholder, its place among the leaves of (args, kwargs).
+        outputs: the distinct tensors of the model's result, in order of first appearance.
+        result_leaves: the leaves of the model's result; an int indexes `outputs`, `Constant` wraps anything else.
+        result_structure: the pytree structure of the result.
+        constants: objects and stray tensors, by the paths under which the graph refers to them.
+        blocks: names of the units that are repeated blocks.
+        held: qualified name of a parameter or buffer -> the tensor; canonical names only.
+        memory: the storage number of each parameter and buffer -> its canonical name.
+        drawing: qualified name -> module, of the modules in units that draw random numbers.
+        calls: for each drawing module, the index of the unit's node at each of its calls.
+        device: where the forward was recorded "as if".
+        notes: things to tell the user.
+    """
+
+    graph: fx.Graph
+    facts: Mapping[fx.Node, Fact]
+    inputs: Mapping[fx.Node, int]
+    outputs: tuple[fx.Node, ...]
+    result_leaves: tuple[int | Constant, ...]
+    result_structure: Any
+    constants: Mapping[str, object]
+    blocks: frozenset[str]
+    held: Mapping[str, Tensor]
+    memory: Mapping[int, str]
+    drawing: Mapping[str, nn.Module]
+    calls: Mapping[str, tuple[int, ...]]
+    device: torch.device
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A leaf of the model's result that is no tensor."""
+
+    value: object
+
+
+def tensor_meta(tensor: Tensor) -> TensorMeta:
+    """The meta of a tensor, fake or real."""
+    return TensorMeta(
+        tuple(tensor.shape), tuple(tensor.stride()), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad
+    )

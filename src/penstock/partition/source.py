@@ -1,0 +1,28 @@
+"""Where in the user's code something happens, for messages: the innermost frame outside torch and Penstock."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+
+
+def current_line() -> str:
+    """`file:line` of the call that is running."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(OURS):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "unknown"
+
+
+def raising_line(error: BaseException) -> str:
+    """`file:line: code` of the user's innermost frame that the error passed through."""
+    for entry in reversed(traceback.extract_tb(error.__traceback__)):
+        if not entry.filename.startswith((*OURS, "<")):
+            return f"{entry.filename}:{entry.lineno}" + (f": `{entry.line}`" if entry.line else "")
+    return "unknown"

@@ -1,0 +1,225 @@
+"""A recording and the positions of its cuts -> what each stage runs, receives and returns.
+
+What is cheap to make again from the model's inputs alone (masks, position ids) is made on each stage that uses it;
+everything else is made once and travels from its maker, or from the last stage that updated it in place.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import fx, nn
+
+from penstock.errors import PartitionError
+from penstock.partition.recording import Fact, Recording
+from penstock.stages import MODEL_INPUT, Input, Output, TensorMeta
+
+HELD = ("parameter", "buffer", "constant")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One stage: nodes to receive, nodes to run in order, nodes to return, and their metas."""
+
+    received: tuple[fx.Node, ...]
+    run: tuple[fx.Node, ...]
+    returned: tuple[fx.Node, ...]
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+
+
+class Split:
+    """The stages of a recording that is cut before the nodes at `starts`. Raises PartitionError where a cut would
+    separate an update in place from another view of the same memory.
+    """
+
+    def __init__(self, recording: Recording, model: nn.Module, starts: Sequence[int]) -> None:
+        self.recording, self.model, self.starts = recording, model, list(starts)
+        self.count = len(starts) + 1
+        self.facts = recording.facts
+        self.writers = [fact for fact in self.facts.values() if fact.writes]
+        self.written = {storage for fact in self.writers for storage in fact.writes}
+
+    def plans(self) -> tuple[Plan, ...]:
+        received, run = zip(*(self._needs(stage) for stage in range(self.count)), strict=True)
+        received[0].update(n for r in received for n in r if self.facts[n].kind == "input")
+        self._check_held(received, run)
+        self._check_views(run)
+        plans = []
+        for stage in range(self.count):
+            mine, nodes = self._ordered(received[stage]), self._ordered(run[stage])
+            returned = list(self.recording.outputs)
+            if stage < self.count - 1:
+                later = {n for t in range(stage + 1, self.count) for n in received[t] if self.source(n, t) == stage}
+                returned = self._ordered(later)
+            inputs = tuple(self._input(n, stage, nodes) for n in mine)
+            outputs = tuple(Output(n.name, self._meta(n, self._end(stage))) for n in returned)
+            plans.append(Plan(tuple(mine), tuple(nodes), tuple(returned), inputs, outputs))
+        return tuple(plans)
+
+    def stage_of(self, index: int) -> int:
+        return bisect_right(self.starts, index)
+
+    def source(self, node: fx.Node, consumer: int) -> int:
+        """The stage from which `consumer` takes a value: the last before it that updated it in place, or its maker."""
+        fact = self.facts[node]
+        if fact.kind == "input" and consumer == 0:
+            return MODEL_INPUT
+        stages = [0 if fact.kind == "input" else self.stage_of(fact.index)]
+        for writer in self.writers:
+            if writer.writes & fact.storages and writer.index > fact.index:
+                stages.append(self.stage_of(writer.index))
+        return max(s for s in stages if s < consumer)
+
+    # -- which stage runs what --------------------------------------------------------------------------------------
+
+    @cached_property
+    def live(self) -> set[fx.Node]:
+        """Nodes that the result needs, or that do something beside returning a value."""
+        found: set[fx.Node] = set()
+        stack = [n for n, f in self.facts.items() if f.kind == "unit" or f.writes or f.draws]
+        stack += self.recording.outputs
+        while stack:
+            node = stack.pop()
+            if node not in found:
+                found.add(node)
+                stack += node.all_input_nodes
+        return found
+
+    @cached_property
+    def remade(self) -> set[fx.Node]:
+        """Calls that any stage can make again for itself: no parameters, no randomness, no gradient, no updates."""
+        found: set[fx.Node] = set()
+        for node, fact in self.facts.items():
+            if fact.kind != "call" or fact.draws or fact.writes or fact.takes_gradient or fact.storages & self.written:
+                continue
+            if all(self._is_remade(argument, found) for argument in node.all_input_nodes):
+                found.add(node)
+        return found
+
+    def _is_remade(self, node: fx.Node, found: set[fx.Node]) -> bool:
+        fact = self.facts[node]
+        return node in found or (fact.kind in ("input", "buffer", "constant") and not fact.storages & self.written)
+
+    def _needs(self, stage: int) -> tuple[set[fx.Node], set[fx.Node]]:
+        """What a stage receives and what it runs."""
+        received: set[fx.Node] = set()
+        run: set[fx.Node] = set()
+        stack = [
+            n
+            for n, f in self.facts.items()
+            if n in self.live
+            and n not in self.remade
+            and f.kind in ("call", "unit")
+            and self.stage_of(f.index) == stage
+        ]
+        if stage == self.count - 1:
+            stack += self.recording.outputs
+        while stack:
+            node = stack.pop()
+            fact = self.facts[node]
+            local = fact.kind in HELD or node in self.remade
+            if local or (fact.kind != "input" and self.stage_of(fact.index) == stage):
+                if node not in run:
+                    run.add(node)
+                    stack += node.all_input_nodes
+            else:
+                received.add(node)
+        return received, run
+
+    def _ordered(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        return sorted(nodes, key=lambda n: self.facts[n].index)
+
+    # -- metas ------------------------------------------------------------------------------------------------------
+
+    def _input(self, node: fx.Node, stage: int, run: Iterable[fx.Node]) -> Input:
+        begin = self.starts[stage - 1] if stage else 0
+        mutated = any(self.facts[n].writes & self.facts[node].storages for n in run)
+        return Input(node.name, self.source(node, stage), self._meta(node, begin), mutated)
+
+    def _meta(self, node: fx.Node, position: int) -> TensorMeta:
+        """A value's meta before the node at `position`: an update in place may have made it take a gradient."""
+        fact = self.facts[node]
+        assert fact.meta is not None, f"{node.name} is no tensor"
+        later = [meta for index, meta in fact.updates if index < position]
+        return later[-1] if later else fact.meta
+
+    def _end(self, stage: int) -> int:
+        return self.starts[stage] if stage < len(self.starts) else len(self.facts)
+
+    # -- what a cut must not separate -------------------------------------------------------------------------------
+
+    def _check_held(self, received: Sequence[set[fx.Node]], run: Sequence[set[fx.Node]]) -> None:
+        """Something that the model holds and the forward updates (a buffer) can live on one stage only."""
+        names = dict(self.recording.memory)
+        names.update({s: str(n.target) for n, f in self.facts.items() if f.kind == "constant" for s in f.storages})
+        stages: dict[int, set[int]] = {}
+        numbers = {name: storage for storage, name in self.recording.memory.items()}
+        for stage in range(self.count):
+            for node in received[stage] | run[stage]:
+                for storage in (*self.facts[node].storages, *(numbers[h] for h in self.held_by(node))):
+                    stages.setdefault(storage, set()).add(stage)
+        for storage in self.written & names.keys():
+            if len(stages.get(storage, ())) > 1:
+                writer = next(f for f in self.facts.values() if storage in f.writes)
+                raise PartitionError(
+                    f"{names[storage]!r} is updated in place by {self._name(writer)} but used on stages "
+                    f"{sorted(stages[storage])}: copies on several stages would differ. Move the cut so that all its "
+                    "uses are on one stage"
+                )
+
+    def held_by(self, node: fx.Node) -> list[str]:
+        """Canonical names of the parameters and buffers that a node uses."""
+        fact = self.facts[node]
+        if fact.kind in ("parameter", "buffer"):
+            return [str(node.target)]
+        if fact.kind != "unit":
+            return []
+        module = self.model.get_submodule(str(node.target))
+        return [self._canonical[id(t)] for t in (*module.parameters(), *module.buffers())]
+
+    @cached_property
+    def _canonical(self) -> dict[int, str]:
+        return {id(tensor): name for name, tensor in self.recording.held.items()}
+
+    def _check_views(self, run: Sequence[set[fx.Node]]) -> None:
+        """An update in place must reach every later use of the same memory, which a cut between views would prevent."""
+        ordinary = self.written - self.recording.memory.keys()
+        for storage in ordinary:
+            views = [n for n, f in self.facts.items() if storage in f.storages and f.kind != "constant"]
+            for writer, fact in self.facts.items():
+                if storage in fact.writes:
+                    stage = self.stage_of(fact.index)
+                    for view in views:
+                        self._check_view(writer, view, storage, stage)
+
+    def _check_view(self, writer: fx.Node, view: fx.Node, storage: int, stage: int) -> None:
+        index = self.facts[writer].index
+        used_later = view in self.recording.outputs or any(
+            self.facts[user].index > index and user in self.live for user in view.users
+        )
+        if self.facts[view].index >= index or not used_later:
+            return
+        roots = {self._root(a, storage, stage) for a in writer.all_input_nodes if storage in self.facts[a].storages}
+        if roots != {self._root(view, storage, stage)}:
+            raise PartitionError(
+                f"{self._name(self.facts[writer])} updates in place memory that {view.name!r} shares, but a cut "
+                f"separates the two, so that {view.name!r} would keep the old values. Move the cut, or make the "
+                "update out of place"
+            )
+
+    def _root(self, node: fx.Node, storage: int, stage: int) -> fx.Node:
+        """The value as which the memory came to a stage: followed through the views that are made there."""
+        fact = self.facts[node]
+        if fact.kind == "input" or self.stage_of(fact.index) != stage:
+            return node
+        for argument in node.all_input_nodes:
+            if storage in self.facts[argument].storages:
+                return self._root(argument, storage, stage)
+        return node
+
+    def _name(self, fact: Fact) -> str:
+        return f"block {fact.scope!r}" if fact.kind == "unit" else f"the call at {fact.source_line}"

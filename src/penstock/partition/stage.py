@@ -1,0 +1,168 @@
+"""A stage: its meta and a module whose code can be read, made of the user's own modules and the recorded calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import groupby
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
+
+from penstock.partition.chain import public_names
+from penstock.partition.modes import enter_autocast, leave_autocast
+from penstock.partition.objects import free_name
+from penstock.partition.recording import Modes, RandomSource
+from penstock.partition.split import Plan, Split
+from penstock.stages import StageMeta
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a model.
+
+    Attributes:
+        meta: what enters, leaves and lives here.
+        module: `module(*inputs)` returns the tuple of outputs, both in the order of `meta`. Its blocks are the model's
+            own modules, not copies.
+        parameters, buffers: the model's own tensors that live here, by the names in `meta`.
+        device: where it was recorded; calls that make tensors make them there. See `retarget`.
+    """
+
+    meta: StageMeta
+    module: fx.GraphModule
+    parameters: Mapping[str, nn.Parameter]
+    buffers: Mapping[str, Tensor]
+    device: torch.device
+
+    @property
+    def code(self) -> str:
+        """The stage's forward as Python text."""
+        return (
+            f"class {self.module.__class__.__name__}:{self.module.code.replace(chr(10), chr(10) + '    ').rstrip()}\n"
+        )
+
+
+def retarget(stage: Stage, device: torch.device) -> Stage:
+    """The same stage for another device: recorded device constants and stray tensors go there.
+
+    Parameters and buffers are shared with the given stage and stay where they are.
+    """
+    old = stage.module
+
+    def moved(value: Any) -> Any:
+        return device if value == stage.device and isinstance(value, torch.device) else value
+
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    result = graph.graph_copy(old.graph, values)
+    graph.output(result)
+    for node in graph.nodes:
+        node.args, node.kwargs = map_aggregate(node.args, moved), map_aggregate(node.kwargs, moved)
+    module = fx.GraphModule(old, graph, old.__class__.__name__)
+    held = {id(t) for t in stage.buffers.values()}
+    for name, tensor in list(module.named_buffers()):
+        if id(tensor) not in held and any(n.op == "get_attr" and n.target == name for n in graph.nodes):
+            owner, _, field = name.rpartition(".")
+            module.get_submodule(owner)._buffers[field] = tensor.to(device)
+    _keep_persistence(old, module)
+    return replace(stage, module=module, device=device)
+
+
+def build_stage(split: Split, plan: Plan, index: int, streams: RandomSource) -> Stage:
+    """Make a stage of a plan."""
+    recording, model = split.recording, split.model
+    names = sorted({name for node in plan.run for name in split.held_by(node)}, key=list(recording.held).index)
+    public = public_names(model, list(recording.held))
+    held = {name: recording.held[name] for name in names}
+    parameters = {public[n]: t for n, t in held.items() if isinstance(t, nn.Parameter)}
+    buffers = {public[n]: t for n, t in held.items() if not isinstance(t, nn.Parameter)}
+    meta = StageMeta(
+        index=index,
+        inputs=plan.inputs,
+        outputs=plan.outputs,
+        parameters=tuple(parameters),
+        buffers=tuple(buffers),
+        trainable=any(p.requires_grad for p in parameters.values()),
+    )
+    streams_name = free_name(model, "streams")
+    graph = _graph(split, plan, streams_name)
+    root = _Root(model, {**recording.constants, streams_name: streams})
+    module = fx.GraphModule(root, graph, f"submod_{index}")
+    _keep_persistence(model, module)
+    return Stage(meta, module, parameters, buffers, recording.device)
+
+
+class _Root(nn.Module):
+    """The model with the recording's constants and streams beside it: what GraphModule copies attributes from."""
+
+    def __init__(self, model: nn.Module, extra: Mapping[str, object]) -> None:
+        super().__init__()
+        self.training = model.training
+        found: dict[str, Any] = {}
+        self.__dict__["extra"] = found
+        for path, value in extra.items():
+            first, _, rest = path.partition(".")
+            if rest:
+                setattr(found.setdefault(first, SimpleNamespace()), rest, value)
+            else:
+                found[first] = value
+        self.__dict__["model"] = model
+
+    def __getattr__(self, name: str) -> Any:
+        extra = self.__dict__.get("extra", {})
+        return extra[name] if name in extra else getattr(self.__dict__["model"], name)
+
+
+def _keep_persistence(source: nn.Module, module: fx.GraphModule) -> None:
+    """Keep out of the state what the model keeps out: GraphModule registers every tensor as a persistent buffer."""
+    for node in module.graph.nodes:
+        if node.op != "get_attr" or not isinstance(node.target, str):
+            continue
+        path, _, field = node.target.rpartition(".")
+        holder = module.get_submodule(path)
+        try:
+            owner = source.get_submodule(path)
+        except AttributeError:
+            owner = None
+        saved = owner is not None and field in owner._buffers and field not in owner._non_persistent_buffers_set
+        if owner is not holder and field in holder._buffers and not saved:
+            holder._non_persistent_buffers_set.add(field)
+
+
+def _graph(split: Split, plan: Plan, streams_name: str) -> fx.Graph:
+    """The stage's code: recorded calls in program order, each in the modes it ran in, draws from their own streams."""
+    graph, facts = fx.Graph(), split.facts
+    new: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for node in plan.received}
+
+    def copy(node: fx.Node) -> None:
+        if facts[node].draws:
+            streams = graph.create_node("get_attr", streams_name)
+            graph.call_method("enter", (streams, node.name))
+        args = fx.map_arg(node.args, new.__getitem__)
+        kwargs = fx.map_arg(node.kwargs, new.__getitem__)
+        new[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)
+
+    for modes, nodes in groupby(plan.run, lambda n: facts[n].modes):
+        leave = list(_enter(graph, modes, split.recording.device))
+        for node in nodes:
+            copy(node)
+        for function, arguments in reversed(leave):
+            graph.call_function(function, arguments)
+    graph.output(tuple(new[node] for node in plan.returned))
+    return graph
+
+
+def _enter(graph: fx.Graph, modes: Modes, device: torch.device) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Write the calls that enter the modes; yield those that leave them again."""
+    if modes.grad_enabled is not None:
+        before = graph.call_function(torch.is_grad_enabled)
+        graph.call_function(torch.set_grad_enabled, (modes.grad_enabled,))
+        yield torch.set_grad_enabled, (before,)
+    if modes.autocast is not None:
+        enabled, dtype = modes.autocast
+        context = graph.call_function(enter_autocast, (device, dtype, enabled))
+        yield leave_autocast, (context,)

@@ -1,0 +1,137 @@
+"""Lends a model fake parameters and buffers for the time of a recording, and takes back whatever its forward leaves."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import PartitionError
+from penstock.partition._compat import FakeTensor, FakeTensorMode, pytree
+
+CONTAINERS = (dict, OrderedDict, list, set)
+
+
+class Snapshot:
+    """The attributes of every module, one container deep, to be put back and to be compared with."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = list(model.modules())
+        self._attributes = [dict(m.__dict__) for m in self._modules]
+        self._contents = [
+            {k: (v, v.copy()) for k, v in m.__dict__.items() if type(v) in CONTAINERS} for m in self._modules
+        ]
+
+    def restore(self) -> None:
+        for module, attributes, contents in zip(self._modules, self._attributes, self._contents, strict=True):
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            for container, copy in contents.values():
+                _refill(container, copy)
+
+    def changed(self) -> Iterator[tuple[nn.Module, str, object]]:
+        """Module, attribute and new value of each plain attribute that is no longer what it was."""
+        for module, attributes in zip(self._modules, self._attributes, strict=True):
+            for name, value in module.__dict__.items():
+                if name not in attributes or attributes[name] is not value:
+                    yield module, name, value
+
+
+def _refill(container: Any, copy: Any) -> None:
+    if isinstance(container, list):
+        container[:] = copy
+    else:
+        container.clear()
+        container.update(copy)
+
+
+class Loan:
+    """The fake parameters and buffers that stand in for a model's own.
+
+    Attributes:
+        fakes: canonical name -> the fake, for parameters and then buffers.
+        names: `id` of a fake -> its canonical name.
+        originals: `id` of a fake -> the model's own tensor.
+    """
+
+    def __init__(self, model: nn.Module, mode: FakeTensorMode, device: torch.device) -> None:
+        self.fakes: dict[str, Tensor] = {}
+        self.names: dict[int, str] = {}
+        self.originals: dict[int, Tensor] = {}
+        self._installed: list[tuple[dict[str, Tensor | None], str, Tensor, str]] = []
+        by_original: dict[int, Tensor] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            for slots in (module._parameters, module._buffers):
+                for name, tensor in slots.items():
+                    if tensor is None or isinstance(tensor, FakeTensor):
+                        continue  # a fake: this module was met before, by another of its names
+                    fake = by_original.get(id(tensor))
+                    if fake is None:
+                        fake = by_original[id(tensor)] = fake_like(tensor, mode, device)
+                        full = f"{path}.{name}" if path else name
+                        self.fakes[full], self.names[id(fake)], self.originals[id(fake)] = fake, full, tensor
+                    self._installed.append((slots, name, fake, f"{path}.{name}" if path else name))
+                    slots[name] = fake
+            if isinstance(module, nn.RNNBase):  # which keeps a second list of its parameters
+                module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
+
+    def rebound(self) -> Iterator[str]:
+        """Names of the parameters and buffers that the forward replaced by another tensor."""
+        for slots, name, fake, full in self._installed:
+            if slots.get(name) is not fake:
+                yield full
+
+
+def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
+    """A fake of the same shape, strides, dtype and kind on the given device; never a view, never with a history."""
+    with mode, torch.no_grad():
+        if tensor.layout != torch.strided:
+            fake: Tensor = mode.from_tensor(tensor, static_shapes=True)
+        else:
+            size, stride = tensor.size(), tensor.stride()
+            fake = torch.empty_strided(size, stride, dtype=tensor.dtype, device=device)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        return fake.requires_grad_(tensor.requires_grad)
+
+
+def fake_value(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
+    """A fake of a value that a call made: like `fake_like`, but no leaf where a gradient is required."""
+    fake = fake_like(tensor.detach(), mode, device)
+    if not tensor.requires_grad:
+        return fake
+    with mode, torch.enable_grad():
+        copy = fake.requires_grad_().clone()  # which may be updated in place, as a view of a leaf may not
+        return copy if copy.stride() == fake.stride() else fake.view_as(fake)
+
+
+def map_tensors(function: Any, tree: Any) -> Any:
+    return pytree.tree_map_only(Tensor, function, tree)
+
+
+@contextmanager
+def untouched_generators() -> Iterator[None]:
+    """Put torch's generators back; refuse what draws from Python's or numpy's, which a recording would freeze."""
+    cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    torch_states = torch.get_rng_state(), torch.cuda.get_rng_state_all() if cuda else None
+    numpy = sys.modules.get("numpy")
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()[1].tobytes() if numpy else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(torch_states[0])
+        if torch_states[1] is not None:
+            torch.cuda.set_rng_state_all(torch_states[1])
+    if random.getstate() != python_state or (numpy and numpy.random.get_state()[1].tobytes() != numpy_state):
+        random.setstate(python_state)
+        raise PartitionError(
+            "the forward draws from Python's or numpy's random numbers, which differ between ranks and which a "
+            "recording would freeze. Draw them with torch (torch.rand), or switch it off (layer drop: rate 0 or eval "
+            "mode)"
+        )

@@ -1,0 +1,116 @@
+"""Which modules run as a unit: repeated blocks, torch's own layers, and those that the user names.
+
+Everything else is descended into, and its torch calls are recorded one by one. The set follows from the model alone,
+never from the cuts, because random streams are keyed by what is recorded.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from torch import nn
+
+from penstock.errors import PartitionError
+from penstock.partition.chain import Chain
+
+Call = Callable[..., Any]
+
+LISTS = (nn.ModuleList, nn.ModuleDict)  # have no forward: always descended into
+STACKS = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)  # torch's own, but made of repeated blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A module that runs as a whole. `block`: a child of a list or sequence of modules."""
+
+    name: str
+    module: nn.Module
+    block: bool
+
+
+def find_units(model: nn.Module, leaves: Sequence[str] = ()) -> dict[int, Unit]:
+    """The units of a model, by `id` of the module. Raises PartitionError for a name in `leaves` that is no module."""
+    named = {id(resolve(model, name, "leaves")) for name in leaves}
+    units: dict[int, Unit] = {}
+    seen: set[int] = {id(model)}
+
+    def descend(parent: nn.Module, prefix: str) -> None:
+        container = isinstance(parent, (*LISTS, nn.Sequential, Chain))
+        for child_name, child in parent.named_children():
+            name = prefix + child_name
+            if id(child) in seen:
+                continue
+            seen.add(id(child))
+            whole = container or (type(child).__module__.startswith("torch.nn") and not isinstance(child, STACKS))
+            if id(child) in named or (whole and not _is_opened(child, parent)):
+                units[id(child)] = Unit(name, child, block=container)
+            else:
+                descend(child, name + ".")
+
+    descend(model, "")
+    return units
+
+
+def _is_opened(child: nn.Module, parent: nn.Module) -> bool:
+    """Whether to descend into a child that would be a unit by its place, since it only wraps what is repeated."""
+    if isinstance(child, LISTS):
+        return True
+    if isinstance(child, nn.Sequential):
+        return not isinstance(parent, (nn.ModuleList, Chain))
+    alone = sum(type(sibling) is type(child) for sibling in parent.children()) == 1
+    return isinstance(parent, (nn.Sequential, nn.ModuleDict)) and alone and _has_repeated_blocks(child)
+
+
+def _has_repeated_blocks(module: nn.Module) -> bool:
+    for inner in module.modules():
+        if isinstance(inner, (nn.ModuleList, nn.Sequential)):
+            kinds = Counter(type(c) for c in inner.children() if not type(c).__module__.startswith("torch.nn"))
+            if any(count > 1 for count in kinds.values()):
+                return True
+    return False
+
+
+def resolve(model: nn.Module, name: str, argument: str) -> nn.Module:
+    """The module of that name. Raises PartitionError with the nearest name if there is none."""
+    known: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
+    if name and name in known:
+        return known[name]
+    near = get_close_matches(name, [k for k in known if k], n=1, cutoff=0.0)
+    hint = f"; the nearest is {near[0]!r}" if near else ""
+    raise PartitionError(
+        f"{argument}: the model has no module named {name!r}{hint}. Names are those of named_modules()"
+    )
+
+
+@contextmanager
+def intercepted(modules: Iterable[nn.Module], handler: Callable[[Call, nn.Module, Any, Any], Any]) -> Iterator[None]:
+    """Send every call of the modules' classes through `handler(original, module, args, kwargs)`.
+
+    The classes' `__call__` is replaced, not the modules' `forward`, so that an override of `__call__` (gradient
+    checkpointing in `transformers`) and the modules' hooks stay inside the unit.
+    """
+    classes = list(dict.fromkeys(type(m) for m in modules))
+    originals = {cls: cls.__call__ for cls in classes}  # looked up before any is replaced
+    own = {cls: cls.__dict__["__call__"] for cls in classes if "__call__" in cls.__dict__}
+
+    def replacement(original: Call) -> Call:
+        def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - it stands in for the method
+            return handler(original, self, args, kwargs)
+
+        return __call__
+
+    try:
+        for cls in classes:
+            cls.__call__ = replacement(originals[cls])  # type: ignore[method-assign]
+        yield
+    finally:
+        for cls in classes:
+            if cls in own:
+                cls.__call__ = own[cls]  # type: ignore[method-assign]
+            elif "__call__" in cls.__dict__:
+                del cls.__call__

@@ -1,0 +1,31 @@
+"""A timeline as a table in plain text: where each rank's time went."""
+
+from __future__ import annotations
+
+from penstock.timeline import Timeline
+
+_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+
+
+def summary(timeline: Timeline) -> str:
+    """One line a rank: seconds computing, seconds waiting for messages, and the bubble's share of the span.
+
+    What a rank's busy and waiting time leave of the whole is overhead, and the time before its first and after its
+    last action.
+    """
+    scale, unit = _unit(timeline.makespan_seconds)
+    span = timeline.span_seconds
+    lines = [("rank", f"busy ({unit})", f"waiting ({unit})", "bubble")]
+    for rank in range(timeline.ranks):
+        busy, waited = timeline.busy_seconds(rank), timeline.waited_seconds(rank)
+        bubble = 1 - busy / span if span else 0.0
+        lines.append((str(rank), f"{busy / scale:.3f}", f"{waited / scale:.3f}", f"{bubble:.1%}"))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    table = ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines]
+    total = f"makespan {timeline.makespan_seconds / scale:.3f} {unit}, bubble {timeline.bubble_rate:.1%}"
+    return "\n".join([*table, total])
+
+
+def _unit(seconds: float) -> tuple[float, str]:
+    """The largest unit in which the time is at least 1, and its seconds."""
+    return next(((scale, unit) for scale, unit in _UNITS if seconds >= scale), _UNITS[-1])

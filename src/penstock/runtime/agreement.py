@@ -1,0 +1,63 @@
+"""What the two ends of a channel agreed on in a program's first step: the layout of every tensor of every message."""
+
+from __future__ import annotations
+
+from penstock.errors import ShapeError
+from penstock.runtime.exact import Layout
+from penstock.runtime.transport import Message
+from penstock.stages import Link
+
+Layouts = list[Layout | None]
+"""Of one message; None where there is no tensor."""
+
+
+class Agreement:
+    """The layouts of one channel, by microbatch. `learning` is true in the first step."""
+
+    def __init__(self, link: Link) -> None:
+        self.learning = True
+        self._link = link
+        self._layouts: dict[int, Layouts] = {}
+
+    def __getitem__(self, microbatch: int) -> Layouts:
+        return self._layouts[microbatch]
+
+    def learn(self, microbatch: int, layouts: Layouts) -> None:
+        """Agrees on the layouts of a message."""
+        self._layouts[microbatch] = layouts
+
+    def check(self, microbatch: int, message: Message) -> Layouts:
+        """The layouts of a message that is to be sent: learned in the first step, compared with those from then on.
+
+        Raises:
+            ShapeError: one is not as agreed.
+        """
+        layouts = [None if tensor is None else Layout.of(tensor) for tensor in message]
+        if self.learning:
+            self.learn(microbatch, layouts)
+        elif layouts != self._layouts[microbatch]:
+            raise ShapeError(self._difference(microbatch, layouts))
+        return layouts
+
+    def end_step(self) -> bool:
+        """Ends a step. True if it was the first one, in which messages were sent."""
+        ended = self.learning and bool(self._layouts)
+        self.learning = self.learning and not ended
+        return ended
+
+    def _difference(self, microbatch: int, given: Layouts) -> str:
+        changes = zip(self._link.values, given, self._layouts[microbatch], strict=True)
+        (stage, name), new, old = next(change for change in changes if change[1] != change[2])
+        return (
+            f"value {name!r} of stage {stage}, on its way from stage {self._link.source} to {self._link.target} in "
+            f"microbatch {microbatch}, is {describe(new)}; {describe(old)} was agreed on in the first step. "
+            "Nothing was sent. Keep shapes the same, or make a pipeline for the new ones."
+        )
+
+
+def describe(layout: Layout | None) -> str:
+    """A layout in words."""
+    if layout is None:
+        return "absent"
+    dtype = str(layout.dtype).removeprefix("torch.")
+    return f"{dtype}{list(layout.shape)} with strides {list(layout.stride)}"

@@ -1,0 +1,250 @@
+"""The transport over `torch.distributed` point-to-point: gloo on CPU, NCCL on GPUs.
+
+In a program's first step each message is preceded by a header with its layout, and receives are completed when they are
+waited for. From the second step on layouts are known: receives are posted ahead into fresh memory, nothing but payload
+travels, and a sender whose tensor is not as agreed raises before anything leaves.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.errors import ShapeError
+from penstock.runtime import exact
+from penstock.runtime.agreement import Agreement, Layouts, describe
+from penstock.runtime.exact import Layout
+from penstock.runtime.transport import Message, Pending
+from penstock.stages import Link
+
+SENDS_IN_FLIGHT = 2
+"""A channel's sends that may be under way at once; the third waits for the first, so that its memory is given back."""
+
+MAX_DIMS = 8
+_FIELDS = 5 + 2 * MAX_DIMS
+_DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+    torch.float8_e4m3fn, torch.float8_e5m2,
+)  # fmt: skip
+
+
+class Groups:
+    """The process groups of one pipeline. Made on all of its ranks together.
+
+    NCCL matches messages of a pair of ranks by order alone, so each direction has a group of its own. Control values
+    (the loss) travel over gloo where there is one.
+    """
+
+    def __init__(self, members: Sequence[int], backend: str, whole_world: bool) -> None:
+        self.members = tuple(members)
+        self.backend = backend
+        self._local = not whole_world
+        self.up = self._new(range(len(members)))
+        self.down = self._new(range(len(members)))
+        self.control = self._new(range(len(members)), "gloo")
+        self._ties: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def of(self, holders: Sequence[int]) -> dist.ProcessGroup:
+        """The group of some of the pipeline's ranks. Asked for by all ranks of the pipeline, in the same order."""
+        key = tuple(sorted(holders))
+        if key not in self._ties:
+            self._ties[key] = self._new(key)
+        return self._ties[key]
+
+    def existing(self, holders: Sequence[int]) -> dist.ProcessGroup:
+        """A group that `of` has made."""
+        return self._ties[tuple(sorted(holders))]
+
+    def close(self) -> None:
+        """Destroys the groups."""
+        for group in (self.up, self.down, self.control, *self._ties.values()):
+            dist.destroy_process_group(group)
+
+    def _new(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+        members = [self.members[rank] for rank in ranks]
+        group: dist.ProcessGroup = dist.new_group(
+            members, backend=backend or self.backend, use_local_synchronization=self._local
+        )
+        return group
+
+
+class DistributedTransport:
+    """One rank's side. `rank` counts within the pipeline; `groups.members` are the global ranks."""
+
+    def __init__(self, rank: int, groups: Groups, device: torch.device) -> None:
+        self.rank = rank
+        self.ranks = len(groups.members)
+        self.device = device
+        self._groups = groups
+        self._channels: list[DistributedChannel] = []
+        self._shared: _Shared | None = None
+
+    def channel(
+        self, program: int, link: Link, source_rank: int, target_rank: int, *, backward: bool
+    ) -> DistributedChannel:
+        group = self._groups.up if source_rank < target_rank else self._groups.down
+        peer = target_rank if source_rank == self.rank else source_rank
+        stages = 1 + max(link.source, link.target)
+        tag = 2 * (stages * stages + link.source + link.target) + backward  # distinct for each pair and direction
+        channel = DistributedChannel(link, group, peer, tag, self.device)
+        self._channels.append(channel)
+        return channel
+
+    def reduce(self, group: int, holders: Sequence[int], tensors: Sequence[Tensor]) -> Pending:
+        return _Sum(tensors, self._groups.existing(holders))
+
+    def share(self, value: Tensor, source_rank: int) -> Pending:
+        if self._shared is not None:
+            self._shared.wait()  # long done; but work that is under way must not be dropped
+        self._shared = _Shared(value, source_rank, self._groups.control)
+        return self._shared
+
+    def end_step(self) -> None:
+        for channel in self._channels:
+            channel.end_step()
+
+    def close(self) -> None:
+        for channel in self._channels:
+            channel.drain()
+        if self._shared is not None:
+            self._shared.wait()
+        self._channels.clear()
+
+
+class DistributedChannel:
+    """One link's messages to, or from, one other rank."""
+
+    def __init__(
+        self,
+        link: Link,
+        group: dist.ProcessGroup,
+        peer: int,
+        tag: int,
+        device: torch.device,
+    ) -> None:
+        self._link = link
+        self._group = group
+        self._peer = peer
+        self._tag = tag
+        self._device = device
+        self._agreement = Agreement(link)
+        self._sends: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
+        self._posted: dict[int, tuple[list[exact.Buffer | None], list[dist.Work]]] = {}
+
+    def send(self, microbatch: int, message: Message) -> None:
+        layouts = self._agreement.check(microbatch, message)
+        if self._agreement.learning:
+            self._start_send([_header(layouts).to(self._device)])
+        self._start_send([exact.pack(t) for t in message if t is not None and t.numel()])
+        if not self._agreement.learning:
+            while len(self._sends) > SENDS_IN_FLIGHT:
+                self._finish_send()
+
+    def post(self, microbatch: int) -> None:
+        if not self._agreement.learning:
+            self._posted[microbatch] = self._start_receive(self._agreement[microbatch])
+
+    def receive(self, microbatch: int) -> list[Tensor | None]:
+        if self._agreement.learning:
+            self._agreement.learn(microbatch, self._receive_header())
+            self._posted[microbatch] = self._start_receive(self._agreement[microbatch])
+        buffers, works = self._posted.pop(microbatch)
+        for work in works:
+            work.wait()
+        return [None if buffer is None else exact.unpack(buffer) for buffer in buffers]
+
+    def end_step(self) -> None:
+        if self._agreement.end_step():
+            self.drain()
+
+    def drain(self) -> None:
+        """Waits until every send has arrived."""
+        while self._sends:
+            self._finish_send()
+
+    def _start_send(self, tensors: list[Tensor]) -> None:
+        works = [dist.isend(t, group=self._group, tag=self._tag, group_dst=self._peer) for t in tensors]
+        self._sends.append(([work for work in works if work is not None], tensors))
+
+    def _finish_send(self) -> None:
+        works, _ = self._sends[0]
+        for work in works:
+            work.wait()
+        self._sends.popleft()
+
+    def _start_receive(self, layouts: Layouts) -> tuple[list[exact.Buffer | None], list[dist.Work]]:
+        buffers = [None if layout is None else exact.allocate(layout, self._device) for layout in layouts]
+        works = [
+            dist.irecv(buffer.flat, group=self._group, tag=self._tag, group_src=self._peer)
+            for buffer in buffers
+            if buffer is not None and buffer.flat.numel()
+        ]
+        return buffers, [work for work in works if work is not None]
+
+    def _receive_header(self) -> Layouts:
+        header = torch.empty(len(self._link.values) * _FIELDS, dtype=torch.int64, device=self._device)
+        work = dist.irecv(header, group=self._group, tag=self._tag, group_src=self._peer)
+        if work is not None:
+            work.wait()
+        return _layouts(header.tolist())
+
+
+class _Sum:
+    """All-reduces that are under way."""
+
+    def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+        self._works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
+
+    def wait(self) -> None:
+        for work in self._works:
+            if work is not None:
+                work.wait()
+        self._works.clear()
+
+
+class _Shared:
+    """A broadcast of one scalar."""
+
+    def __init__(self, buffer: Tensor, source: int, group: dist.ProcessGroup) -> None:
+        self._work: dist.Work | None = dist.broadcast(buffer, group=group, group_src=source, async_op=True)
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+
+def _header(layouts: Sequence[Layout | None]) -> Tensor:
+    """Layouts as integers: present, requires_grad, dtype, misalignment, number of dimensions, shape, stride."""
+    rows: list[int] = []
+    for layout in layouts:
+        if layout is None:
+            rows += [0] * _FIELDS
+            continue
+        if len(layout.shape) > MAX_DIMS or layout.dtype not in _DTYPES:
+            raise ShapeError(
+                f"cannot send a tensor that is {describe(layout)} between ranks; "
+                f"at most {MAX_DIMS} dimensions and one of torch's dense dtypes can be sent: move the cut"
+            )
+        pad = [0] * (MAX_DIMS - len(layout.shape))
+        rows += [1, int(layout.requires_grad), _DTYPES.index(layout.dtype), layout.misalignment, len(layout.shape)]
+        rows += [*layout.shape, *pad, *layout.stride, *pad]
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+def _layouts(rows: list[int]) -> Layouts:
+    """The inverse of `_header`."""
+    layouts: Layouts = []
+    for start in range(0, len(rows), _FIELDS):
+        present, requires_grad, dtype, misalignment, dims, *sizes = rows[start : start + _FIELDS]
+        if not present:
+            layouts.append(None)
+            continue
+        shape, stride = tuple(sizes[:dims]), tuple(sizes[MAX_DIMS : MAX_DIMS + dims])
+        layouts.append(Layout(shape, stride, _DTYPES[dtype], misalignment, bool(requires_grad)))
+    return layouts

@@ -1,0 +1,218 @@
+"""The ranks that this process drives: their transports and watchdog, and the running of programs on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock.errors import PartitionError, PipelineFailure
+from penstock.partition import Partition
+from penstock.runtime.distributed import DistributedTransport, Groups
+from penstock.runtime.failure import OUTSIDE, Position
+from penstock.runtime.local import LocalHub, LocalTransport
+from penstock.runtime.loss import Loss, LossHead
+from penstock.runtime.program import Entry, Feed, Moment, Program, run
+from penstock.runtime.streams import Streams
+from penstock.runtime.ties import TieGroup, TieReducer
+from penstock.runtime.transport import Pending, Transport
+from penstock.runtime.watchdog import Watchdog
+from penstock.runtime.world import World, backend_of, exchange
+from penstock.schedule import Schedule, linearize
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A schedule bound to partitions, for the ranks of this process."""
+
+    partitions: tuple[Partition, ...]
+    """Of each microbatch."""
+    entries: tuple[Entry, ...]
+    programs: tuple[Program, ...]
+    head: LossHead
+    schedule: Schedule
+    training: bool
+
+
+class Engine:
+    """Runs jobs on this process's ranks: all of them (one process), or one of `world.ranks`."""
+
+    def __init__(self, world: World, devices: Sequence[torch.device], seed: int) -> None:
+        self.world = world
+        self.devices = tuple(devices)
+        self.ranks: tuple[int, ...] = tuple(range(world.ranks)) if world.rank is None else (world.rank,)
+        self._groups: Groups | None = None
+        self._reducers: dict[int, dict[int, TieReducer]] = {rank: {} for rank in self.ranks}
+        self._jobs = 0
+        self.transports: dict[int, Transport]
+        if world.rank is None:
+            hub = LocalHub(devices)
+            self.transports = {rank: LocalTransport(rank, hub) for rank in self.ranks}
+            self.watchdog = Watchdog.connect(0, 1, lambda value: value)
+        else:
+            device = self.devices[world.rank]
+            self._groups = Groups(world.members, backend_of(device), world.is_whole)
+            give = exchange(self._groups.control)
+            seed = give(seed)
+            self.watchdog = Watchdog.connect(world.rank, world.ranks, give)
+            self.transports = {world.rank: DistributedTransport(world.rank, self._groups, device)}
+        self.streams = Streams(seed)
+
+    @property
+    def failed(self) -> bool:
+        """Whether this or another rank has failed, so that nothing can be run any more."""
+        return self.watchdog.failure is not None
+
+    def tie(self, groups: Sequence[TieGroup], parameter: Callable[[str], nn.Parameter]) -> None:
+        """Makes the copies of tied parameters equal, and ready to be reduced."""
+        for index, group in enumerate(groups):
+            if self._groups is not None:
+                self._groups.of(group.ranks)
+            for rank in self.ranks:
+                if rank in group.ranks:
+                    held = [parameter(name) for name in group.names]
+                    self._reducers[rank][index] = TieReducer(index, group, held, self.transports[rank])
+        reducers = [reducer for rank in self.ranks for reducer in self._reducers[rank].values()]
+        for reducer in reducers:
+            reducer.start_equal()
+        for reducer in reducers:
+            reducer.end_equal()
+
+    def bind(self, partitions: Sequence[Partition], schedule: Schedule, loss: Loss | None, *, training: bool) -> Job:
+        """Binds a schedule, communication included, to the partitions of its microbatches.
+
+        Every rank binds the same jobs in the same order.
+        """
+        placement = schedule.placement
+        first = partitions[0]
+        for other in partitions[1:]:
+            _check_alike(first, other)
+        drawing = {name for partition in partitions for name in partition.drawing_modules}
+        draws = bool(drawing) or draws_in_glue(first)
+        for partition in partitions:
+            self.streams.watch(partition.drawing_modules)
+        build = [partition.build_output for partition in partitions]
+        head = LossHead(loss, build, needed=training)
+        programs = {
+            rank: Program(
+                self._jobs,
+                partitions,
+                placement,
+                schedule.rows[rank],
+                self.transports[rank],
+                head,
+                self._reducers[rank],
+                self.streams if draws else None,
+                self.devices[rank],
+                training=training,
+            )
+            for rank in self.ranks
+        }
+        self._jobs += 1
+        if self.world.rank is None:
+            done = dict.fromkeys(self.ranks, 0)
+            entries = []
+            for rank, _ in linearize(schedule):
+                entries.append(programs[rank].entries[done[rank]])
+                done[rank] += 1
+        else:
+            entries = programs[self.world.rank].entries
+        return Job(tuple(partitions), tuple(entries), tuple(programs.values()), head, schedule, training)
+
+    def run(self, job: Job, feed: Feed, step: int, *, timed: bool = False) -> dict[int, list[Moment]]:
+        """Runs one step of a job. Returns, if `timed`, what each of this process's ranks did when.
+
+        Raises:
+            PipelineFailure: another rank failed.
+            Exception: whatever the model or the loss raised, with a note that names rank and action.
+        """
+        moments: dict[int, list[Moment]] = {rank: [] for rank in self.ranks}
+        self.watchdog.step += 1
+        self.watchdog.check()
+        for program in job.programs:
+            program.start(feed)
+        job.head.start(feed.targets, feed.weights, feed.keep_outputs)
+        devices = tuple({self.devices[rank] for rank in self.ranks})
+        reducers = [r for rank in self.ranks for r in self._reducers[rank].values()] if job.training else []
+        for reducer in reducers:
+            reducer.begin_step()
+        with torch.set_grad_enabled(job.training), self.streams.drawing(step, devices):
+            run(job.entries, self.watchdog, moments if timed else None)
+        for reducer in reducers:
+            self.watchdog.position = reducer.position
+            reducer.end_step()
+        for transport in self.transports.values():
+            transport.end_step()
+        self.watchdog.position = OUTSIDE
+        for program in job.programs:
+            program.end()
+        return moments
+
+    def share(self, value: Tensor, source_rank: int) -> list[Pending]:
+        """Starts to copy a small CPU tensor from one rank to all, in place."""
+        return [transport.share(value, source_rank) for transport in self.transports.values()]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's object, on every rank; one call a process."""
+        if self._groups is None:
+            return [value]
+        values: list[Any] = [None] * self.world.ranks
+        peers = tuple(rank for rank in range(self.world.ranks) if rank != self.world.rank)
+        self.watchdog.position = Position("gather", peers)
+        dist.all_gather_object(values, value, group=self._groups.control)
+        self.watchdog.position = OUTSIDE
+        return values
+
+    def fail(self, error: BaseException) -> BaseException:
+        """Tells the others that this rank raised; returns what is to be raised here: the first cause."""
+        position = self.watchdog.position
+        if isinstance(error, PipelineFailure) or self._groups is None:
+            self.watchdog.position = OUTSIDE
+            if position.action and not isinstance(error, PipelineFailure):
+                error.add_note(f"penstock: in action {position.action}")
+            return error
+        if position.peers and isinstance(error, RuntimeError) and self.watchdog.cause() is not None:
+            return _failure_of(self.watchdog, error)
+        error.add_note(f"penstock: on rank {self.world.rank}" + (f", in {position.action}" if position.action else ""))
+        self.watchdog.report(position.action or None, error)
+        return error
+
+    def close(self) -> None:
+        """Ends the watchdog, removes hooks, and gives the process groups back."""
+        self.streams.close()
+        if not self.failed:
+            for transport in self.transports.values():
+                transport.close()
+        self.watchdog.close()
+        if self._groups is not None and not self.failed:
+            self._groups.close()
+
+
+def draws_in_glue(partition: Partition) -> bool:
+    """Whether the model draws random numbers outside of any module that is called."""
+    nodes = (node for stage in partition.stages for node in stage.module.graph.nodes)
+    return any(node.op == "call_method" and node.target == "enter" for node in nodes)
+
+
+def _failure_of(watchdog: Watchdog, error: BaseException) -> BaseException:
+    try:
+        watchdog.check()
+    except PipelineFailure as failure:
+        failure.__cause__ = error
+        return failure
+    return error
+
+
+def _check_alike(one: Partition, other: Partition) -> None:
+    """Microbatches of different sizes must give the same stages but for shapes."""
+    for a, b in zip(one.stages, other.stages, strict=True):
+        same = [(i.name, i.source) for i in a.meta.inputs] == [(i.name, i.source) for i in b.meta.inputs]
+        if not same or [o.name for o in a.meta.outputs] != [o.name for o in b.meta.outputs]:
+            raise PartitionError(
+                f"stage {a.meta.index} is different for microbatches of different sizes; "
+                "give a batch that divides evenly by the number of microbatches"
+            )

@@ -1,0 +1,192 @@
+"""What keeps a pipelined step equal to the unsplit one, bit for bit: the rules, each in one place.
+
+Every rule was found by experiment; break it, and bits change (tests/runtime/test_exact.py breaks each on purpose).
+
+1. A stage's weight gradients accumulate in ascending order of microbatch. The schedule decides this;
+   `penstock.schedule.check` reports one that does not as inexact.
+2. All uses of a parameter within one microbatch are summed first and then added once to `.grad`: one `backward` call
+   takes all roots of a stage together.
+3. The loss is scaled by the seed of its backward (`seeds`), never by dividing gradients afterwards.
+4. The gradient of a value that several stages use comes back from the last consumer to the one before it, and is a
+   root of that stage's backward, so that it is the first term of the sum there (`backward`).
+5. Strides and the address modulo a cache line survive a cut (`Layout`), for values and for gradients alike; every
+   microbatch has its own allocation (`own`). BLAS takes another path, with other bits, for another address.
+6. A received tensor may be updated in place (`Receive` hands the buffer on as a value that is no leaf).
+7. Random streams are keyed by seed, step, microbatch and module: `penstock.runtime.streams`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+CACHE_LINE_BYTES = 64
+
+
+class Receive(torch.autograd.Function):
+    """Hands a received buffer on as a value of this stage's graph, and keeps the gradient that comes back for it.
+
+    The gradient is kept as autograd made it. A leaf's `.grad` would not do: it is copied into the leaf's own strides,
+    and a leaf cannot be updated in place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, box: list[Tensor], slot: list[Tensor]) -> Tensor:
+        # The buffer travels in a list: as an argument it would become a view of itself, which refuses in-place updates.
+        ctx.slot = slot
+        return box[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[None, None, None]:
+        ctx.slot.append(grads[0])
+        return None, None, None
+
+
+def receive(anchor: Tensor, buffer: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """A value to compute with, on `buffer`'s memory, and the slot in which its gradient appears after backward.
+
+    `anchor` is any tensor that requires a gradient: it makes autograd record the value.
+    """
+    slot: list[Tensor] = []
+    value: Tensor = Receive.apply(anchor, [buffer], slot)  # type: ignore[no-untyped-call]
+    return value, slot
+
+
+def backward(roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
+    """One backward from all of a stage's roots: its loss or outputs, and the inputs that later stages use as well.
+
+    An input that is a root gets its later consumers' gradient before this stage's own terms are added to it, which
+    is the order in which autograd adds them in the unsplit model.
+    """
+    torch.autograd.backward(tuple(roots), tuple(grads))
+
+
+def seeds(weights: Sequence[float]) -> list[float]:
+    """What each microbatch's loss is multiplied with: its weight over the sum of all, ascending by microbatch."""
+    total = sum(weights)
+    return [weight / total for weight in weights]
+
+
+def own(tensor: Tensor) -> Tensor:
+    """A copy in an aligned allocation of its own, with the same strides (a slice of a batch has neither)."""
+    return copy_as(Layout.of(tensor)._replace(misalignment=0), tensor)
+
+
+class Layout(NamedTuple):
+    """How a tensor lies in memory: all that a kernel's choice of path, and so its bits, may depend on.
+
+    Shape and stride in elements; misalignment in bytes past a cache line.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    misalignment: int
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Layout:
+        """The layout of `tensor`."""
+        return cls(
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.dtype,
+            tensor.data_ptr() % CACHE_LINE_BYTES,
+            tensor.requires_grad,
+        )
+
+
+class Buffer(NamedTuple):
+    """Memory for a tensor of a given layout: `flat` is what travels (1-D, contiguous), `tensor` is what is used."""
+
+    tensor: Tensor
+    flat: Tensor
+    packed: bool
+    """`flat` is memory of its own, to be copied into `tensor` by `unpack` once it has arrived."""
+
+
+def pack(tensor: Tensor) -> Tensor:
+    """The elements of `tensor` as a 1-D contiguous tensor in storage order; a view of it where it is dense."""
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    if is_dense(shape, stride):
+        return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return _unexpanded(tensor.detach()).contiguous().view(-1)
+
+
+def allocate(layout: Layout, device: torch.device) -> Buffer:
+    """Fresh memory for one tensor of this layout."""
+    shape, stride, dtype, misalignment, _ = layout
+    if is_dense(shape, stride):
+        skip = misalignment // dtype.itemsize
+        numel = _numel(shape)
+        flat = torch.empty(numel + skip, dtype=dtype, device=device)
+        if skip:
+            flat = flat[skip:]
+        return Buffer(flat.as_strided(shape, stride, flat.storage_offset()), flat, packed=False)
+    narrow = tuple(1 if step == 0 else size for size, step in zip(shape, stride, strict=True))
+    tensor = torch.empty_strided(narrow, stride, dtype=dtype, device=device)
+    if is_overlapping(narrow, stride):  # nothing can be written into such a tensor; contiguous is the nearest
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        narrow = shape
+    flat = torch.empty(_numel(narrow), dtype=dtype, device=device)
+    return Buffer(tensor.expand(shape), flat, packed=True)
+
+
+def unpack(buffer: Buffer) -> Tensor:
+    """The tensor, once `buffer.flat` has been filled."""
+    if buffer.packed:
+        target = _unexpanded(buffer.tensor)
+        target.copy_(buffer.flat.view(target.shape))
+    return buffer.tensor
+
+
+def copy_as(layout: Layout, tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    """A copy of `tensor` in fresh memory with this layout, on `device` (default: where it is)."""
+    buffer = allocate(layout, tensor.device if device is None else device)
+    buffer.flat.copy_(pack(tensor))
+    return unpack(buffer)
+
+
+@lru_cache(maxsize=4096)
+def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether the elements fill one block of memory without gaps or overlap, in whatever order of dimensions."""
+    expected = 1
+    for step, size in sorted((step, size) for size, step in zip(shape, stride, strict=True) if size != 1):
+        if size == 0:
+            return True
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+@lru_cache(maxsize=4096)
+def is_overlapping(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether two elements may share an address."""
+    reach = 0
+    for step, size in sorted((step, size) for size, step in zip(shape, stride, strict=True) if size > 1):
+        if step <= reach:
+            return True
+        reach += step * (size - 1)
+    return False
+
+
+def _unexpanded(tensor: Tensor) -> Tensor:
+    """`tensor` with each expanded dimension (stride 0) narrowed to one, unless elements overlap in other ways too."""
+    narrow = tensor
+    for dim, (size, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if step == 0 and size > 1:
+            narrow = narrow.narrow(dim, 0, 1)
+    return tensor if is_overlapping(tuple(narrow.shape), narrow.stride()) else narrow
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    numel = 1
+    for size in shape:
+        numel *= size
+    return numel

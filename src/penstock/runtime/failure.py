@@ -1,0 +1,131 @@
+"""What a rank does, and how a run ends when one of them cannot go on.
+
+Plain values, without torch: they travel between ranks as JSON and are shown to people as one line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Kind = Literal["raised", "lost", "left", "stalled"]
+
+_MOST_CHARACTERS = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """What the main thread of a rank does: nothing of ours (no text), an action, or a wait for other ranks.
+
+    Attributes:
+        action: text of the action, such as `2B3` or `1RECV_F0`; empty outside of a step.
+        peers: the ranks it waits for; empty while it computes.
+    """
+
+    action: str = ""
+    peers: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        if self.peers:
+            return f"waits for {self.action} from {name_ranks(self.peers)}"
+        return f"runs {self.action}" if self.action else "is outside of a step"
+
+
+OUTSIDE = Position()
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a pipeline cannot go on. Of several, the first one recorded is the cause that every rank names.
+
+    Attributes:
+        rank: the rank at fault.
+        action: what it did; None outside of a step. Of a rank that was lost, what its last beat said.
+        error: type and message of the exception, or what is known of the loss, on one line.
+        kind: `raised` an exception; `lost`: killed, stopped or out of reach; `left`: ended its program while another
+            still waited for it; `stalled`: alive, but another waited for it for too long.
+    """
+
+    rank: int
+    action: str | None
+    error: str
+    kind: Kind = "raised"
+
+    @classmethod
+    def of(cls, rank: int, action: str | None, error: BaseException) -> Failure:
+        """The failure of a rank that raised `error`."""
+        message = " ".join(str(error).split())
+        text = f"{type(error).__name__}: {message}" if message else type(error).__name__
+        return cls(rank, action or None, text[:_MOST_CHARACTERS], "raised")
+
+    def __str__(self) -> str:
+        where = f"at {self.action}" if self.action else "outside of a step"
+        how = {
+            "raised": f"failed {where}",
+            "lost": f"was lost, last seen {where}",
+            "left": "has left the run",
+            "stalled": f"stalled {where}",
+        }
+        return f"rank {self.rank} {how[self.kind]}: {self.error}"
+
+    def to_json(self) -> str:
+        return json.dumps({"rank": self.rank, "action": self.action, "error": self.error, "kind": self.kind})
+
+    @classmethod
+    def from_json(cls, text: str) -> Failure:
+        """Reads what `to_json` wrote. Raises ValueError, KeyError or TypeError for anything else."""
+        read: dict[str, Any] = json.loads(text)
+        action = read["action"]
+        if read["kind"] not in ("raised", "lost", "left", "stalled"):
+            raise ValueError(f"not a kind of failure: {read['kind']!r}")
+        return cls(int(read["rank"]), None if action is None else str(action), str(read["error"]), read["kind"])
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """A rank as its last beat showed it: its position, for how many seconds it has held it, and whether it left."""
+
+    position: Position = OUTSIDE
+    seconds: float = 0.0
+    left: bool = False
+
+    def to_list(self) -> list[Any]:
+        return [self.position.action, list(self.position.peers), self.seconds, self.left]
+
+    @classmethod
+    def from_list(cls, read: Sequence[Any]) -> Sighting:
+        """Reads what `to_list` wrote. Raises ValueError or TypeError for anything else."""
+        action, peers, seconds, left = read
+        return cls(Position(str(action), tuple(int(peer) for peer in peers)), float(seconds), bool(left))
+
+
+def wait_chain(rank: int, sightings: Sequence[Sighting]) -> tuple[int, str]:
+    """Follows waits from `rank` to the one at their end.
+
+    Returns that rank and the chain in words: "rank 2 has waited 31 s for 1RECV_F0 from rank 1; rank 1 is outside of a
+    step". Of several peers it follows the first that does not wait itself. A circle of waits ends where it closes.
+    """
+    words: list[str] = []
+    seen: set[int] = set()
+    while rank not in seen:
+        seen.add(rank)
+        now = sightings[rank]
+        if now.left:
+            words.append(f"rank {rank} has left the run")
+        elif now.position.peers:
+            waited = f"rank {rank} has waited {now.seconds:.0f} s for {now.position.action}"
+            words.append(f"{waited} from {name_ranks(now.position.peers)}")
+            idle = [peer for peer in now.position.peers if not sightings[peer].position.peers]
+            rank = idle[0] if idle else now.position.peers[0]
+            continue
+        else:
+            words.append(f"rank {rank} {now.position} ({now.seconds:.0f} s so far)")
+        break
+    return rank, "; ".join(words)
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """`rank 1`, or `ranks 1, 2`."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))

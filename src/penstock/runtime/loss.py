@@ -1,0 +1,131 @@
+"""The loss of each microbatch on the last stage, and the weights that make the whole the batch's own loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from penstock.errors import ArgumentError
+from penstock.runtime import exact
+
+Loss = Callable[[Any, Any], Tensor]
+"""`loss(output, target)`, a scalar."""
+
+Reduction = Literal["mean", "sum"] | Callable[[Any], float | Tensor]
+"""How the loss reduces a batch: a mean over its rows, a sum, or a function of a microbatch's target that gives the
+weight of its mean (the number of tokens that count, say)."""
+
+
+def weights(reduction: Reduction, sizes: Sequence[int], targets: Sequence[Any]) -> list[float]:
+    """What each microbatch's loss is multiplied with, so that the sum is the loss of the whole batch.
+
+    Args:
+        reduction: see `Reduction`.
+        sizes: rows in each microbatch.
+        targets: each microbatch's target; only a function looks at them.
+
+    Raises:
+        ArgumentError: the reduction is unknown, or its weights are negative or all zero.
+    """
+    if reduction == "sum":
+        return [1.0] * len(sizes)
+    if reduction == "mean":
+        return exact.seeds([float(size) for size in sizes])
+    if not callable(reduction):
+        raise ArgumentError(f"reduction={reduction!r}: expected 'mean', 'sum' or a function of the target")
+    given = [float(reduction(target)) for target in targets]
+    if any(weight < 0 or weight != weight for weight in given) or sum(given) == 0:
+        raise ArgumentError(
+            f"reduction: the weights of the microbatches' targets are {given}; "
+            "expected non-negative numbers that are not all zero (a batch in which no token counts has no mean)"
+        )
+    return exact.seeds(given)
+
+
+class LossHead:
+    """What stands behind the last stage: the model's output, its loss, and the seed of backward.
+
+    `start` gives it a step's targets and weights; `losses` and `outputs` are in order of microbatch.
+
+    Args:
+        loss: the user's; None where the model computes its own.
+        build_outputs: for each microbatch, the model's output from the leaves that leave the last stage.
+        needed: whether a loss must come out.
+    """
+
+    def __init__(
+        self, loss: Loss | None, build_outputs: Sequence[Callable[[Sequence[Tensor]], Any]], needed: bool
+    ) -> None:
+        self._loss = loss
+        self._build_outputs = build_outputs
+        self._needed = needed
+        self._targets: Sequence[Any] | None = None
+        self._weights: Sequence[float] = ()
+        self._seeds: dict[tuple[float, torch.dtype], Tensor] = {}
+        self._keep_outputs = False
+        self.losses: list[Tensor | None] = []
+        self.outputs: list[Any] = []
+
+    def start(self, targets: Sequence[Any] | None, weights: Sequence[float], keep_outputs: bool) -> None:
+        """Begins a step. Without targets (in evaluation) only a model that computes its own loss has one."""
+        self._targets, self._weights, self._keep_outputs = targets, weights, keep_outputs
+        self.losses = [None] * len(weights)
+        self.outputs = [None] * len(weights)
+
+    def __call__(self, microbatch: int, leaves: Sequence[Tensor]) -> Tensor | None:
+        """The microbatch's loss, with its graph; None where neither a function nor the model gives one."""
+        build = self._build_outputs[microbatch]
+        output = build(leaves)
+        if self._keep_outputs:
+            self.outputs[microbatch] = build([leaf.detach() for leaf in leaves])
+        loss: Any
+        if self._loss is None:
+            loss = own_loss(output)
+        else:
+            loss = None if self._targets is None else self._loss(output, self._targets[microbatch])
+        if loss is None:
+            if self._needed:
+                raise ArgumentError(
+                    f"loss=None, and the model's output ({type(output).__name__}) holds no scalar loss; "
+                    "pass loss=..., or give the model what it needs to compute its own (labels=...)"
+                )
+            return None
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.dim() > 1:
+            given = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ArgumentError(f"loss(output, target) returned {given}; expected a scalar tensor: reduce it")
+        self.losses[microbatch] = loss.detach()
+        return loss
+
+    def seed(self, microbatch: int) -> Tensor | None:
+        """The gradient that the microbatch's backward starts from: the weight of its loss."""
+        loss = self.losses[microbatch]
+        assert loss is not None
+        key = (self._weights[microbatch], loss.dtype)
+        seed = self._seeds.get(key)
+        if seed is None or seed.shape != loss.shape:
+            seed = self._seeds[key] = torch.full_like(loss, self._weights[microbatch])
+        return seed
+
+    def total(self) -> Tensor | None:
+        """The batch's loss: the weighted sum, ascending by microbatch."""
+        return weighted_sum(self.losses, self._weights)
+
+
+def weighted_sum(losses: Sequence[Tensor | None], weights: Sequence[float]) -> Tensor | None:
+    """Sum of the losses times their weights, ascending by microbatch; None without losses."""
+    total: Tensor | None = None
+    for loss, weight in zip(losses, weights, strict=True):
+        if loss is None:
+            return None
+        term = loss.reshape(()) * weight
+        total = term if total is None else total + term
+    return total
+
+
+def own_loss(output: Any) -> Tensor | None:
+    """The loss that a model computed itself: `output.loss`, `output["loss"]`, or an output that is a scalar."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+    return loss if isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point() else None

@@ -1,0 +1,194 @@
+"""A schedule bound to the stages of one partition: for each action of a rank, what to wait for and what to run.
+
+`Program` knows no schedule by name; `run` is the one executor. Where one process drives all ranks, it gets the entries
+of all of them, in an order that respects dependencies; else those of its own rank's row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter_ns
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.errors import ScheduleError
+from penstock.partition import Partition
+from penstock.runtime.failure import OUTSIDE, Position
+from penstock.runtime.loss import LossHead
+from penstock.runtime.routes import Route, RouteBuilder, route_of
+from penstock.runtime.stage import StageRunner
+from penstock.runtime.streams import Streams
+from penstock.runtime.ties import TieReducer
+from penstock.runtime.transport import Transport
+from penstock.schedule import Action, Op, Placement
+from penstock.stages import MODEL_INPUT, StageMeta
+
+Moment = tuple[Action, int, int, int]
+"""An action as it ran: when it began to wait, was ready, and ended, in nanoseconds of `time.perf_counter_ns`."""
+
+
+class Watched(Protocol):
+    """Told what the rank does, so that a watchdog can say who waits for whom."""
+
+    position: Position
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One action of one rank: `run(microbatch, wait(microbatch))`, where `wait` alone may block."""
+
+    rank: int
+    action: Action
+    microbatch: int
+    wait: Callable[[int], Any] | None
+    run: Callable[[int, Any], None]
+    waiting: Position
+    running: Position
+
+
+def run(entries: Sequence[Entry], watched: Watched, moments: Mapping[int, list[Moment]] | None = None) -> None:
+    """Runs actions in order. With `moments` (by rank), notes when each of them waited and ran."""
+    if moments is not None:
+        _run_timed(entries, watched, moments)
+        return
+    for entry in entries:
+        ready = None
+        if entry.wait is not None:
+            watched.position = entry.waiting
+            ready = entry.wait(entry.microbatch)
+        watched.position = entry.running
+        entry.run(entry.microbatch, ready)
+    watched.position = OUTSIDE
+
+
+def _run_timed(entries: Sequence[Entry], watched: Watched, moments: Mapping[int, list[Moment]]) -> None:
+    for entry in entries:
+        ready = None
+        began = perf_counter_ns()
+        if entry.wait is not None:
+            watched.position = entry.waiting
+            ready = entry.wait(entry.microbatch)
+        was_ready = perf_counter_ns()
+        watched.position = entry.running
+        entry.run(entry.microbatch, ready)
+        moments[entry.rank].append((entry.action, began, was_ready, perf_counter_ns()))
+    watched.position = OUTSIDE
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """What a step brings. Ranks without the first or the last stage leave their part empty.
+
+    Attributes:
+        inputs: for each microbatch, the model's inputs by position among the first stage's inputs.
+        targets: for each microbatch; None in an evaluation without one.
+        weights: of each microbatch's loss.
+        keep_outputs: keep the model's output of each microbatch.
+    """
+
+    inputs: Sequence[Mapping[int, Tensor]] = ()
+    targets: Sequence[Any] | None = None
+    weights: Sequence[float] = ()
+    keep_outputs: bool = False
+
+
+class Program:
+    """One rank's part of a partition and the way in which its actions are run.
+
+    Args:
+        number: tells programs of one pipeline apart; the same on every rank.
+        partitions: of each microbatch; they differ in shapes only.
+        row: the rank's actions, communication included.
+        head: what stands behind the last stage; used on its rank only.
+        reducers: by tie group.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        partitions: Sequence[Partition],
+        placement: Placement,
+        row: Sequence[Action],
+        transport: Transport,
+        head: LossHead,
+        reducers: Mapping[int, TieReducer],
+        streams: Streams | None,
+        device: torch.device,
+        *,
+        training: bool,
+    ) -> None:
+        metas = [stage.meta for stage in partitions[0].stages]
+        rank = transport.rank
+        builder = RouteBuilder(number, metas, placement, transport, training=training)
+        self.head = head if placement.rank_of[len(metas) - 1] == rank else None
+        self.runners: dict[int, StageRunner] = {}
+        for index in placement.stages_on(rank):
+            self.runners[index] = StageRunner(
+                metas[index],
+                [partition.stages[index].module.forward for partition in partitions],
+                builder.roots(index),
+                builder.routes(index),
+                head if index == len(metas) - 1 else None,
+                streams,
+                partitions[0].draw_offsets[index],
+                device,
+                training,
+            )
+        self._reducers = reducers
+        self._placement = placement
+        self.entries = [self._entry(rank, action) for action in row]
+
+    def start(self, feed: Feed) -> None:
+        """Gives a step's inputs to the first stage, if it is here."""
+        if 0 in self.runners:
+            self.runners[0].batch = feed.inputs
+
+    def end(self) -> None:
+        """Ends a step: nothing of the batch is kept."""
+        for runner in self.runners.values():
+            runner.batch = ()
+
+    def _entry(self, rank: int, action: Action) -> Entry:
+        text = str(action)
+        running = Position(text)
+        if action.op is Op.REDUCE_GRAD:
+            assert action.microbatch is not None
+            reducer = self._reducers[action.microbatch]
+            return Entry(rank, action, 0, None, lambda _, __: reducer.start(), running, running)
+        runner = self.runners[action.stage]
+        assert action.microbatch is not None
+        routes = runner.routes
+        match action.op:
+            case Op.F:
+                waiting = self._waiting("RECV_F", action, routes.values_in)
+                return Entry(rank, action, action.microbatch, runner.gather, runner.forward, waiting, running)
+            case Op.B:
+                waiting = self._waiting("RECV_B", action, routes.grads_in)
+                return Entry(rank, action, action.microbatch, runner.collect, runner.backward, waiting, running)
+            case Op.SEND_F | Op.SEND_B:
+                forward = action.op is Op.SEND_F
+                route = route_of(action, routes.values_out if forward else routes.grads_out)
+                send = runner.send_values if forward else runner.send_grads
+                blocked = Position(text, (self._placement.rank_of[route.stage],))
+                return Entry(rank, action, action.microbatch, None, lambda k, _: send(k, route), blocked, blocked)
+            case Op.RECV_F | Op.RECV_B:
+                route = route_of(action, routes.values_in if action.op is Op.RECV_F else routes.grads_in)
+                post = route.channel.post
+                return Entry(rank, action, action.microbatch, None, lambda k, _: post(k), running, running)
+            case _:
+                raise ScheduleError(
+                    f"action {text} of rank {rank}: {action.op.value} cannot be run yet; "
+                    "merge the backward (I and W) into B with `penstock.schedule.merge_backward`"
+                )
+
+    def _waiting(self, what: str, action: Action, routes: Sequence[Route]) -> Position:
+        peers = sorted({self._placement.rank_of[route.stage] for route in routes if route.remote})
+        return Position(f"{action.stage}{what}{action.microbatch}", tuple(peers))
+
+
+def model_inputs(meta: StageMeta) -> list[int]:
+    """Positions, among a stage's inputs, of the model's own inputs, in their order."""
+    return [position for position, i in enumerate(meta.inputs) if i.source == MODEL_INPUT]

@@ -1,0 +1,180 @@
+"""A model, cut for the ranks of one pipeline: its partitions by input signature, and what of it this process holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ArgumentError
+from penstock.partition import Balance, Partition, Partitioner, Stage, default_kwargs, retarget
+from penstock.runtime.engine import Engine
+from penstock.runtime.materialize import Materialize, materialize
+from penstock.runtime.ties import tie_groups
+from penstock.schedule import Placement
+from penstock.stages import ties
+
+Example = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword inputs of one microbatch."""
+
+
+class SplitModel:
+    """The model of one pipeline.
+
+    Where each process is one rank, the model is taken over: parameters of other ranks' stages move to the meta device,
+    which frees their memory and leaves what recording another input signature needs.
+
+    Attributes:
+        model: the model, or the chain of the layers that were given.
+        tie_groups: parameters that several ranks hold.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        examples: Sequence[Example],
+        placement: Placement,
+        engine: Engine,
+        *,
+        cuts: Sequence[str] | None,
+        leaves: Sequence[str] | None,
+        balance: Balance,
+        rule: Materialize | None,
+    ) -> None:
+        self._engine = engine
+        self._placement = placement
+        self._partitioner = Partitioner(
+            model, stages=placement.stages, cuts=cuts, leaves=leaves, balance=balance, streams=engine.streams
+        )
+        self.model = self._partitioner.model
+        self._modules = list(self.model.modules())
+        self._examples = list(examples)
+        self._placed: dict[int, tuple[Partition, Partition]] = {}
+        shared = ties([stage.meta for stage in self._record(training=True)[0].stages])
+        self._refuse_copies(shared)
+        self._take_over(rule)
+        self._parameters = list(self.model.parameters())
+        self._stages = self.partitions(training=True)[0].stages
+        self.tie_groups = () if engine.world.is_local else tie_groups(shared, placement.rank_of)
+        held = dict(self.held_parameters())
+        engine.tie(self.tie_groups, lambda name: held[name])
+
+    @property
+    def cuts(self) -> tuple[str, ...]:
+        return self._partitioner.cuts or ()
+
+    def partitions(self, *, training: bool) -> list[Partition]:
+        """The partition of each microbatch, in the modules' present modes, on this process's devices."""
+        return [self._place(partition) for partition in self._record(training=training)]
+
+    def signature(self) -> tuple[Any, ...]:
+        """What a recording depends on besides its inputs: each module's mode, and which parameters are trained."""
+        return (
+            tuple(module.training for module in self._modules),
+            tuple(parameter.requires_grad for parameter in self._parameters),
+        )
+
+    def modules(self) -> list[nn.Module]:
+        """Every module, once."""
+        return self._modules
+
+    def buffers(self) -> list[Tensor]:
+        """The buffers that this process holds."""
+        return [buffer for _, buffer in self.held_buffers()]
+
+    def default_kwargs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """What is passed to the model besides the caller's inputs."""
+        return default_kwargs(self.model, args, kwargs)
+
+    def all_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Every parameter of the unsplit model, each once, in its order."""
+        names = self._partitioner.names()
+        return [(names[name], parameter) for name, parameter in self.model.named_parameters()]
+
+    def held_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters of this process's stages, each once, in the unsplit model's order."""
+        held = {name: p for stage in self._stages_here() for name, p in stage.parameters.items()}
+        return [(name, held[name]) for name, _ in self.all_parameters() if name in held]
+
+    def held_buffers(self) -> list[tuple[str, Tensor]]:
+        """The buffers of this process's stages, each once, in the unsplit model's order."""
+        names = self._partitioner.names()
+        held = {name: b for stage in self._stages_here() for name, b in stage.buffers.items()}
+        return [(names[name], held[names[name]]) for name, _ in self.model.named_buffers() if names[name] in held]
+
+    def _record(self, *, training: bool) -> list[Partition]:
+        with torch.set_grad_enabled(training):
+            return [self._partitioner(args, kwargs) for args, kwargs in self._examples]
+
+    def _place(self, partition: Partition) -> Partition:
+        """The partition with this process's stages on their devices."""
+        if id(partition) not in self._placed:
+            stages = tuple(self._place_stage(stage) for stage in partition.stages)
+            # Kept together with the original: an id is unique only while its object lives.
+            self._placed[id(partition)] = partition, replace(partition, stages=stages)
+        return self._placed[id(partition)][1]
+
+    def _place_stage(self, stage: Stage) -> Stage:
+        rank = self._placement.rank_of[stage.meta.index]
+        device = self._engine.devices[rank]
+        if rank not in self._engine.ranks or device == stage.device:
+            return stage
+        stage = retarget(stage, device)
+        stage.module.to(device)
+        return stage
+
+    def _stages_here(self) -> list[Stage]:
+        return [stage for stage in self._stages if self._placement.rank_of[stage.meta.index] in self._engine.ranks]
+
+    def _refuse_copies(self, shared: dict[str, tuple[int, ...]]) -> None:
+        if not self._engine.world.is_local:
+            return
+        for name, stages in shared.items():
+            devices = {str(self._engine.devices[self._placement.rank_of[stage]]) for stage in stages}
+            if len(devices) > 1:
+                raise ArgumentError(
+                    f"devices: parameter {name!r} is used on stages {list(stages)}, which one process would have to "
+                    f"hold on {sorted(devices)}; choose cuts that keep its uses on one device, or run a process a "
+                    "device under torchrun, where copies are kept equal"
+                )
+
+    def _take_over(self, rule: Materialize | None) -> None:
+        """Gives memory to what this process runs, and takes it from what others run."""
+        stages = self._record(training=True)[0].stages
+        engine, rank_of = self._engine, self._placement.rank_of
+        kept = {
+            rank: {
+                id(tensor)
+                for stage in stages
+                if rank_of[stage.meta.index] == rank
+                for tensor in (*stage.parameters.values(), *stage.buffers.values())
+            }
+            for rank in engine.ranks
+        }
+        del stages
+        named = list(self.model.named_modules())
+        if not engine.world.is_local:
+            here = set().union(*kept.values())
+            for module in self._modules:
+                _release(module, here)
+        for rank in engine.ranks:
+            modules = {
+                name: module
+                for name, module in named
+                if any(id(t) in kept[rank] for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+            }
+            materialize(modules, engine.devices[rank], engine.streams.seed, rule)
+        self._partitioner.forget()  # what was recorded so far keeps the memory of other ranks' parameters
+
+
+def _release(module: nn.Module, kept: set[int]) -> None:
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        if id(parameter) not in kept and not parameter.is_meta:
+            empty = torch.empty_like(parameter, device="meta")
+            setattr(module, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
+    for name, buffer in list(module.named_buffers(recurse=False)):
+        if id(buffer) not in kept and not buffer.is_meta:
+            module._buffers[name] = torch.empty_like(buffer, device="meta")

@@ -1,0 +1,159 @@
+"""Forward and backward of one microbatch on one stage.
+
+What a stage keeps for a microbatch between the two is no more than autograd itself keeps: the edges to start backward
+from, and a slot for the gradient of each input. Values and gradients are dropped as soon as they are handed on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from penstock.errors import PartitionError
+from penstock.runtime import exact
+from penstock.runtime.loss import LossHead
+from penstock.runtime.routes import Root, Route, Routes
+from penstock.runtime.streams import Streams
+from penstock.stages import StageMeta
+
+
+@dataclass(slots=True)
+class _Saved:
+    roots: list[GradientEdge | None]
+    slots: dict[int, list[Tensor]]
+
+
+@dataclass(slots=True)
+class _Outbox:
+    mail: dict[tuple[int, int], list[Tensor | None]] = field(default_factory=dict)
+
+    def dispatch(self, routes: Sequence[Route], microbatch: int, values: Sequence[Tensor | None]) -> None:
+        """Hands values on to stages of this rank, and keeps the rest until the schedule sends them."""
+        for route in routes:
+            message = [values[position] for position in route.positions]
+            if route.remote:
+                self.mail[route.stage, microbatch] = message
+            else:
+                route.channel.send(microbatch, message)
+
+
+class StageRunner:
+    """Runs one stage of one program.
+
+    Args:
+        functions: the stage's forward for each microbatch (the same function, unless sizes differ).
+        roots: where gradients come in.
+        head: what stands behind the last stage; None on others.
+        streams: random streams, if anything on this stage draws.
+        draw_offsets: how often each module that draws was called on earlier stages.
+    """
+
+    def __init__(
+        self,
+        meta: StageMeta,
+        functions: Sequence[Callable[..., Sequence[Tensor]]],
+        roots: Sequence[Root],
+        routes: Routes,
+        head: LossHead | None,
+        streams: Streams | None,
+        draw_offsets: Mapping[str, int],
+        device: torch.device,
+        training: bool,
+    ) -> None:
+        self.meta = meta
+        self.routes = routes
+        self._functions = functions
+        self._head = head
+        self._streams = streams
+        self._draw_offsets = draw_offsets
+        self._training = training
+        self._anchor = torch.empty(0, device=device, requires_grad=True)
+        self._tracked = [p for p, i in enumerate(meta.inputs) if training and i.meta.requires_grad]
+        self._untracked_outputs = [p for p, o in enumerate(meta.outputs) if training and not o.meta.requires_grad]
+        self._root_outputs = [root.position for root in roots if root.is_output]
+        self._root_inputs = [root.position for root in roots if not root.is_output]
+        self._saved: dict[int, _Saved] = {}
+        self._values = _Outbox()
+        self._grads = _Outbox()
+        self.batch: Sequence[Mapping[int, Tensor]] = ()
+        """For each microbatch, the model's inputs by their position among the stage's inputs."""
+
+    def gather(self, microbatch: int) -> list[Any]:
+        """Waits for everything that the forward of a microbatch needs."""
+        args: list[Any] = [None] * len(self.meta.inputs)
+        for route in self.routes.values_in:
+            for position, value in zip(route.positions, route.channel.receive(microbatch), strict=True):
+                args[position] = value
+        if self.batch:
+            for position, value in self.batch[microbatch].items():
+                args[position] = value
+        return args
+
+    def forward(self, microbatch: int, args: list[Any]) -> None:
+        """Runs the stage; keeps what backward starts from; hands the outputs on."""
+        if self._streams is not None:
+            self._streams.begin(microbatch, self._draw_offsets)
+        slots: dict[int, list[Tensor]] = {}
+        for position in self._tracked:
+            args[position], slots[position] = exact.receive(self._anchor, args[position])
+        passed_on = [get_gradient_edge(args[position]) for position in self._root_inputs]
+        outputs = self._functions[microbatch](*args)
+        args.clear()
+        if self._training:
+            self._check_untracked(outputs)
+        if self._head is not None:
+            root = self._head(microbatch, outputs)
+            roots = [get_gradient_edge(root) if root.requires_grad else None] if root is not None else []
+        else:
+            roots = [_edge(outputs[position]) for position in self._root_outputs]
+        if self._training:
+            self._saved[microbatch] = _Saved([*roots, *passed_on], slots)
+        self._values.dispatch(self.routes.values_out, microbatch, [output.detach() for output in outputs])
+
+    def collect(self, microbatch: int) -> list[Tensor | None]:
+        """Waits for everything that the backward of a microbatch needs: a gradient, or None, for each root."""
+        if self._head is not None:
+            return [self._head.seed(microbatch)]
+        grads: list[Tensor | None] = [None] * (len(self._root_outputs) + len(self._root_inputs))
+        for route in self.routes.grads_in:
+            for position, grad in zip(route.positions, route.channel.receive(microbatch), strict=True):
+                grads[position] = grad
+        return grads
+
+    def backward(self, microbatch: int, grads: list[Tensor | None]) -> None:
+        """Runs the full backward; hands the gradients of the inputs on."""
+        saved = self._saved.pop(microbatch)
+        if self._streams is not None:
+            self._streams.begin(microbatch, self._draw_offsets)
+        present = [(r, g) for r, g in zip(saved.roots, grads, strict=True) if r is not None and g is not None]
+        grads.clear()
+        if present:
+            exact.backward([root for root, _ in present], [grad for _, grad in present])
+        slots = saved.slots
+        given = [slots[p][0] if slots.get(p) else None for p in range(len(self.meta.inputs))]
+        self._grads.dispatch(self.routes.grads_out, microbatch, given)
+
+    def send_values(self, microbatch: int, route: Route) -> None:
+        """Sends the outputs of a microbatch to a stage on another rank."""
+        route.channel.send(microbatch, self._values.mail.pop((route.stage, microbatch)))
+
+    def send_grads(self, microbatch: int, route: Route) -> None:
+        """Sends the gradients of a microbatch's inputs to a stage on another rank."""
+        route.channel.send(microbatch, self._grads.mail.pop((route.stage, microbatch)))
+
+    def _check_untracked(self, outputs: Sequence[Tensor]) -> None:
+        for position in self._untracked_outputs:
+            if outputs[position].requires_grad:
+                raise PartitionError(
+                    f"value {self.meta.outputs[position].name!r} of stage {self.meta.index} takes a gradient, but did "
+                    "not when the model was recorded; build the pipeline again after changing requires_grad"
+                )
+
+
+def _edge(output: Tensor) -> GradientEdge | None:
+    return get_gradient_edge(output) if output.requires_grad else None

@@ -1,0 +1,125 @@
+"""Random streams of our own, so that masks do not depend on the number of stages, the schedule or recomputation.
+
+Each draw comes from a stream keyed by (seed, step, microbatch, module, how often the module was called before in this
+microbatch). Hooks on the modules that draw set the stream: unlike a mode, a hook is still there inside backward, where
+recomputation must draw the same mask again. With no pipeline step in progress the hooks do nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+_MASK = (1 << 64) - 1
+
+
+def mix(*words: int) -> int:
+    """A 64-bit hash of some integers (splitmix64's finaliser, applied word by word)."""
+    state = 0
+    for word in words:
+        state = (state + word + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state
+
+
+def key_of(name: str) -> int:
+    """A 64-bit hash of a name that is the same in every process (`hash` is not)."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+class Streams:
+    """The streams of one pipeline in one process.
+
+    A step runs inside `drawing(step)`; each forward or backward of a microbatch begins with `begin(microbatch, ...)`.
+    `enter(name)` sets the stream of a module, or of a random call that stands outside of any module that is called.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self._keys: dict[str, int] = {}
+        self._calls: dict[str, int] = {}
+        self._step = -1
+        self._base: int | None = None
+        self._generators: tuple[torch.Generator, ...] = ()
+        self._handles: list[RemovableHandle] = []
+        self._hooked: set[int] = set()
+
+    def watch(self, modules: Mapping[str, nn.Module]) -> None:
+        """Puts a hook on each module that draws. A module that already has one is left as it is."""
+        for name, module in modules.items():
+            if id(module) not in self._hooked:
+                self._hooked.add(id(module))
+                self._handles.append(module.register_forward_pre_hook(_Hook(self, name)))
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._hooked.clear()
+
+    @contextmanager
+    def drawing(self, step: int, devices: tuple[torch.device, ...]) -> Iterator[None]:
+        """Runs one step's draws on streams of our own; the user's generators are as before afterwards."""
+        self._generators = tuple(generator_of(device) for device in devices)
+        states = [generator.get_state() for generator in self._generators]
+        self._step = step
+        try:
+            yield
+        finally:
+            self._base = None
+            for generator, state in zip(self._generators, states, strict=True):
+                generator.set_state(state)
+
+    def begin(self, microbatch: int, offsets: Mapping[str, int]) -> None:
+        """Starts a microbatch on a stage. `offsets`: how often each module was called on earlier stages, if at all."""
+        self._base = mix(self.seed, self._step, microbatch)
+        self._calls = dict(offsets)
+
+    def enter(self, name: str) -> None:
+        """Sets the stream of the next call of `name`."""
+        if self._base is None:
+            return
+        call = self._calls.get(name, 0)
+        self._calls[name] = call + 1
+        key = self._keys.get(name)
+        if key is None:
+            key = self._keys[name] = key_of(name)
+        seed = mix(self._base, key, call)
+        for generator in self._generators:
+            generator.manual_seed(seed)
+
+
+class _Hook:
+    """A pre-hook that sets the stream. A module that is copied (to make a reference, say) leaves its hook behind."""
+
+    def __init__(self, streams: Streams | None, name: str) -> None:
+        self._streams = streams
+        self._name = name
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if self._streams is not None:
+            self._streams.enter(self._name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        return _Hook(None, self._name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (None, self._name)
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """The default generator of a device."""
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generator: torch.Generator = torch.cuda.default_generators[index]
+        return generator
+    return torch.default_generator

@@ -1,0 +1,33 @@
+"""The naive pipeline: one rank works at a time. The baseline that every other schedule is measured against."""
+
+from __future__ import annotations
+
+from penstock.schedule.action import Action, Op
+from penstock.schedule.schedule import Placement, Schedule
+
+
+def naive(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """A microbatch goes all the way forward and all the way back before the next one starts.
+
+    With 3 ranks and 2 microbatches, a column a slot of time:
+
+        rank 0 | F0 .  .  .  .  B0 F1 .  .  .  .  B1
+        rank 1 | .  F0 .  .  B0 .  .  F1 .  .  B1 .
+        rank 2 | .  .  F0 B0 .  .  .  .  F1 B1 .  .
+
+    Of p ranks, p - 1 wait at any time, whatever the number of microbatches: the work of m microbatches takes
+    m p (F + B). In return a rank never holds more than one microbatch's activations, and at most one message is
+    under way, so this is also the schedule in which a fault is found most easily.
+
+    The textbook's model parallelism; no paper claims it.
+    """
+    placement = Placement.loop(ranks, chunks)
+    rows = []
+    for rank in range(ranks):
+        stages = placement.stages_on(rank)
+        row = []
+        for k in range(microbatches):
+            row += [Action(stage, Op.F, k) for stage in stages]
+            row += [Action(stage, Op.B, k) for stage in reversed(stages)]
+        rows.append(row)
+    return Schedule("naive", placement, microbatches, rows)

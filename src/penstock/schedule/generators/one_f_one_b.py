@@ -1,0 +1,43 @@
+"""1F1B: backwards start as soon as they can, so that activations are freed as soon as they can be."""
+
+from __future__ import annotations
+
+from penstock.schedule.action import Action, Op
+from penstock.schedule.schedule import Placement, Schedule
+
+
+def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
+    """A few forwards to fill the pipeline, then one forward and one backward in turn, then the backwards left over.
+
+    With 4 ranks and 6 microbatches, a column a slot of time:
+
+        rank 0 | F0 F1 F2 F3 .  .  .  B0 F4 B1 F5 B2 .  B3 .  B4 .  B5
+        rank 1 | .  F0 F1 F2 .  .  B0 F3 B1 F4 B2 F5 B3 .  B4 .  B5 .
+        rank 2 | .  .  F0 F1 .  B0 F2 B1 F3 B2 F4 B3 F5 B4 .  B5 .  .
+        rank 3 | .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 .  .  .
+
+    The last rank can turn each microbatch round at once: F0 B0 F1 B1 ... The gradient of microbatch 0 needs
+    p - 1 - r more steps down to rank r, and in that time rank r can run p - 1 - r more forwards. So:
+
+        warm-up      min(p - 1 - r, m) forwards
+        steady       a forward, then a backward, as long as there are forwards
+        cool-down    the backwards left over, as many as the warm-up had forwards
+
+    It takes as long as GPipe, (m + p - 1)(F + B): the same p - 1 slots are lost in each direction. But in the steady
+    phase each forward is followed by the backward that frees a microbatch, so that rank r holds at most min(p - r, m)
+    microbatches' activations where GPipe holds m. With m < p the steady phase vanishes on the first ranks, and
+    nothing else changes.
+
+    The flushing variant ("PipeDream-Flush") of Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training",
+    ICML 2021, as scheduled by Megatron-LM: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
+    Clusters Using Megatron-LM", SC 2021.
+    """
+    rows = []
+    for rank in range(ranks):
+        warm_up = min(ranks - 1 - rank, microbatches)
+        row = [Action(rank, Op.F, k) for k in range(warm_up)]
+        for k in range(microbatches - warm_up):
+            row += [Action(rank, Op.F, warm_up + k), Action(rank, Op.B, k)]
+        row += [Action(rank, Op.B, k) for k in range(microbatches - warm_up, microbatches)]
+        rows.append(row)
+    return Schedule("1f1b", Placement.loop(ranks), microbatches, rows)

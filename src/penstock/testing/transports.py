@@ -1,0 +1,197 @@
+"""What every transport must do, as scripts: steps of two ranks in an order that respects dependencies.
+
+A process runs the steps of the ranks that it drives: all of them in one process, or one in each of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from penstock.errors import ShapeError
+from penstock.runtime.transport import Channel, Pending, Transport
+from penstock.stages import Link
+
+LINK = Link(0, 1, ((0, "a"), (0, "b")))
+MICROBATCHES = 3
+
+
+@dataclass(slots=True)
+class _Rank:
+    transport: Transport
+    program: int
+    channels: dict[bool, Channel] = field(default_factory=dict)
+    pending: list[Pending] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
+
+    def channel(self, *, backward: bool = False) -> Channel:
+        if backward not in self.channels:
+            source = int(backward)
+            self.channels[backward] = self.transport.channel(self.program, LINK, source, 1 - source, backward=backward)
+        return self.channels[backward]
+
+
+Step = tuple[int, Callable[[_Rank], None]]
+Script = Callable[[], Iterator[Step]]
+
+
+def check_transport(transports: Mapping[int, Transport]) -> list[str]:
+    """Runs every script on the ranks (of 0 and 1) whose transports are given. Both ranks must call it alike.
+
+    Returns the names of the scripts. Raises AssertionError where a transport does not keep its promise.
+    """
+    names = []
+    for program, script in enumerate(SCRIPTS):
+        ranks = {rank: _Rank(transport, program) for rank, transport in transports.items()}
+        for rank, step in script():
+            if rank in ranks:
+                step(ranks[rank])
+        names.append(script.__name__)
+    return names
+
+
+def message(step: int, microbatch: int) -> list[Tensor]:
+    """Two tensors that both ranks can make: a channels-last one, and one that starts off a cache line."""
+    generator = torch.Generator().manual_seed(100 * step + microbatch)
+    image = torch.randn(2, 3, 4, 5, generator=generator).to(memory_format=torch.channels_last)
+    return [image, torch.randn(8, generator=generator)[1:]]
+
+
+def _same(got: Tensor | None, expected: Tensor) -> None:
+    assert got is not None, "a tensor did not arrive"
+    assert torch.equal(got.cpu(), expected), "a tensor arrived with other values"
+    assert got.stride() == expected.stride(), f"strides {expected.stride()} became {got.stride()}"
+    assert got.data_ptr() % 64 == expected.data_ptr() % 64, "the address modulo a cache line changed"
+
+
+def values_keep_bits_strides_and_alignment() -> Iterator[Step]:
+    for step in range(3):
+        for k in range(MICROBATCHES):
+            yield 0, lambda rank, step=step, k=k: rank.channel().send(k, message(step, k))  # type: ignore[misc]
+            yield 1, lambda rank, k=k: rank.channel().post(k)  # type: ignore[misc]
+
+            def receive(rank: _Rank, step: int = step, k: int = k) -> None:
+                for got, expected in zip(rank.channel().receive(k), message(step, k), strict=True):
+                    _same(got, expected)
+
+            yield 1, receive
+        yield 0, lambda rank: rank.transport.end_step()
+        yield 1, lambda rank: rank.transport.end_step()
+
+
+def sends_run_ahead_of_receives() -> Iterator[Step]:
+    """As in GPipe's forwards: no send may wait for a receive in the first step, and two may be ahead from then on."""
+    for step in range(2):
+        for k in range(2):
+            yield 0, lambda rank, step=step, k=k: rank.channel().send(k, message(step, k))  # type: ignore[misc]
+        for k in range(2):
+            yield 1, lambda rank, k=k: rank.channel().post(k)  # type: ignore[misc]
+
+        def receive(rank: _Rank, step: int = step) -> None:
+            for k in range(2):
+                _same(rank.channel().receive(k)[0], message(step, k)[0])
+
+        yield 1, receive
+        yield 0, lambda rank: rank.transport.end_step()
+        yield 1, lambda rank: rank.transport.end_step()
+
+
+def absent_tensors_arrive_as_none() -> Iterator[Step]:
+    for step in range(2):
+        for k in range(2):
+
+            def send(rank: _Rank, step: int = step, k: int = k) -> None:
+                tensors: list[Tensor | None] = list(message(step, k))
+                tensors[k] = None
+                rank.channel(backward=True).send(k, tensors)
+
+            def receive(rank: _Rank, step: int = step, k: int = k) -> None:
+                rank.channel(backward=True).post(k)
+                got = rank.channel(backward=True).receive(k)
+                assert got[k] is None, "a tensor came out of nothing"
+                _same(got[1 - k], message(step, k)[1 - k])
+
+            yield 1, send
+            yield 0, receive
+        yield 1, lambda rank: rank.transport.end_step()
+        yield 0, lambda rank: rank.transport.end_step()
+
+
+def what_arrives_is_memory_of_its_own() -> Iterator[Step]:
+    def send(rank: _Rank) -> None:
+        rank.tensors = message(0, 0)
+        rank.channel().send(0, rank.tensors)
+
+    def receive(rank: _Rank) -> None:
+        rank.channel().post(0)
+        for tensor in rank.channel().receive(0):
+            assert tensor is not None
+            tensor.add_(1)
+
+    def look(rank: _Rank) -> None:
+        for mine, expected in zip(rank.tensors, message(0, 0), strict=True):
+            assert torch.equal(mine, expected), "an update of what arrived changed what was sent"
+
+    yield 0, send
+    yield 1, receive
+    yield 0, look
+    yield 0, lambda rank: rank.transport.end_step()
+    yield 1, lambda rank: rank.transport.end_step()
+
+
+def another_layout_is_refused_by_the_sender() -> Iterator[Step]:
+    yield 0, lambda rank: rank.channel().send(0, message(0, 0))
+    yield 1, lambda rank: rank.channel().post(0)
+    yield 1, lambda rank: _same(rank.channel().receive(0)[0], message(0, 0)[0])
+    yield 0, lambda rank: rank.transport.end_step()
+    yield 1, lambda rank: rank.transport.end_step()
+
+    def send(rank: _Rank) -> None:
+        image, row = message(1, 0)
+        for wrong in ([image, row.double()], [image.contiguous(), row], [image[:1], row], [image, None]):
+            text = ""
+            try:
+                rank.channel().send(0, wrong)
+            except ShapeError as error:
+                text = str(error)
+            assert text, "a tensor of another layout was sent"
+            assert "'a'" in text or "'b'" in text, f"the error does not name the value: {text}"
+        rank.channel().send(0, message(1, 0))
+
+    yield 0, send
+    yield 1, lambda rank: rank.channel().post(0)
+    yield 1, lambda rank: _same(rank.channel().receive(0)[0], message(1, 0)[0])
+    yield 0, lambda rank: rank.transport.end_step()
+    yield 1, lambda rank: rank.transport.end_step()
+
+
+def a_loss_reaches_every_rank() -> Iterator[Step]:
+    for step in range(3):
+        for r in (0, 1):
+
+            def start(rank: _Rank, r: int = r, step: int = step) -> None:
+                buffer = torch.tensor([1.5 + step, 0.0] if r == 1 else [0.0, 7.0], dtype=torch.float64)
+                rank.tensors = [buffer]
+                rank.pending = [rank.transport.share(buffer, 1)]
+
+            yield r, start
+        for r in (0, 1):
+
+            def read(rank: _Rank, step: int = step) -> None:
+                rank.pending[0].wait()
+                assert rank.tensors[0].tolist() == [1.5 + step, 0.0], "the shared value is not the source's"
+
+            yield r, read
+
+
+SCRIPTS: tuple[Script, ...] = (
+    values_keep_bits_strides_and_alignment,
+    sends_run_ahead_of_receives,
+    absent_tensors_arrive_as_none,
+    what_arrives_is_memory_of_its_own,
+    another_layout_is_refused_by_the_sender,
+    a_loss_reaches_every_rank,
+)

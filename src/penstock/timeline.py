@@ -1,0 +1,190 @@
+"""When each action ran: the one result of a simulated and of a real run.
+
+A timeline is columns, one track a rank, so that millions of spans stay small; `Span`s are views on them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.errors import ArgumentError
+from penstock.schedule.action import Action, Op
+from penstock.schedule.schedule import Row
+
+_COMPUTE_CODES = frozenset(op.code for op in Op if op.is_compute)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One action of one rank: it waited, then ran from start to end. Time 0 is the timeline's."""
+
+    rank: int
+    action: Action
+    start_seconds: float
+    end_seconds: float
+    waited_seconds: float = 0.0
+    """How long the rank was blocked right before the start, waiting for messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """The spans of one rank as columns, in order: `start`, `end` and `waited` in seconds, one entry an action."""
+
+    actions: Row
+    start: array[float]
+    end: array[float]
+    waited: array[float]
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Timeline:
+    """The spans of all ranks on one clock, whose 0 is where the first rank began to wait or run.
+
+    Iteration gives `Span`s, rank by rank.
+    """
+
+    tracks: tuple[Track, ...]
+
+    @classmethod
+    def merge(cls, rows: Iterable[Iterable[Span]]) -> Timeline:
+        """From the spans of each rank, in order, on one clock.
+
+        Raises:
+            ArgumentError: a span is in another rank's place, or ends before it starts.
+        """
+        tracks = []
+        for rank, row in enumerate(rows):
+            spans = list(row)
+            for span in spans:
+                if span.rank != rank:
+                    raise ArgumentError(
+                        f"{span.action} of rank {span.rank} is in row {rank}; give one row for each rank"
+                    )
+            columns = ((s.start_seconds, s.end_seconds, s.waited_seconds) for s in spans)
+            tracks.append(_track([span.action for span in spans], columns))
+        return cls(tuple(tracks))
+
+    @classmethod
+    def from_nanoseconds(cls, rows: Sequence[Sequence[tuple[Action, int, int, int]]]) -> Timeline:
+        """From what each rank noted on one clock: (action, begin, ready, end) in nanoseconds, in order.
+
+        From begin to ready the rank waited, from ready to end it ran. The earliest begin becomes 0.
+
+        Raises:
+            ArgumentError: begin, ready and end are not in this order.
+        """
+        zero = min((row[0][1] for row in rows if row), default=0)
+        tracks = []
+        for row in rows:
+            columns = (
+                ((ready - zero) / 1e9, (end - zero) / 1e9, (ready - begin) / 1e9) for _, begin, ready, end in row
+            )
+            tracks.append(_track([action for action, *_ in row], columns))
+        return cls(tuple(tracks))
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Timeline:
+        """What `to_dict` wrote. Raises ArgumentError if it is no timeline."""
+        try:
+            tracks = [
+                _track(
+                    [Action.parse(text) for text in track["actions"]],
+                    list(zip(track["start_seconds"], track["end_seconds"], track["waited_seconds"], strict=True)),
+                )
+                for track in data["ranks"]
+            ]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ArgumentError(f"the data are no timeline, as `Timeline.to_dict` writes it: {error!r}") from None
+        return cls(tuple(tracks))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists, numbers and text, for JSON."""
+        return {
+            "ranks": [
+                {
+                    "actions": [str(action) for action in track.actions],
+                    "start_seconds": list(track.start),
+                    "end_seconds": list(track.end),
+                    "waited_seconds": list(track.waited),
+                }
+                for track in self.tracks
+            ]
+        }
+
+    @property
+    def ranks(self) -> int:
+        return len(self.tracks)
+
+    def __len__(self) -> int:
+        """How many spans there are."""
+        return sum(map(len, self.tracks))
+
+    def __iter__(self) -> Iterator[Span]:
+        for rank in range(self.ranks):
+            yield from self.spans(rank)
+
+    def spans(self, rank: int) -> Iterator[Span]:
+        """The spans of one rank, in order."""
+        track = self.tracks[rank]
+        for action, start, end, waited in zip(track.actions, track.start, track.end, track.waited, strict=True):
+            yield Span(rank, action, start, end, waited)
+
+    @property
+    def makespan_seconds(self) -> float:
+        """The last end of all, counted from 0."""
+        return max((max(track.end) for track in self.tracks if len(track)), default=0.0)
+
+    @property
+    def span_seconds(self) -> float:
+        """The largest, over ranks, of the rank's last end less the start of its first F.
+
+        The figure that zero-bubble schedules are published on: it leaves out how late a rank starts.
+        """
+        spans = []
+        for track in self.tracks:
+            first = next((i for i, code in enumerate(track.actions.op) if code == Op.F.code), None)
+            if first is not None:
+                spans.append(max(track.end) - track.start[first])
+        return max(spans, default=0.0)
+
+    def busy_seconds(self, rank: int) -> float:
+        """How long a rank computed: its F, B, I and W, without waiting."""
+        track = self.tracks[rank]
+        return sum(
+            end - start
+            for code, start, end in zip(track.actions.op, track.start, track.end, strict=True)
+            if code in _COMPUTE_CODES
+        )
+
+    def waited_seconds(self, rank: int) -> float:
+        """How long a rank was blocked, waiting for messages, before all of its actions together."""
+        return sum(self.tracks[rank].waited)
+
+    @property
+    def bubble_rate(self) -> float:
+        """The share of `span_seconds` in which ranks do not compute, on average over the ranks; 0 if nothing ran."""
+        available = self.ranks * self.span_seconds
+        return 1 - sum(map(self.busy_seconds, range(self.ranks))) / available if available else 0.0
+
+    def __repr__(self) -> str:
+        return f"Timeline({self.ranks} ranks, {len(self)} spans, makespan {self.makespan_seconds:g} s)"
+
+
+def _track(actions: Sequence[Action], times: Iterable[tuple[float, float, float]]) -> Track:
+    """A track of the actions and their (start, end, waited)."""
+    start, end, waited = array("d"), array("d"), array("d")
+    for action, (started, ended, blocked) in zip(actions, times, strict=True):
+        if ended < started or blocked < 0:
+            raise ArgumentError(
+                f"{action} waited {blocked} s, started at {started} s and ended at {ended} s; expected this order"
+            )
+        start.append(started)
+        end.append(ended)
+        waited.append(blocked)
+    return Track(Row(actions), start, end, waited)

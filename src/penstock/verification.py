@@ -1,0 +1,315 @@
+"""The proof: one pipelined step against the unsplit model on the same microbatches, value by value.
+
+Compares outputs, loss, every parameter's gradient and every buffer, and skips none. What one stage holds must be equal
+to the bit where that can be promised (on CPU, in float32 or float64); what several stages hold is added in another
+order.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from penstock.api import Options, Pipeline, build, pipeline
+from penstock.errors import VerificationError
+from penstock.partition._compat import flatten
+from penstock.runtime import batch as batches
+from penstock.runtime.loss import Loss, Reduction, own_loss, weighted_sum, weights
+from penstock.runtime.world import World
+from penstock.schedule import Schedule, generate
+from penstock.stages import ties
+
+TIED_TOLERANCE = 1e-6
+"""Largest difference, over the tensor's largest entry, where several stages' terms are added in another order."""
+
+Verdict = Literal["equal", "close", "different", "missing", "unexpected"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One comparison.
+
+    Attributes:
+        kind: output, loss, gradient or buffer.
+        name: of the parameter or buffer; of the leaf, for an output.
+        stages: that hold it.
+        verdict: "equal" to the bit (or absent in both); "close" within the tolerance that holds for it; "different";
+            "missing" where the reference has one; "unexpected" where it has none.
+        max_difference: largest absolute difference.
+        max_reference: largest absolute entry of the reference.
+        allowed: why it need not be equal to the bit; empty if it must.
+    """
+
+    kind: str
+    name: str
+    stages: tuple[int, ...]
+    verdict: Verdict
+    max_difference: float = 0.0
+    max_reference: float = 0.0
+    allowed: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.verdict == "equal" or (self.verdict == "close" and bool(self.allowed))
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `verify` found: a row for every output, the loss, every parameter and every buffer of the unsplit model."""
+
+    rows: tuple[Row, ...]
+    schedule: str
+    ranks: int
+    stages: int
+    microbatches: int
+    loss: float | None
+    exact: bool
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything is equal, as far as it was promised."""
+        return all(row.ok for row in self.rows)
+
+    @property
+    def wrong(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if not row.ok)
+
+    def summary(self) -> str:
+        """One line: what was proven, or the first layer that differs."""
+        gradients = [row for row in self.rows if row.kind == "gradient"]
+        if self.ok:
+            equal = sum(row.verdict == "equal" for row in gradients)
+            close = [row for row in self.rows if row.verdict == "close"]
+            text = f"{equal} of {len(gradients)} gradients are equal to the bit"
+            if close:
+                worst = max((r.max_difference / r.max_reference for r in close if r.max_reference), default=0.0)
+                why = sorted({row.allowed for row in close})
+                text += f"; {len(close)} values are within {worst:.1e} of their largest entry ({'; '.join(why)})"
+            return text
+        first = self.wrong[0]
+        text = f"{len(self.wrong)} of {len(self.rows)} values differ; the first is {first.kind} {first.name}"
+        text += f" on stage {', '.join(map(str, first.stages))}" if first.stages else ""
+        if first.verdict in ("missing", "unexpected"):
+            return f"{text}: {first.verdict} in the pipeline"
+        return f"{text}: by {first.max_difference:.3g} (largest entry {first.max_reference:.3g})"
+
+    def check(self) -> Report:
+        """Returns itself. Raises VerificationError, with the summary, unless everything is equal."""
+        if not self.ok:
+            raise VerificationError(self.summary())
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "ok": self.ok, "summary": self.summary()}
+
+
+def verify(
+    model: nn.Module | Sequence[nn.Module],
+    args: Sequence[Any] = (),
+    target: Any = None,
+    loss: Loss | None = None,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    reduction: Reduction = "mean",
+    exact: bool | None = None,
+    schedule: str | Schedule = "1f1b",
+    **options: Any,
+) -> Report:
+    """Runs one training step through a pipeline and on the unsplit model, and compares everything.
+
+    Under torchrun every rank calls it with the same arguments, and gets the same report.
+
+    Args:
+        model, args, kwargs, target, loss, reduction, schedule: as for `penstock.pipeline` and `Pipeline.step`.
+        exact: demand equality to the bit; None: on CPU, in float32 or float64. Otherwise the tolerances of
+            `torch.testing.assert_close` hold.
+        options: the other arguments of `penstock.pipeline`.
+    """
+    kwargs = dict(kwargs or {})
+    original = copy.deepcopy(model if isinstance(model, nn.Module) else list(model))
+    with pipeline(model, args, kwargs, loss=loss, reduction=reduction, schedule=schedule, **options) as pipe:
+        result = pipe.step(*args, target=target, outputs=True, **kwargs)
+        total = result.loss
+        expected = _reference(original, pipe, _Batch(tuple(args), kwargs, target), loss, reduction, options)
+        if exact is None:
+            exact = expected.can_be_exact
+        outputs = result.outputs if pipe.needs_targets else None
+        rows = [row for part in pipe.gather(_compare(pipe, outputs, total, expected, exact)) for row in part]
+        return Report(
+            tuple(_complete(rows, expected)),
+            pipe.schedule.name,
+            pipe.world.ranks,
+            len(pipe.stages),
+            pipe.schedule.microbatches,
+            float(total),
+            exact,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    """One step of the unsplit model. `outputs` are the tensor leaves of each microbatch's output."""
+
+    outputs: list[list[Tensor]]
+    loss: Tensor
+    gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+    can_be_exact: bool
+
+
+def _reference(
+    model: nn.Module | Sequence[nn.Module],
+    pipe: Pipeline,
+    batch: _Batch,
+    loss: Loss | None,
+    reduction: Reduction,
+    options: Mapping[str, Any],
+) -> _Reference:
+    """Runs the unsplit model's own forward, microbatch by microbatch, with the pipeline's random streams.
+
+    Where the model draws outside of any module that is called, its own forward cannot be told which stream to use:
+    there the reference is the recorded model on one rank.
+    """
+    alone = build(
+        model,
+        (batch.args, batch.kwargs),
+        World(1),
+        generate("naive", 1, pipe.schedule.microbatches),
+        Options(
+            loss=loss,
+            reduction=reduction,
+            leaves=options.get("leaves"),
+            devices=options.get("devices"),
+            seed=pipe.seed,
+        ),
+    )
+    with alone:
+        if alone.draws_in_glue:
+            result = alone.step(*batch.args, target=batch.target, outputs=True, **batch.kwargs)
+            outputs, total = list(result.outputs), result.loss
+        else:
+            outputs, total = _run_unsplit(alone, batch, loss, reduction)
+        parameters = alone.all_parameters()
+        return _Reference(
+            [_tensors(output) for output in outputs],
+            total,
+            {name: parameter.grad for name, parameter in parameters},
+            dict(alone.named_buffers()),
+            all(p.device.type == "cpu" and p.dtype in (torch.float32, torch.float64) for _, p in parameters),
+        )
+
+
+def _run_unsplit(alone: Pipeline, batch: _Batch, loss: Loss | None, reduction: Reduction) -> tuple[list[Any], Tensor]:
+    pieces = alone.split_batch((batch.args, batch.kwargs))
+    target = batch.kwargs.get("labels") if batch.target is None else batch.target
+    targets = alone.split_batch(target)
+    sizes = [batches.rows_of(piece, "input") for piece in pieces]
+    weighted = weights(reduction, sizes, targets)
+    outputs: list[Any] = []
+    losses: list[Tensor] = []
+    for k, (args, kwargs) in alone.drawing(enumerate(pieces)):
+        output = alone.model(*args, **{**kwargs, **alone.default_kwargs(args, kwargs)})
+        value = own_loss(output) if loss is None else loss(output, targets[k])
+        assert value is not None
+        value.backward(torch.full_like(value, weighted[k]))  # type: ignore[no-untyped-call]
+        losses.append(value.detach())
+        outputs.append(output)
+    total = weighted_sum(losses, weighted)
+    assert total is not None
+    return outputs, total.cpu()
+
+
+def _compare(
+    pipe: Pipeline, outputs: Sequence[Any] | None, loss: Tensor, expected: _Reference, exact: bool
+) -> list[Row]:
+    """The rows of what this process holds."""
+    last = len(pipe.stages) - 1
+    rows = []
+    if outputs is not None:
+        for k, (output, reference) in enumerate(zip(outputs, expected.outputs, strict=True)):
+            for index, (mine, other) in enumerate(zip(_tensors(output), reference, strict=True)):
+                rows.append(_row("output", f"{index} of microbatch {k}", (last,), mine, other, exact))
+        rows.append(_row("loss", "loss", (last,), loss, expected.loss, exact))
+    shared = ties(pipe.stages)
+    holders = {name: (stage.index,) for stage in pipe.stages for name in (*stage.parameters, *stage.buffers)} | shared
+    for name, parameter in pipe.named_parameters():
+        rows.append(
+            _row("gradient", name, holders[name], parameter.grad, expected.gradients[name], exact, tied=name in shared)
+        )
+    for name, buffer in pipe.named_buffers():
+        rows.append(_row("buffer", name, holders[name], buffer, expected.buffers[name], exact))
+    return rows
+
+
+def _complete(rows: Sequence[Row], expected: _Reference) -> Iterator[Row]:
+    """Every comparison once, in the model's order; what no stage holds is compared as absent."""
+    found: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        known = found.setdefault((row.kind, row.name), row)
+        if known.ok and not row.ok:
+            found[row.kind, row.name] = row
+    yield from (row for row in found.values() if row.kind in ("output", "loss"))
+    for name, gradient in expected.gradients.items():
+        yield found.get(("gradient", name)) or _row("gradient", name, (), None, gradient, True)
+    for name, buffer in expected.buffers.items():
+        yield found.get(("buffer", name)) or _row("buffer", name, (), None, buffer, True)
+
+
+def _row(
+    kind: str,
+    name: str,
+    stages: tuple[int, ...],
+    mine: Tensor | None,
+    other: Tensor | None,
+    exact: bool,
+    *,
+    tied: bool = False,
+) -> Row:
+    if mine is None or other is None:
+        absent: Verdict = "missing" if mine is None else "unexpected"
+        return Row(kind, name, stages, "equal" if mine is other else absent)
+    mine, other = mine.detach().cpu(), other.detach().cpu()
+    if mine.shape != other.shape or mine.dtype != other.dtype:
+        return Row(kind, name, stages, "different", float("inf"), float("inf"))
+    if _same_bits(mine, other):
+        return Row(kind, name, stages, "equal", 0.0, _largest(other))
+    difference, largest = _largest(mine.double() - other.double()), _largest(other)
+    if tied and difference <= TIED_TOLERANCE * largest:
+        return Row(kind, name, stages, "close", difference, largest, "terms of several stages, added in another order")
+    if not exact and _is_close(mine, other):
+        return Row(kind, name, stages, "close", difference, largest, "not demanded to the bit here")
+    return Row(kind, name, stages, "different", difference, largest)
+
+
+def _same_bits(mine: Tensor, other: Tensor) -> bool:
+    """Equality of bits: tells -0 from 0, and finds the same NaN equal."""
+    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (mine, other)))
+
+
+def _is_close(mine: Tensor, other: Tensor) -> bool:
+    try:
+        torch.testing.assert_close(mine, other)
+    except AssertionError:
+        return False
+    return True
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in flatten(tree).leaves if isinstance(leaf, Tensor)]

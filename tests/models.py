@@ -1,0 +1,376 @@
+"""Small models for tests: one builder a kind, each seeded, each with inputs, a target and a loss.
+
+`CASES` names those written here, `TRANSFORMERS` those of the `transformers` library, made from random tiny configurations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Case(NamedTuple):
+    """`loss(model(*args, **kwargs), target)` is a scalar to train on. Batches are 2 or 4 samples."""
+
+    model: nn.Module | list[nn.Module]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any
+    loss: Callable[[Any, Any], Tensor]
+
+
+def squared_error(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output, target)
+
+
+def token_error(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), target.flatten())
+
+
+# -- plain networks ---------------------------------------------------------------------------------------------------
+
+
+def mlp() -> Case:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(7, 7), nn.Tanh())), nn.Linear(7, 3))
+    return Case(model, (torch.randn(4, 7),), {}, torch.randn(4, 3), squared_error)
+
+
+def list_of_layers() -> Case:
+    torch.manual_seed(0)
+    layers = [nn.Linear(5, 9), nn.ReLU(inplace=True), nn.Linear(9, 9), nn.GELU(), nn.Linear(9, 3)]
+    return Case(layers, (torch.randn(4, 5),), {}, torch.randn(4, 3), squared_error)
+
+
+class Halves(nn.Module):
+    """Returns two tensors, which the next module takes as two arguments."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, a: Tensor, b: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        b = a if b is None else b
+        return self.left(a) + b, self.right(b) * a
+
+
+class Join(nn.Module):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return a - b
+
+
+def list_of_stages() -> Case:
+    torch.manual_seed(0)
+    return Case([Halves(5), Halves(5), Halves(5), Join()], (torch.randn(4, 5),), {}, torch.randn(4, 5), squared_error)
+
+
+class SkipsTwice(nn.Module):
+    """A skip that crosses every cut and is used twice on the way; a second one in a dict."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.layers[0](x)
+        values = {"first": first, "second": self.layers[1](first).tanh()}
+        y = self.layers[2](values["second"]) * first
+        y = self.layers[3](y + first)
+        y = self.layers[4](y + values["second"])
+        return self.layers[5](y) - first
+
+
+def skips() -> Case:
+    torch.manual_seed(0)
+    return Case(SkipsTwice(7), (torch.randn(4, 7),), {}, torch.randn(4, 7), squared_error)
+
+
+class ConvNet(nn.Module):
+    """Convolutions with batch norm and updates in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [3, 5, 6, 7, 5]
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(a, b, 3, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU(inplace=True))
+            for a, b in zip(widths, widths[1:], strict=False)
+        )
+        self.norm = nn.BatchNorm2d(widths[-1])
+        self.head = nn.Linear(widths[-1], 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = (images - 0.5) / 0.25
+        for block in self.blocks:
+            x = block(x)
+        x = F.relu_(self.norm(x))
+        x = F.max_pool2d(x, 2)
+        return self.head(x.mean((2, 3)))
+
+
+def convnet() -> Case:
+    torch.manual_seed(0)
+    return Case(ConvNet(), (torch.randn(4, 3, 6, 6),), {}, torch.randn(4, 3), squared_error)
+
+
+class UNet(nn.Module):
+    """Down, up, and a skip from each level to its mirror."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in [(3, 4), (4, 6), (6, 8)])
+        self.up = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in [(14, 6), (10, 4), (7, 3)])
+        self.middle = nn.Conv2d(8, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = []
+        for conv in self.down:
+            skips.append(x)
+            x = F.avg_pool2d(F.silu(conv(x)), 2)
+        x = self.middle(x)
+        for conv in self.up:
+            x = F.interpolate(x, scale_factor=2.0)
+            x = F.silu(conv(torch.cat([x, skips.pop()], 1)))
+        return x
+
+
+def unet() -> Case:
+    torch.manual_seed(0)
+    return Case(UNet(), (torch.randn(2, 3, 8, 8),), {}, torch.randn(2, 3, 8, 8), squared_error)
+
+
+class DictModel(nn.Module):
+    """Dicts in and out, a shared layer, a frozen one, and statistics taken without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(6, 6)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.scale = nn.Parameter(torch.randn(6))
+        self.register_buffer("offset", torch.randn(6))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.table = torch.randn(4, 6)  # neither parameter nor buffer
+
+    def forward(self, batch: dict[str, Tensor], flag: bool = False) -> dict[str, Any]:
+        x = self.shared(batch["x"]) + self.table
+        for layer in self.layers:
+            x = layer(self.shared(x)).sigmoid()
+        self.count += 1
+        with torch.no_grad():
+            mean = x.mean(0, keepdim=True)
+            spread = (x - mean).abs().max()
+        y = self.frozen(x - mean) * self.scale + self.offset * batch["weight"][:, None]
+        return {"y": y / (1 + spread), "inner": (x, mean), "flag": flag, "weight": batch["weight"]}
+
+
+def dicts() -> Case:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(4, 6), "weight": torch.rand(4)}
+
+    def loss(output: dict[str, Any], target: Tensor) -> Tensor:
+        return F.mse_loss(output["y"], target) + output["inner"][0].square().mean()
+
+    return Case(DictModel(), (batch,), {"flag": True}, torch.randn(4, 6), loss)
+
+
+# -- transformers of our own ------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Pre-norm attention and feed-forward, with dropout."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=self.dropout if self.training else 0.0)
+        x = x + self.drop(self.out(y.transpose(1, 2).flatten(2)))
+        return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
+
+
+class GPT(nn.Module):
+    """A decoder with its head tied to the embedding, a causal mask, and dropout inside and outside of its blocks."""
+
+    def __init__(self, vocabulary: int = 19, width: int = 8, layers: int = 4, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.wte, self.wpe = nn.Embedding(vocabulary, width), nn.Embedding(16, width)
+        self.h = nn.ModuleList(Block(width, 2, dropout) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        positions = torch.arange(ids.shape[1], device=ids.device)
+        mask = positions[:, None] >= positions[None, :]
+        x = F.dropout(self.wte(ids) + self.wpe(positions), self.dropout, self.training)
+        for block in self.h:
+            x = block(x, mask)
+        return F.linear(self.norm(x), self.wte.weight)
+
+
+def gpt(dropout: float = 0.0) -> Case:
+    torch.manual_seed(0)
+    ids = torch.randint(0, 19, (2, 6))
+    return Case(GPT(dropout=dropout), (ids[:, :-1].clone(),), {}, ids[:, 1:].clone(), token_error)
+
+
+class EncoderDecoder(nn.Module):
+    """The encoder's result is used by every block of the decoder."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, width)
+        self.encoder = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(width, 2, 16, 0.0, batch_first=True), 2, enable_nested_tensor=False
+        )
+        self.decoder = nn.ModuleList(nn.TransformerDecoderLayer(width, 2, 16, 0.0, batch_first=True) for _ in range(2))
+        self.head = nn.Linear(width, 13)
+
+    def forward(self, source: Tensor, *, target: Tensor) -> Tensor:
+        memory = self.encoder(self.embed(source))
+        y = self.embed(target)
+        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1], device=target.device)
+        for block in self.decoder:
+            y = block(y, memory, tgt_mask=mask)
+        return self.head(y)
+
+
+def encoder_decoder() -> Case:
+    torch.manual_seed(0)
+    source, target = torch.randint(0, 13, (2, 5)), torch.randint(0, 13, (2, 4))
+    return Case(EncoderDecoder(), (source,), {"target": target}, target.roll(-1, 1), token_error)
+
+
+class InPlace(nn.Module):
+    """Updates values in place after a cut, in blocks and between them."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True)) if i % 2 else nn.Linear(width, width)
+            for i in range(6)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = self.layers[0](x)
+        y = self.layers[1](memory.tanh())
+        memory += self.layers[2](y)
+        y = self.layers[3](memory.cos())
+        memory[:, 0] = y[:, 1].tanh()
+        y = self.layers[4](memory * 1.5)
+        memory.mul_(y.sigmoid())
+        return self.layers[5](memory) + memory
+
+
+def in_place() -> Case:
+    torch.manual_seed(0)
+    return Case(InPlace(), (torch.randn(4, 6),), {}, torch.randn(4, 6), squared_error)
+
+
+# -- the transformers library -----------------------------------------------------------------------------------------
+
+
+def _own_loss(output: Any, _target: Any) -> Tensor:
+    return output.loss
+
+
+def _language_case(model: nn.Module, **kwargs: Any) -> Case:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(4, 32, (2, 7), generator=generator)
+    return Case(model, (), {"input_ids": ids, "labels": ids.clone(), **kwargs}, None, _own_loss)
+
+
+def llama() -> Case:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=True,
+    )  # fmt: skip
+    mask = torch.ones(2, 7, dtype=torch.int64)
+    mask[1, 5:] = 0
+    return _language_case(LlamaForCausalLM(config), attention_mask=mask)
+
+
+def gpt2() -> Case:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=32, n_embd=16, n_layer=4, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return _language_case(GPT2LMHeadModel(config))
+
+
+def t5() -> Case:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=32, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0
+    )
+    return _language_case(T5ForConditionalGeneration(config))
+
+
+def bert() -> Case:
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=32, hidden_size=16, num_hidden_layers=4, num_attention_heads=2, intermediate_size=24,
+        max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return _language_case(BertForMaskedLM(config))
+
+
+def mixtral() -> Case:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    return _language_case(MixtralForCausalLM(config))
+
+
+def qwen_moe() -> Case:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, moe_intermediate_size=8, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=4, num_experts=4, num_experts_per_tok=2,
+        max_position_embeddings=32, mlp_only_layers=[0], pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return _language_case(Qwen3MoeForCausalLM(config))
+
+
+def vit() -> Case:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    torch.manual_seed(0)
+    config = ViTConfig(
+        hidden_size=16, num_hidden_layers=4, num_attention_heads=2, intermediate_size=24, image_size=8, patch_size=4,
+        num_labels=5, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    images, labels = torch.randn(2, 3, 8, 8), torch.tensor([1, 3])
+    return Case(ViTForImageClassification(config), (), {"pixel_values": images, "labels": labels}, None, _own_loss)
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    f.__name__: f
+    for f in (mlp, list_of_layers, list_of_stages, skips, convnet, unet, dicts, gpt, encoder_decoder, in_place)
+}
+TRANSFORMERS: dict[str, Callable[[], Case]] = {f.__name__: f for f in (llama, gpt2, t5, bert, mixtral, qwen_moe, vit)}

@@ -1,0 +1,49 @@
+"""The stages, chained by hand, give the model's own output and every gradient, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from chained import NoStreams, assert_same, run_chained, run_unsplit
+from models import CASES, TRANSFORMERS
+from torch import nn
+
+from penstock.partition import Partitioner
+
+LIST_STAGES = {"list_of_stages": (1, 2, 4)}
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", [*CASES, *TRANSFORMERS])
+def test_stages_equal_the_unsplit_model(name: str, stages: int, training: bool) -> None:
+    case = {**CASES, **TRANSFORMERS}[name]()
+    partitioner = Partitioner(case.model, stages, streams=NoStreams())
+    model = partitioner.model.train(training)
+    reference = copy.deepcopy(model)
+
+    partition = partitioner(case.args, case.kwargs)
+    assert len(partition.stages) == stages
+    assert_same(model, reference)  # the recording left no trace
+
+    expected = run_unsplit(reference, case)
+    result = run_chained(partition, case)
+    assert_same(result, expected)
+    assert_same(model, reference, gradients=True)
+
+
+def test_every_tensor_that_travels_is_used() -> None:
+    for build in CASES.values():
+        case = build()
+        partition = Partitioner(case.model, 3, streams=NoStreams())(case.args, case.kwargs)
+        for stage in partition.stages[:-1]:
+            for output in stage.meta.outputs:
+                users = [
+                    s.meta.index
+                    for s in partition.stages
+                    for i in s.meta.inputs
+                    if (i.name, i.source) == (output.name, stage.meta.index)
+                ]
+                assert users, f"{output.name} leaves stage {stage.meta.index} for nobody"

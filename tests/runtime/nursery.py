@@ -1,0 +1,169 @@
+"""Forks the ranks of one scenario after another from a process that has imported torch already, and reports their end.
+
+Reads a scenario a line (JSON) and answers in lines: the ranks' ids once all are in place, then each one's exit status.
+A rank that is left 10 s after that is killed, and shows as -9. Forked ranks end like a script does, `atexit` included.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock.runtime.board import Patience
+from penstock.runtime.failure import OUTSIDE, Position
+from penstock.runtime.watchdog import Watchdog
+
+END_SECONDS = 10.0
+MUCH = torch.zeros(8 << 20)  # more than a socket takes: the send waits until someone receives
+
+
+def exchange(value: Any) -> Any:
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def toward(rank: int, other: int) -> int:
+    return rank + (1 if other > rank else -1)
+
+
+def wait(watchdog: Watchdog, action: str, peer: int, *, send: bool = False) -> None:
+    """What the runtime does at a wait."""
+    watchdog.check()
+    watchdog.position = Position(action, (peer,))
+    try:
+        if send:
+            dist.send(MUCH, peer)
+        else:
+            dist.recv(torch.zeros_like(MUCH), peer)
+    except RuntimeError:
+        watchdog.cause()
+        watchdog.check()
+        raise
+    watchdog.position = OUTSIDE
+
+
+def hold(place: str, watchdog: Watchdog, rank: int, ranks: int) -> None:
+    """The victim at its place, until the test kills or stops it."""
+    neighbour = rank + 1 if rank + 1 < ranks else rank - 1
+    if place == "receive":
+        wait(watchdog, f"{rank}RECV_F0", neighbour)
+    elif place == "send":
+        wait(watchdog, f"{rank}SEND_F0", neighbour, send=True)
+    else:
+        watchdog.position = Position("2B3") if place == "compute" else OUTSIDE
+        signal.pause()
+
+
+def once_seen(watchdog: Watchdog, rank: int, then: Callable[[], object]) -> None:
+    """Calls `then` when the others have seen that this rank is no longer outside of a step."""
+
+    def look() -> None:
+        while watchdog.sightings[rank].position == OUTSIDE:
+            time.sleep(0.01)
+        then()
+
+    threading.Thread(target=look, daemon=True).start()
+
+
+def victim_falls(rank: int, watchdog: Watchdog, scenario: dict[str, Any], placed: Callable[[], object]) -> None:
+    """Everyone waits for the neighbour towards the victim, which raises, leaves, or holds still at a place."""
+    victim, place, ranks = scenario["victim"], scenario["place"], scenario["ranks"]
+    if rank != victim or place in ("raise", "leave", "outside"):
+        placed()
+    else:
+        once_seen(watchdog, rank, placed)
+    if rank != victim:
+        wait(watchdog, f"{rank}RECV_B0", toward(rank, victim))
+    elif place == "raise":
+        try:
+            raise ValueError("the loss is\nnot a number")
+        except ValueError as error:
+            watchdog.report("2B3", error)
+            raise
+    elif place == "leave":
+        watchdog.close()
+        signal.pause()
+    else:
+        hold(place, watchdog, rank, ranks)
+
+
+def late_finish(rank: int, watchdog: Watchdog, scenario: dict[str, Any], placed: Callable[[], object]) -> None:
+    """Rank 0 ends first; the last rank keeps the interpreter's lock for long while the one before waits for it."""
+    placed()
+    last = scenario["ranks"] - 1
+    if rank == last:
+        watchdog.position = Position("2F0")
+        ctypes.PyDLL(None).usleep(int(scenario["seconds"] * 1e6))
+        wait(watchdog, "2SEND_B0", last - 1, send=True)
+    elif rank == last - 1:
+        wait(watchdog, "1RECV_B0", last)
+    print(f"rank {rank} is done")
+
+
+def run(rank: int, scenario: dict[str, Any], ready: int) -> None:
+    torch.set_num_threads(1)
+    ranks = scenario["ranks"]
+    store = f"file://{scenario['folder']}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    patience = Patience(stall_seconds=scenario.get("stall_seconds", 5.0))
+    watchdog = Watchdog.connect(rank, ranks, exchange, patience)
+    watchdog.step += 1
+    story = {"victim_falls": victim_falls, "late_finish": late_finish}[scenario["story"]]
+    story(rank, watchdog, scenario, lambda: os.write(ready, b"."))
+
+
+def redirect(folder: str, rank: int) -> None:
+    for stream in (1, 2):
+        log = os.open(f"{folder}/{rank}.{stream}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, stream)
+
+
+def await_all(pids: list[int]) -> None:
+    left, end = set(pids), time.monotonic() + END_SECONDS
+    while left:
+        for pid in list(left):
+            if time.monotonic() > end:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                left.discard(pid)
+                print(json.dumps([pids.index(pid), os.waitstatus_to_exitcode(status)]), flush=True)
+        time.sleep(0.02)
+
+
+def main() -> None:
+    for line in iter(sys.stdin.readline, ""):
+        scenario = json.loads(line)
+        Path(scenario["folder"]).mkdir(parents=True, exist_ok=True)
+        read, ready = os.pipe()
+        pids = []
+        for rank in range(scenario["ranks"]):
+            pid = os.fork()
+            if pid == 0:
+                redirect(scenario["folder"], rank)
+                run(rank, scenario, ready)
+                return
+            pids.append(pid)
+        os.close(ready)
+        missing = scenario["ranks"]
+        while missing and (got := os.read(read, missing)):
+            missing -= len(got)
+        os.close(read)
+        print(json.dumps(pids), flush=True)
+        await_all(pids)
+
+
+if __name__ == "__main__":
+    main()

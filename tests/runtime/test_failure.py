@@ -1,0 +1,453 @@
+"""Whatever happens to a rank, the others end soon and name it; and a rank that is only slow is left alone."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import PipelineFailure
+from penstock.runtime.board import Board, Patience, Process, ProcessState
+from penstock.runtime.board_server import BoardServer, Connection, join
+from penstock.runtime.failure import OUTSIDE, Failure, Position, Sighting, wait_chain
+from penstock.runtime.watchdog import Watchdog
+
+RECEIVE = Position("1RECV_F0", (0,))
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class World:
+    """A board whose ranks beat every half second, but for those named as silent."""
+
+    def __init__(self, positions: list[Position], state: ProcessState = "unknown") -> None:
+        self.clock = Clock()
+        self.board = Board(len(positions), Patience(), self.clock, lambda process: state)
+        self.positions = positions
+        self.since = [100.0] * len(positions)
+        for rank in range(len(positions)):
+            self.board.join(rank, Process("m", rank, "1"))
+        self.pass_time(1)
+
+    def pass_time(self, seconds: float, silent: tuple[int, ...] = ()) -> Failure | None:
+        for _ in range(int(seconds * 2)):
+            self.clock.now += 0.5
+            for rank, position in enumerate(self.positions):
+                if rank not in silent:
+                    self.board.beat(rank, Sighting(position, self.clock.now - self.since[rank]))
+            self.board.judge()
+        return self.board.failure
+
+
+texts = st.text(max_size=20)
+
+
+@given(st.integers(0, 99), st.none() | texts, texts, st.sampled_from(["raised", "lost", "left", "stalled"]))
+def test_failure_travels_as_json(rank: int, action: str | None, error: str, kind: str) -> None:
+    failure = Failure(rank, action, error, kind)  # type: ignore[arg-type]
+    assert Failure.from_json(failure.to_json()) == failure
+
+
+def test_failure_is_one_line() -> None:
+    failure = Failure.of(2, "2B3", ValueError("two\n  lines"))
+    assert str(failure) == "rank 2 failed at 2B3: ValueError: two lines"
+    assert str(Failure.of(0, None, KeyboardInterrupt())) == "rank 0 failed outside of a step: KeyboardInterrupt"
+
+
+def test_wait_chain_ends_at_the_rank_that_does_not_wait() -> None:
+    sightings = [Sighting(Position("0B0"), 30), Sighting(RECEIVE, 20), Sighting(Position("2RECV_F0", (1,)), 10)]
+    assert wait_chain(2, sightings) == (
+        0,
+        "rank 2 has waited 10 s for 2RECV_F0 from rank 1; rank 1 has waited 20 s for 1RECV_F0 from rank 0; "
+        "rank 0 runs 0B0 (30 s so far)",
+    )
+
+
+def test_wait_chain_prefers_the_peer_that_does_not_wait() -> None:
+    together = Position("REDUCE_GRAD", (0, 1))
+    assert wait_chain(2, [Sighting(together), Sighting(), Sighting(together)])[0] == 1
+
+
+@given(st.lists(st.lists(st.integers(0, 4), max_size=2), min_size=5, max_size=5))
+def test_wait_chain_ends_in_every_graph(graph: list[list[int]]) -> None:
+    sightings = [Sighting(Position("0RECV_F0", tuple(peers))) for peers in graph]
+    end, _ = wait_chain(0, sightings)
+    reached, new = set(), {0}
+    while new:
+        reached |= new
+        new = {peer for rank in new for peer in graph[rank]} - reached
+    assert end in reached
+
+
+def test_silent_rank_is_lost_when_another_waits_for_it() -> None:
+    world = World([Position("0F0"), RECEIVE])
+    assert world.pass_time(3) is None
+    assert world.pass_time(4.5, silent=(0,)) is None
+    failure = world.pass_time(1, silent=(0,))
+    assert failure == Failure(0, "0F0", "no sign of life for 5 s", "lost")
+
+
+def test_silent_rank_that_nobody_waits_for_is_left_alone() -> None:
+    assert World([OUTSIDE, OUTSIDE]).pass_time(60, silent=(0,)) is None
+
+
+def test_rank_that_beats_is_never_lost() -> None:
+    assert World([Position("0F0"), RECEIVE]).pass_time(3600) is None
+
+
+def test_silent_rank_whose_process_runs_is_not_lost() -> None:
+    assert World([Position("0F0"), RECEIVE], state="running").pass_time(60, silent=(0,)) is None
+
+
+def test_stopped_process_is_named_as_such() -> None:
+    failure = World([Position("0F0"), RECEIVE], state="stopped").pass_time(8, silent=(0,))
+    assert failure == Failure(0, "0F0", "its process is stopped (no sign of life for 5 s)", "lost")
+
+
+def test_transitive_wait_blames_the_rank_at_the_end() -> None:
+    world = World([Position("0F0"), RECEIVE, Position("2RECV_F0", (1,))])
+    failure = world.pass_time(8, silent=(0,))
+    assert failure is not None
+    assert failure.rank == 0
+
+
+def test_closed_connection_is_lost_without_patience_but_not_before_the_next_beat() -> None:
+    world = World([Position("0F0"), RECEIVE])
+    world.pass_time(3)
+    world.board.hang_up(0)
+    world.board.judge()
+    assert world.board.failure is None, "what rank 0 sent last may still be under way"
+    assert world.pass_time(1, silent=(0,)) == Failure(0, "0F0", "its process is gone", "lost")
+
+
+def test_rank_that_came_back_is_not_lost() -> None:
+    world = World([Position("0F0"), RECEIVE])
+    world.board.hang_up(0)
+    world.board.join(0, Process("m", 0, "1"))
+    assert world.pass_time(60) is None
+
+
+def test_goodbye_is_no_loss_unless_someone_still_waits() -> None:
+    world = World([OUTSIDE, OUTSIDE])
+    world.board.beat(0, Sighting(left=True))
+    world.board.hang_up(0)
+    assert world.pass_time(60, silent=(0,)) is None
+    world.positions[1], world.since[1] = RECEIVE, world.clock.now
+    assert world.pass_time(4, silent=(0,)) is None
+    failure = world.pass_time(2, silent=(0,))
+    assert failure == Failure(0, None, "its program ended while rank 1 waits for 1RECV_F0 from rank 0", "left")
+
+
+def test_board_that_was_asleep_accuses_nobody() -> None:
+    world = World([Position("0F0"), RECEIVE])
+    world.pass_time(3)
+    world.clock.now += 3600
+    world.board.judge()
+    assert world.board.failure is None
+    assert world.pass_time(3) is None
+
+
+def test_first_failure_wins() -> None:
+    board = Board(2, Patience())
+    assert board.accuse(Failure(1, None, "first"))
+    assert not board.accuse(Failure(0, None, "second"))
+    assert board.failure == Failure(1, None, "first")
+
+
+def test_board_is_deserted_when_all_have_left_or_are_gone() -> None:
+    world = World([OUTSIDE, OUTSIDE])
+    world.board.beat(0, Sighting(left=True))
+    assert not world.board.deserted
+    world.board.hang_up(1)
+    assert world.board.deserted
+
+
+def test_beat_that_waits_for_an_unknown_rank_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"rank 0 waits for 0RECV_F0 from rank 2, but the ranks are 0 to 1"):
+        Board(2, Patience()).beat(0, Sighting(Position("0RECV_F0", (2,))))
+
+
+def test_own_process_runs_and_a_reused_id_is_another_process() -> None:
+    here = Process.here()
+    if not here.started:
+        pytest.skip("no /proc on this system")
+    assert here.state() == "running"
+    assert Process(here.machine, here.pid, "0").state() == "gone"
+    assert Process("elsewhere", here.pid, here.started).state() == "unknown"
+
+
+@dataclass
+class Bench:
+    """A watchdog of rank 1 of 2 without its thread: the test holds rank 0's end and turns the clock."""
+
+    dog: Watchdog
+    rank0: Connection
+    clock: Clock
+    statuses: list[int]
+
+    def beats(self, seconds: float, answered: bool = True) -> None:
+        for _ in range(int(seconds * 2)):
+            self.dog._tick()
+            self.clock.now += 0.5
+            if answered:
+                self.dog._take({"sightings": [Sighting().to_list()] * 2})
+            self.dog._decide()
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    ours, theirs = socket.socketpair()
+    clock, statuses = Clock(), list[int]()
+    address = {"token": "t", "process": ["elsewhere", 1, ""]}
+    with ours, theirs:
+        dog = Watchdog(1, address, Connection(ours), Patience(), ranks=2, clock=clock, leave=statuses.append)
+        yield Bench(dog, Connection(theirs), clock, statuses)
+
+
+BOOM = Failure(0, "0B3", "ValueError: boom")
+STOPS = "rank 1 stops: rank 0 failed at 0B3: ValueError: boom"
+
+
+def test_waiting_rank_leaves_and_says_why(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.dog.position = RECEIVE
+    bench.beats(2)
+    assert bench.statuses == []
+    bench.dog._take({"failure": BOOM.to_json()})
+    bench.dog._decide()
+    assert bench.statuses == [1]
+    assert capsys.readouterr().err == f"penstock: {STOPS}; rank 1 was waiting for 1RECV_F0 from rank 0\n"
+
+
+def test_computing_rank_notices_by_itself(bench: Bench) -> None:
+    bench.dog.position = Position("1F0")
+    bench.dog.check()
+    bench.dog._take({"failure": BOOM.to_json()})
+    bench.beats(10)
+    assert bench.statuses == []
+    with pytest.raises(PipelineFailure, match=STOPS):
+        bench.dog.check()
+    bench.dog.position = RECEIVE
+    bench.beats(1)
+    assert bench.statuses == [], "the main thread is raising"
+
+
+def test_rank_that_does_not_notice_is_stopped_after_the_grace(bench: Bench) -> None:
+    bench.dog._take({"failure": BOOM.to_json()})
+    bench.beats(59)
+    assert bench.statuses == []
+    bench.beats(2)
+    assert bench.statuses[0] == 1
+
+
+def test_silence_of_rank_0_is_its_loss_for_a_rank_that_waits(bench: Bench) -> None:
+    bench.beats(60, answered=False)
+    assert bench.dog.failure is None
+    bench.dog.position = RECEIVE
+    bench.beats(2, answered=False)
+    assert bench.dog.failure == Failure(0, None, "no sign of life for 60 s", "lost")
+    assert bench.statuses[0] == 1
+    assert "failure" in bench.rank0.receive()[0], "rank 0 reads why the others are gone when it wakes up"
+
+
+def test_rank_that_slept_does_not_accuse_rank_0(bench: Bench) -> None:
+    bench.dog.position = RECEIVE
+    bench.beats(2)
+    bench.clock.now += 7200
+    bench.beats(3, answered=False)
+    assert bench.dog.failure is None
+
+
+def test_long_wait_warns_every_half_minute_and_ends_after_half_an_hour(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.dog.position = RECEIVE
+    bench.beats(65)
+    warnings = capsys.readouterr().err.splitlines()
+    assert warnings[0] == (
+        "penstock: rank 1 has waited 30 s for 1RECV_F0 from rank 0; rank 0 is outside of a step (0 s so far)"
+    )
+    assert len(warnings) == 2
+    bench.beats(1740)
+    assert bench.dog.failure is not None
+    assert (bench.dog.failure.rank, bench.dog.failure.kind) == (0, "stalled")
+    assert bench.statuses[0] == 1
+
+
+def test_same_wait_in_the_next_step_is_a_new_one(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.dog.position = RECEIVE
+    for _ in range(100):
+        bench.dog.step += 1
+        bench.beats(5)
+    assert capsys.readouterr().err == ""
+
+
+def test_own_failure_is_reported_and_a_cause_known_before_wins(bench: Bench) -> None:
+    bench.dog._take({"failure": BOOM.to_json()})
+    assert bench.dog.report("1F2", KeyError("x")) == BOOM
+    assert "KeyError" in bench.rank0.receive()[0]["failure"]
+
+
+def test_one_rank_has_nothing_to_watch() -> None:
+    dog = Watchdog.connect(0, 1, lambda value: value)
+    dog.check()
+    assert dog.cause() is None
+    dog.close()
+
+
+def test_server_drops_those_who_do_not_know_the_token() -> None:
+    server = BoardServer(2, Patience())
+    try:
+        with socket.create_connection(("127.0.0.1", server.address["port"]), timeout=10) as link:
+            stranger = Connection(link)
+            stranger.send({"rank": 0, "token": "guess", "failure": BOOM.to_json()})
+            with pytest.raises(OSError, match=r"closed|reset"):
+                stranger.receive()
+    finally:
+        server.stop()
+        assert server.join(10)
+
+
+def test_rank_that_never_comes_is_reported_at_the_start() -> None:
+    server = BoardServer(2, Patience())
+    try:
+        with pytest.raises(PipelineFailure, match="rank 0 waited 0 s for the other ranks"):
+            join(server.address, 0, Patience(join_seconds=0.05))
+    finally:
+        server.stop()
+        assert server.join(10)
+
+
+def test_unreachable_rank_0_is_reported_at_the_start() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    address = {"hosts": ["127.0.0.1"], "port": port, "token": "t", "process": ["elsewhere", 1, ""]}
+    with pytest.raises(PipelineFailure, match=f"rank 1 cannot reach rank 0 at 127.0.0.1, port {port}"):
+        join(address, 1, Patience())
+
+
+class Nursery:
+    """Runs scenarios in real processes; see nursery.py."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, str(Path(__file__).with_name("nursery.py"))]
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def tell(self, **scenario: object) -> None:
+        assert self.process.stdin
+        self.process.stdin.write(json.dumps(scenario) + "\n")
+        self.process.stdin.flush()
+
+    def hear(self) -> list[int]:
+        assert self.process.stdout
+        return list(json.loads(self.process.stdout.readline()))
+
+    def fall(
+        self, folder: Path, victim: int, place: str, sign: signal.Signals | None, **scenario: object
+    ) -> dict[int, str]:
+        """What the others wrote to stderr after the victim fell. They have ended within 10 s, the victim too."""
+        ranks = 3
+        self.tell(story="victim_falls", folder=str(folder), ranks=ranks, victim=victim, place=place, **scenario)
+        pids = self.hear()
+        if sign:
+            os.kill(pids[victim], sign)
+        statuses = dict([self.hear() for _ in range(ranks - 1)])
+        if sign == signal.SIGSTOP or place == "leave":
+            assert victim not in statuses
+            os.kill(pids[victim], signal.SIGKILL)
+        statuses.update([self.hear()])
+        others = [rank for rank in range(ranks) if rank != victim]
+        assert {rank: statuses[rank] for rank in others} == dict.fromkeys(others, 1)
+        for pid in pids:
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
+        return {rank: (folder / f"{rank}.2").read_text() for rank in range(ranks)}
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    nursery = Nursery()
+    yield nursery
+    nursery.close()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_all_learn_what_one_raised(nursery: Nursery, tmp_path: Path, victim: int) -> None:
+    said = nursery.fall(tmp_path, victim, "raise", None)
+    assert "ValueError: the loss is" in said.pop(victim)
+    for rank, words in said.items():
+        assert f"rank {rank} stops: rank {victim} failed at 2B3: ValueError: the loss is not a number" in words
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("victim", "place", "action"),
+    [
+        (0, "receive", "at 0RECV_F0"),
+        (1, "send", "at 1SEND_F0"),
+        (2, "compute", "at 2B3"),
+        (0, "outside", "outside of a"),
+    ],
+)
+def test_killed_rank_is_named(nursery: Nursery, tmp_path: Path, victim: int, place: str, action: str) -> None:
+    said = nursery.fall(tmp_path, victim, place, signal.SIGKILL)
+    del said[victim]
+    for rank, words in said.items():
+        assert f"rank {rank} stops: rank {victim} was lost, last seen {action}" in words
+        assert "its process is gone" in words
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("victim", "place", "action", "stall_seconds"),
+    [(0, "compute", "at 2B3", 5.0), (1, "receive", "at 1RECV_F0", 1.5), (2, "send", "at 2SEND_F0", 1.5)],
+)
+def test_stopped_rank_is_named(
+    nursery: Nursery, tmp_path: Path, victim: int, place: str, action: str, stall_seconds: float
+) -> None:
+    said = nursery.fall(tmp_path, victim, place, signal.SIGSTOP, stall_seconds=stall_seconds)
+    del said[victim]
+    for rank, words in said.items():
+        assert f"rank {rank} stops: rank {victim} was lost, last seen {action}" in words
+        assert "its process is stopped" in words
+        assert f"rank {rank} was waiting for {rank}RECV_B0" in words
+
+
+@pytest.mark.distributed
+def test_rank_that_left_too_early_is_named(nursery: Nursery, tmp_path: Path) -> None:
+    said = nursery.fall(tmp_path, 1, "leave", None, stall_seconds=1.5)
+    assert "rank 0 stops: rank 1 has left the run: its program ended while rank" in said[0]
+
+
+@pytest.mark.distributed
+def test_slow_rank_and_early_end_of_rank_0_are_no_failure(nursery: Nursery, tmp_path: Path) -> None:
+    nursery.tell(story="late_finish", folder=str(tmp_path), ranks=3, seconds=2.5, stall_seconds=1.0)
+    nursery.hear()
+    assert sorted(nursery.hear() for _ in range(3)) == [[0, 0], [1, 0], [2, 0]]
+    for rank in range(3):
+        assert (tmp_path / f"{rank}.1").read_text() == f"rank {rank} is done\n"
+        assert (tmp_path / f"{rank}.2").read_text() == ""

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from some_schedules import Link, arbitrary, generated, skips
+
+from penstock.errors import ArgumentError, ScheduleError
+from penstock.schedule import (
+    Action,
+    Op,
+    Overlap,
+    Placement,
+    Schedule,
+    add_communication,
+    check,
+    drop_backward,
+    drop_communication,
+    forward_only,
+    generate,
+    names,
+    split_backward,
+)
+
+
+def most_outstanding(schedule: Schedule) -> int:
+    """The most receives of one link that are posted and not yet used."""
+    most = 0
+    for row in schedule.rows:
+        posted: Counter[tuple[Op, int, int | None]] = Counter()
+        for a in row:
+            if a.op.is_receive:
+                posted[a.op, a.stage, a.peer] += 1
+                most = max(most, *posted.values())
+            elif a.op in (Op.F, Op.B, Op.I):
+                op = Op.RECV_F if a.op is Op.F else Op.RECV_B
+                for link in [link for link, count in posted.items() if count and link[:2] == (op, a.stage)]:
+                    posted[link] -= 1
+    return most
+
+
+def by_pair(schedule: Schedule) -> tuple[dict[tuple[int, int], list[Action]], dict[tuple[int, int], list[Action]]]:
+    """For each ordered pair of ranks: the sends in order, and the other ends of the receives in order."""
+    sends, receives = defaultdict(list), defaultdict(list)
+    rank_of = schedule.placement.rank_of
+    for rank, row in enumerate(schedule.rows):
+        for a in row:
+            if a.op.is_send and a.peer is not None:
+                sends[rank, rank_of[a.peer]].append(a)
+            elif a.op.is_receive and a.peer is not None:
+                receives[rank_of[a.peer], rank].append(a.other_end)
+    return sends, receives
+
+
+def assert_sound(schedule: Schedule, lowered: Schedule) -> None:
+    assert check(lowered) == [v for v in check(schedule) if not v.fatal]
+    assert drop_communication(lowered) == schedule
+    assert most_outstanding(lowered) <= 2
+    sends, receives = by_pair(lowered)
+    assert sends == receives
+    assert Schedule.parse(str(lowered)) == lowered
+
+
+@given(generated())
+@settings(max_examples=60, deadline=None)
+def test_every_generator_stays_legal(schedule: Schedule) -> None:
+    assert_sound(schedule, add_communication(schedule))
+
+
+@given(st.data(), generated(max_ranks=6, max_microbatches=10), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_skip_connections_stay_legal(data: st.DataObject, schedule: Schedule, chain: bool) -> None:
+    forward = data.draw(skips(schedule.stages, chain))
+    if data.draw(st.booleans()):
+        schedule = split_backward(schedule)
+    backward = data.draw(st.sampled_from([None, [Link(link.target, link.source) for link in forward]]))
+    assert_sound(schedule, add_communication(schedule, forward, backward))
+
+
+@given(st.data(), arbitrary())
+@settings(max_examples=150, deadline=None)
+def test_any_legal_schedule_stays_legal(data: st.DataObject, schedule: Schedule) -> None:
+    forward = data.draw(skips(schedule.stages, data.draw(st.booleans())))
+    assert_sound(schedule, add_communication(schedule, forward))
+
+
+@given(generated(max_ranks=4, max_microbatches=6), st.data())
+@settings(max_examples=60, deadline=None)
+def test_each_link_carries_each_microbatch_once(schedule: Schedule, data: st.DataObject) -> None:
+    forward = data.draw(skips(schedule.stages))
+    lowered = add_communication(schedule, forward)
+    rank_of = schedule.placement.rank_of
+    chain = [(s, s - 1) for s in range(1, schedule.stages)]
+    wanted = [(Op.SEND_F, link.source, link.target) for link in forward] + [(Op.SEND_B, *pair) for pair in chain]
+    sent = Counter(a for row in lowered.rows for a in row if a.op.is_send)
+    assert sent == Counter(
+        Action(source, op, k, target)
+        for op, source, target in wanted
+        if rank_of[source] != rank_of[target]
+        for k in range(schedule.microbatches)
+    )
+
+
+@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize(("p", "m"), [(2, 1), (3, 2), (4, 8), (8, 16)])
+def test_sends_follow_at_once_and_receives_are_posted_one_action_ahead(name: str, p: int, m: int) -> None:
+    for row in add_communication(generate(name, p, m)).rows:
+        compute = [i for i, a in enumerate(row) if a.op.is_compute]
+        for index, action in enumerate(row):
+            if action.op.is_send:
+                made = row[index - 1]
+                assert (made.stage, made.microbatch) == (action.stage, action.microbatch)
+                assert made.op is (Op.F if action.op is Op.SEND_F else Op.B)
+            elif action.op.is_receive:
+                used = row.index(Action(action.stage, Op.F if action.op is Op.RECV_F else Op.B, action.microbatch))
+                between = [i for i in compute if index < i < used]
+                assert len(between) == min(1, compute.index(used))
+
+
+def test_one_f_one_b_in_full() -> None:
+    assert [str(row) for row in add_communication(generate("1f1b", 2, 3)).rows] == [
+        "0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0B0 0RECV_B1 0F2 0SEND_F2 0RECV_B2 0B1 0B2",
+        "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1RECV_F2 1B1 1SEND_B1 1F2 1B2 1SEND_B2",
+    ]
+
+
+def test_stages_of_one_rank_exchange_no_message() -> None:
+    schedule = generate("gpipe", 1, 4, chunks=3)
+    assert add_communication(schedule) == schedule
+
+
+def test_a_send_waits_for_a_buffer_rather_than_for_ever() -> None:
+    """Stage 3 needs stage 0's values only after all of stage 1's; the pair of ranks has two buffers for each link."""
+    schedule = generate("gpipe", 2, 8, chunks=2)
+    lowered = add_communication(schedule, [Link(0, 1), Link(0, 3)], [])
+    assert_sound(schedule, lowered)
+    row = [str(a) for a in lowered.rows[0]]
+    assert row.index("0SEND_F7>3") > row.index("2F0")
+
+
+def test_messages_travel_in_the_order_in_which_they_are_needed() -> None:
+    schedule = Schedule.parse(
+        "x: 2 microbatches, stages on ranks 0 1\nrank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F1 1F0 1B0 1B1"
+    )
+    lowered = add_communication(schedule)
+    assert [str(a) for a in lowered.rows[0] if a.op.is_send] == ["0SEND_F1", "0SEND_F0"]
+    assert_sound(schedule, lowered)
+
+
+def test_links_of_stages_without_backward_carry_no_gradient() -> None:
+    schedule = drop_backward(generate("1f1b", 4, 4), [0, 1])
+    lowered = add_communication(schedule)
+    assert check(lowered) == []
+    assert {(a.stage, a.peer) for row in lowered.rows for a in row if a.op is Op.SEND_B} == {(3, 2)}
+    assert not any(a.op is Op.SEND_B for row in add_communication(forward_only(schedule)).rows for a in row)
+
+
+def test_messages_of_an_overlap_go_before_and_behind_it() -> None:
+    overlap = Overlap(Action(0, Op.F, 1), Action(3, Op.B, 0))
+    rows = [
+        [Action(0, Op.F, 0), Action(3, Op.F, 0), overlap, Action(3, Op.F, 1), Action(3, Op.B, 1), *_back(0)],
+        [Action(1, Op.F, 0), Action(2, Op.F, 0), Action(1, Op.F, 1), Action(2, Op.F, 1), *_back(2), *_back(1)],
+    ]
+    lowered = add_communication(Schedule("overlap", Placement.v(2), 2, rows))
+    assert check(lowered) == []
+    assert "(0F1;3B0)OVERLAP_F_B 0SEND_F1 3SEND_B0" in str(lowered.rows[0])
+
+
+def _back(stage: int) -> list[Action]:
+    return [Action(stage, Op.B, k) for k in range(2)]
+
+
+def test_wrong_links_and_schedules_are_refused() -> None:
+    schedule = generate("gpipe", 3, 2)
+    for link in [Link(1, 0), Link(1, 1), Link(0, 3), Link(-1, 0)]:
+        with pytest.raises(ArgumentError, match="forward link"):
+            add_communication(schedule, [link])
+    with pytest.raises(ArgumentError, match="backward link from stage 0 to stage 1"):
+        add_communication(schedule, backward=[Link(0, 1)])
+    with pytest.raises(ScheduleError, match="has messages already"):
+        add_communication(add_communication(schedule))

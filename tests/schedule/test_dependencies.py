@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from some_schedules import arbitrary, generated
+
+from penstock.errors import ScheduleError
+from penstock.schedule import Dependencies, Schedule, add_communication, drop_backward, generate, linearize
+
+
+def before(schedule: Schedule, text: str) -> set[str]:
+    """What an action waits for, besides the one before it in its row."""
+    dependencies = Dependencies(schedule)
+    node = [str(a) for a in dependencies.actions].index(text)
+    return {str(dependencies.actions[need]) for need in dependencies.before[node]}
+
+
+def parse(rank_of: str, *rows: str) -> Schedule:
+    lines = [f"rank {rank}: {row}" for rank, row in enumerate(rows)]
+    return Schedule.parse("\n".join([f"test: 1 microbatch, stages on ranks {rank_of}", *lines]))
+
+
+@pytest.mark.parametrize(
+    ("action", "needs"),
+    [
+        ("0F0", set()),
+        ("1F0", {"0F0", "1RECV_F0", "0SEND_F0"}),
+        ("0SEND_F0", {"0F0"}),
+        ("1RECV_F0", set()),
+        ("1B0", {"1F0", "2I0"}),
+        ("2I0", {"2F0"}),
+        ("2W0", {"2I0"}),
+        ("1SEND_B0", {"1B0"}),
+        ("0B0", {"0F0", "1B0", "0RECV_B0", "1SEND_B0"}),
+        ("0REDUCE_GRAD1", {"0B0"}),
+        ("2REDUCE_GRAD0", {"2W0"}),
+    ],
+)
+def test_what_each_action_waits_for(action: str, needs: set[str]) -> None:
+    schedule = parse(
+        "0 1 1",
+        "0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE_GRAD1",
+        "1RECV_F0 1F0 2F0 2I0 2W0 2REDUCE_GRAD0 1B0 1SEND_B0",
+    )
+    assert before(schedule, action) == needs
+
+
+def test_a_gradient_comes_from_the_next_stage_that_has_a_backward() -> None:
+    schedule = drop_backward(generate("gpipe", 4, 1), [1, 2])
+    assert before(schedule, "0B0") == {"0F0", "3B0"}
+
+
+def test_a_reduction_waits_for_every_microbatch() -> None:
+    schedule = Schedule.parse("x: 2 microbatches, stages on ranks 0\nrank 0: 0F0 0F1 0B0 0B1 0REDUCE_GRAD0")
+    assert before(schedule, "0REDUCE_GRAD0") == {"0B0", "0B1"}
+
+
+@settings(max_examples=50)
+@given(generated(max_microbatches=12))
+def test_linear_order_respects_rows_and_dependencies(schedule: Schedule) -> None:
+    lowered = add_communication(schedule)
+    order = linearize(lowered)
+    assert order == linearize(lowered)
+    rows = [[action for owner, action in order if owner == rank] for rank in range(lowered.ranks)]
+    assert rows == [list(row) for row in lowered.rows]
+    place = {action: index for index, (_, action) in enumerate(order)}
+    dependencies = Dependencies(lowered)
+    for node, needs in enumerate(dependencies.before):
+        assert all(place[dependencies.actions[need]] < place[dependencies.actions[node]] for need in needs)
+
+
+@given(arbitrary())
+def test_any_legal_schedule_has_a_linear_order(schedule: Schedule) -> None:
+    assert len(linearize(schedule)) == sum(map(len, schedule.rows))
+
+
+def test_a_deadlock_is_named() -> None:
+    with pytest.raises(ScheduleError, match=r"rank 0 waits at 0B0 for 1B0 of rank 1, which waits at 1F1 for 0F1"):
+        linearize(Schedule.parse("x: 2 microbatches, stages on ranks 0 1\nrank 0: 0F0 0B0 0F1\nrank 1: 1F0 1F1 1B0"))
+
+
+def test_a_missing_action_is_named() -> None:
+    with pytest.raises(ScheduleError, match="rank 1 waits at 1F0 for 0F0, which no rank has"):
+        linearize(parse("0 1", "", "1F0"))

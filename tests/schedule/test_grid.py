@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import pytest
+
+from penstock.errors import ArgumentError
+from penstock.schedule import add_communication, generate, grid, reduce_ties, split_backward
+
+
+def test_a_column_is_a_slot() -> None:
+    assert grid(generate("gpipe", 2, 2)) == (
+        "rank 0 | F0 F1 .  .  B0 B1\n"
+        "rank 1 | .  F0 F1 B0 B1 ."
+    )  # fmt: skip
+
+
+def test_input_gradients_free_the_rank_below_early() -> None:
+    assert grid(split_backward(generate("gpipe", 2, 1))) == (
+        "rank 0 | F0 .  .  I0 W0\n"
+        "rank 1 | .  F0 I0 W0 ."
+    )  # fmt: skip
+
+
+def test_stages_are_named_where_a_rank_has_several() -> None:
+    assert grid(generate("naive", 2, 1, chunks=2)).splitlines()[0] == ("rank 0 | 0F0 .   2F0 .   .   2B0 .   0B0")
+
+
+def test_messages_and_reductions_take_no_slot() -> None:
+    schedule = generate("1f1b", 3, 4)
+    assert grid(reduce_ties(add_communication(schedule), [[0, 2]])) == grid(schedule)
+
+
+def test_a_wide_picture_goes_on_below() -> None:
+    schedule = generate("1f1b", 4, 12)
+    wide, narrow = grid(schedule, 1000), grid(schedule, 60)
+    assert max(map(len, narrow.splitlines())) <= 60
+    blocks = [block.splitlines() for block in narrow.split("\n\n")]
+    joined = ["".join(part.split("|")[1].ljust(1) for part in line).split() for line in zip(*blocks, strict=True)]
+    assert joined == [line.split("|")[1].split() for line in wide.splitlines()]
+
+
+def test_no_room_is_an_error() -> None:
+    with pytest.raises(ArgumentError, match="width=5"):
+        grid(generate("gpipe", 2, 2), 5)

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from some_schedules import arbitrary, generated
+
+from penstock.errors import ArgumentError
+from penstock.schedule import (
+    Op,
+    Schedule,
+    add_communication,
+    check,
+    drop_backward,
+    forward_only,
+    generate,
+    merge_backward,
+    reduce_ties,
+    split_backward,
+)
+
+
+def reductions(schedule: Schedule) -> list[list[str]]:
+    return [[str(a) for a in row if a.op is Op.REDUCE_GRAD] for row in schedule.rows]
+
+
+@given(generated(max_microbatches=8))
+def test_splitting_and_merging_gives_the_schedule_back(schedule: Schedule) -> None:
+    split = split_backward(schedule)
+    assert check(split) == []
+    assert not any(a.op is Op.B for row in split.rows for a in row)
+    assert merge_backward(split) == schedule
+
+
+def test_w_comes_right_after_i() -> None:
+    assert str(split_backward(generate("1f1b", 1, 2)).rows[0]) == "0F0 0I0 0W0 0F1 0I1 0W1"
+
+
+@given(arbitrary())
+def test_forwards_alone_keep_their_order(schedule: Schedule) -> None:
+    forwards = forward_only(schedule)
+    assert check(forwards) == []
+    assert [list(row) for row in forwards.rows] == [[a for a in row if a.op is Op.F] for row in schedule.rows]
+
+
+@given(st.data(), generated(max_ranks=5, max_microbatches=6), st.booleans())
+def test_frozen_stages_lose_their_backward_and_its_messages(
+    data: st.DataObject, schedule: Schedule, lower_first: bool
+) -> None:
+    frozen = range(data.draw(st.integers(0, schedule.stages)))
+    if lower_first:
+        dropped = drop_backward(add_communication(schedule), frozen)
+    else:
+        dropped = add_communication(drop_backward(schedule, frozen))
+    assert check(dropped) == []
+    for row in dropped.rows:
+        for a in row:
+            if a.op.is_backward or a.op in (Op.SEND_B, Op.RECV_B):
+                assert a.stage not in frozen
+                assert a.peer not in frozen
+    assert sum(a.op is Op.F for row in dropped.rows for a in row) == schedule.stages * schedule.microbatches
+
+
+def test_ties_are_reduced_after_the_last_backward() -> None:
+    schedule = reduce_ties(generate("gpipe", 2, 2), [[0, 1]])
+    assert [str(row) for row in schedule.rows] == [
+        "0F0 0F1 0B0 0B1 0REDUCE_GRAD0",
+        "1F0 1F1 1B0 1B1 1REDUCE_GRAD0",
+    ]
+
+
+def test_reductions_start_in_order_of_the_groups_on_every_rank() -> None:
+    """Group 0 is ready last on rank 1 (chunk 1 goes back before chunk 0), and still starts first."""
+    schedule = reduce_ties(generate("gpipe", 2, 1, chunks=2), [[0, 1], [2, 3], [1, 2]])
+    assert [str(row) for row in schedule.rows] == [
+        "0F0 2F0 2B0 0B0 0REDUCE_GRAD0 2REDUCE_GRAD1 2REDUCE_GRAD2",
+        "1F0 3F0 3B0 1B0 1REDUCE_GRAD0 3REDUCE_GRAD1 1REDUCE_GRAD2",
+    ]
+    assert check(schedule) == []
+
+
+def test_a_rank_reduces_a_group_once_on_its_lowest_stage() -> None:
+    assert reductions(reduce_ties(generate("gpipe", 2, 2, chunks=2), [[3, 0, 2, 1]])) == [
+        ["0REDUCE_GRAD0"],
+        ["1REDUCE_GRAD0"],
+    ]
+
+
+def test_a_group_on_one_rank_is_not_reduced() -> None:
+    assert reductions(reduce_ties(generate("gpipe", 2, 2, chunks=2), [[0, 2], [0, 3]])) == [
+        ["0REDUCE_GRAD1"],
+        ["3REDUCE_GRAD1"],
+    ]
+
+
+def test_split_weights_are_reduced_after_the_last_w() -> None:
+    row = reduce_ties(split_backward(generate("1f1b", 2, 2)), [[0, 1]]).rows[1]
+    assert str(row) == "1F0 1I0 1W0 1F1 1I1 1W1 1REDUCE_GRAD0"
+
+
+def test_a_rank_without_backward_takes_part_and_a_group_without_backward_does_not() -> None:
+    schedule = drop_backward(generate("gpipe", 3, 1), [0, 1])
+    assert [str(row) for row in reduce_ties(schedule, [[0, 1], [0, 2]]).rows] == [
+        "0F0 0REDUCE_GRAD1",
+        "1F0",
+        "2F0 2B0 2REDUCE_GRAD1",
+    ]
+    assert reductions(reduce_ties(forward_only(schedule), [[0, 2]])) == [[], [], []]
+
+
+@given(st.data(), generated(max_ranks=4, max_microbatches=4), st.booleans())
+def test_any_groups_keep_a_schedule_legal(data: st.DataObject, schedule: Schedule, lower_first: bool) -> None:
+    stages = st.integers(0, schedule.stages - 1)
+    groups = data.draw(st.lists(st.lists(stages, min_size=2, max_size=4, unique=True), max_size=4)) if (
+        schedule.stages > 3
+    ) else []  # fmt: skip
+    if lower_first:
+        done = reduce_ties(add_communication(schedule), groups)
+    else:
+        done = add_communication(reduce_ties(schedule, groups))
+    assert check(done) == []
+    for row in done.rows:
+        order = [a.microbatch for a in row if a.op is Op.REDUCE_GRAD]
+        assert order == sorted(order, key=lambda g: g or 0)
+
+
+def test_an_unknown_stage_in_a_group_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"tie group 1 names stage 2; the stages are 0\.\.1"):
+        reduce_ties(generate("gpipe", 2, 1), [[0, 1], [0, 2]])

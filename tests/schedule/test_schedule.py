@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from some_schedules import arbitrary, generated
+
+from penstock.errors import ArgumentError, ScheduleError
+from penstock.schedule import Action, Op, Overlap, Placement, Row, Schedule, generate
+
+OVERLAP = Overlap(Action(0, Op.F, 1), Action(0, Op.B, 0))
+
+
+def test_loop_placement_starts_over_at_rank_0() -> None:
+    placement = Placement.loop(3, chunks=2)
+    assert placement.rank_of == (0, 1, 2, 0, 1, 2)
+    assert placement.stages == 6
+    assert placement.stages_on(1) == (1, 4)
+
+
+def test_v_placement_goes_there_and_back() -> None:
+    placement = Placement.v(3)
+    assert placement.rank_of == (0, 1, 2, 2, 1, 0)
+    assert placement.stages_on(0) == (0, 5)
+
+
+@pytest.mark.parametrize(("ranks", "rank_of"), [(2, (0, 0)), (2, (0, 1, 2)), (1, (0, -1)), (0, ())])
+def test_a_placement_that_leaves_ranks_out_is_refused(ranks: int, rank_of: tuple[int, ...]) -> None:
+    with pytest.raises(ArgumentError, match="must own a stage"):
+        Placement(ranks, rank_of)
+
+
+def test_a_row_is_a_sequence_of_its_actions() -> None:
+    actions = [Action(0, Op.F, 0), Action(0, Op.SEND_F, 0, 3), Action(0, Op.REDUCE_GRAD), Action(0, Op.B, 0)]
+    row = Row(actions)
+    assert list(row) == actions
+    assert row[-1] == actions[-1]
+    assert row[1:3] == actions[1:3]
+    with pytest.raises(IndexError):
+        row[4]
+
+
+def test_an_overlap_in_a_row_is_its_parts_in_order() -> None:
+    items = [Action(0, Op.F, 0), OVERLAP, Action(0, Op.B, 1), OVERLAP]
+    row = Row(items)
+    assert len(row) == 6
+    assert row[1:3] == list(OVERLAP.parts)
+    assert list(row.items()) == items
+    assert Row(row.items()) == row
+    assert row != Row(row)  # the same actions, one after the other
+    assert Row.parse(str(row)) == row
+
+
+@given(generated())
+def test_text_and_back_is_the_same(schedule: Schedule) -> None:
+    assert Schedule.parse(str(schedule)) == schedule
+
+
+@given(arbitrary())
+def test_equal_schedules_have_equal_hashes(schedule: Schedule) -> None:
+    other = pickle.loads(pickle.dumps(schedule))
+    assert other == schedule
+    assert hash(other) == hash(schedule)
+    assert other != Schedule("other", schedule.placement, schedule.microbatches, schedule.rows)
+
+
+def test_text_is_a_line_a_rank() -> None:
+    assert str(generate("1f1b", 2, 2)).splitlines() == [
+        "1f1b: 2 microbatches, stages on ranks 0 1",
+        "rank 0: 0F0 0F1 0B0 0B1",
+        "rank 1: 1F0 1B0 1F1 1B1",
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "rank 0: 0F0",
+        "x: 1 microbatch, stages on ranks 0\nrank 1: 0F0",
+        "x: 1 microbatch, stages on ranks 0\nrank 0: 0F0 nonsense",
+        "x: 1 microbatch, stages on ranks 0 1\nrank 0: 0F0",
+        "x: 0 microbatches, stages on ranks 0\nrank 0:",
+        "x: 1 microbatch, stages on ranks 1\nrank 0: 0F0",
+    ],
+)
+def test_what_is_no_schedule_is_refused(text: str) -> None:
+    with pytest.raises(ScheduleError):
+        Schedule.parse(text)
+
+
+def test_a_schedule_has_a_row_for_each_rank() -> None:
+    with pytest.raises(ArgumentError, match="1 rows for 2 ranks"):
+        Schedule("x", Placement.loop(2), 1, [[]])
+    with pytest.raises(ArgumentError, match="one line"):
+        Schedule("x\ny", Placement.loop(1), 1, [[]])
+
+
+def test_the_pure_core_never_loads_torch() -> None:
+    code = (
+        "import sys, penstock.schedule, penstock.simulate, penstock.report, penstock.costs, penstock.timeline; "
+        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
