@@ -262,12 +262,12 @@ class InPlace(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         memory = self.layers[0](x)
-        y = self.layers[1](memory.tanh())
+        y = self.layers[1](memory.clone())
         memory += self.layers[2](y)
-        y = self.layers[3](memory.cos())
+        y = self.layers[3](memory * 2)
         memory[:, 0] = y[:, 1].tanh()
         y = self.layers[4](memory * 1.5)
-        memory.mul_(y.sigmoid())
+        memory.add_(y.sigmoid())
         return self.layers[5](memory) + memory
 
 
@@ -318,7 +318,14 @@ def t5() -> Case:
 
     torch.manual_seed(0)
     config = T5Config(
-        vocab_size=32, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0
+        vocab_size=32,
+        d_model=16,
+        d_kv=8,
+        d_ff=24,
+        num_layers=2,
+        num_heads=2,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
     )
     return _language_case(T5ForConditionalGeneration(config))
 

@@ -43,7 +43,7 @@ _HOMES = {
     "verify": "verification",
 }
 
-__all__ = [*_HOMES]  # noqa: PLE0605  (one list of names, not two)
+__all__ = [*_HOMES]  # noqa: PLE0604  (one list of names, not two)
 
 
 def __getattr__(name: str) -> Any:

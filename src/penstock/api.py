@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from penstock.errors import ArgumentError, ScheduleError
 from penstock.partition import Balance, Partition
 from penstock.result import SharedLoss, StepResult
 from penstock.runtime import batch as batches
-from penstock.runtime.engine import Engine, Job, draws_in_glue
+from penstock.runtime.engine import Engine, Job, TransportChoice, draws_in_glue
 from penstock.runtime.loss import Loss, Reduction, weights
 from penstock.runtime.materialize import Materialize
 from penstock.runtime.program import Feed, model_inputs
@@ -48,6 +48,7 @@ def pipeline(
     mesh: DeviceMesh | None = None,
     devices: Sequence[torch.device | str] | torch.device | str | None = None,
     share_loss: bool = True,
+    transport: TransportChoice = "auto",
     materialize: Materialize | None = None,
     seed: int | None = None,
 ) -> Pipeline:
@@ -73,6 +74,8 @@ def pipeline(
         balance: "parameters" or "layers": what automatic cuts make even.
         mesh: the processes to use, where these are not all: the mesh's dimension "pp".
         devices: see `penstock.runtime.world.device_of`.
+        transport: what carries values between processes: "auto" takes shared memory between CPU ranks of one machine
+            and `torch.distributed` else; "distributed" always the latter.
         share_loss: give the loss to every rank, not only to that of the last stage.
         materialize: `materialize(name, module)` sets the values of a module that was built on the meta device;
             None: its `reset_parameters()`.
@@ -86,6 +89,8 @@ def pipeline(
     _check_numbers(microbatches=microbatches, chunks=chunks)
     if not isinstance(model, nn.Module) and not all(isinstance(layer, nn.Module) for layer in model):
         raise ArgumentError("model: expected a module or a sequence of modules")
+    if transport not in get_args(TransportChoice):
+        raise ArgumentError(f"transport={transport!r}: expected one of {', '.join(map(repr, get_args(TransportChoice)))}")
     kind = torch.device(devices).type if isinstance(devices, (str, torch.device)) else _device_of(model).type
     world = join(ranks, mesh, kind)
     return build(
@@ -93,7 +98,7 @@ def pipeline(
         (tuple(example_args), dict(example_kwargs or {})),
         world,
         _schedule(schedule, world.ranks, microbatches, chunks),
-        Options(loss, reduction, cuts, leaves, balance, devices, share_loss, materialize, seed),
+        Options(loss, reduction, cuts, leaves, balance, devices, share_loss, transport, materialize, seed),
     )
 
 
@@ -108,6 +113,7 @@ class Options:
     balance: Balance = "parameters"
     devices: Sequence[torch.device | str] | torch.device | str | None = None
     share_loss: bool = True
+    transport: TransportChoice = "auto"
     materialize: Materialize | None = None
     seed: int | None = None
 
@@ -124,7 +130,7 @@ def build(
     examples = batches.split(example, sizes, "example")
     current = _device_of(model)
     devices = [device_of(options.devices, world, rank, current) for rank in range(world.ranks)]
-    engine = Engine(world, devices, torch.initial_seed() if options.seed is None else options.seed)
+    engine = Engine(world, devices, torch.initial_seed() if options.seed is None else options.seed, options.transport)
     try:
         split = SplitModel(
             model,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from models import Case
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from models import Case
 from penstock.partition import Partition, default_kwargs
 from penstock.stages import MODEL_INPUT
 
@@ -54,7 +54,12 @@ def run_chained(partition: Partition, case: Case) -> Any:
 
 
 def check_meta(name: str, meta: Any, tensor: Tensor) -> None:
-    found = (tuple(tensor.shape), tuple(tensor.stride()), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad)
+    found = (
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
+        str(tensor.dtype).removeprefix("torch."),
+        tensor.requires_grad,
+    )
     assert found == (meta.shape, meta.stride, meta.dtype, meta.requires_grad), name
 
 

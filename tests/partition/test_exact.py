@@ -5,11 +5,9 @@ from __future__ import annotations
 import copy
 
 import pytest
-import torch
 from chained import NoStreams, assert_same, run_chained, run_unsplit
-from models import CASES, TRANSFORMERS
-from torch import nn
 
+from models import CASES, TRANSFORMERS
 from penstock.partition import Partitioner
 
 LIST_STAGES = {"list_of_stages": (1, 2, 4)}

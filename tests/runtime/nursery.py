@@ -1,13 +1,16 @@
 """Forks the ranks of one scenario after another from a process that has imported torch already, and reports their end.
 
 Reads a scenario a line (JSON) and answers in lines: the ranks' ids once all are in place, then each one's exit status.
-A rank that is left 10 s after that is killed, and shows as -9. Forked ranks end like a script does, `atexit` included.
+A rank that is not in place after 30 s, or left 10 s after that, is killed and shows as -9.
+Forked ranks end like a script does, `atexit` included.
 """
 
+import atexit
 import contextlib
 import ctypes
 import json
 import os
+import select
 import signal
 import sys
 import threading
@@ -23,6 +26,7 @@ from penstock.runtime.board import Patience
 from penstock.runtime.failure import OUTSIDE, Position
 from penstock.runtime.watchdog import Watchdog
 
+START_SECONDS = 30.0
 END_SECONDS = 10.0
 MUCH = torch.zeros(8 << 20)  # more than a socket takes: the send waits until someone receives
 
@@ -66,7 +70,7 @@ def hold(place: str, watchdog: Watchdog, rank: int, ranks: int) -> None:
 
 
 def once_seen(watchdog: Watchdog, rank: int, then: Callable[[], object]) -> None:
-    """Calls `then` when the others have seen that this rank is no longer outside of a step."""
+    """Calls `then` when this process has seen that `rank` is in a step."""
 
     def look() -> None:
         while watchdog.sightings[rank].position == OUTSIDE:
@@ -79,12 +83,17 @@ def once_seen(watchdog: Watchdog, rank: int, then: Callable[[], object]) -> None
 def victim_falls(rank: int, watchdog: Watchdog, scenario: dict[str, Any], placed: Callable[[], object]) -> None:
     """Everyone waits for the neighbour towards the victim, which raises, leaves, or holds still at a place."""
     victim, place, ranks = scenario["victim"], scenario["place"], scenario["ranks"]
-    if rank != victim or place in ("raise", "leave", "outside"):
+    if place in ("raise", "leave", "outside"):
         placed()
     else:
-        once_seen(watchdog, rank, placed)
+        once_seen(watchdog, victim, placed)
     if rank != victim:
-        wait(watchdog, f"{rank}RECV_B0", toward(rank, victim))
+        wait(
+            watchdog,
+            f"{rank}SEND_F1" if place == "send" else f"{rank}RECV_B0",
+            toward(rank, victim),
+            send=place == "send",
+        )
     elif place == "raise":
         try:
             raise ValueError("the loss is\nnot a number")
@@ -108,7 +117,7 @@ def late_finish(rank: int, watchdog: Watchdog, scenario: dict[str, Any], placed:
         wait(watchdog, "2SEND_B0", last - 1, send=True)
     elif rank == last - 1:
         wait(watchdog, "1RECV_B0", last)
-    print(f"rank {rank} is done")
+    print(f"rank {rank} is done", flush=True)
 
 
 def run(rank: int, scenario: dict[str, Any], ready: int) -> None:
@@ -129,6 +138,15 @@ def redirect(folder: str, rank: int) -> None:
         os.dup2(log, stream)
 
 
+def skip_teardown(ended: list[bool]) -> None:
+    """The first registered, so the last to run: taking a forked interpreter apart copies all of its memory."""
+    os._exit(0 if ended else 1)
+
+
+def say(**message: object) -> None:
+    print(json.dumps(message), flush=True)
+
+
 def await_all(pids: list[int]) -> None:
     left, end = set(pids), time.monotonic() + END_SECONDS
     while left:
@@ -139,7 +157,7 @@ def await_all(pids: list[int]) -> None:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 left.discard(pid)
-                print(json.dumps([pids.index(pid), os.waitstatus_to_exitcode(status)]), flush=True)
+                say(rank=pids.index(pid), status=os.waitstatus_to_exitcode(status))
         time.sleep(0.02)
 
 
@@ -153,15 +171,17 @@ def main() -> None:
             pid = os.fork()
             if pid == 0:
                 redirect(scenario["folder"], rank)
+                atexit.register(skip_teardown, ended := [])
                 run(rank, scenario, ready)
+                ended.append(True)
                 return
             pids.append(pid)
         os.close(ready)
-        missing = scenario["ranks"]
-        while missing and (got := os.read(read, missing)):
-            missing -= len(got)
+        missing, end = scenario["ranks"], time.monotonic() + START_SECONDS
+        while missing and select.select([read], [], [], max(0.0, end - time.monotonic()))[0]:
+            missing -= len(os.read(read, missing)) or missing
         os.close(read)
-        print(json.dumps(pids), flush=True)
+        say(pids=pids)
         await_all(pids)
 
 

@@ -157,6 +157,38 @@ def test_links_of_stages_without_backward_carry_no_gradient() -> None:
     assert not any(a.op is Op.SEND_B for row in add_communication(forward_only(schedule)).rows for a in row)
 
 
+def test_a_receive_is_posted_early_where_its_sender_would_wait_in_a_circle() -> None:
+    """One action ahead, 3RECV_F2<0 would come behind 1F of stage 3, which rank 0 must first serve a gradient for."""
+    chain, skip = [Link(0, 1), Link(1, 2), Link(2, 3)], Link(0, 3)
+    forward = [*chain, skip]
+    lowered = add_communication(generate("1f1b", 4, 4), forward, [Link(link.target, link.source) for link in forward])
+    assert "3SEND_B0 3RECV_F2<0 3SEND_B0>0 3F1" in str(lowered.rows[3])
+    assert "0F2 0SEND_F2 0SEND_F2>3" in str(lowered.rows[0])
+
+
+def test_messages_for_one_action_travel_in_the_order_in_which_they_are_made() -> None:
+    schedule = Schedule(
+        "x",
+        Placement(2, (0, 1, 1)),
+        1,
+        [
+            [Action(0, Op.F, 0), Action(0, Op.B, 0)],
+            [Action(1, Op.F, 0), Action(2, Op.F, 0), Action(2, Op.B, 0), Action(1, Op.B, 0)],
+        ],
+    )
+    lowered = add_communication(schedule, backward=[Link(1, 0), Link(2, 1), Link(2, 0)])
+    assert str(lowered.rows[1]) == "1RECV_F0 1F0 2F0 2B0 2SEND_B0>0 1B0 1SEND_B0"
+
+
+@pytest.mark.parametrize("without", [0, 1])
+def test_a_gradient_link_needs_a_backward_at_both_ends(without: int) -> None:
+    schedule = drop_backward(generate("gpipe", 3, 2), [without])
+    lowered = add_communication(schedule, backward=[Link(1, 0), Link(2, 0)])
+    assert check(lowered) == []
+    sent = {(a.stage, a.peer) for row in lowered.rows for a in row if a.op is Op.SEND_B}
+    assert sent == (set() if without == 0 else {(2, 0)})
+
+
 def test_messages_of_an_overlap_go_before_and_behind_it() -> None:
     overlap = Overlap(Action(0, Op.F, 1), Action(3, Op.B, 0))
     rows = [

@@ -12,6 +12,7 @@ from penstock.schedule import (
     add_communication,
     check,
     drop_backward,
+    drop_communication,
     forward_only,
     generate,
     merge_backward,
@@ -30,6 +31,15 @@ def test_splitting_and_merging_gives_the_schedule_back(schedule: Schedule) -> No
     assert check(split) == []
     assert not any(a.op is Op.B for row in split.rows for a in row)
     assert merge_backward(split) == schedule
+
+
+def test_an_overlap_stays_one_only_while_both_its_parts_stay() -> None:
+    text = "x: 2 microbatches, stages on ranks 0\nrank 0: 0F0 (0F1;0B0)OVERLAP_F_B 0B1"
+    schedule = Schedule.parse(text)
+    assert drop_communication(schedule) == schedule
+    assert str(reduce_ties(schedule, []).rows[0]) == "0F0 (0F1;0B0)OVERLAP_F_B 0B1"
+    assert str(split_backward(schedule).rows[0]) == "0F0 0F1 0I0 0W0 0I1 0W1"
+    assert str(forward_only(schedule).rows[0]) == "0F0 0F1"
 
 
 def test_w_comes_right_after_i() -> None:

@@ -1,1 +1,58 @@
+"""The command `penstock`: a verb a file, imported when it is asked for. No verb loads torch before it runs.
 
+To add a verb: write `cli/<verb>.py` with a function `<verb>` that has Typer's annotations, and name it in `VERBS`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from penstock.errors import PenstockError, VerificationError
+
+VERBS: dict[str, dict[str, Any]] = {
+    "run": {"context_settings": {"allow_interspersed_args": False}},
+}
+"""Each verb, in the order of `--help`, and what `Typer.command` gets besides its function."""
+
+
+class _Verbs(TyperGroup):
+    """Imports a verb's module when its command is looked up, and ends on our own errors with one line."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in VERBS:
+            return None
+        verb = typer.Typer(add_completion=False)
+        verb.command(cmd_name, **VERBS[cmd_name])(getattr(import_module(f"penstock.cli.{cmd_name}"), cmd_name))
+        return typer.main.get_command(verb)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PenstockError as error:
+            if ctx.params["debug"] or os.environ.get("PENSTOCK_DEBUG") == "1":
+                raise
+            sys.stdout.flush()
+            print(f"penstock: error: {error}", file=sys.stderr)
+            raise typer.Exit(1 if isinstance(error, VerificationError) else 2) from None
+
+
+app = typer.Typer(cls=_Verbs, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def _penstock(debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False) -> None:
+    """Pipeline parallelism for PyTorch: any model, any schedule, the gradients of one device."""
+
+
+def main() -> None:
+    """The console script. Exits with 0, with 1 for a failed verification, with 2 for an error, or as the job did."""
+    app(prog_name="penstock")

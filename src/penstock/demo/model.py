@@ -11,7 +11,7 @@ VOCABULARY = 256
 
 
 class Block(nn.Module):
-    """Causal self-attention, then a two-layer perceptron; each adds to the residual stream `x_BTD`."""
+    """Causal self-attention, then a two-layer perceptron; each adds to its input of (batch, time, width)."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -23,15 +23,15 @@ class Block(nn.Module):
         self.perceptron = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:  # noqa: N803  B, T, D name tensor dimensions
-        x_BTD = x_BTD + self.dropout(self.attend(self.attention_norm(x_BTD)))
-        return x_BTD + self.dropout(self.perceptron(self.perceptron_norm(x_BTD)))
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attend(self.attention_norm(x)))
+        return x + self.dropout(self.perceptron(self.perceptron_norm(x)))
 
-    def attend(self, x_BTD: Tensor) -> Tensor:  # noqa: N803
+    def attend(self, x: Tensor) -> Tensor:
         """Each position looks at itself and at those before it."""
-        split = self.query_key_value(x_BTD).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        attended_BHTD = F.scaled_dot_product_attention(split[0], split[1], split[2], is_causal=True)
-        output: Tensor = self.attention_output(attended_BHTD.transpose(1, 2).flatten(2))
+        split = self.query_key_value(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(split[0], split[1], split[2], is_causal=True)
+        output: Tensor = self.attention_output(attended.transpose(1, 2).flatten(2))
         return output
 
 
@@ -59,15 +59,15 @@ class GPT(nn.Module):
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:  # noqa: N803
+    def forward(self, tokens: Tensor) -> Tensor:
         """From bytes to the logits of each next byte: (batch, time) -> (batch, time, 256)."""
-        x_BTD = self.dropout(self.embedding(tokens_BT) + self.position[: tokens_BT.shape[1]])
+        x = self.dropout(self.embedding(tokens) + self.position[: tokens.shape[1]])
         for block in self.blocks:
-            x_BTD = block(x_BTD)
-        logits: Tensor = self.head(self.norm(x_BTD))
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
         return logits
 
 
-def loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:  # noqa: N803
-    """Cross-entropy, in nats per byte: 5.55 (ln 256) is guessing, 0 is knowing the text."""
-    return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+def loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy of (batch, time, 256) logits, in nats per byte; ln 256 = 5.55 is guessing, 0 is certainty."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import logging
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +32,7 @@ __all__ = [
     "fake_mode",
     "flatten",
     "pytree",
+    "quiet",
     "storage_of",
     "unflatten",
     "unset_fake_temporarily",
@@ -53,6 +56,17 @@ class Flat(NamedTuple):
 def fake_mode() -> FakeTensorMode:
     """Fake tensors with static shapes, beside which stray real tensors are allowed."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep torch from logging the traceback of a fake kernel that fails; the caller has a remedy."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Flat:

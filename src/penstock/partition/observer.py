@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.partition._compat import storage_of
+
+RUNNING = ("running_mean", "running_var")
+"""Arguments of batch norm that are updated in training only, whatever the schema says."""
 
 
 class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -40,10 +43,11 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(func, torch._ops.OpOverload):
             if torch.Tag.nondeterministic_seeded in func.tags:
                 self._drew.append(self.stack[-1] if self.stack else None)
-            for position, name in written_arguments(func):
-                value = kwargs.get(name, args[position] if position < len(args) else None)
+            given = {**dict(zip(argument_names(func), args, strict=False)), **kwargs}
+            for name in written_arguments(func):
+                value = given.get(name)
                 for tensor in value if isinstance(value, (list, tuple)) else [value]:
-                    if isinstance(tensor, Tensor):
+                    if isinstance(tensor, Tensor) and (name not in RUNNING or given.get("training", True)):
                         self._written[storage_of(tensor)] = tensor
         return func(*args, **kwargs)
 
@@ -77,15 +81,19 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @functools.cache
-def written_arguments(func: Callable[..., Any]) -> tuple[tuple[int, str], ...]:
-    """Position and name of the arguments that an operator updates in place.
+def argument_names(func: Any) -> tuple[str, ...]:
+    return tuple(argument.name for argument in func._schema.arguments)
+
+
+@functools.cache
+def written_arguments(func: Any) -> tuple[str, ...]:
+    """The arguments that an operator updates in place.
 
     Batch norm's running statistics count as written although some of its operators' schemas do not say so.
     """
-    schema = func._schema  # type: ignore[attr-defined]
     return tuple(
-        (position, argument.name)
-        for position, argument in enumerate(schema.arguments)
+        argument.name
+        for argument in func._schema.arguments
         if (argument.alias_info is not None and argument.alias_info.is_write)
-        or (argument.name.startswith("running_") and "batch_norm" in schema.name)
+        or (argument.name in RUNNING and "batch_norm" in func._schema.name)
     )

@@ -29,10 +29,9 @@ def run_for_real(
     snapshot = Snapshot(unit.module)
 
     def real(fake: Tensor) -> Tensor:
-        if not isinstance(fake, FakeTensor):
-            return fake
         if id(fake) not in made:
-            made[id(fake)] = fake, _make(fake, loan.originals.get(id(fake)), device)
+            known = not isinstance(fake, FakeTensor)
+            made[id(fake)] = fake, fake.clone() if known else _make(fake, loan.originals.get(id(fake)), device)
         return made[id(fake)][1]
 
     with unset_fake_temporarily() as mode:

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from penstock.errors import PartitionError
 from penstock.partition._compat import DATA_DEPENDENT, UNSUPPORTED, fake_mode, flatten, storage_of, unflatten
 from penstock.partition.chain import Chain
+from penstock.partition.known import Restart
 from penstock.partition.modes import Entry
 from penstock.partition.objects import holds_tensors
 from penstock.partition.recorder import Recorder
@@ -32,6 +33,17 @@ def record(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], lea
 
     Raises PartitionError, with the line of the user's code, for what a stage could not replay.
     """
+    fake_calls: frozenset[int] = frozenset()
+    while True:
+        try:
+            return _record(model, args, kwargs, leaves, fake_calls)
+        except Restart as restart:
+            fake_calls = restart.fake_calls
+
+
+def _record(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], leaves: Sequence[str], fake_calls: frozenset[int]
+) -> Recording:
     units = find_units(model, leaves)
     given = flatten((tuple(args), dict(kwargs)))
     device = next((x.device for x in given.leaves if isinstance(x, Tensor)), torch.device("cpu"))
@@ -40,7 +52,7 @@ def record(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], lea
     try:
         with untouched_generators():
             loan = Loan(model, mode, device)
-            recorder = Recorder(model, units, loan, Entry(device), names)
+            recorder = Recorder(model, units, loan, Entry(device), names, fake_calls)
             fakes, inputs = list(given.leaves), {}
             for index, leaf in enumerate(given.leaves):
                 if isinstance(leaf, Tensor):

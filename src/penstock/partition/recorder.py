@@ -17,7 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.errors import PartitionError
 from penstock.partition import calls, source
-from penstock.partition._compat import FakeTensor, flatten, storage_of
+from penstock.partition._compat import FakeTensor, flatten, quiet, storage_of
+from penstock.partition.known import Known
 from penstock.partition.modes import Entry
 from penstock.partition.objects import CONSTANTS, child_items, free_name, holds_tensors, is_named_tuple, opaque_holders
 from penstock.partition.observer import Observer
@@ -38,13 +39,20 @@ class Recorder(TorchFunctionMode):
     )
 
     def __init__(
-        self, model: nn.Module, units: dict[int, Unit], loan: Loan, entry: Entry, names: dict[int, str]
+        self,
+        model: nn.Module,
+        units: dict[int, Unit],
+        loan: Loan,
+        entry: Entry,
+        names: dict[int, str],
+        fake_calls: frozenset[int],
     ) -> None:
         super().__init__()
         self.model, self.units, self.loan, self.entry, self.module_names = model, units, loan, entry, names
         self.graph = fx.Graph()
         self.facts: dict[fx.Node, Fact] = {}
         self.observer = Observer()
+        self._known = Known(self.observer, fake_calls)
         self.constants: dict[str, object] = {}
         self.notes: list[str] = []
         self.drawing: dict[str, nn.Module] = {}
@@ -76,10 +84,8 @@ class Recorder(TorchFunctionMode):
                     f"{self._here()} {why}, which cannot be replayed on a stage. Do it outside of the model, or name "
                     "an enclosing module in leaves=[...], so that it runs as a whole"
                 )
-            self.observer.take()
             stale = self._stale_gradient(args, kwargs)
-            result = function(*args, **kwargs)
-            drew, writes = self.observer.take()
+            result, drew, writes = self._known.run(function, args, kwargs)
             if writes or holds_tensors(result):
                 if stale:
                     raise PartitionError(stale)
@@ -100,6 +106,7 @@ class Recorder(TorchFunctionMode):
             self.observer.take()
             target = calls.Target("call_module", unit.name, *self._arguments(args, kwargs))
             result, drew, writes = self._run_unit(original, unit, args, kwargs)
+            self._known.refuse_writes(writes)
             self._refuse_objects(unit, args, kwargs, result)
             for inner in drew:
                 inner = inner or module
@@ -112,9 +119,7 @@ class Recorder(TorchFunctionMode):
         if self._paused or threading.get_ident() != self._thread:
             return original(*args, **kwargs)
         with self._pause():
-            self.observer.take()
-            result = original(*args, **kwargs)
-            drew, writes = self.observer.take()
+            result, drew, writes = self._known.run(original, args, kwargs)
             self._write(calls.Target("call_method", "apply", (cls, *args), kwargs), "call", result, bool(drew), writes)
             return result
 
@@ -130,7 +135,8 @@ class Recorder(TorchFunctionMode):
         """The unit's result, what in it drew, and what it wrote. One that cannot run on fake tensors runs for real."""
         depth, called = len(self.observer.stack), len(self.observer.calls)
         try:
-            return original(unit.module, *args, **kwargs), *self.observer.take()
+            with quiet():
+                return original(unit.module, *args, **kwargs), *self.observer.take()
         except PartitionError:
             raise
         except Exception as error:  # whatever a fake kernel raises; if the unit itself is wrong it raises again
@@ -244,7 +250,7 @@ class Recorder(TorchFunctionMode):
         if isinstance(tensor, FakeTensor):
             raise PartitionError(
                 f"{self._here()} uses a tensor of shape {tuple(tensor.shape)} that no recorded call made: "
-                f"{self._holder_of(tensor) or 'a block left it in an attribute, or compiled or scripted code made it'}. "
+                f"{self._holder_of(tensor) or 'a block left it in an attribute, or compiled code made it'}. "
                 "Return it from the block, or name an enclosing module in leaves=[...], so that it runs as a whole"
             )
         if tensor.requires_grad:

@@ -159,9 +159,10 @@ class Split:
         stages: dict[int, set[int]] = {}
         numbers = {name: storage for storage, name in self.recording.memory.items()}
         for stage in range(self.count):
-            for node in received[stage] | run[stage]:
-                for storage in (*self.facts[node].storages, *(numbers[h] for h in self.held_by(node))):
-                    stages.setdefault(storage, set()).add(stage)
+            touched = {s for node in received[stage] | run[stage] for s in self.facts[node].storages}
+            touched |= {numbers[name] for node in run[stage] for name in self.held_by(node)}
+            for storage in touched:
+                stages.setdefault(storage, set()).add(stage)
         for storage in self.written & names.keys():
             if len(stages.get(storage, ())) > 1:
                 writer = next(f for f in self.facts.values() if storage in f.writes)

@@ -103,18 +103,18 @@ class _Root(nn.Module):
         super().__init__()
         self.training = model.training
         found: dict[str, Any] = {}
-        self.__dict__["extra"] = found
+        self.__dict__["_extra"] = found
         for path, value in extra.items():
             first, _, rest = path.partition(".")
             if rest:
                 setattr(found.setdefault(first, SimpleNamespace()), rest, value)
             else:
                 found[first] = value
-        self.__dict__["model"] = model
+        self.__dict__["_source"] = model
 
     def __getattr__(self, name: str) -> Any:
-        extra = self.__dict__.get("extra", {})
-        return extra[name] if name in extra else getattr(self.__dict__["model"], name)
+        extra = self.__dict__.get("_extra", {})
+        return extra[name] if name in extra else getattr(self.__dict__["_source"], name)
 
 
 def _keep_persistence(source: nn.Module, module: fx.GraphModule) -> None:

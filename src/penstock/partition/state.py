@@ -90,25 +90,27 @@ class Loan:
 
 def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
     """A fake of the same shape, strides, dtype and kind on the given device; never a view, never with a history."""
-    with mode, torch.no_grad():
-        if tensor.layout != torch.strided:
-            fake: Tensor = mode.from_tensor(tensor, static_shapes=True)
-        else:
-            size, stride = tensor.size(), tensor.stride()
-            fake = torch.empty_strided(size, stride, dtype=tensor.dtype, device=device)
-        if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
-        return fake.requires_grad_(tensor.requires_grad)
+    fake = _fake_memory(tensor, mode, device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake.requires_grad_(tensor.requires_grad)
 
 
 def fake_value(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
     """A fake of a value that a call made: like `fake_like`, but no leaf where a gradient is required."""
-    fake = fake_like(tensor.detach(), mode, device)
+    fake = _fake_memory(tensor, mode, device)
     if not tensor.requires_grad:
         return fake
     with mode, torch.enable_grad():
         copy = fake.requires_grad_().clone()  # which may be updated in place, as a view of a leaf may not
         return copy if copy.stride() == fake.stride() else fake.view_as(fake)
+
+
+def _fake_memory(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
+    if tensor.layout != torch.strided:
+        return mode.from_tensor(tensor.detach(), static_shapes=True)
+    with mode:
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def map_tensors(function: Any, tree: Any) -> Any:

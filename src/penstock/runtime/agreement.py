@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from penstock.errors import ShapeError
 from penstock.runtime.exact import Layout
 from penstock.runtime.transport import Message
@@ -21,6 +23,10 @@ class Agreement:
 
     def __getitem__(self, microbatch: int) -> Layouts:
         return self._layouts[microbatch]
+
+    def all(self) -> Iterable[Layouts]:
+        """The layouts of every message."""
+        return self._layouts.values()
 
     def learn(self, microbatch: int, layouts: Layouts) -> None:
         """Agrees on the layouts of a message."""

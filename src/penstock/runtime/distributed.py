@@ -132,34 +132,34 @@ class DistributedChannel:
         self._peer = peer
         self._tag = tag
         self._device = device
-        self._agreement = Agreement(link)
+        self.agreement = Agreement(link)
         self._sends: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
         self._posted: dict[int, tuple[list[exact.Buffer | None], list[dist.Work]]] = {}
 
     def send(self, microbatch: int, message: Message) -> None:
-        layouts = self._agreement.check(microbatch, message)
-        if self._agreement.learning:
+        layouts = self.agreement.check(microbatch, message)
+        if self.agreement.learning:
             self._start_send([_header(layouts).to(self._device)])
         self._start_send([exact.pack(t) for t in message if t is not None and t.numel()])
-        if not self._agreement.learning:
+        if not self.agreement.learning:
             while len(self._sends) > SENDS_IN_FLIGHT:
                 self._finish_send()
 
     def post(self, microbatch: int) -> None:
-        if not self._agreement.learning:
-            self._posted[microbatch] = self._start_receive(self._agreement[microbatch])
+        if not self.agreement.learning:
+            self._posted[microbatch] = self._start_receive(self.agreement[microbatch])
 
     def receive(self, microbatch: int) -> list[Tensor | None]:
-        if self._agreement.learning:
-            self._agreement.learn(microbatch, self._receive_header())
-            self._posted[microbatch] = self._start_receive(self._agreement[microbatch])
+        if self.agreement.learning:
+            self.agreement.learn(microbatch, self._receive_header())
+            self._posted[microbatch] = self._start_receive(self.agreement[microbatch])
         buffers, works = self._posted.pop(microbatch)
         for work in works:
             work.wait()
         return [None if buffer is None else exact.unpack(buffer) for buffer in buffers]
 
     def end_step(self) -> None:
-        if self._agreement.end_step():
+        if self.agreement.end_step():
             self.drain()
 
     def drain(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,12 +17,16 @@ from penstock.runtime.failure import OUTSIDE, Position
 from penstock.runtime.local import LocalHub, LocalTransport
 from penstock.runtime.loss import Loss, LossHead
 from penstock.runtime.program import Entry, Feed, Moment, Program, run
+from penstock.runtime.shared_memory import Neighbours, SharedMemoryTransport
 from penstock.runtime.streams import Streams
 from penstock.runtime.ties import TieGroup, TieReducer
 from penstock.runtime.transport import Pending, Transport
 from penstock.runtime.watchdog import Watchdog
 from penstock.runtime.world import World, backend_of, exchange
 from penstock.schedule import Schedule, linearize
+
+TransportChoice = Literal["auto", "distributed"]
+"""What carries values between processes: "auto" takes shared memory between CPU ranks of one machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,9 @@ class Job:
 class Engine:
     """Runs jobs on this process's ranks: all of them (one process), or one of `world.ranks`."""
 
-    def __init__(self, world: World, devices: Sequence[torch.device], seed: int) -> None:
+    def __init__(
+        self, world: World, devices: Sequence[torch.device], seed: int, transport: TransportChoice = "auto"
+    ) -> None:
         self.world = world
         self.devices = tuple(devices)
         self.ranks: tuple[int, ...] = tuple(range(world.ranks)) if world.rank is None else (world.rank,)
@@ -59,8 +65,19 @@ class Engine:
             give = exchange(self._groups.control)
             seed = give(seed)
             self.watchdog = Watchdog.connect(world.rank, world.ranks, give)
-            self.transports = {world.rank: DistributedTransport(world.rank, self._groups, device)}
+            self.transports = {world.rank: self._transport(world.rank, self._groups, device, transport)}
         self.streams = Streams(seed)
+
+    def _transport(
+        self, rank: int, groups: Groups, device: torch.device, choice: TransportChoice
+    ) -> DistributedTransport | SharedMemoryTransport:
+        """Shared memory between CPU ranks of one machine, `torch.distributed` else."""
+        plain = DistributedTransport(rank, groups, device)
+        possible = device.type == "cpu" and Neighbours.supported()
+        if not all(self.gather(possible and choice == "auto")):
+            return plain
+        neighbours = Neighbours(rank, self.gather)
+        return SharedMemoryTransport(plain, neighbours) if neighbours.ranks else plain
 
     @property
     def failed(self) -> bool:
@@ -175,7 +192,7 @@ class Engine:
             if position.action and not isinstance(error, PipelineFailure):
                 error.add_note(f"penstock: in action {position.action}")
             return error
-        if position.peers and isinstance(error, RuntimeError) and self.watchdog.cause() is not None:
+        if position.peers and isinstance(error, (RuntimeError, OSError)) and self.watchdog.cause() is not None:
             return _failure_of(self.watchdog, error)
         error.add_note(f"penstock: on rank {self.world.rank}" + (f", in {position.action}" if position.action else ""))
         self.watchdog.report(position.action or None, error)

@@ -121,20 +121,29 @@ def pack(tensor: Tensor) -> Tensor:
 def allocate(layout: Layout, device: torch.device) -> Buffer:
     """Fresh memory for one tensor of this layout."""
     shape, stride, dtype, misalignment, _ = layout
+    skip = misalignment // dtype.itemsize
     if is_dense(shape, stride):
-        skip = misalignment // dtype.itemsize
-        numel = _numel(shape)
-        flat = torch.empty(numel + skip, dtype=dtype, device=device)
-        if skip:
-            flat = flat[skip:]
-        return Buffer(flat.as_strided(shape, stride, flat.storage_offset()), flat, packed=False)
+        flat = torch.empty(_numel(shape) + skip, dtype=dtype, device=device)
+        tensor = _on_memory_of(flat, skip, shape, stride)
+        return Buffer(tensor, flat[skip:] if skip else flat, packed=False)
     narrow = tuple(1 if step == 0 else size for size, step in zip(shape, stride, strict=True))
-    tensor = torch.empty_strided(narrow, stride, dtype=dtype, device=device)
     if is_overlapping(narrow, stride):  # nothing can be written into such a tensor; contiguous is the nearest
-        tensor = torch.empty(shape, dtype=dtype, device=device)
-        narrow = shape
+        return Buffer(
+            torch.empty(shape, dtype=dtype, device=device),
+            torch.empty(_numel(shape), dtype=dtype, device=device),
+            packed=True,
+        )
+    reach = 1 + sum(step * (size - 1) for size, step in zip(narrow, stride, strict=True))
+    memory = torch.empty(reach + skip, dtype=dtype, device=device)
     flat = torch.empty(_numel(narrow), dtype=dtype, device=device)
-    return Buffer(tensor.expand(shape), flat, packed=True)
+    return Buffer(_on_memory_of(memory, skip, shape, stride), flat, packed=True)
+
+
+def _on_memory_of(memory: Tensor, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
+    """A tensor on the memory of another, but no view of it: autograd refuses to update views that `Receive` returns."""
+    return torch.empty(0, dtype=memory.dtype, device=memory.device).set_(
+        memory.untyped_storage(), offset, shape, stride
+    )
 
 
 def unpack(buffer: Buffer) -> Tensor:
@@ -183,6 +192,10 @@ def _unexpanded(tensor: Tensor) -> Tensor:
         if step == 0 and size > 1:
             narrow = narrow.narrow(dim, 0, 1)
     return tensor if is_overlapping(tuple(narrow.shape), narrow.stride()) else narrow
+
+
+def _narrow(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(1 if step == 0 else size for size, step in zip(shape, stride, strict=True))
 
 
 def _numel(shape: tuple[int, ...]) -> int:

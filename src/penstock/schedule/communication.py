@@ -163,13 +163,12 @@ class _Writer:
         ranks = range(self._schedule.ranks)
         while any(at < len(items) for at, items in zip(self._at, self._items, strict=True)) or self._unsent():
             advanced = [self._run(rank) for rank in ranks]
-            if any(advanced) or self._post_early():
-                continue
-            posted = [self._post_due(rank) for rank in ranks]
-            if not any(posted):
-                # All that the first action waits for, in any order of those not yet run, is there: else one of its
-                # messages could be sent. So its rank stands at a SEND, and is let go on.
-                self._compute(next(rank for rank in ranks if self._is_ready(rank)))
+            if not any(advanced) and not self._post_early():
+                # Of the actions not yet run, the first in a linear order waits for nothing: what it needs is made, so
+                # its messages are sent, or their receives would just have been posted. Its rank stands at a SEND.
+                rank = next(rank for rank in ranks if self._is_ready(rank))
+                self._post_due(rank)
+                self._compute(rank)
         return self._schedule.with_rows(self._rows)
 
     def _unsent(self) -> bool:
@@ -195,13 +194,10 @@ class _Writer:
             held_up |= message is not None
         return held_up
 
-    def _post_due(self, rank: int) -> bool:
-        """Posts the receives that are due. Returns whether there were any."""
-        start = len(self._rows[rank])
+    def _post_due(self, rank: int) -> None:
         for channel in self._into[rank]:
             while channel.posted < len(channel.messages) and channel.messages[channel.posted].due <= self._at[rank]:
                 self._post(rank, channel)
-        return len(self._rows[rank]) > start
 
     def _next_to_send(self, channel: _Channel) -> _Message | None:
         """The channel's next message, if its data are there."""

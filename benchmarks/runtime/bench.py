@@ -1,0 +1,394 @@
+"""Penstock against `torch.distributed.pipelining` and against the ceiling: the same step, in the same two processes.
+
+Rounds alternate, so that whatever else the machine does falls on all alike, and only times of one run are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.multiprocessing.spawn import spawn
+
+import penstock
+from penstock.runtime.engine import Engine
+from penstock.runtime.world import join
+from penstock.stages import Link
+
+RANKS = 2
+LAYERS = 8
+HEADS = 4
+WARMUP_ROUNDS = 3
+PING_PONGS = 2000
+NAMES = ("penstock", "torch", "ceiling")
+CPU = torch.device("cpu")
+
+Step = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Size:
+    """One workload. A microbatch is one row of `seq` positions of `dim` features."""
+
+    name: str
+    dim: int
+    seq: int
+    microbatches: int
+    rounds: int
+
+    @property
+    def fill(self) -> float:
+        """m / (m + p - 1): what filling and draining the pipeline leaves of the ceiling's speed."""
+        return self.microbatches / (self.microbatches + RANKS - 1)
+
+
+SIZES = {
+    size.name: size
+    for size in (
+        Size("small", dim=32, seq=8, microbatches=32, rounds=120),
+        Size("medium", dim=256, seq=128, microbatches=8, rounds=48),
+        Size("large", dim=384, seq=256, microbatches=8, rounds=24),
+    )
+}
+
+
+class Block(nn.Module):
+    """A transformer layer without dropout: causal self-attention and an MLP, each behind a layer norm."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim)
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.out = nn.Linear(dim, dim)
+        self.norm2 = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, 4 * dim)
+        self.down = nn.Linear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:  # rows, seq, dim
+        rows, seq, dim = x.shape
+        qkv = self.qkv(self.norm1(x)).view(rows, seq, 3, HEADS, dim // HEADS)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(rows, seq, dim))
+        mixed: Tensor = self.down(F.gelu(self.up(self.norm2(x))))
+        return x + mixed
+
+
+# -- the three contestants --------------------------------------------------------------------------------------------
+
+
+class Contest:
+    """The three ways to run one size's step, on the same weights in the same memory."""
+
+    def __init__(self, size: Size, rank: int) -> None:
+        torch.manual_seed(0)
+        layers = [Block(size.dim) for _ in range(LAYERS)]
+        x = torch.randn(size.microbatches, size.seq, size.dim)
+        y = torch.randn(size.microbatches, size.seq, size.dim)
+        self.pipe = penstock.pipeline(layers, (x,), schedule="1f1b", microbatches=size.microbatches, loss=F.mse_loss)
+        per_stage = LAYERS // RANKS
+        stage = nn.Sequential(*layers[rank * per_stage : (rank + 1) * per_stage])
+        self.parameters = list(stage.parameters())
+        if {id(p) for p in self.pipe.parameters()} != {id(p) for p in self.parameters}:
+            raise RuntimeError("Penstock cut the layers elsewhere than in the middle: the contestants would differ")
+        self.steps: dict[str, Step] = {
+            "penstock": lambda: self.pipe.step(x, target=y),
+            "torch": _torch_step(stage, rank, size, x, y),
+            "ceiling": _ceiling_step(stage, rank, size, x, y),
+        }
+
+    def zero(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def gradients(self, name: str) -> list[Tensor]:
+        """What one step leaves in `.grad`."""
+        self.zero()
+        self.steps[name]()
+        found = [parameter.grad for parameter in self.parameters]
+        self.zero()
+        if any(grad is None for grad in found):
+            raise RuntimeError(f"{name}: a parameter has no gradient")
+        return [grad for grad in found if grad is not None]
+
+
+def _torch_step(stage: nn.Module, rank: int, size: Size, x: Tensor, y: Tensor) -> Step:
+    schedule = Schedule1F1B(PipelineStage(stage, rank, RANKS, CPU), size.microbatches, loss_fn=F.mse_loss)
+    if rank == 0:
+        return lambda: schedule.step(x, return_outputs=False)
+    return lambda: schedule.step(target=y, losses=[], return_outputs=False)
+
+
+def _ceiling_step(stage: nn.Module, rank: int, size: Size, x: Tensor, y: Tensor) -> Step:
+    """Forward and backward of this rank's own stage, every microbatch, with nothing to wait for."""
+    inputs = [row.clone() for row in x.unsqueeze(1)]
+    targets = [row.clone() for row in y.unsqueeze(1)]
+    gradient = torch.randn(1, size.seq, size.dim)
+    seed = torch.tensor(1 / size.microbatches)
+
+    def first() -> None:
+        for row in inputs:
+            torch.autograd.backward(stage(row), gradient)
+
+    def last() -> None:
+        for row, target in zip(inputs, targets, strict=True):
+            torch.autograd.backward(F.mse_loss(stage(row.detach().requires_grad_()), target), seed)
+
+    return first if rank == 0 else last
+
+
+# -- measuring --------------------------------------------------------------------------------------------------------
+
+
+def measure(contest: Contest, rounds: int) -> dict[str, list[float]]:
+    """Each contestant's seconds, round by round: from the barrier to the end of the step on the slower rank."""
+    orders = list(permutations(NAMES))
+    mine: dict[str, list[float]] = {name: [] for name in NAMES}
+    for number in range(-WARMUP_ROUNDS, rounds):
+        for name in orders[number % len(orders)]:
+            contest.zero()
+            gc.collect()
+            step = contest.steps[name]
+            dist.barrier()
+            began = time.perf_counter()
+            step()
+            seconds = time.perf_counter() - began
+            if number >= 0:
+                mine[name].append(seconds)
+    of_ranks = _gathered(mine)
+    return {name: [max(times) for times in zip(*(times[name] for times in of_ranks), strict=True)] for name in NAMES}
+
+
+def compare(contest: Contest) -> dict[str, Any]:
+    """Whether Penstock and torch leave the same gradients, over both ranks."""
+    ours, theirs = contest.gradients("penstock"), contest.gradients("torch")
+    equal = all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    apart = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, theirs, strict=True))
+    found = _gathered((equal, apart))
+    if max(apart for _, apart in found) > 1e-5:
+        raise RuntimeError(f"Penstock and torch leave different gradients (relative difference by rank: {found})")
+    return {"equal": all(equal for equal, _ in found), "max_relative_difference": max(apart for _, apart in found)}
+
+
+def latencies(rank: int, folder: Path) -> dict[str, float]:
+    """Median one-way microseconds of 1 KiB, the small size's activation, with the receive posted ahead."""
+    peer, sent, received = 1 - rank, torch.zeros(256), torch.zeros(256)
+    posted: list[dist.Work | None] = []
+
+    def irecv() -> None:
+        posted.append(dist.irecv(received, peer))
+
+    def finish(work: dist.Work | None) -> None:
+        if work is not None:
+            work.wait()
+
+    found = {
+        "gloo isend/irecv": _ping_pong(
+            rank, irecv, lambda: finish(dist.isend(sent, peer)), lambda: finish(posted.pop())
+        )
+    }
+    engine = Engine(join(None, None, "cpu"), [CPU] * RANKS, seed=0)
+    transport = engine.transports[rank]
+    there = transport.channel(0, Link(0, 1, ((0, "a"),)), 0, 1, backward=False)
+    back = transport.channel(0, Link(1, 0, ((0, "a"),)), 1, 0, backward=True)
+    out, into = (there, back) if rank == 0 else (back, there)
+
+    def send() -> None:
+        out.send(0, [sent])
+
+    _ping_pong(rank, lambda: into.post(0), send, lambda: into.receive(0), times=1)
+    transport.end_step()
+    found["Penstock channel"] = _ping_pong(rank, lambda: into.post(0), send, lambda: into.receive(0))
+    dist.barrier()
+    engine.close()
+    with _connected(rank, folder / "socket") as link:
+        payload, buffer = bytes(1024), bytearray(1024)
+        found["Unix socket"] = _ping_pong(
+            rank, lambda: None, lambda: link.sendall(payload), lambda: link.recv_into(buffer, 1024, socket.MSG_WAITALL)
+        )
+    return found
+
+
+def _ping_pong(rank: int, post: Step, send: Step, receive: Step, times: int = PING_PONGS) -> float:
+    """Half of the median round trip, in microseconds; meaningful on rank 0."""
+    trips = []
+    dist.barrier()
+    for _ in range(times):
+        began = time.perf_counter()
+        post()
+        if rank == 0:
+            send()
+            receive()
+        else:
+            receive()
+            send()
+        trips.append(time.perf_counter() - began)
+    return statistics.median(trips) / 2 * 1e6
+
+
+def _connected(rank: int, path: Path) -> socket.socket:
+    link = socket.socket(socket.AF_UNIX)
+    if rank == 0:
+        with link as server:
+            server.bind(str(path))
+            server.listen()
+            dist.barrier()
+            return server.accept()[0]
+    dist.barrier()
+    link.connect(str(path))
+    return link
+
+
+def _gathered(value: Any) -> list[Any]:
+    values: list[Any] = [None] * RANKS
+    dist.all_gather_object(values, value)
+    return values
+
+
+# -- the two processes ------------------------------------------------------------------------------------------------
+
+
+def run_rank(rank: int, sizes: Sequence[Size], folder: Path) -> None:
+    """One of the two processes. Rank 0 leaves what was measured in `folder`."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=RANKS)
+    found: dict[str, Any] = {"sizes": [], "one_way_microseconds": {}}
+    for size in sizes:
+        contest = Contest(size, rank)
+        gradients = compare(contest)
+        gc.collect()
+        gc.freeze()
+        seconds = measure(contest, size.rounds)
+        found["sizes"].append({**asdict(size), "gradients": gradients, **summary(size, seconds)})
+        contest.pipe.close()
+    found["one_way_microseconds"] = latencies(rank, folder)
+    if rank == 0:
+        (folder / "found.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def summary(size: Size, seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """Quartiles of the times and of the ratios of one round's times."""
+
+    def ratios(above: str, below: str, factor: float = 1.0) -> list[float]:
+        return [factor * a / b for a, b in zip(seconds[above], seconds[below], strict=True)]
+
+    return {
+        "milliseconds": {name: quartiles([1000 * s for s in seconds[name]]) for name in NAMES},
+        "penstock_over_torch": quartiles(ratios("penstock", "torch")),
+        "penstock_over_ceiling": quartiles(ratios("penstock", "ceiling")),
+        "share_of_ceiling": {name: quartiles(ratios("ceiling", name, 1 / size.fill)) for name in ("penstock", "torch")},
+    }
+
+
+def quartiles(values: Sequence[float]) -> list[float]:
+    """Lower quartile, median, upper quartile."""
+    return [round(value, 4) for value in statistics.quantiles(values, n=4, method="inclusive")]
+
+
+# -- the report -------------------------------------------------------------------------------------------------------
+
+
+def verdicts(sizes: Sequence[dict[str, Any]]) -> list[tuple[str, bool]]:
+    """What was aimed at, by medians, and whether it was reached."""
+    found = []
+    for size in sizes:
+        name, ratio = size["name"], size["penstock_over_torch"][1]
+        if name == "small":
+            share = size["share_of_ceiling"]["penstock"][1]
+            found.append((f"{name}: at least 1.3 times as fast as torch ({1 / ratio:.2f})", 1 / ratio >= 1.3))
+            found.append((f"{name}: at least 85% of ceiling * m/(m+p-1) ({share:.1%})", share >= 0.85))
+        else:
+            found.append((f"{name}: time at most torch's ({ratio:.3f})", ratio <= 1.0))
+            found.append((f"{name}: never above 1/0.97 of torch's time ({ratio:.3f})", ratio <= 1 / 0.97))
+    return found
+
+
+def show(results: dict[str, Any], console: Console) -> None:
+    """Prints the table, the latencies and the targets."""
+    table = Table(title=f"{LAYERS} layers on {RANKS} ranks, 1F1B, 1 row a microbatch: median [quartiles]")
+    columns = ("size", "m", "Penstock ms", "torch ms", "ceiling ms", "Penstock / torch", "Penstock / ceiling")
+    for column in (*columns, "Penstock's share", "torch's share", "gradients"):
+        table.add_column(column, justify="left" if column == "size" else "right")
+    for size in results["sizes"]:
+        times, share = size["milliseconds"], size["share_of_ceiling"]
+        table.add_row(
+            f"{size['name']} (dim {size['dim']}, seq {size['seq']})",
+            str(size["microbatches"]),
+            *(_cell(times[name], ".1f") for name in NAMES),
+            _cell(size["penstock_over_torch"], ".3f"),
+            _cell(size["penstock_over_ceiling"], ".3f"),
+            *(_cell(share[name], ".1%") for name in ("penstock", "torch")),
+            "equal" if size["gradients"]["equal"] else f"{size['gradients']['max_relative_difference']:.1e}",
+        )
+    console.print(table)
+    console.print("share: of ceiling * m/(m+p-1), the speed of a pipeline whose only bubble is to fill and to drain")
+    one_way = ", ".join(f"{name} {us:.1f}" for name, us in results["one_way_microseconds"].items())
+    console.print(f"one way, 1 KiB, median microseconds: {one_way}")
+    for text, reached in verdicts(results["sizes"]):
+        console.print(f"{'reached    ' if reached else 'NOT reached'}  {text}", highlight=False)
+
+
+def _cell(values: Sequence[float], form: str) -> str:
+    low, median, high = (format(value, form) for value in values)
+    return f"{median} [{low}, {high}]"
+
+
+def environment() -> dict[str, Any]:
+    """The machine, and how busy it was at the start."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": models[0] if models else platform.processor(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "penstock": penstock.__version__,
+        "threads_per_rank": 1,
+        "load_average_at_start": round(os.getloadavg()[0], 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--rounds", type=int, help="rounds of each size (default: 120, 48 and 24; at least 2)")
+    parser.add_argument("--quick", action="store_true", help="6 rounds of each size")
+    parser.add_argument("--json", type=Path, default=Path(__file__).with_name("results.json"))
+    chosen = parser.parse_args()
+    rounds = 6 if chosen.quick and chosen.rounds is None else chosen.rounds
+    sizes = [SIZES[name] if rounds is None else Size(**{**asdict(SIZES[name]), "rounds": rounds})
+             for name in chosen.sizes]  # fmt: skip
+    results: dict[str, Any] = {"environment": environment()}
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(run_rank, (sizes, Path(folder)), nprocs=RANKS)  # type: ignore[no-untyped-call]
+        results |= json.loads((Path(folder) / "found.json").read_text())
+    chosen.json.write_text(json.dumps(results, indent=2) + "\n")
+    show(results, Console(width=None if os.isatty(1) else 220))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""What the demonstration can be asked to do. Without torch, so that a wrong option is answered at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.errors import ArgumentError
+from penstock.schedule import Schedule, generate
+
+LAYERS = 4
+ROWS = 32
+CONTEXT = 128
+"""A batch is so many pieces of text of so many bytes."""
+
+HELD_OUT_BATCHES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The options of `penstock demo`.
+
+    Attributes:
+        ranks: processes, at most one for each of the model's blocks.
+        microbatches: into how many pieces each batch is cut.
+        out: the folder for the timeline and the metrics.
+    """
+
+    ranks: int = 2
+    schedule: str = "1f1b"
+    microbatches: int = 8
+    steps: int = 60
+    out: Path = Path("runs/demo")
+
+    def order(self) -> Schedule:
+        """The order of work.
+
+        Raises:
+            ArgumentError: an option is out of range.
+        """
+        if not 1 <= self.ranks <= LAYERS:
+            raise ArgumentError(
+                f"--ranks {self.ranks}: the demo's model has {LAYERS} blocks, at least one for each rank; "
+                f"give 1 to {LAYERS}"
+            )
+        if not 1 <= self.microbatches <= ROWS:
+            raise ArgumentError(
+                f"--microbatches {self.microbatches}: a batch of the demo has {ROWS} rows, at least one for each "
+                f"microbatch; give 1 to {ROWS}"
+            )
+        if self.steps < 1:
+            raise ArgumentError(f"--steps {self.steps}: give at least 1")
+        if self.out.exists() and not self.out.is_dir():
+            raise ArgumentError(f"--out {self.out}: this is a file; give a folder")
+        return generate(self.schedule, self.ranks, self.microbatches)
+
+    def arguments(self) -> list[str]:
+        """As `penstock.demo.train` takes them."""
+        options = {"schedule": self.schedule, "microbatches": self.microbatches, "steps": self.steps, "out": self.out}
+        return [f"--{name}={value}" for name, value in options.items()]

@@ -1,0 +1,144 @@
+"""What a person sees of the demonstration. Each figure is explained in a word or two; all fits into 80 columns."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from types import TracebackType
+from typing import Any, Self
+
+from rich import progress as bars
+from rich.console import Console
+from rich.table import Table
+
+from penstock.demo.bubble import Bubble
+from penstock.demo.model import VOCABULARY
+from penstock.demo.settings import Settings
+from penstock.timeline import Timeline
+
+TIMELINE = "timeline.json"
+METRICS = "metrics.jsonl"
+LINE_EVERY = 10
+"""Where there is no terminal to draw a bar on, one step in so many gets a line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One training step. `loss` is in nats per byte; `timeline` is there for the steps that were timed."""
+
+    number: int
+    loss: float
+    seconds: float
+    tokens_per_second: float
+    timeline: Timeline | None = None
+
+    @property
+    def bubble(self) -> float | None:
+        return None if self.timeline is None else self.timeline.bubble_rate
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: a line of `metrics.jsonl`."""
+        return {
+            "step": self.number,
+            "loss": self.loss,
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "bubble": self.bubble,
+        }
+
+
+class Progress:
+    """A bar on a terminal; elsewhere a line for every tenth step."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self._console = console
+        self._steps = steps
+        self._bubble = ""
+        self._bar = bars.Progress(
+            bars.TextColumn("  step {task.completed}/{task.total}"),
+            bars.BarColumn(bar_width=None),
+            bars.TextColumn("{task.fields[figures]}"),
+            console=console,
+            expand=True,
+            disable=console.quiet or not console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=steps, figures="")
+
+    def update(self, step: Step) -> None:
+        if step.bubble is not None:
+            self._bubble = f"  bubble {step.bubble:4.0%}"
+        figures = f"loss {step.loss:.3f}  {step.tokens_per_second:6,.0f} bytes/s{self._bubble}"
+        self._bar.update(self._task, completed=step.number, figures=figures)
+        if self._bar.disable and (step.number % LINE_EVERY == 0 or step.number in (1, self._steps)):
+            self._console.print(f"  step {step.number:>{len(str(self._steps))}}/{self._steps}  {figures}")
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+
+def heading(console: Console, number: str, text: str) -> None:
+    """The title of one of the three parts."""
+    console.print(f"\n[bold]{number}. {text}[/bold]")
+
+
+def result(
+    console: Console,
+    settings: Settings,
+    held_out: tuple[float, float],
+    steps: Sequence[Step],
+    bubble: Bubble,
+    memory_bytes: Sequence[float],
+) -> None:
+    """What came of it: how well it learned, where the time went, and where to look further.
+
+    Args:
+        held_out: the loss on held-out text before and after training, in nats per byte.
+        memory_bytes: the most that each process held.
+    """
+    before, after = held_out
+    speed = median(step.tokens_per_second for step in steps)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    guess = f"{math.log(VOCABULARY):.2f} is guessing, 0 is knowing the text"
+    table.add_row(
+        "  loss", f"{before:.2f} -> [bold]{after:.2f}[/bold] nats per byte, on files that it never trained on ({guess})"
+    )
+    table.add_row("  bubble", f"[bold]{bubble.measured:.1%}[/bold] measured: the share of the time in which ranks wait")
+    table.add_row("", f"{bubble.simulated:.1%} simulated, with the time that each stage takes here")
+    formula = f", {bubble.formula}" if bubble.formula else ""
+    table.add_row("", f"{bubble.textbook:.1%} by the textbook, where all stages take the same time{formula}")
+    if settings.ranks > cores():
+        note = f"{settings.ranks} processes share {cores()} cores and take turns, so these times say little"
+        table.add_row("", f"({note})")
+    table.add_row("  speed", f"{speed:,.0f} bytes (tokens) a second")
+    memory = ", ".join(f"rank {rank} {held / 1e6:,.0f} MB" for rank, held in enumerate(memory_bytes))
+    table.add_row("  memory", f"{memory}: the most that each process held, PyTorch included")
+    table.add_row("  files", f"{settings.out / TIMELINE}: who did what when; open it at https://ui.perfetto.dev")
+    table.add_row("", f"{settings.out / METRICS}: a line a step")
+    console.print(table)
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def peak_memory_bytes() -> float:
+    """The most memory that this process has held; not a number where the system does not say."""
+    try:
+        import resource  # Unix only
+    except ImportError:
+        return math.nan
+    unit = 1 if sys.platform == "darwin" else 1024
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)

@@ -1,0 +1,134 @@
+"""Trains a small GPT in a pipeline: an ordinary script, to be copied. It runs alone, or in as many processes as
+
+    penstock run --ranks 2 -m penstock.demo.train
+
+starts. Only the calls of `penstock` and of `pipe` have to do with the pipeline; the rest is PyTorch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+import penstock
+from penstock.demo import show
+from penstock.demo.bubble import compare
+from penstock.demo.data import Batch, Corpus, standard_library
+from penstock.demo.model import GPT, loss
+from penstock.demo.settings import CONTEXT, HELD_OUT_BATCHES, LAYERS, ROWS, Settings
+from penstock.report import write_perfetto
+
+LEARNING_RATE = 4e-3
+WARMUP_STEPS = 10
+TIMED_EVERY = 5
+"""One step in so many is timed: noting when each action ran, and gathering that, costs a little."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Verifies one step, trains, and shows what came of it. Every process runs this; the first one speaks."""
+    settings = parse(arguments)
+    first = os.environ.get("RANK", "0") == "0"
+    console = Console(quiet=not first, highlight=False)
+    settings.out.mkdir(parents=True, exist_ok=True)
+    corpus = standard_library()
+
+    show.heading(console, "1", "Verify: one training step, compared with the unsplit model")
+    console.print(f"  {verify(settings, corpus).summary()}")
+
+    torch.manual_seed(0)  # every process builds the same model; the pipeline keeps this process's stages
+    model = GPT(layers=LAYERS, context=CONTEXT)
+    example, _ = corpus.batch(0, ROWS, CONTEXT)
+    with penstock.pipeline(
+        model, (example,), schedule=settings.schedule, microbatches=settings.microbatches, loss=loss
+    ) as pipe:
+        held_out = corpus.held_out_batches(HELD_OUT_BATCHES, ROWS, CONTEXT)
+        before = evaluate(pipe, held_out)
+        show.heading(console, "2", f"Train: {settings.steps} steps of {ROWS} rows of {CONTEXT} bytes")
+        steps = train(pipe, settings, corpus, console)
+        after = evaluate(pipe, held_out)
+        timelines = [step.timeline for step in steps if step.timeline is not None]
+        memory_bytes = pipe.gather(show.peak_memory_bytes())
+
+    show.heading(console, "3", "Result")
+    show.result(console, settings, (before, after), steps, compare(pipe.schedule, timelines), memory_bytes)
+    if first:
+        write_perfetto(timelines[-1], settings.out / show.TIMELINE)
+
+
+def verify(settings: Settings, corpus: Corpus) -> penstock.Report:
+    """Proves, on these very processes, that a step of the pipeline is that of the unsplit model."""
+    torch.manual_seed(0)
+    inputs, targets = corpus.batch(0, ROWS, CONTEXT)
+    model = GPT(layers=LAYERS, context=CONTEXT)
+    return penstock.verify(
+        model, (inputs,), targets, loss, schedule=settings.schedule, microbatches=settings.microbatches
+    ).check()
+
+
+def train(pipe: penstock.Pipeline, settings: Settings, corpus: Corpus, console: Console) -> list[show.Step]:
+    """The training loop."""
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_and_decay(step, settings.steps))
+    steps: list[show.Step] = []
+    metrics = os.devnull if console.quiet else settings.out / show.METRICS
+    with show.Progress(console, settings.steps) as progress, Path(metrics).open("w", encoding="utf-8") as file:
+        for number in range(1, settings.steps + 1):
+            began = time.perf_counter()
+            inputs, target = feed(pipe, corpus.batch(number, ROWS, CONTEXT))
+            timed = number % TIMED_EVERY == 0 or number == settings.steps
+            result = pipe.step(*inputs, target=target, timeline=timed)  # forward and backward of all microbatches
+            optimizer.step()
+            optimizer.zero_grad()
+            rate.step()
+            batch_loss = float(result.loss)  # the same on every rank
+            seconds = time.perf_counter() - began
+            steps.append(show.Step(number, batch_loss, seconds, ROWS * CONTEXT / seconds, result.timeline))
+            file.write(json.dumps(steps[-1].to_dict()) + "\n")
+            progress.update(steps[-1])
+    return steps
+
+
+def evaluate(pipe: penstock.Pipeline, batches: Sequence[Batch]) -> float:
+    """The mean loss on text that the model does not train on, in nats per byte."""
+    losses = []
+    for batch in batches:
+        inputs, target = feed(pipe, batch)
+        losses.append(float(pipe.evaluate(*inputs, target=target).loss))
+    return sum(losses) / len(losses)
+
+
+def feed(pipe: penstock.Pipeline, batch: Batch) -> tuple[tuple[Any, ...], Any]:
+    """What this process has to give: only the first stage reads inputs, and only the last one targets."""
+    inputs, targets = batch
+    return (inputs,) if pipe.needs_inputs else (), targets if pipe.needs_targets else None
+
+
+def warmup_and_decay(step: int, steps: int) -> float:
+    """The share of the full learning rate: up in a line for some steps, then down in a line to the last one."""
+    return min((step + 1) / WARMUP_STEPS, (steps - step) / max(1, steps - WARMUP_STEPS))
+
+
+def parse(arguments: Sequence[str] | None) -> Settings:
+    """Reads the options; `ranks` is the number of processes that were started."""
+    default = Settings()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schedule", default=default.schedule)
+    parser.add_argument("--microbatches", type=int, default=default.microbatches)
+    parser.add_argument("--steps", type=int, default=default.steps)
+    parser.add_argument("--out", type=Path, default=default.out)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    settings = Settings(ranks, **vars(parser.parse_args(arguments)))
+    settings.order()
+    return settings
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Runs a script on several ranks of this machine and leaves nothing behind: torchrun, with defaults that fit a pipeline.
+
+`launch` starts this module again as a process of its own, the agent, which hands over to `torch.distributed.run`. So
+the caller needs no torch, and the agent may say in one line what torchrun says in a box.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import FrameType
+
+from penstock.errors import ArgumentError
+
+AGENT_SECONDS = 4
+"""What the agent gives the ranks to end after a signal or a failure, before it kills them."""
+
+LAUNCH_SECONDS = 8.0
+"""What `launch` gives the agent to end after a signal, before it kills everything."""
+
+_TAG = "PENSTOCK_JOB"
+_PR_SET_PDEATHSIG = 1
+
+
+def launch(command: Sequence[str], ranks: int, threads: int | None = None) -> int:
+    """Runs a Python script once for each rank, on a free port of this machine, and waits until all have ended.
+
+    SIGINT, SIGTERM and SIGHUP are passed on; the ranks have a few seconds to end, and a second signal ends them at once.
+
+    Args:
+        command: the script's path, or `-m` and a module, then its arguments.
+        ranks: how many processes.
+        threads: OMP_NUM_THREADS of each; by default the environment's, or else the cores divided by the ranks.
+
+    Returns the exit status of the first rank that failed, with 128 + n for one that was killed by signal n, or 0.
+    Raises ArgumentError if that cannot be started.
+    """
+    _check(command, ranks, threads)
+    job = secrets.token_hex(8)
+    environment = {**os.environ, _TAG: job}
+    if threads is not None or "OMP_NUM_THREADS" not in environment:
+        environment["OMP_NUM_THREADS"] = str(threads or max(1, _cores() // ranks))
+    agent = subprocess.Popen(
+        [sys.executable, "-m", "penstock.launch", str(os.getpid()), str(ranks), *command],
+        env=environment,
+        stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
+        process_group=0,  # a Ctrl-C of the terminal comes to us alone
+    )
+    try:
+        with _forwarded_signals(agent) as received:
+            status = _wait(agent, received)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            agent.kill()
+        agent.wait()
+        _kill_left(job)
+    return 128 + received[0] if received else status
+
+
+def _check(command: Sequence[str], ranks: int, threads: int | None) -> None:
+    if ranks < 1:
+        raise ArgumentError(f"ranks is {ranks}, but at least 1 process has to run: give --ranks 2, for example")
+    if threads is not None and threads < 1:
+        raise ArgumentError(f"threads is {threads}, but a process needs at least 1: give --threads 1, or leave it out")
+    target = command[1:2] if command[:1] == ["-m"] else command[:1]
+    if not target:
+        raise ArgumentError("no script is given: name a Python file, or -m and a module")
+    if command[0] == "-m":
+        package = target[0].partition(".")[0]
+        if PathFinder.find_spec(package, [os.getcwd(), *sys.path]) is None:
+            raise ArgumentError(f"no module {target[0]!r}: it is neither in {os.getcwd()} nor installed")
+    elif not Path(target[0]).exists():
+        raise ArgumentError(f"no script {target[0]!r} in {os.getcwd()}: give its path, or -m and a module")
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _wait(agent: subprocess.Popen[bytes], received: Sequence[int]) -> int:
+    """The agent's exit status. A first signal starts a deadline; at a second one, or when that is over, it is killed."""
+    deadline: float | None = None
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return _shell_status(agent.wait(0.1))
+        if received and deadline is None:
+            deadline = time.monotonic() + LAUNCH_SECONDS
+        if len(received) > 1 or (deadline is not None and time.monotonic() > deadline):
+            return 128 + signal.SIGKILL
+
+
+@contextlib.contextmanager
+def _forwarded_signals(agent: subprocess.Popen[bytes]) -> Iterator[list[int]]:
+    """Passes signals on to the agent; yields the list of those that came."""
+    received: list[int] = []
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        with contextlib.suppress(ProcessLookupError):
+            agent.send_signal(number)
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _kill_left(job: str) -> None:
+    """Kills what the job left: ranks are in sessions of their own, so the mark in their environment finds them."""
+    mark = f"{_TAG}={job}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            marked = mark in (folder / "environ").read_bytes().split(b"\0")
+        except OSError:  # ended meanwhile, or somebody else's
+            continue
+        if marked:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(folder.name), signal.SIGKILL)
+
+
+def _shell_status(exitcode: int) -> int:
+    return 128 - exitcode if exitcode < 0 else exitcode
+
+
+def _agent(launcher: int, ranks: int, command: Sequence[str]) -> int:
+    """The job's exit status, by torchrun, in a process that ends when its launcher does."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != launcher:
+        return 128 + signal.SIGTERM
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    if "LOGLEVEL" not in os.environ:
+        logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    arguments = torchrun.parse_args(["--standalone", f"--nproc-per-node={ranks}", *command])
+    arguments.shutdown_timeout = AGENT_SECONDS
+    try:
+        torchrun.run(arguments)
+    except SignalException as stopped:
+        return 128 + stopped.sigval
+    except ChildFailedError as failed:
+        rank, failure = failed.get_first_failure()
+        status = failure.exitcode
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
+        print(f"penstock: rank {rank} {how}", file=sys.stderr, flush=True)
+        return _shell_status(status)
+    return 0
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.exit(_agent(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]))
+    sys.exit(128 + signal.SIGINT)

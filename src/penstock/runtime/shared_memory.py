@@ -1,0 +1,294 @@
+"""A faster transport for CPU ranks of one machine: messages through shared memory, wake-ups through a socket.
+
+gloo takes several wake-ups of its own threads for a message; here the sender copies into memory that both processes
+map, and one byte wakes the receiver. The first step, in which layouts are agreed on, and collectives go over gloo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.runtime import exact
+from penstock.runtime.agreement import Agreement, Layouts
+from penstock.runtime.board import Process
+from penstock.runtime.distributed import DistributedChannel, DistributedTransport
+from penstock.runtime.transport import Channel, Message, Pending
+from penstock.stages import Link
+
+SLOTS = 2
+"""Messages of a channel that may be in shared memory at once; the third waits until the first was taken out."""
+
+_ALIGN = 64
+_KEY = struct.Struct("<5i")  # program, source stage, target stage, backward, bytes of a slot
+_MESSAGE = struct.Struct("<i")  # microbatch
+
+Gather = Callable[[Any], list[Any]]
+"""Gives every rank each rank's object; all of them call it."""
+
+
+class Neighbours:
+    """Connections to the ranks of this machine, over which channels hand over their memory.
+
+    Made on all ranks of a pipeline together. `ranks` are those that can be reached, this one left out.
+    """
+
+    def __init__(self, rank: int, gather: Gather) -> None:
+        self._rank = rank
+        self._connections: dict[int, socket.socket] = {}
+        self._arrived: dict[tuple[int, bytes], tuple[int, socket.socket]] = {}
+        token = gather(secrets.token_hex(16))[0]
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
+            # An abstract name: visible in this network namespace only, and gone with the socket.
+            door.bind(f"\0penstock-{token}-{rank}")
+            door.listen()
+            machines = gather(Process.here().machine)  # also a barrier: everyone listens
+            near = [peer for peer, machine in enumerate(machines) if machine == machines[rank] and peer != rank]
+            for peer in near:
+                if peer < rank:
+                    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                    connection.connect(f"\0penstock-{token}-{peer}")
+                    connection.sendall(_MESSAGE.pack(rank))
+                    self._connections[peer] = connection
+            for _ in (peer for peer in near if peer > rank):
+                connection, _ = door.accept()
+                (peer,) = _MESSAGE.unpack(_exactly(connection, _MESSAGE.size))
+                self._connections[peer] = connection
+
+    @staticmethod
+    def supported() -> bool:
+        """Whether this system has what is needed (Linux does)."""
+        return hasattr(os, "memfd_create") and hasattr(socket, "send_fds")
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """The other ranks of this machine."""
+        return frozenset(self._connections)
+
+    def hand_over(self, peer: int, key: bytes, memory: int, bell: socket.socket) -> None:
+        """Gives a neighbour the memory (a file descriptor) and the socket of a channel."""
+        socket.send_fds(self._connections[peer], [key], [memory, bell.fileno()])
+
+    def take_over(self, peer: int, prefix: bytes) -> tuple[bytes, int, socket.socket]:
+        """Waits for what a neighbour hands over under a key that begins with `prefix`."""
+        while True:
+            for (sender, key), (memory, bell) in list(self._arrived.items()):
+                if sender == peer and key.startswith(prefix):
+                    del self._arrived[sender, key]
+                    return key, memory, bell
+            key, descriptors, _, _ = socket.recv_fds(self._connections[peer], _KEY.size, 2)
+            if len(key) < _KEY.size or len(descriptors) < 2:
+                raise ConnectionError(f"rank {peer} closed its connection")
+            self._arrived[peer, key] = descriptors[0], socket.socket(fileno=descriptors[1])
+
+    def close(self) -> None:
+        """Closes the connections."""
+        for memory, bell in self._arrived.values():
+            os.close(memory)
+            bell.close()
+        for connection in self._connections.values():
+            connection.close()
+
+
+class SharedMemoryTransport:
+    """A `DistributedTransport` whose channels to ranks of this machine go through shared memory."""
+
+    def __init__(self, inner: DistributedTransport, neighbours: Neighbours) -> None:
+        self.rank = inner.rank
+        self.ranks = inner.ranks
+        self._inner = inner
+        self._neighbours = neighbours
+        self._channels: list[SharedMemoryChannel] = []
+
+    def channel(self, program: int, link: Link, source_rank: int, target_rank: int, *, backward: bool) -> Channel:
+        inner = self._inner.channel(program, link, source_rank, target_rank, backward=backward)
+        sends = source_rank == self.rank
+        peer = target_rank if sends else source_rank
+        if peer not in self._neighbours.ranks:
+            return inner
+        channel = SharedMemoryChannel(inner, self._neighbours, peer, (program, link, backward), sends=sends)
+        self._channels.append(channel)
+        return channel
+
+    def reduce(self, group: int, holders: Sequence[int], tensors: Sequence[Tensor]) -> Pending:
+        return self._inner.reduce(group, holders, tensors)
+
+    def share(self, value: Tensor, source_rank: int) -> Pending:
+        return self._inner.share(value, source_rank)
+
+    def end_step(self) -> None:
+        learned = [channel for channel in self._channels if channel.agreement.learning]
+        self._inner.end_step()
+        for channel in learned:
+            channel.open()
+
+    def close(self) -> None:
+        self._inner.close()
+        for channel in self._channels:
+            channel.close()
+        self._neighbours.close()
+
+
+class SharedMemoryChannel:
+    """One link's messages to, or from, a rank of this machine."""
+
+    def __init__(
+        self,
+        inner: DistributedChannel,
+        neighbours: Neighbours,
+        peer: int,
+        key: tuple[int, Link, bool],
+        *,
+        sends: bool,
+    ) -> None:
+        self._inner = inner
+        self._neighbours = neighbours
+        self._peer = peer
+        program, link, backward = key
+        self._key = (program, link.source, link.target, int(backward))
+        self._sends = sends
+        self._lane: _Lane | None = None
+
+    @property
+    def agreement(self) -> Agreement:
+        return self._inner.agreement
+
+    def send(self, microbatch: int, message: Message) -> None:
+        if self.agreement.learning:
+            self._inner.send(microbatch, message)
+            return
+        self.agreement.check(microbatch, message)
+        assert self._lane is not None
+        self._lane.put(microbatch, message)
+
+    def post(self, microbatch: int) -> None:
+        """Nothing to do: what is sent waits in shared memory."""
+
+    def receive(self, microbatch: int) -> list[Tensor | None]:
+        if self.agreement.learning:
+            return self._inner.receive(microbatch)
+        if self._lane is None:
+            prefix = _KEY.pack(*self._key, 0)[:-4]
+            key, memory, bell = self._neighbours.take_over(self._peer, prefix)
+            self._lane = _Lane(memory, bell, _KEY.unpack(key)[4], self.agreement)
+        return self._lane.take(microbatch)
+
+    def open(self) -> None:
+        """The first step is over: the sender makes the memory and hands it over."""
+        if self.agreement.learning or not self._sends:
+            return
+        size = max(_Lane.size_of(layouts) for layouts in self.agreement.all())
+        memory = os.memfd_create("penstock")
+        os.ftruncate(memory, max(1, size) * SLOTS)
+        mine, other = socket.socketpair()
+        with other:
+            self._neighbours.hand_over(self._peer, _KEY.pack(*self._key, size), memory, other)
+        self._lane = _Lane(memory, mine, size, self.agreement)
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        if self._lane is not None:
+            self._lane.close()
+            self._lane = None
+
+
+class _Lane:
+    """Slots of shared memory, used in turn, and the socket that says which is full and which is free again."""
+
+    def __init__(self, memory: int, bell: socket.socket, size: int, agreement: Agreement) -> None:
+        self._map = mmap.mmap(memory, max(1, size) * SLOTS)
+        os.close(memory)
+        self._bell = bell
+        self._size = size
+        self._agreement = agreement
+        self._views: dict[tuple[int, int], list[Tensor | None]] = {}
+        self._turn = 0
+        self._full = 0
+        self._early: dict[int, list[Tensor | None]] = {}
+
+    @staticmethod
+    def size_of(layouts: Layouts) -> int:
+        """Bytes of a slot for a message."""
+        return sum(_padded(exact.flat_bytes(layout)) for layout in layouts if layout is not None)
+
+    def put(self, microbatch: int, message: Message) -> None:
+        """Copies a message into the next slot; waits for one to become free."""
+        while self._full == SLOTS:
+            self._full -= len(self._heard(SLOTS))
+        for view, tensor in zip(self._slot(microbatch), message, strict=True):
+            if view is not None and tensor is not None:
+                view.copy_(exact.pack(tensor))
+        self._full += 1
+        self._bell.sendall(_MESSAGE.pack(microbatch))
+
+    def take(self, microbatch: int) -> list[Tensor | None]:
+        """Waits for a message and copies it out."""
+        while microbatch not in self._early:
+            (arrived,) = _MESSAGE.unpack(self._heard(_MESSAGE.size))
+            tensors: list[Tensor | None] = []
+            for view, layout in zip(self._slot(arrived), self._agreement[arrived], strict=True):
+                if view is None or layout is None:
+                    tensors.append(None)
+                    continue
+                buffer = exact.allocate(layout, view.device)
+                buffer.flat.copy_(view)
+                tensors.append(exact.unpack(buffer))
+            self._bell.sendall(b"\0")
+            self._early[arrived] = tensors
+        return self._early.pop(microbatch)
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self._views.clear()
+        self._bell.close()
+        with contextlib.suppress(BufferError):  # a view that is still held gives it back when it goes
+            self._map.close()
+
+    def _heard(self, most: int) -> bytes:
+        data = self._bell.recv(most)
+        if not data:
+            raise ConnectionError("the other rank closed its connection")
+        return data
+
+    def _slot(self, microbatch: int) -> list[Tensor | None]:
+        """The tensors of the slot whose turn it is, as views of shared memory."""
+        turn, self._turn = self._turn, (self._turn + 1) % SLOTS
+        key = (turn, microbatch)
+        if key not in self._views:
+            offset = turn * self._size
+            views: list[Tensor | None] = []
+            for layout in self._agreement[microbatch]:
+                if layout is None:
+                    views.append(None)
+                    continue
+                count = exact.flat_bytes(layout) // layout.dtype.itemsize
+                flat = torch.empty(0, dtype=layout.dtype)
+                if count:
+                    flat = torch.frombuffer(self._map, dtype=layout.dtype, count=count, offset=offset)
+                views.append(flat)
+                offset += _padded(exact.flat_bytes(layout))
+            self._views[key] = views
+        return self._views[key]
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        more = connection.recv(size - len(data))
+        if not more:
+            raise ConnectionError("the other rank closed its connection")
+        data += more
+    return data

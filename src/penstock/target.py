@@ -1,0 +1,132 @@
+"""A training case that is named on the command line: `module:function` or `file.py:function`, and what it returns."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from penstock.errors import ArgumentError, PenstockError
+
+_FORM = "give module:function or file.py:function"
+_RETURNS = "expected (model, args, target, loss)"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A model, one batch for it, and its loss.
+
+    Attributes:
+        model: a module, or a list of layers.
+        args: the model's positional inputs.
+        kwargs: its inputs by keyword.
+        target: what the loss takes besides the model's output; None where the model computes its own loss.
+        loss: `loss(output, target)`, a scalar; None where the model computes its own.
+    """
+
+    model: nn.Module | Sequence[nn.Module]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    target: Any
+    loss: Callable[[Any, Any], Any] | None
+
+
+def load(text: str) -> Target:
+    """Calls the function that `text` names, and checks what it returns.
+
+    The function returns `(model, args, target, loss)`: `args` is the tuple of the model's positional inputs, or a pair
+    of such a tuple and a dict of inputs by keyword. Modules are looked up in the current folder too; a file finds the
+    modules that lie beside it.
+
+    Raises:
+        ArgumentError: there is no such module, file or function, it raises, or it returns something else.
+    """
+    place, colon, name = text.rpartition(":")
+    if not colon or not place or not name:
+        raise ArgumentError(f"TARGET {text!r}: expected a colon between a module and a function; {_FORM}")
+    try:
+        module = _from_file(Path(place)) if place.endswith(".py") else _from_name(place)
+        function = getattr(module, name, None)
+        if not callable(function):
+            there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+            raise ArgumentError(
+                f"TARGET {text!r}: {place} has no function {name!r}; it has {', '.join(there) or 'none'}"
+            )
+        returned = function()
+    except PenstockError:
+        raise
+    except Exception as error:
+        raise ArgumentError(f"TARGET {text!r} raised {describe(error)}") from error
+    return _check(text, returned)
+
+
+def describe(error: BaseException) -> str:
+    """An exception on one line: its type, its message, and where it was raised."""
+    message = " ".join(str(error).split())
+    text = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else text
+
+
+def _from_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ArgumentError(f"TARGET: there is no file {str(path)!r} in {Path.cwd()}; {_FORM}")
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # as for a script
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses and pickle look a class's module up here
+    spec.loader.exec_module(module)
+    return module
+
+
+def _from_name(name: str) -> ModuleType:
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # the current folder, as `python -m` has it
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # the module is there; something that it imports is not
+        hint = f"; did you mean {name}.py?" if Path(f"{name}.py").is_file() else ""
+        raise ArgumentError(f"TARGET: there is no module {error.name!r}{hint}; {_FORM}") from None
+
+
+def _check(text: str, returned: Any) -> Target:
+    if not isinstance(returned, tuple) or len(returned) != 4:
+        given = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
+        raise ArgumentError(f"TARGET {text!r} returned {given}; {_RETURNS}")
+    model, args, target, loss = returned
+    if not isinstance(model, nn.Module) and not _is_layers(model):
+        raise ArgumentError(
+            f"TARGET {text!r} returned a {type(model).__name__} as the model; {_RETURNS}, model: a module"
+        )
+    kwargs: Mapping[str, Any] = {}
+    if isinstance(args, tuple) and len(args) == 2 and isinstance(args[0], tuple) and isinstance(args[1], dict):
+        args, kwargs = args
+    if not isinstance(args, tuple):
+        raise ArgumentError(
+            f"TARGET {text!r} returned a {type(args).__name__} as args; {_RETURNS}, "
+            "args: a tuple such as (inputs,), or a pair of a tuple and a dict"
+        )
+    if loss is not None and not callable(loss):
+        raise ArgumentError(
+            f"TARGET {text!r} returned a {type(loss).__name__} as the loss; {_RETURNS}, "
+            "loss: a function of output and target, or None"
+        )
+    return Target(model, args, kwargs, target, loss)
+
+
+def _is_layers(model: Any) -> bool:
+    return isinstance(model, (list, tuple)) and bool(model) and all(isinstance(layer, nn.Module) for layer in model)

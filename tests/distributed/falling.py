@@ -1,0 +1,136 @@
+"""Forks the ranks of a real pipeline, lets one fall at a chosen action of its second step, and reports how each ended.
+
+Usage: falling.py FOLDER, then a JSON list of cases on standard input: {"name", "victim", "op", "how"}. All cases run at
+the same time, since they mostly wait. Writes FOLDER/NAME.RANK.log, and prints one JSON line a case: the seconds from the
+fall until each rank's end, and its exit status.
+"""
+
+import atexit
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import penstock
+from penstock.runtime.program import Entry
+
+RANKS = 3
+LIMIT_SECONDS = 60.0
+
+
+class Tied(nn.Module):
+    """Its first and its last stage share a parameter, so that every kind of action occurs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return x @ self.embed.weight.T
+
+
+def fall(how: str, mark: Path) -> None:
+    mark.write_text(str(time.time()))
+    if how == "raise":
+        raise ValueError("the loss is\nnot a number")
+    os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+
+
+def train(rank: int, folder: Path, case: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    store = f"file://{folder}/{case['name']}.store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
+    ids, target = torch.randint(0, 11, (4, 5)), torch.randint(0, 11, (20,))
+    pipe = penstock.pipeline(
+        Tied(),
+        (ids,),
+        loss=lambda output, target: nn.functional.cross_entropy(output.flatten(0, 1), target.flatten()),
+        cuts=["blocks.1", "blocks.2"],
+        microbatches=4,
+        transport=case.get("transport", "auto"),
+    )
+    target = target.view(4, 5)
+    pipe.step(ids, target=target)
+    if rank == case["victim"]:
+        plant(pipe, case, folder)
+    for _ in range(3):
+        pipe.step(ids, target=target)
+    print("the run went on to its end")
+
+
+def plant(pipe: penstock.Pipeline, case: dict[str, Any], folder: Path) -> None:
+    """Makes the second action of the kind `op` the victim's last."""
+    key, job = next((key, job) for key, job in pipe._jobs.items() if job.training)
+    found = [index for index, entry in enumerate(job.entries) if entry.action.op.value == case["op"]]
+    index = found[min(1, len(found) - 1)]
+
+    def run(microbatch: int, ready: Any) -> None:
+        fall(case["how"], folder / f"{case['name']}.fell")
+
+    entries: list[Entry] = list(job.entries)
+    entries[index] = replace(entries[index], run=run)
+    pipe._jobs[key] = replace(job, entries=tuple(entries))
+
+
+def skip_teardown(ended: list[bool]) -> None:
+    """The first registered, so the last to run: taking a forked interpreter apart copies all of its memory."""
+    os._exit(0 if ended else 1)
+
+
+def child(rank: int, folder: Path, case: dict[str, Any]) -> None:
+    log = os.open(folder / f"{case['name']}.{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    ended: list[bool] = []
+    atexit.register(skip_teardown, ended)
+    train(rank, folder, case)
+    ended.append(True)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    cases = json.loads(sys.stdin.read())
+    children: dict[int, tuple[int, int]] = {}
+    for number, case in enumerate(cases):
+        for rank in range(RANKS):
+            pid = os.fork()
+            if pid == 0:
+                child(rank, folder, case)
+                return
+            children[pid] = (number, rank)
+    ends: list[dict[int, tuple[float, int]]] = [{} for _ in cases]
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while children:
+        others_left = {number for number, rank in children.values() if rank != cases[number]["victim"]}
+        late = time.monotonic() > deadline
+        for pid, (number, _) in children.items():
+            if late or number not in others_left:
+                os.kill(pid, signal.SIGKILL)  # a stopped victim, or a rank that hangs
+        for pid, (number, rank) in list(children.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                del children[pid]
+                ends[number][rank] = (time.time(), os.waitstatus_to_exitcode(status))
+        time.sleep(0.02)
+    for case, end in zip(cases, ends, strict=True):
+        mark = folder / f"{case['name']}.fell"
+        fell = float(mark.read_text()) if mark.exists() else None
+        seconds = {rank: None if fell is None else at - fell for rank, (at, _) in end.items()}
+        print(json.dumps({"name": case["name"], "seconds": seconds, "status": {r: s for r, (_, s) in end.items()}}))
+
+
+if __name__ == "__main__":
+    main()

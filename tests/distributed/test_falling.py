@@ -1,0 +1,56 @@
+"""Kill, stop or fail a rank at each kind of action of a real pipeline: the others end within seconds and name it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+OPS = {0: ["F", "B", "SEND_F", "RECV_B", "REDUCE_GRAD"], 1: ["F", "RECV_F", "SEND_B"], 2: ["B", "REDUCE_GRAD"]}
+SECONDS = 10.0
+
+pytestmark = pytest.mark.distributed
+
+
+def cases(how: str, **options: str) -> list[dict[str, Any]]:
+    return [
+        {"name": f"{how}-{victim}-{op}", "victim": victim, "op": op, "how": how, **options}
+        for victim, ops in OPS.items()
+        for op in ops
+    ]
+
+
+@pytest.mark.parametrize(
+    ("how", "options"),
+    [("kill", {}), ("stop", {}), ("raise", {}), ("kill", {"transport": "distributed"})],
+    ids=["kill", "stop", "raise", "kill-gloo"],
+)
+def test_the_others_end_and_name_the_rank_that_fell(tmp_path: Path, how: str, options: dict[str, str]) -> None:
+    planned = cases(how, **options)
+    script = Path(__file__).with_name("falling.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)],
+        input=json.dumps(planned),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    ends = {end["name"]: end for end in map(json.loads, done.stdout.splitlines())}
+    for case in planned:
+        end, victim = ends[case["name"]], case["victim"]
+        for rank in {0, 1, 2} - {victim}:
+            log = (tmp_path / f"{case['name']}.{rank}.log").read_text()
+            about = f"{case['name']}, rank {rank}, after {end['seconds'][str(rank)]} s: {log}"
+            assert end["status"][str(rank)] not in (0, -9), about
+            assert end["seconds"][str(rank)] < SECONDS, about
+            assert f"rank {victim} " in log, about
+            if how == "raise":
+                assert "the loss is not a number" in log, about
+                assert case["op"] in log, about
+        if how == "raise":
+            assert end["status"][str(victim)] == 1, case["name"]

@@ -1,0 +1,259 @@
+"""What cannot be kept equal is refused, by name and with a remedy."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from chained import NoStreams
+from torch import Tensor, nn
+
+from models import gpt, in_place, llama, mlp, skips
+from penstock.errors import ArgumentError, PartitionError, ShapeError
+from penstock.partition import Partition, Partitioner
+
+
+class Layers(nn.Module):
+    """Linear layers with a method of the test's own between them."""
+
+    def __init__(self, between, count: int = 4) -> None:  # type: ignore[no-untyped-def]
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(count))
+        self.register_buffer("offset", torch.ones(3))
+        self.steps = 0
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = self.between(self, index, layer(x))
+        return x
+
+
+def partition(model: nn.Module, stages: int = 2, **options) -> Partition:  # type: ignore[no-untyped-def]
+    return Partitioner(model, stages, streams=NoStreams(), **options)((torch.randn(2, 3),))
+
+
+def refuse(between, match: str, **options) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(PartitionError, match=match):
+        partition(Layers(between), **options)
+
+
+def test_a_branch_on_values_names_the_line_and_the_remedy() -> None:
+    def between(self: Layers, index: int, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x  # the line
+
+    refuse(between, r"test_errors\.py:\d+: `return x if x.sum\(\) > 0 else -x  # the line`.*leaves=\[")
+
+
+@pytest.mark.parametrize("read", ["item", "tolist", "numpy", "nonzero", "__bool__", "__array__"])
+def test_reading_values_is_refused(read: str) -> None:
+    def between(self: Layers, index: int, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            getattr(x.detach().sum() if read in ("item", "__bool__") else x.detach(), read)()
+        return x
+
+    refuse(between, r"depends on the values of a tensor at .*test_errors.py")
+
+
+def test_layer_drop_is_refused() -> None:
+    def between(self: Layers, index: int, x: Tensor) -> Tensor:
+        return x if torch.rand([]) < 0.5 else x * 2
+
+    refuse(between, "layer drop")
+
+
+def test_pythons_random_numbers_are_refused() -> None:
+    def between(self: Layers, index: int, x: Tensor) -> Tensor:
+        return x * 2 if random.random() < 0.5 else x
+
+    refuse(between, "random numbers.*torch.rand")
+
+
+@pytest.mark.parametrize(
+    ("action", "match"),
+    [
+        (lambda x: x.register_hook(lambda g: g), "registers a hook on an activation"),
+        (lambda x: x.sum().backward(), "runs a backward"),
+        (lambda x: torch.autograd.grad(x.sum(), x), "runs a backward"),
+        (lambda x: x.detach().requires_grad_(), "changes whether an activation takes a gradient"),
+        (lambda x: setattr(x, "data", x * 2), r"assigns to `\.data`"),
+        (lambda x: setattr(x, "requires_grad", True), r"assigns to `\.requires_grad`"),
+        (lambda x: x.retain_grad(), "retains the gradient"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused(action, match: str) -> None:  # type: ignore[no-untyped-def]
+    def between(self: Layers, index: int, x: Tensor) -> Tensor:
+        action(x)
+        return x
+
+    refuse(between, match)
+
+
+def test_a_replaced_buffer_is_refused() -> None:
+    def between(self: Layers, index: int, x: Tensor) -> Tensor:
+        self.offset = self.offset * 0.9
+        return x + self.offset
+
+    refuse(between, r"replaces 'offset'.*self.offset.copy_")
+
+
+def test_a_buffer_updated_on_one_stage_and_used_on_another_is_refused() -> None:
+    def between(self: Layers, index: int, x: Tensor) -> Tensor:
+        if index == 0:
+            self.offset.add_(1)
+        return x + self.offset
+
+    refuse(between, r"'offset' is updated in place by the call at .*test_errors.py:\d+ but used on stages \[0, 1\]")
+
+
+def test_batch_norm_shared_between_stages_is_refused() -> None:
+    norm = nn.BatchNorm1d(3)
+
+    def between(self: Layers, index: int, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+    model = Layers(between)
+    model.norm = norm
+    with pytest.raises(PartitionError, match=r"norm\.\w+' is updated in place by block 'norm'"):
+        partition(model)
+    partition(model.eval())  # nothing is updated
+
+
+def test_a_cut_between_a_view_and_its_update_is_refused() -> None:
+    def between(self: Layers, index: int, x: Tensor) -> Tensor:
+        if index == 0:
+            self.kept = x, x[:, :2]
+        if index == 3:
+            self.kept[1].add_(1)
+            return x + self.kept[0]
+        return x
+
+    refuse(between, r"updates in place memory that .* shares, but a cut separates", cuts=["layers.1"])
+    assert len(partition(Layers(between, count=4), 1).stages) == 1  # without a cut it is fine
+
+
+def test_a_key_value_cache_is_refused_by_name() -> None:
+    case = llama()
+    with pytest.raises(PartitionError, match=r"DynamicCache.*use_cache=False"):
+        Partitioner(case.model, 2, streams=NoStreams())(case.args, {**case.kwargs, "use_cache": True})
+
+
+def test_a_tensor_that_a_block_leaves_in_an_attribute_is_refused() -> None:
+    class Leaky(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.inner = super().forward(x)
+            return self.inner.relu()
+
+    model = nn.Module()
+    model.layers = nn.ModuleList([Leaky(3, 3), Leaky(3, 3)])
+
+    def forward(x: Tensor) -> Tensor:
+        return model.layers[1](model.layers[0](x)) + model.layers[0].inner
+
+    model.forward = forward
+    with pytest.raises(PartitionError, match=r"no recorded call made: layers\.0\.inner"):
+        partition(model)
+
+
+def test_a_stray_tensor_with_a_gradient_is_refused() -> None:
+    weight = torch.randn(3, requires_grad=True)
+    refuse(lambda self, index, x: x * weight, r"no parameter.*nn\.Parameter")
+
+
+def test_an_input_that_hides_tensors_is_refused() -> None:
+    with pytest.raises(PartitionError, match=r"input \[0\]\[0\] is a SimpleNamespace, which holds tensors"):
+        Partitioner(mlp().model, 1, streams=NoStreams())((SimpleNamespace(x=torch.randn(2, 7)),))
+
+
+def test_a_block_that_fails_for_real_too_is_named() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(4, 4))
+    with pytest.raises(PartitionError, match=r"'1' fails on inputs like the given ones: RuntimeError"):
+        partition(model)
+
+
+# -- cuts -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cuts", "match"),
+    [
+        (["h.11"], r"no module named 'h\.11'; the nearest is 'h\.1'"),
+        (["h.2.norm1"], r"inside 'h\.2', which runs as a whole"),
+        (["h"], None),
+        (["wte"], "first stage would be empty"),
+    ],
+)
+def test_cut_names(cuts: list[str], match: str | None) -> None:
+    case = gpt()
+    make = Partitioner(case.model, 2, cuts, streams=NoStreams())
+    if match is None:
+        assert make(case.args).cuts == tuple(cuts)
+        return
+    with pytest.raises(PartitionError, match=match):
+        make(case.args)
+
+
+@pytest.mark.parametrize(
+    ("cuts", "match"),
+    [
+        (["h.2", "h.1"], r"'h\.1' runs before 'h\.2'"),
+        (["h.2", "h.2"], "both begin at the same call"),
+        (["h", "h.0"], "both begin at the same call"),
+    ],
+)
+def test_cuts_out_of_order(cuts: list[str], match: str) -> None:
+    case = gpt()
+    with pytest.raises(PartitionError, match=match):
+        Partitioner(case.model, 3, cuts, streams=NoStreams())(case.args)
+
+
+def test_a_module_that_never_runs_is_no_cut() -> None:
+    case = gpt()
+    case.model.unused = nn.Linear(2, 2)
+    with pytest.raises(PartitionError, match=r"'unused' never runs"):
+        Partitioner(case.model, 2, ["unused"], streams=NoStreams())(case.args)
+
+
+def test_numbers_of_stages() -> None:
+    with pytest.raises(ArgumentError, match="2 cuts make 3 stages, but stages=2"):
+        Partitioner(gpt().model, 2, ["h.1", "h.2"], streams=NoStreams())
+    with pytest.raises(ArgumentError, match="stages=0"):
+        Partitioner(gpt().model, 0, streams=NoStreams())
+    with pytest.raises(ArgumentError, match="balance='size'"):
+        Partitioner(gpt().model, 1, streams=NoStreams(), balance="size")
+    case = skips()
+    with pytest.raises(PartitionError, match="only 6 layers"):
+        Partitioner(case.model, 7, streams=NoStreams())(case.args)
+    with pytest.raises(PartitionError, match="only 4 repeated blocks"):
+        Partitioner(gpt().model, 5, streams=NoStreams(), balance="layers")(gpt().args)
+
+
+def test_leaves_must_exist() -> None:
+    with pytest.raises(PartitionError, match=r"leaves: the model has no module named 'encodr'"):
+        Partitioner(gpt().model, 2, leaves=["encodr"], streams=NoStreams())(gpt().args)
+
+
+def test_models_must_be_modules() -> None:
+    for model in ([], 3, [nn.Linear(1, 1), "x"]):
+        with pytest.raises(ArgumentError, match="expected a module or a list of modules"):
+            Partitioner(model, 1, streams=NoStreams())
+
+
+# -- inputs -----------------------------------------------------------------------------------------------------------
+
+
+def test_inputs_that_are_not_as_recorded() -> None:
+    case = in_place()
+    made = Partitioner(case.model, 2, streams=NoStreams())(case.args)
+    (x,) = case.args
+    assert made.flatten_inputs(case.args, {})[0] is x
+    with pytest.raises(ShapeError, match=r"input \[0\]\[0\] is a tensor of shape \(3, 6\).*\(4, 6\)"):
+        made.flatten_inputs((x[:3],), {})
+    with pytest.raises(ShapeError, match=r"torch\.float64"):
+        made.flatten_inputs((x.double(),), {})
+    with pytest.raises(ShapeError, match=r"structure.*missing.*'x'"):
+        made.flatten_inputs((), {"y": x})
+    with pytest.raises(ShapeError, match="1 tensors, not 2"):
+        made.build_output([x, x])
