@@ -24,7 +24,16 @@ from penstock.runtime.materialize import Materialize
 from penstock.runtime.program import Feed, model_inputs
 from penstock.runtime.split_model import SplitModel
 from penstock.runtime.world import World, device_of, join
-from penstock.schedule import Schedule, add_communication, check, drop_backward, forward_only, generate, reduce_ties
+from penstock.schedule import (
+    Schedule,
+    add_communication,
+    check,
+    drop_backward,
+    drop_communication,
+    forward_only,
+    generate,
+    reduce_ties,
+)
 from penstock.stages import StageMeta, backward_links, forward_links, needs_backward
 from penstock.timeline import Timeline
 
@@ -90,7 +99,9 @@ def pipeline(
     if not isinstance(model, nn.Module) and not all(isinstance(layer, nn.Module) for layer in model):
         raise ArgumentError("model: expected a module or a sequence of modules")
     if transport not in get_args(TransportChoice):
-        raise ArgumentError(f"transport={transport!r}: expected one of {', '.join(map(repr, get_args(TransportChoice)))}")
+        raise ArgumentError(
+            f"transport={transport!r}: expected one of {', '.join(map(repr, get_args(TransportChoice)))}"
+        )
     kind = torch.device(devices).type if isinstance(devices, (str, torch.device)) else _device_of(model).type
     world = join(ranks, mesh, kind)
     return build(
@@ -223,7 +234,12 @@ class Pipeline:
 
     @property
     def needs_targets(self) -> bool:
-        """Whether this process must pass the target: it runs the last stage, and there is a `loss` function."""
+        """Whether this process must pass the target: it runs the last stage, and something looks at targets."""
+        return self.has_outputs and (self._options.loss is not None or callable(self._options.reduction))
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether this process runs the last stage, from which outputs and losses come."""
         return self._order.placement.rank_of[-1] in self._engine.ranks
 
     @property
@@ -384,7 +400,7 @@ class Pipeline:
                 leaves = partition.flatten_inputs(one_args, one_kwargs)
                 positions = model_inputs(partition.stages[0].meta)
                 inputs.append(dict(zip(positions, leaves, strict=True)))
-        if not self.needs_targets:
+        if not self.has_outputs:
             return Feed(inputs)
         targets = self._targets(job, target, kwargs)
         weighted = weights("mean" if targets is None else self._options.reduction, self._sizes, targets or ())
@@ -424,7 +440,7 @@ def _schedule(schedule: str | Schedule, ranks: int, microbatches: int, chunks: i
         raise ArgumentError(
             f"schedule {schedule.name!r} is for {schedule.placement.ranks} ranks, but there are {ranks}"
         )
-    return schedule
+    return drop_communication(schedule)
 
 
 def _device_of(model: nn.Module | Sequence[nn.Module]) -> torch.device:

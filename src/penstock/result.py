@@ -26,7 +26,7 @@ class SharedLoss:
         self.buffer = torch.full((2,), -1.0, dtype=torch.float64)
         if loss is not None:
             self.buffer[0] = loss.detach().double()
-            self.buffer[1] = float(_DTYPES.index(loss.dtype) if loss.dtype in _DTYPES else 0)
+            self.buffer[1] = float(_DTYPES.index(loss.dtype))
         self.pending: Sequence[Pending] = ()
 
     def read(self) -> Tensor | None:
@@ -73,6 +73,6 @@ class StepResult:
         """
         if self._outputs is None:
             raise ArgumentError(
-                "result.outputs: not kept; pass outputs=True, and read them where pipe.needs_targets is true"
+                "result.outputs: not kept; pass outputs=True, and read them where pipe.has_outputs is true"
             )
         return self._outputs

@@ -139,7 +139,7 @@ def verify(
         expected = _reference(original, pipe, _Batch(tuple(args), kwargs, target), loss, reduction, options)
         if exact is None:
             exact = expected.can_be_exact
-        outputs = result.outputs if pipe.needs_targets else None
+        outputs = result.outputs if pipe.has_outputs else None
         rows = [row for part in pipe.gather(_compare(pipe, outputs, total, expected, exact)) for row in part]
         return Report(
             tuple(_complete(rows, expected)),

@@ -16,7 +16,7 @@ from penstock.runtime.distributed import DistributedTransport, Groups
 from penstock.runtime.failure import OUTSIDE, Position
 from penstock.runtime.local import LocalHub, LocalTransport
 from penstock.runtime.loss import Loss, LossHead
-from penstock.runtime.program import Entry, Feed, Moment, Program, run
+from penstock.runtime.program import Entry, Feed, Moment, Program, run, run_timed
 from penstock.runtime.shared_memory import Neighbours, SharedMemoryTransport
 from penstock.runtime.streams import Streams
 from penstock.runtime.ties import TieGroup, TieReducer
@@ -158,16 +158,22 @@ class Engine:
         for reducer in reducers:
             reducer.begin_step()
         with torch.set_grad_enabled(job.training), self.streams.drawing(step, devices):
-            run(job.entries, self.watchdog, moments if timed else None)
+            if timed:
+                run_timed(job.entries, self.watchdog, moments, self._settle)
+            else:
+                run(job.entries, self.watchdog)
         for reducer in reducers:
             self.watchdog.position = reducer.position
             reducer.end_step()
         for transport in self.transports.values():
             transport.end_step()
         self.watchdog.position = OUTSIDE
-        for program in job.programs:
-            program.end()
         return moments
+
+    def _settle(self) -> None:
+        for rank in self.ranks:
+            if self.devices[rank].type == "cuda":
+                torch.cuda.synchronize(self.devices[rank])
 
     def share(self, value: Tensor, source_rank: int) -> list[Pending]:
         """Starts to copy a small CPU tensor from one rank to all, in place."""

@@ -49,11 +49,8 @@ class Entry:
     running: Position
 
 
-def run(entries: Sequence[Entry], watched: Watched, moments: Mapping[int, list[Moment]] | None = None) -> None:
-    """Runs actions in order. With `moments` (by rank), notes when each of them waited and ran."""
-    if moments is not None:
-        _run_timed(entries, watched, moments)
-        return
+def run(entries: Sequence[Entry], watched: Watched) -> None:
+    """Runs actions in order."""
     for entry in entries:
         ready = None
         if entry.wait is not None:
@@ -64,16 +61,24 @@ def run(entries: Sequence[Entry], watched: Watched, moments: Mapping[int, list[M
     watched.position = OUTSIDE
 
 
-def _run_timed(entries: Sequence[Entry], watched: Watched, moments: Mapping[int, list[Moment]]) -> None:
+def run_timed(
+    entries: Sequence[Entry], watched: Watched, moments: Mapping[int, list[Moment]], settle: Callable[[], None]
+) -> None:
+    """Runs actions in order, and notes in `moments`, by rank, when each of them waited and ran.
+
+    `settle` returns when the device has done what it was given: a GPU runs behind the process that gives it work.
+    """
     for entry in entries:
         ready = None
         began = perf_counter_ns()
         if entry.wait is not None:
             watched.position = entry.waiting
             ready = entry.wait(entry.microbatch)
+            settle()
         was_ready = perf_counter_ns()
         watched.position = entry.running
         entry.run(entry.microbatch, ready)
+        settle()
         moments[entry.rank].append((entry.action, began, was_ready, perf_counter_ns()))
     watched.position = OUTSIDE
 
@@ -143,15 +148,12 @@ class Program:
 
     def start(self, feed: Feed) -> None:
         """Gives a step's inputs to the first stage, if it is here."""
-        if 0 in self.runners:
-            self.runners[0].batch = feed.inputs
-
-    def end(self) -> None:
-        """Ends a step: nothing of the batch is kept."""
-        for runner in self.runners.values():
-            runner.batch = ()
+        for index, runner in self.runners.items():
+            runner.begin_step(feed.inputs if index == 0 else ())
 
     def _entry(self, rank: int, action: Action) -> Entry:
+        if not isinstance(action, Action):
+            raise ScheduleError(f"action {action} of rank {rank} cannot be run yet: give its parts one after the other")
         text = str(action)
         running = Position(text)
         if action.op is Op.REDUCE_GRAD:

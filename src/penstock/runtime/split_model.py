@@ -158,8 +158,9 @@ class SplitModel:
         named = list(self.model.named_modules())
         if not engine.world.is_local:
             here = set().union(*kept.values())
+            released: dict[int, nn.Parameter] = {}
             for module in self._modules:
-                _release(module, here)
+                _release(module, here, released)
         for rank in engine.ranks:
             modules = {
                 name: module
@@ -170,11 +171,14 @@ class SplitModel:
         self._partitioner.forget()  # what was recorded so far keeps the memory of other ranks' parameters
 
 
-def _release(module: nn.Module, kept: set[int]) -> None:
+def _release(module: nn.Module, kept: set[int], released: dict[int, nn.Parameter]) -> None:
+    """Moves what is not kept to the meta device. A tied parameter stays one object: names follow from identity."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         if id(parameter) not in kept and not parameter.is_meta:
-            empty = torch.empty_like(parameter, device="meta")
-            setattr(module, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
+            if id(parameter) not in released:
+                empty = torch.empty_like(parameter, device="meta")
+                released[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            setattr(module, name, released[id(parameter)])
     for name, buffer in list(module.named_buffers(recurse=False)):
         if id(buffer) not in kept and not buffer.is_meta:
             module._buffers[name] = torch.empty_like(buffer, device="meta")

@@ -80,8 +80,15 @@ class StageRunner:
         self._saved: dict[int, _Saved] = {}
         self._values = _Outbox()
         self._grads = _Outbox()
-        self.batch: Sequence[Mapping[int, Tensor]] = ()
+        self.batch: list[Mapping[int, Tensor]] = []
         """For each microbatch, the model's inputs by their position among the stage's inputs."""
+
+    def begin_step(self, batch: Sequence[Mapping[int, Tensor]]) -> None:
+        """Takes a step's inputs, and drops what a step that raised may have left."""
+        self.batch = list(batch)
+        self._saved.clear()
+        self._values.mail.clear()
+        self._grads.mail.clear()
 
     def gather(self, microbatch: int) -> list[Any]:
         """Waits for everything that the forward of a microbatch needs."""
@@ -90,7 +97,8 @@ class StageRunner:
             for position, value in zip(route.positions, route.channel.receive(microbatch), strict=True):
                 args[position] = value
         if self.batch:
-            for position, value in self.batch[microbatch].items():
+            inputs, self.batch[microbatch] = self.batch[microbatch], {}
+            for position, value in inputs.items():
                 args[position] = value
         return args
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,8 +25,6 @@ class World:
     """Each rank's global rank in `torch.distributed`."""
     is_whole: bool = True
     """The pipeline takes all processes of the job."""
-    made_here: bool = False
-    """`torch.distributed` was initialised by us, and is to be destroyed by us."""
 
     @property
     def is_local(self) -> bool:
@@ -43,20 +42,24 @@ def join(ranks: int | None, mesh: DeviceMesh | None, device_type: str) -> World:
         raise ArgumentError(f"ranks={ranks}: expected at least 1")
     if mesh is not None:
         return _from_mesh(ranks, mesh)
-    made_here = False
     if not dist.is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return World(ranks or 1)
         dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
-        made_here = True
+        atexit.register(_leave)
     size = dist.get_world_size()
     if size == 1:
-        return World(ranks or 1, made_here=made_here)
+        return World(ranks or 1)
     if ranks is not None and ranks != size:
         raise ArgumentError(
             f"ranks={ranks}, but {size} processes were started; leave ranks out, or start {ranks} processes"
         )
-    return World(size, dist.get_rank(), tuple(range(size)), made_here=made_here)
+    return World(size, dist.get_rank(), tuple(range(size)))
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _from_mesh(ranks: int | None, mesh: DeviceMesh) -> World:
