@@ -126,7 +126,7 @@ def allocate(layout: Layout, device: torch.device) -> Buffer:
         flat = torch.empty(_numel(shape) + skip, dtype=dtype, device=device)
         tensor = _on_memory_of(flat, skip, shape, stride)
         return Buffer(tensor, flat[skip:] if skip else flat, packed=False)
-    narrow = tuple(1 if step == 0 else size for size, step in zip(shape, stride, strict=True))
+    narrow = _narrow(shape, stride)
     if is_overlapping(narrow, stride):  # nothing can be written into such a tensor; contiguous is the nearest
         return Buffer(
             torch.empty(shape, dtype=dtype, device=device),
@@ -144,6 +144,15 @@ def _on_memory_of(memory: Tensor, offset: int, shape: tuple[int, ...], stride: t
     return torch.empty(0, dtype=memory.dtype, device=memory.device).set_(
         memory.untyped_storage(), offset, shape, stride
     )
+
+
+def flat_bytes(layout: Layout) -> int:
+    """Bytes that travel for a tensor of this layout: those of what `pack` gives."""
+    shape, stride = layout.shape, layout.stride
+    if not is_dense(shape, stride):
+        narrow = _narrow(shape, stride)
+        shape = shape if is_overlapping(narrow, stride) else narrow
+    return _numel(shape) * layout.dtype.itemsize
 
 
 def unpack(buffer: Buffer) -> Tensor:
