@@ -57,7 +57,7 @@ def parse(rank_of: str, microbatches: int, *texts: str) -> Schedule:
     return Schedule.parse("\n".join([f"test: {microbatches} microbatches, stages on ranks {rank_of}", *lines]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), legal)
 def test_a_repeated_action_is_reported(data: st.DataObject, schedule: Schedule) -> None:
     broken = rows(schedule)
@@ -66,7 +66,7 @@ def test_a_repeated_action_is_reported(data: st.DataObject, schedule: Schedule) 
     assert "repeated" in kinds(schedule.with_rows(broken))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), legal.filter(lambda s: s.microbatches > 1))
 def test_a_missing_action_is_reported(data: st.DataObject, schedule: Schedule) -> None:
     broken = rows(schedule)
@@ -80,7 +80,7 @@ def test_a_missing_action_is_reported(data: st.DataObject, schedule: Schedule) -
         assert removed.other_end in [v.action for v in found if v.kind == "unmatched"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), generated(max_ranks=4, max_microbatches=6).filter(lambda s: s.ranks > 1 and s.microbatches > 1))
 def test_a_missing_message_is_reported_even_if_both_ends_are_gone(data: st.DataObject, schedule: Schedule) -> None:
     lowered = add_communication(schedule)
@@ -90,7 +90,7 @@ def test_a_missing_message_is_reported_even_if_both_ends_are_gone(data: st.DataO
     assert gone in [v.action for v in check(lowered.with_rows(broken)) if v.kind == "missing"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), legal)
 def test_a_number_out_of_range_is_reported(data: st.DataObject, schedule: Schedule) -> None:
     broken = rows(schedule)
@@ -106,7 +106,7 @@ def test_a_number_out_of_range_is_reported(data: st.DataObject, schedule: Schedu
     assert "out of range" in kinds(schedule.with_rows(broken))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), legal.filter(lambda s: s.ranks > 1))
 def test_an_action_on_another_rank_is_reported(data: st.DataObject, schedule: Schedule) -> None:
     broken = rows(schedule)
@@ -116,7 +116,7 @@ def test_an_action_on_another_rank_is_reported(data: st.DataObject, schedule: Sc
     assert "misplaced" in kinds(schedule.with_rows(broken))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), legal)
 def test_a_backward_before_its_forward_is_reported(data: st.DataObject, schedule: Schedule) -> None:
     broken = rows(schedule)
@@ -126,7 +126,7 @@ def test_a_backward_before_its_forward_is_reported(data: st.DataObject, schedule
     assert "order" in kinds(schedule.with_rows(broken))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), generated(max_ranks=4, max_microbatches=6).filter(lambda s: s.ranks > 1))
 def test_a_message_on_the_wrong_side_of_its_action_is_reported(data: st.DataObject, schedule: Schedule) -> None:
     lowered = add_communication(schedule)
@@ -137,7 +137,7 @@ def test_a_message_on_the_wrong_side_of_its_action_is_reported(data: st.DataObje
     assert "order" in kinds(lowered.with_rows(broken))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), generated(max_ranks=4, max_microbatches=6).filter(lambda s: s.ranks > 1 and s.microbatches > 1))
 def test_receives_in_another_order_than_sends_are_reported(data: st.DataObject, schedule: Schedule) -> None:
     lowered = add_communication(schedule)
@@ -191,7 +191,7 @@ def test_trap_24_a_deadlock_of_unbuffered_sends_alone() -> None:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), arbitrary())
 def test_a_swap_that_is_not_reported_can_be_run(data: st.DataObject, schedule: Schedule) -> None:
     """Two neighbours in a row are swapped: either check objects, or the result is still a legal order."""

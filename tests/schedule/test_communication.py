@@ -54,23 +54,37 @@ def by_pair(schedule: Schedule) -> tuple[dict[tuple[int, int], list[Action]], di
     return sends, receives
 
 
+def assert_posted_ahead(schedule: Schedule) -> None:
+    """Each receive comes before the compute action before the one that uses it, or earlier."""
+    for row in schedule.rows:
+        place = {action: index for index, action in enumerate(row)}
+        compute = [index for index, action in enumerate(row) if action.op.is_compute]
+        for index, a in enumerate(row):
+            if a.op.is_receive:
+                users = [Op.F] if a.op is Op.RECV_F else [Op.B, Op.I]
+                used = next(place[user] for op in users if (user := Action(a.stage, op, a.microbatch)) in place)
+                earlier = [i for i in compute if i < used]
+                assert not earlier or index < earlier[-1]
+
+
 def assert_sound(schedule: Schedule, lowered: Schedule) -> None:
     assert check(lowered) == [v for v in check(schedule) if not v.fatal]
     assert drop_communication(lowered) == schedule
     assert most_outstanding(lowered) <= 2
+    assert_posted_ahead(lowered)
     sends, receives = by_pair(lowered)
     assert sends == receives
     assert Schedule.parse(str(lowered)) == lowered
 
 
 @given(generated())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_generator_stays_legal(schedule: Schedule) -> None:
     assert_sound(schedule, add_communication(schedule))
 
 
 @given(st.data(), generated(max_ranks=6, max_microbatches=10), st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_skip_connections_stay_legal(data: st.DataObject, schedule: Schedule, chain: bool) -> None:
     forward = data.draw(skips(schedule.stages, chain))
     if data.draw(st.booleans()):
@@ -80,14 +94,14 @@ def test_skip_connections_stay_legal(data: st.DataObject, schedule: Schedule, ch
 
 
 @given(st.data(), arbitrary())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_legal_schedule_stays_legal(data: st.DataObject, schedule: Schedule) -> None:
     forward = data.draw(skips(schedule.stages, data.draw(st.booleans())))
     assert_sound(schedule, add_communication(schedule, forward))
 
 
 @given(generated(max_ranks=4, max_microbatches=6), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_each_link_carries_each_microbatch_once(schedule: Schedule, data: st.DataObject) -> None:
     forward = data.draw(skips(schedule.stages))
     lowered = add_communication(schedule, forward)
@@ -198,6 +212,15 @@ def test_messages_of_an_overlap_go_before_and_behind_it() -> None:
     lowered = add_communication(Schedule("overlap", Placement.v(2), 2, rows))
     assert check(lowered) == []
     assert "(0F1;3B0)OVERLAP_F_B 0SEND_F1 3SEND_B0" in str(lowered.rows[0])
+
+
+def test_an_overlap_that_waits_for_its_own_message_is_refused() -> None:
+    rows = [
+        [Action(0, Op.F, 0), Overlap(Action(0, Op.F, 1), Action(0, Op.B, 0)), Action(0, Op.B, 1)],
+        [Action(1, Op.F, 0), Action(1, Op.F, 1), *_back(1)],
+    ]
+    with pytest.raises(ScheduleError, match="write the two as separate actions"):
+        add_communication(Schedule("x", Placement.loop(2), 2, rows))
 
 
 def _back(stage: int) -> list[Action]:

@@ -3,7 +3,8 @@
 torch's own TCPStore is not used for it: on a server that is stopped its calls block for good whatever their time-out,
 and on one that is gone they print forty lines of C++ frames over the one line that matters.
 
-    to the server    join: [machine, pid, started]     beat: sighting     failure: text     (each with rank and token)
+    to the server    join: [machine, pid, started]     beat: sighting     failure: text     noted: true
+                     (each with rank and token; noted is the answer to a failure)
     to a rank        ready: true     sightings: [...], in answer to a beat     failure: text
 """
 
@@ -73,6 +74,8 @@ class BoardServer:
         self._selector = selectors.DefaultSelector()
         self._connections: dict[int, Connection] = {}
         self._stopping = threading.Event()
+        self._unaware: set[int] = set()
+        self._noted = threading.Event()
         hosts = [] if alone else [os.environ.get("MASTER_ADDR", ""), socket.gethostname()]
         process = Process.here()
         self.address: Address = {
@@ -88,6 +91,10 @@ class BoardServer:
         """Waits until nobody needs this server; whether that came true in time."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
+
+    def await_noted(self, seconds: float) -> None:
+        """Waits until all know why the run failed: what we sent last may be lost when this process ends."""
+        self._noted.wait(seconds)
 
     def stop(self) -> None:
         """Ends the thread although ranks may still need it."""
@@ -105,7 +112,7 @@ class BoardServer:
                 known = self._board.failure
                 self._board.judge()
                 if known is None and self._board.failure is not None:
-                    self._tell(failure=self._board.failure.to_json())
+                    self._announce(self._board.failure)
             for key in list(self._selector.get_map().values()):
                 if key.data is not None:
                     key.data.close()
@@ -133,8 +140,12 @@ class BoardServer:
             self._connections[rank] = connection
             if board.complete:
                 self._tell(ready=True)
-        if "failure" in message and board.accuse(Failure.from_json(message["failure"])):
-            self._tell(failure=message["failure"])
+        if "failure" in message:
+            failure = Failure.from_json(message["failure"])
+            if board.accuse(failure):
+                self._announce(failure)
+        if "noted" in message:
+            self._note(rank)
         if "beat" in message:
             board.beat(rank, Sighting.from_list(message["beat"]))
             answer: dict[str, Any] = {"sightings": [sighting.to_list() for sighting in board.sightings]}
@@ -142,11 +153,20 @@ class BoardServer:
                 answer["failure"] = board.failure.to_json()
             connection.send(answer)
 
+    def _announce(self, failure: Failure) -> None:
+        lost = {failure.rank} if failure.kind == "lost" else set()
+        self._unaware = set(self._connections) - lost
+        self._tell(failure=failure.to_json())
+
+    def _note(self, rank: int) -> None:
+        self._unaware.discard(rank)
+        if self._board.failure is not None and not self._unaware:
+            self._noted.set()
+
     def _tell(self, **message: Any) -> None:
-        """Sends to all, rank 0 last: when it learns that the run failed and leaves, the others have been told."""
-        for rank in sorted(self._connections, reverse=True):
+        for connection in self._connections.values():
             with contextlib.suppress(OSError):
-                self._connections[rank].send(message)
+                connection.send(message)
 
     def _drop(self, connection: Connection) -> None:
         self._selector.unregister(connection.link)
@@ -155,6 +175,7 @@ class BoardServer:
             if known is connection:
                 del self._connections[rank]
                 self._board.hang_up(rank)
+                self._note(rank)
 
 
 def connect(address: Address, rank: int, patience: Patience) -> Connection:

@@ -168,7 +168,8 @@ class SplitModel:
                 if any(id(t) in kept[rank] for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
             }
             materialize(modules, engine.devices[rank], engine.streams.seed, rule)
-        self._partitioner.forget()  # what was recorded so far keeps the memory of other ranks' parameters
+        if not engine.world.is_local:
+            self._partitioner.forget()  # what was recorded so far keeps the memory of other ranks' parameters
 
 
 def _release(module: nn.Module, kept: set[int], released: dict[int, nn.Parameter]) -> None:

@@ -24,6 +24,7 @@ from penstock.runtime.board_server import Address, BoardServer, Connection
 from penstock.runtime.failure import OUTSIDE, Failure, Position, Sighting, name_ranks, wait_chain
 
 _REPORT_SECONDS = 2.0
+_NOTE_SECONDS = 2.0
 
 
 class Watchdog:
@@ -198,6 +199,7 @@ class Watchdog:
             self.sightings = [Sighting.from_list(sighting) for sighting in message["sightings"]]
         if "failure" in message:
             self._fail(Failure.from_json(message["failure"]))
+            self._send(noted=True)
 
     def _decide(self) -> None:
         """Leaves if the pipeline failed and the main thread cannot notice; looks for a reason to fail it."""
@@ -258,6 +260,11 @@ class Watchdog:
         flush = threading.Thread(target=_flush, daemon=True)
         flush.start()
         flush.join(1.0)  # a reader of our output that is stuck must not keep us
+        self._end()
+
+    def _end(self) -> None:
+        if self._server:
+            self._server.await_noted(_NOTE_SECONDS)
         self._leave(1)
 
     def _words(self, failure: Failure) -> str:
@@ -272,7 +279,7 @@ class Watchdog:
             return
         if self.failure is not None:  # the destructors of a broken process group may wait for ranks that are gone
             _flush()
-            self._leave(1)
+            self._end()
         self.close()
         while self._server and not self._server.join(1.0):
             pass

@@ -128,14 +128,14 @@ class _Writer:
             if rank_of[source] != rank_of[target]:
                 sources[True, target].add(source)
         for source, target in up:
-            if rank_of[source] != rank_of[target] and with_backward >= {source, target}:
+            if rank_of[source] != rank_of[target] and source in with_backward:
                 sources[False, target].add(source)
         channels: defaultdict[tuple[int, int], _Channel] = defaultdict(_Channel)
         for rank, items in enumerate(self._items):
             node, due = self._dependencies.first[rank], 0
             for index, item in enumerate(items):
                 for part in item.parts:
-                    if part.op is Op.F or part.op in (Op.B, Op.I):
+                    if part.op in (Op.F, Op.B, Op.I):
                         messages = self._messages(part, node, due, sources[part.op is Op.F, part.stage])
                         for message in sorted(messages, key=lambda message: message.made):
                             channel = channels[rank_of[message.send.stage], rank]
@@ -166,7 +166,12 @@ class _Writer:
             if not any(advanced) and not self._post_early():
                 # Of the actions not yet run, the first in a linear order waits for nothing: what it needs is made, so
                 # its messages are sent, or their receives would just have been posted. Its rank stands at a SEND.
-                rank = next(rank for rank in ranks if self._is_ready(rank))
+                rank = next((rank for rank in ranks if self._is_ready(rank)), None)
+                if rank is None:
+                    raise ScheduleError(
+                        "an overlap's backward waits for a message that its forward must be followed by; "
+                        "write the two as separate actions"
+                    )
                 self._post_due(rank)
                 self._compute(rank)
         return self._schedule.with_rows(self._rows)
