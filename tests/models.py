@@ -1,11 +1,12 @@
 """Small models for tests: one builder a kind, each seeded, each with inputs, a target and a loss.
 
-`CASES` names those written here, `TRANSFORMERS` those of the `transformers` library, made from random tiny configurations.
+`CASES` names those written here, `TRANSFORMERS` those of the `transformers` library, made from tiny configurations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -97,7 +98,7 @@ class ConvNet(nn.Module):
         widths = [3, 5, 6, 7, 5]
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Conv2d(a, b, 3, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU(inplace=True))
-            for a, b in zip(widths, widths[1:], strict=False)
+            for a, b in pairwise(widths)
         )
         self.norm = nn.BatchNorm2d(widths[-1])
         self.head = nn.Linear(widths[-1], 3)

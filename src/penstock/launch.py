@@ -1,4 +1,4 @@
-"""Runs a script on several ranks of this machine and leaves nothing behind: torchrun, with defaults that fit a pipeline.
+"""Runs a script on several ranks of this machine and leaves nothing behind: torchrun, with a pipeline's defaults.
 
 `launch` starts this module again as a process of its own, the agent, which hands over to `torch.distributed.run`. So
 the caller needs no torch, and the agent may say in one line what torchrun says in a box.
@@ -35,7 +35,7 @@ _PR_SET_PDEATHSIG = 1
 def launch(command: Sequence[str], ranks: int, threads: int | None = None) -> int:
     """Runs a Python script once for each rank, on a free port of this machine, and waits until all have ended.
 
-    SIGINT, SIGTERM and SIGHUP are passed on; the ranks have a few seconds to end, and a second signal ends them at once.
+    SIGINT, SIGTERM and SIGHUP are passed on. The ranks then have a few seconds to end; a second one ends them at once.
 
     Args:
         command: the script's path, or `-m` and a module, then its arguments.
@@ -90,7 +90,7 @@ def _cores() -> int:
 
 
 def _wait(agent: subprocess.Popen[bytes], received: Sequence[int]) -> int:
-    """The agent's exit status. A first signal starts a deadline; at a second one, or when that is over, it is killed."""
+    """The agent's exit status. A first signal starts a deadline; after that, or at a second signal, we stop waiting."""
     deadline: float | None = None
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -122,14 +122,21 @@ def _forwarded_signals(agent: subprocess.Popen[bytes]) -> Iterator[list[int]]:
 def _kill_left(job: str) -> None:
     """Kills what the job left: ranks are in sessions of their own, so the mark in their environment finds them."""
     mark = f"{_TAG}={job}".encode()
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            marked = mark in (folder / "environ").read_bytes().split(b"\0")
-        except OSError:  # ended meanwhile, or somebody else's
-            continue
-        if marked:
+    for _ in range(100):  # again until none is found: one may have started another meanwhile
+        left = {int(folder.name) for folder in Path("/proc").glob("[0-9]*") if _is_marked(folder, mark)} - {os.getpid()}
+        if not left:
+            return
+        for pid in left:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(int(folder.name), signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _is_marked(folder: Path, mark: bytes) -> bool:
+    try:
+        return mark in (folder / "environ").read_bytes().split(b"\0")
+    except OSError:  # ended meanwhile, or somebody else's
+        return False
 
 
 def _shell_status(exitcode: int) -> int:
@@ -148,10 +155,10 @@ def _agent(launcher: int, ranks: int, command: Sequence[str]) -> int:
 
     if "LOGLEVEL" not in os.environ:
         logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
-    arguments = torchrun.parse_args(["--standalone", f"--nproc-per-node={ranks}", *command])
+    arguments = torchrun.get_args_parser().parse_args(["--standalone", f"--nproc-per-node={ranks}", *command])
     arguments.shutdown_timeout = AGENT_SECONDS
     try:
-        torchrun.run(arguments)
+        torchrun.run(arguments)  # type: ignore[no-untyped-call]
     except SignalException as stopped:
         return 128 + stopped.sigval
     except ChildFailedError as failed:
@@ -164,6 +171,9 @@ def _agent(launcher: int, ranks: int, command: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):
+    try:
         sys.exit(_agent(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]))
-    sys.exit(128 + signal.SIGINT)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    finally:
+        _kill_left(os.environ[_TAG])

@@ -82,11 +82,12 @@ def _from_file(path: Path) -> ModuleType:
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)  # as for a script
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = f"_target_{path.stem}"  # a file random.py must not hide the module of that name
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses and pickle look a class's module up here
+    sys.modules[name] = module  # dataclasses and pickle look a class's module up here
     spec.loader.exec_module(module)
     return module
 

@@ -177,6 +177,23 @@ def test_board_is_deserted_when_all_have_left_or_are_gone() -> None:
     assert world.board.deserted
 
 
+def test_board_waits_for_ranks_that_have_not_joined() -> None:
+    clock = Clock()
+    board = Board(2, Patience(), clock, lambda process: "unknown")
+    for _ in range(20):
+        clock.now += 0.5
+        board.judge()
+    assert not board.deserted
+
+
+def test_board_is_deserted_by_ranks_that_fell_silent() -> None:
+    world = World([OUTSIDE, OUTSIDE])
+    world.pass_time(4, silent=(0, 1))
+    assert not world.board.deserted
+    world.pass_time(2, silent=(0, 1))
+    assert world.board.deserted
+
+
 def test_beat_that_waits_for_an_unknown_rank_is_refused() -> None:
     with pytest.raises(ValueError, match=r"rank 0 waits for 0RECV_F0 from rank 2, but the ranks are 0 to 1"):
         Board(2, Patience()).beat(0, Sighting(Position("0RECV_F0", (2,))))

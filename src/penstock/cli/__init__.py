@@ -17,6 +17,8 @@ from penstock.errors import PenstockError, VerificationError
 
 VERBS: dict[str, dict[str, Any]] = {
     "run": {"context_settings": {"allow_interspersed_args": False}},
+    "demo": {},
+    "verify": {},
 }
 """Each verb, in the order of `--help`, and what `Typer.command` gets besides its function."""
 

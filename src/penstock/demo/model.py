@@ -25,7 +25,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.attend(self.attention_norm(x)))
-        return x + self.dropout(self.perceptron(self.perceptron_norm(x)))
+        change: Tensor = self.dropout(self.perceptron(self.perceptron_norm(x)))
+        return x + change
 
     def attend(self, x: Tensor) -> Tensor:
         """Each position looks at itself and at those before it."""

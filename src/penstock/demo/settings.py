@@ -9,6 +9,9 @@ from penstock.errors import ArgumentError
 from penstock.schedule import Schedule, generate
 
 LAYERS = 4
+PARAMETERS = 1_853_568
+"""Of the model: its blocks and all parameters, so that they can be told before it is built."""
+
 ROWS = 32
 CONTEXT = 128
 """A batch is so many pieces of text of so many bytes."""

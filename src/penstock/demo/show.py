@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from rich import progress as bars
 from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
 
 from penstock.demo.bubble import Bubble
 from penstock.demo.model import VOCABULARY
@@ -106,27 +106,25 @@ def result(
         memory_bytes: the most that each process held.
     """
     before, after = held_out
-    speed = median(step.tokens_per_second for step in steps)
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column()
-    guess = f"{math.log(VOCABULARY):.2f} is guessing, 0 is knowing the text"
-    table.add_row(
-        "  loss", f"{before:.2f} -> [bold]{after:.2f}[/bold] nats per byte, on files that it never trained on ({guess})"
-    )
-    table.add_row("  bubble", f"[bold]{bubble.measured:.1%}[/bold] measured: the share of the time in which ranks wait")
-    table.add_row("", f"{bubble.simulated:.1%} simulated, with the time that each stage takes here")
-    formula = f", {bubble.formula}" if bubble.formula else ""
-    table.add_row("", f"{bubble.textbook:.1%} by the textbook, where all stages take the same time{formula}")
-    if settings.ranks > cores():
-        note = f"{settings.ranks} processes share {cores()} cores and take turns, so these times say little"
-        table.add_row("", f"({note})")
-    table.add_row("  speed", f"{speed:,.0f} bytes (tokens) a second")
+    guess = f"{math.log(VOCABULARY):.2f}"
+    formula = f": {bubble.formula}" if bubble.formula else ""
     memory = ", ".join(f"rank {rank} {held / 1e6:,.0f} MB" for rank, held in enumerate(memory_bytes))
-    table.add_row("  memory", f"{memory}: the most that each process held, PyTorch included")
-    table.add_row("  files", f"{settings.out / TIMELINE}: who did what when; open it at https://ui.perfetto.dev")
-    table.add_row("", f"{settings.out / METRICS}: a line a step")
-    console.print(table)
+    lines = [
+        ("loss", f"[bold]{before:.2f} -> {after:.2f}[/bold] nats per byte, on files that it was never trained on"),
+        ("", f"({guess} is guessing, 0 is knowing the text by heart)"),
+        ("bubble", f"[bold]{bubble.measured:.1%}[/bold] measured: the share of the time in which ranks wait"),
+        ("", f"{bubble.simulated:.1%} simulated, from the time that each stage takes here"),
+        ("", f"{bubble.textbook:.1%} by the textbook, were stages alike{formula}"),
+        ("speed", f"{median(step.tokens_per_second for step in steps):,.0f} bytes (tokens) a second"),
+        ("memory", f"{memory}: each process's peak, with PyTorch"),
+        ("trace", f"{escape(str(settings.out / TIMELINE))}: who did what when; open it in ui.perfetto.dev"),
+        ("log", f"{escape(str(settings.out / METRICS))}: a line a step"),
+    ]
+    if settings.ranks > cores():
+        turns = f"({settings.ranks} processes take turns on {cores()} cores: bubble and speed say little here)"
+        lines.insert(5, ("", turns))
+    for label, text in lines:
+        console.print(f"  {label:<8}{text}", soft_wrap=True)
 
 
 def cores() -> int:

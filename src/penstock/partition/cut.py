@@ -84,13 +84,13 @@ def linear_partition(weights: Sequence[int], parts: int) -> list[int]:
     best: dict[int, tuple[int, list[int]]] = {0: (0, [])}  # end of the runs so far -> squares, their starts
     for part in range(parts):
         longer: dict[int, tuple[int, list[int]]] = {}
-        for start, (squares, starts) in best.items():
+        for start, (squares, starts) in sorted(best.items()):
             for end in range(start + 1, count - (parts - part - 1) + 1):
                 size = totals[end] - totals[start]
                 if size > limit:
                     break
                 total = squares + size * size
-                if end not in longer or total < longer[end][0]:
+                if end not in longer or total <= longer[end][0]:  # of equals, what weighs nothing stays behind
                     longer[end] = total, [*starts, start]
         best = longer
     return best[count][1]

@@ -1,17 +1,21 @@
-"""Values that follow from the program alone, such as position ids: kept real, so that the forward may branch on them.
+"""Values that the forward may branch on: kept real while the rest of the recording is fake.
 
-Without this a library that asks "is this mask trivial?" would take another path than it takes in training.
+Some follow from the program alone, such as position ids. Without them a library that asks "is this mask trivial?" would
+take another path than it takes in training. Others follow from integer inputs, such as padding masks: a branch on those
+is recorded for the given values, with a guard that tells for which others the recording holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from penstock.partition._compat import flatten, storage_of, unset_fake_temporarily
+from penstock.partition._compat import FakeTensorMode, flatten, quiet, storage_of, unset_fake_temporarily
+from penstock.partition.objects import holds_tensors
 from penstock.partition.observer import Observer
+from penstock.partition.state import map_tensors
 
 
 class Restart(BaseException):
@@ -25,24 +29,45 @@ class Restart(BaseException):
         self.fake_calls = fake_calls
 
 
+class Outcome(NamedTuple):
+    """A call's result, the modules in which it drew random numbers, the memory that it wrote, and whether the result
+    depends on the values of the model's inputs although it is no tensor.
+    """
+
+    result: Any
+    drew: list[nn.Module | None]
+    writes: frozenset[int]
+    reads_inputs: bool = False
+
+
 class Known:
     """Runs calls: for real where all their tensors are known, else on fake tensors.
 
     Args:
         observer: sees what each call draws and writes.
-        fake_calls: numbers of calls whose results must not be known, since unknown values are written into them later.
+        mode: the recording's fake mode.
+        fake_calls: numbers of calls whose results must not be known, since unknown values are written into them later;
+            negative ones are inputs.
     """
 
-    def __init__(self, observer: Observer, fake_calls: frozenset[int]) -> None:
-        self._observer, self._fake_calls = observer, fake_calls
+    def __init__(self, observer: Observer, mode: FakeTensorMode, fake_calls: frozenset[int]) -> None:
+        self._observer, self._mode, self._fake_calls = observer, mode, fake_calls
         self._calls = 0
         self._real: dict[int, Tensor] = {}
+        self._from_inputs: set[int] = set()  # storages
         self._origins: dict[int, int] = {}  # storage of a real tensor -> number of the call that made it
 
-    def run(
-        self, function: Callable[..., Any], args: Any, kwargs: Any
-    ) -> tuple[Any, list[nn.Module | None], frozenset[int]]:
-        """The call's result, the modules in which it drew random numbers, and the memory that it wrote."""
+    def assume(self, value: Tensor, index: int) -> bool:
+        """Take an input's values to be known, unless the forward writes unknown ones into it."""
+        if -1 - index in self._fake_calls:
+            return False
+        self._real[id(value)] = value
+        self._from_inputs.add(storage_of(value))
+        self._origins[storage_of(value)] = -1 - index
+        return True
+
+    def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Outcome:
+        """Make a call."""
         self._calls += 1
         given = [leaf for leaf in flatten((args, kwargs)).leaves if isinstance(leaf, Tensor)]
         self._observer.take()
@@ -51,13 +76,26 @@ class Known:
                 result = function(*args, **kwargs)
             drew, writes = self._observer.take()
             if not drew:
-                self._keep(result)
-                return result, drew, writes
+                from_inputs = any(storage_of(t) in self._from_inputs for t in given)
+                reads = from_inputs and self._reads_values(function, args, kwargs, result)
+                self._keep(result, from_inputs)
+                if from_inputs:
+                    self._from_inputs |= writes
+                return Outcome(result, drew, writes, reads)
             self.refuse_writes(writes)  # what was drawn is not known: draw again, on fake tensors
+        self.expose(given)
         result = function(*args, **kwargs)
         drew, writes = self._observer.take()
         self.refuse_writes(writes)
-        return result, drew, writes
+        return Outcome(result, drew, writes)
+
+    def expose(self, given: Iterable[Tensor]) -> None:
+        """To be called before known values are used beside unknown ones, where fakes stand in for them."""
+        for tensor in given:
+            if id(tensor) in self._real:
+                fake = self._mode.from_tensor(tensor)  # which the mode remembers, and uses whenever it meets the tensor
+                self._origins.setdefault(storage_of(fake), self._origins[storage_of(tensor)])
+        self._observer.take()
 
     def refuse_writes(self, writes: frozenset[int]) -> None:
         """Raise Restart if real values were overwritten by something unknown."""
@@ -65,8 +103,31 @@ class Known:
         if stale:
             raise Restart(self._fake_calls | stale)
 
-    def _keep(self, result: Any) -> None:
+    def _reads_values(self, function: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> bool:
+        """Whether the result depends on values, which is found out by asking for it without them.
+
+        Raises what fake tensors raise if it is a tensor whose shape depends on values.
+        """
+        fake_args, fake_kwargs = map_tensors(self._mode.from_tensor, (args, kwargs))
+        try:
+            with quiet():
+                function(*fake_args, **fake_kwargs)
+        except Exception:
+            if holds_tensors(result) or not _is_plain(result):
+                raise
+            return True
+        finally:
+            self._observer.take()
+        return False
+
+    def _keep(self, result: Any, from_inputs: bool) -> None:
         for leaf in flatten(result).leaves:
             if isinstance(leaf, Tensor):
                 self._real[id(leaf)] = leaf
                 self._origins.setdefault(storage_of(leaf), self._calls)
+                if from_inputs:
+                    self._from_inputs.add(storage_of(leaf))
+
+
+def _is_plain(value: Any) -> bool:
+    return all(isinstance(leaf, (bool, int, float)) for leaf in flatten(value).leaves)

@@ -24,6 +24,11 @@ def leaf(value: Any, index: int) -> Any:
     return flatten(value).leaves[index]
 
 
+def input_path(path: str) -> str:
+    """The path of a leaf of (args, kwargs) as a caller would write it: `args[0]`, `kwargs['labels']`."""
+    return path.replace("[0]", "args", 1) if path.startswith("[0]") else path.replace("[1]", "kwargs", 1)
+
+
 def free_name(model: nn.Module, name: str) -> str:
     """The name, or with underscores behind it one that the model does not use."""
     while hasattr(model, name):

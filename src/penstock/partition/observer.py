@@ -41,9 +41,11 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if isinstance(func, torch._ops.OpOverload):
-            if torch.Tag.nondeterministic_seeded in func.tags:
+            names = argument_names(func)
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            drops = "dropout_p" not in names or given.get("dropout_p")
+            if torch.Tag.nondeterministic_seeded in func.tags and drops:
                 self._drew.append(self.stack[-1] if self.stack else None)
-            given = {**dict(zip(argument_names(func), args, strict=False)), **kwargs}
             for name in written_arguments(func):
                 value = given.get(name)
                 for tensor in value if isinstance(value, (list, tuple)) else [value]:

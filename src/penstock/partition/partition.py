@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from penstock.errors import ShapeError
 from penstock.partition._compat import flatten, unflatten
+from penstock.partition.guards import Guard
+from penstock.partition.objects import input_path
 from penstock.partition.recording import Constant
 from penstock.partition.stage import Stage
 
@@ -27,6 +29,7 @@ class Partition:
         draw_offsets: for each stage, how often each drawing module is called on the stages before it.
         cuts: the names of the modules at which stages 1.. begin.
         notes: what the user should know about the recording.
+        guards: what the forward read from the values of integer inputs; the partition holds where they read the same.
     """
 
     stages: tuple[Stage, ...]
@@ -34,6 +37,7 @@ class Partition:
     draw_offsets: tuple[Mapping[str, int], ...]
     cuts: tuple[str, ...]
     notes: tuple[str, ...]
+    guards: tuple[Guard, ...]
     input_structure: Any
     input_paths: tuple[str, ...]
     input_leaves: tuple[Leaf, ...]
@@ -48,13 +52,14 @@ class Partition:
         """
         given = flatten((tuple(args), dict(kwargs)))
         if given.structure != self.input_structure:
-            missing = [p for p in self.input_paths if p not in given.paths]
-            extra = [p for p in given.paths if p not in self.input_paths]
+            paths = [input_path(p) for p in given.paths]
+            missing = ", ".join(p for p in self.input_paths if p not in paths) or "nothing"
+            extra = ", ".join(p for p in paths if p not in self.input_paths) or "nothing"
             raise ShapeError(
-                f"the arguments' structure is not the recorded one: missing {missing}, unexpected {extra} "
-                f"(leaves of (args, kwargs)). Give the same arguments, or call the partitioner for new ones"
+                f"the arguments' structure is not the recorded one: missing {missing}, unexpected {extra}. Give the "
+                "same arguments, or call the partitioner for new ones"
             )
-        for leaf, path, expected in zip(given.leaves, given.paths, self.input_leaves, strict=True):
+        for leaf, path, expected in zip(given.leaves, self.input_paths, self.input_leaves, strict=True):
             if describe(leaf)[:3] != expected[:3]:
                 raise ShapeError(f"input {path} is {_text(describe(leaf))}, but {_text(expected)} was recorded")
         return [given.leaves[i] for i in self.input_order]

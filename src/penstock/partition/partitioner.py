@@ -10,15 +10,19 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, PartitionError
 from penstock.partition._compat import autocast_state, flatten
 from penstock.partition.chain import Chain, public_names
 from penstock.partition.cut import Balance, balanced_cuts, cut_positions
+from penstock.partition.objects import input_path
 from penstock.partition.partition import Partition, describe
 from penstock.partition.record import record
 from penstock.partition.recording import RandomSource, Recording
 from penstock.partition.split import Split
 from penstock.partition.stage import build_stage
+
+VARIANTS = 32
+"""How many recordings one signature may have, if the forward branches on the values of its integer inputs."""
 
 
 class Partitioner:
@@ -60,7 +64,8 @@ class Partitioner:
         self.stages = stages
         self.cuts = None if cuts is None else tuple(cuts)
         self._leaves, self._streams, self._balance = tuple(leaves or ()), streams, balance
-        self._partitions: dict[Hashable, tuple[Partition, object]] = {}
+        self._partitions: dict[Hashable, list[Partition]] = {}
+        self._keep_alive: list[object] = []
         self._modules = list(self.model.modules())
         self._slots = [(slots, name) for m in self._modules for slots in (m._parameters, m._buffers) for name in slots]
 
@@ -68,15 +73,27 @@ class Partitioner:
         """The stages for one microbatch's arguments, recorded when their signature is new.
 
         The signature: structure, shapes, strides, dtypes, devices and constants of the arguments, the modules' training
-        flags, identity and requires_grad of parameters and buffers, and the grad and autocast modes.
+        flags, identity and requires_grad of parameters and buffers, and the grad and autocast modes. If the forward
+        branches on values of integer inputs (is any token masked?), also what it reads from them; ranks that must agree
+        on the partition have to pass the same values then.
         """
         kwargs = dict(kwargs or {})
         given = flatten((tuple(args), kwargs))
         key = given.structure, tuple(describe(leaf) for leaf in given.leaves), self._state()
-        if key not in self._partitions:
-            keep_alive = given.leaves, [slots.get(name) for slots, name in self._slots]
-            self._partitions[key] = self._partition(args, kwargs), keep_alive
-        return self._partitions[key][0]
+        variants = self._partitions.setdefault(key, [])
+        for partition in variants:
+            if all(guard.holds(given.leaves) for guard in partition.guards):
+                return partition
+        if len(variants) == VARIANTS:
+            guard = variants[-1].guards[-1]
+            raise PartitionError(
+                f"the forward reads values of its inputs at {guard.source_line}, and got another result for each of "
+                f"{VARIANTS} microbatches (now not {guard.expected!r}). Name an enclosing module in leaves=[...]"
+            )
+        variants.append(self._partition(args, kwargs))
+        # the key has ids in it, which must not be taken by other objects
+        self._keep_alive.append((given.leaves, [slots.get(name) for slots, name in self._slots]))
+        return variants[-1]
 
     def forget(self) -> None:
         """Drops what was recorded, and with it every reference to parameters that the model no longer holds."""
@@ -104,7 +121,7 @@ class Partitioner:
         if self.cuts is None:
             self.cuts = balanced_cuts(recording, model, self.stages, self._balance)
         starts = cut_positions(recording, model, self.cuts)
-        split = Split(recording, model, starts)
+        split = Split(recording, model, self.cuts, starts)
         stages = tuple(build_stage(split, plan, index, self._streams) for index, plan in enumerate(split.plans()))
         given = flatten((tuple(args), kwargs))
         placeholders = {node.name: position for node, position in recording.inputs.items()}
@@ -114,8 +131,9 @@ class Partitioner:
             draw_offsets=_draw_offsets(recording, starts),
             cuts=self.cuts,
             notes=recording.notes,
+            guards=recording.guards,
             input_structure=given.structure,
-            input_paths=tuple(given.paths),
+            input_paths=tuple(map(input_path, given.paths)),
             input_leaves=tuple(describe(leaf) for leaf in given.leaves),
             input_order=tuple(placeholders[i.name] for i in stages[0].meta.inputs),
             result_structure=recording.result_structure,

@@ -18,9 +18,10 @@ from torch import Tensor, fx, nn
 from penstock.errors import PartitionError
 from penstock.partition._compat import DATA_DEPENDENT, UNSUPPORTED, fake_mode, flatten, storage_of, unflatten
 from penstock.partition.chain import Chain
+from penstock.partition.guards import is_integer
 from penstock.partition.known import Restart
 from penstock.partition.modes import Entry
-from penstock.partition.objects import holds_tensors
+from penstock.partition.objects import holds_tensors, input_path
 from penstock.partition.recorder import Recorder
 from penstock.partition.recording import Constant, Recording
 from penstock.partition.source import raising_line
@@ -52,26 +53,28 @@ def _record(
     try:
         with untouched_generators():
             loan = Loan(model, mode, device)
-            recorder = Recorder(model, units, loan, Entry(device), names, fake_calls)
-            fakes, inputs = list(given.leaves), {}
+            recorder = Recorder(model, units, loan, Entry(device), names, mode, fake_calls)
+            inputs = list(given.leaves)
             for index, leaf in enumerate(given.leaves):
                 if isinstance(leaf, Tensor):
-                    fakes[index] = (fake_like if leaf.is_leaf else fake_value)(leaf, mode, leaf.device)
-                    inputs[recorder.add_input(_input_name(model, given.paths[index]), fakes[index])] = index
+                    inputs[index] = leaf.clone() if is_integer(leaf) else None
+                    if inputs[index] is None or not recorder.known.assume(inputs[index], index):
+                        inputs[index] = (fake_like if leaf.is_leaf else fake_value)(leaf, mode, leaf.device)
+                    recorder.add_input(_input_name(model, given.paths[index]), inputs[index], index)
                 elif holds_tensors(leaf):
                     raise PartitionError(
-                        f"the model's input {given.paths[index]} is a {type(leaf).__name__}, which holds tensors but "
-                        "is no structure that torch can take apart. Pass tensors, tuples, lists or dicts"
+                        f"the model's input {input_path(given.paths[index])} is a {type(leaf).__name__}, which holds "
+                        "tensors but is no structure that torch can take apart. Pass tensors, tuples, lists or dicts"
                     )
-            result = _run(model, recorder, mode, fakes, given.structure)
+            result = _run(model, recorder, mode, inputs, given.structure)
             _check_leftovers(snapshot, loan, recorder, names)
-            return _finish(recorder, loan, units, inputs, result)
+            return _finish(recorder, loan, units, result)
     finally:
         snapshot.restore()
 
 
-def _run(model: nn.Module, recorder: Recorder, mode: Any, fakes: list[Any], structure: Any) -> Any:
-    args, kwargs = unflatten(fakes, structure)
+def _run(model: nn.Module, recorder: Recorder, mode: Any, inputs: list[Any], structure: Any) -> Any:
+    args, kwargs = unflatten(inputs, structure)
     observer = recorder.observer
     modules = [u.module for u in recorder.units.values()]
     try:
@@ -135,7 +138,7 @@ def _check_leftovers(snapshot: Snapshot, loan: Loan, recorder: Recorder, names: 
                 recorder.notes.append(f"the forward changes {path}; a stage keeps the value it had when recorded")
 
 
-def _finish(recorder: Recorder, loan: Loan, units: Any, inputs: dict[fx.Node, int], result: Any) -> Recording:
+def _finish(recorder: Recorder, loan: Loan, units: Any, result: Any) -> Recording:
     flat = flatten(result)
     outputs: dict[fx.Node, int] = {}
     leaves: list[int | Constant] = []
@@ -157,7 +160,7 @@ def _finish(recorder: Recorder, loan: Loan, units: Any, inputs: dict[fx.Node, in
     return Recording(
         graph=recorder.graph,
         facts=recorder.facts,
-        inputs=inputs,
+        inputs=recorder.inputs,
         outputs=tuple(outputs),
         result_leaves=tuple(leaves),
         result_structure=flat.structure,
@@ -168,6 +171,7 @@ def _finish(recorder: Recorder, loan: Loan, units: Any, inputs: dict[fx.Node, in
         drawing=dict(sorted(drawing.items())),
         calls={name: tuple(called[id(m)]) for name, m in drawing.items()},
         device=recorder.entry.device,
+        guards=tuple(recorder.guards),
         notes=tuple(dict.fromkeys(recorder.notes)),
     )
 

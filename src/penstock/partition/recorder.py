@@ -17,7 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.errors import PartitionError
 from penstock.partition import calls, source
-from penstock.partition._compat import FakeTensor, flatten, quiet, storage_of
+from penstock.partition._compat import FakeTensor, FakeTensorMode, flatten, quiet, storage_of
+from penstock.partition.guards import Guard, make_guard
 from penstock.partition.known import Known
 from penstock.partition.modes import Entry
 from penstock.partition.objects import CONSTANTS, child_items, free_name, holds_tensors, is_named_tuple, opaque_holders
@@ -45,6 +46,7 @@ class Recorder(TorchFunctionMode):
         loan: Loan,
         entry: Entry,
         names: dict[int, str],
+        mode: FakeTensorMode,
         fake_calls: frozenset[int],
     ) -> None:
         super().__init__()
@@ -52,9 +54,11 @@ class Recorder(TorchFunctionMode):
         self.graph = fx.Graph()
         self.facts: dict[fx.Node, Fact] = {}
         self.observer = Observer()
-        self._known = Known(self.observer, fake_calls)
+        self.known = Known(self.observer, mode, fake_calls)
         self.constants: dict[str, object] = {}
         self.notes: list[str] = []
+        self.guards: list[Guard] = []
+        self.inputs: dict[fx.Node, int] = {}  # placeholder -> its place among the leaves of (args, kwargs)
         self.drawing: dict[str, nn.Module] = {}
         self._seen: dict[int, Seen] = {}
         self._on_memory: dict[int, list[int]] = {}  # storage -> ids of the tensors seen on it
@@ -85,12 +89,15 @@ class Recorder(TorchFunctionMode):
                     "an enclosing module in leaves=[...], so that it runs as a whole"
                 )
             stale = self._stale_gradient(args, kwargs)
-            result, drew, writes = self._known.run(function, args, kwargs)
+            result, drew, writes, reads_inputs = self.known.run(function, args, kwargs)
+            target = calls.target_of(function, args, kwargs)
             if writes or holds_tensors(result):
                 if stale:
                     raise PartitionError(stale)
-                target = calls.target_of(function, args, kwargs)
                 self._write(target, "call", result, bool(drew), writes)
+            elif reads_inputs:
+                target = calls.Target(*target[:2], *self._arguments(*target[2:]))
+                self.guards.append(make_guard(target, result, self.facts, self.inputs, source.current_line()))
             return result
 
     def call_unit(self, original: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -103,10 +110,10 @@ class Recorder(TorchFunctionMode):
             stale = self._stale_gradient(args, kwargs)
             if stale:
                 raise PartitionError(stale)
-            self.observer.take()
+            self.known.expose(leaf for leaf in flatten((args, kwargs)).leaves if isinstance(leaf, Tensor))
             target = calls.Target("call_module", unit.name, *self._arguments(args, kwargs))
             result, drew, writes = self._run_unit(original, unit, args, kwargs)
-            self._known.refuse_writes(writes)
+            self.known.refuse_writes(writes)
             self._refuse_objects(unit, args, kwargs, result)
             for inner in drew:
                 inner = inner or module
@@ -119,7 +126,7 @@ class Recorder(TorchFunctionMode):
         if self._paused or threading.get_ident() != self._thread:
             return original(*args, **kwargs)
         with self._pause():
-            result, drew, writes = self._known.run(original, args, kwargs)
+            result, drew, writes, _ = self.known.run(original, args, kwargs)
             self._write(calls.Target("call_method", "apply", (cls, *args), kwargs), "call", result, bool(drew), writes)
             return result
 
@@ -153,11 +160,11 @@ class Recorder(TorchFunctionMode):
 
     # -- writing nodes ----------------------------------------------------------------------------------------------
 
-    def add_input(self, name: str, tensor: Tensor) -> fx.Node:
+    def add_input(self, name: str, tensor: Tensor, index: int) -> None:
         node = self.graph.placeholder(name)
+        self.inputs[node] = index
         self._fact(node, "input", tensor)
         self._see(tensor, node)
-        return node
 
     def _write(self, target: calls.Target, kind: Kind, result: Any, draws: bool, writes: frozenset[int]) -> None:
         args, kwargs = target.args, target.kwargs

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor, fx, nn
 
 from penstock.stages import TensorMeta
+
+if TYPE_CHECKING:
+    from penstock.partition.guards import Guard
 
 
 class RandomSource(Protocol):
@@ -82,6 +85,7 @@ class Recording:
         drawing: qualified name -> module, of the modules in units that draw random numbers.
         calls: for each drawing module, the index of the unit's node at each of its calls.
         device: where the forward was recorded "as if".
+        guards: what the forward read from the values of its integer inputs; it holds where they read the same.
         notes: things to tell the user.
     """
 
@@ -98,6 +102,7 @@ class Recording:
     drawing: Mapping[str, nn.Module]
     calls: Mapping[str, tuple[int, ...]]
     device: torch.device
+    guards: tuple[Guard, ...]
     notes: tuple[str, ...]
 
 

@@ -32,18 +32,26 @@ class Plan:
 
 
 class Split:
-    """The stages of a recording that is cut before the nodes at `starts`. Raises PartitionError where a cut would
-    separate an update in place from another view of the same memory.
+    """The stages of a recording that is cut at the modules `cuts`, which begin at the nodes `starts`.
+
+    Raises PartitionError where a cut would separate an update in place from another view of the same memory, and for a
+    stage on which nothing would run.
     """
 
-    def __init__(self, recording: Recording, model: nn.Module, starts: Sequence[int]) -> None:
-        self.recording, self.model, self.starts = recording, model, list(starts)
+    def __init__(self, recording: Recording, model: nn.Module, cuts: Sequence[str], starts: Sequence[int]) -> None:
+        self.recording, self.model, self.cuts, self.starts = recording, model, cuts, list(starts)
         self.count = len(starts) + 1
         self.facts = recording.facts
         self.writers = [fact for fact in self.facts.values() if fact.writes]
         self.written = {storage for fact in self.writers for storage in fact.writes}
 
     def plans(self) -> tuple[Plan, ...]:
+        for stage in range(self.count if self.count > 1 else 0):
+            if not self._own(stage):
+                raise PartitionError(
+                    f"cuts: nothing would run on stage {stage}, which lies {self._extent(stage)}, but what any stage "
+                    "can make for itself. Move or leave out a cut"
+                )
         received, run = zip(*(self._needs(stage) for stage in range(self.count)), strict=True)
         received[0].update(n for r in received for n in r if self.facts[n].kind == "input")
         self._check_held(received, run)
@@ -104,18 +112,26 @@ class Split:
         fact = self.facts[node]
         return node in found or (fact.kind in ("input", "buffer", "constant") and not fact.storages & self.written)
 
+    def _own(self, stage: int) -> list[fx.Node]:
+        """The calls that only this stage makes."""
+        return [
+            node
+            for node, fact in self.facts.items()
+            if fact.kind in ("call", "unit")
+            and self.stage_of(fact.index) == stage
+            and node in self.live
+            and node not in self.remade
+        ]
+
+    def _extent(self, stage: int) -> str:
+        begin = f"from {self.cuts[stage - 1]!r}" if stage else "from the beginning"
+        return begin + (f" to {self.cuts[stage]!r}" if stage < len(self.cuts) else " to the end")
+
     def _needs(self, stage: int) -> tuple[set[fx.Node], set[fx.Node]]:
         """What a stage receives and what it runs."""
         received: set[fx.Node] = set()
         run: set[fx.Node] = set()
-        stack = [
-            n
-            for n, f in self.facts.items()
-            if n in self.live
-            and n not in self.remade
-            and f.kind in ("call", "unit")
-            and self.stage_of(f.index) == stage
-        ]
+        stack = self._own(stage)
         if stage == self.count - 1:
             stack += self.recording.outputs
         while stack:
