@@ -12,10 +12,11 @@ import os
 import platform
 import socket
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.multiprocessing.spawn import spawn
 
 import penstock
+from penstock.launch import launch
 from penstock.runtime.engine import Engine
 from penstock.runtime.world import join
 from penstock.stages import Link
@@ -269,10 +270,11 @@ def _gathered(value: Any) -> list[Any]:
 # -- the two processes ------------------------------------------------------------------------------------------------
 
 
-def run_rank(rank: int, sizes: Sequence[Size], folder: Path) -> None:
+def run_rank(sizes: Sequence[Size], folder: Path) -> None:
     """One of the two processes. Rank 0 leaves what was measured in `folder`."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
     found: dict[str, Any] = {"sizes": [], "one_way_microseconds": {}}
     for size in sizes:
         contest = Contest(size, rank)
@@ -377,14 +379,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="rounds of each size (default: 120, 48 and 24; at least 2)")
     parser.add_argument("--quick", action="store_true", help="6 rounds of each size")
     parser.add_argument("--json", type=Path, default=Path(__file__).with_name("results.json"))
+    parser.add_argument("--rank-folder", type=Path, help=argparse.SUPPRESS)  # given to the two processes
     chosen = parser.parse_args()
     rounds = 6 if chosen.quick and chosen.rounds is None else chosen.rounds
-    sizes = [SIZES[name] if rounds is None else Size(**{**asdict(SIZES[name]), "rounds": rounds})
-             for name in chosen.sizes]  # fmt: skip
+    if chosen.rank_folder:
+        sizes = [SIZES[name] for name in chosen.sizes]
+        run_rank([size if rounds is None else replace(size, rounds=rounds) for size in sizes], chosen.rank_folder)
+        return
     results: dict[str, Any] = {"environment": environment()}
-    os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
-        spawn(run_rank, (sizes, Path(folder)), nprocs=RANKS)  # type: ignore[no-untyped-call]
+        status = launch([__file__, *sys.argv[1:], "--rank-folder", folder], RANKS, threads=1)
+        if status:
+            sys.exit(status)
         results |= json.loads((Path(folder) / "found.json").read_text())
     chosen.json.write_text(json.dumps(results, indent=2) + "\n")
     show(results, Console(width=None if os.isatty(1) else 220))

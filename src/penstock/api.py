@@ -5,10 +5,11 @@ The same script runs alone (one process drives all ranks) and under torchrun (ea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self, TypeVar, get_args
+from typing import Any, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from penstock.runtime.loss import Loss, Reduction, weights
 from penstock.runtime.materialize import Materialize
 from penstock.runtime.program import Feed, model_inputs
 from penstock.runtime.split_model import SplitModel
+from penstock.runtime.streams import Streams
 from penstock.runtime.world import World, device_of, join
 from penstock.schedule import (
     Schedule,
@@ -36,8 +38,6 @@ from penstock.schedule import (
 )
 from penstock.stages import StageMeta, backward_links, forward_links, needs_backward
 from penstock.timeline import Timeline
-
-T = TypeVar("T")
 
 
 def pipeline(
@@ -96,6 +96,7 @@ def pipeline(
         ScheduleError: the schedule is not legal, or could deadlock.
     """
     _check_numbers(microbatches=microbatches, chunks=chunks)
+    _check_names(example_kwargs or {})
     if not isinstance(model, nn.Module) and not all(isinstance(layer, nn.Module) for layer in model):
         raise ArgumentError("model: expected a module or a sequence of modules")
     if transport not in get_args(TransportChoice):
@@ -274,7 +275,7 @@ class Pipeline:
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this process's stages. A rank without any gets an empty one: optimizers want some."""
         held = [parameter for _, parameter in self.named_parameters()]
-        return iter(held or [nn.Parameter(torch.empty(0, device=self._engine.devices[self._engine.ranks[0]]))])
+        return iter(held or [nn.Parameter(torch.empty(0, device=self.device))])
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """The buffers of this process's stages, by their names in the unsplit model."""
@@ -295,6 +296,11 @@ class Pipeline:
         return self._engine.streams.seed
 
     @property
+    def device(self) -> torch.device:
+        """Where this process computes; where it drives several ranks, the first one's."""
+        return self._engine.devices[self._engine.ranks[0]]
+
+    @property
     def draws_in_glue(self) -> bool:
         """Whether the model draws random numbers outside of any module that is called."""
         return any(draws_in_glue(partition) for partition in self._split.partitions(training=True))
@@ -309,18 +315,14 @@ class Pipeline:
 
     def split_batch(self, tree: Any) -> list[Any]:
         """The microbatches of one batch, as `step` makes them: each tensor in memory of its own."""
-        return batches.split(tree, self._sizes, "batch", self._engine.devices[self._engine.ranks[0]])
+        return batches.split(tree, self._sizes, "batch", self.device)
 
-    def drawing(self, microbatches: Iterable[tuple[int, T]]) -> Iterator[tuple[int, T]]:
-        """Passes numbered microbatches on, with the random streams of the present step set for each.
-
-        For running the unsplit model with the masks that the pipeline draws.
-        """
+    @contextmanager
+    def drawing(self) -> Iterator[Streams]:
+        """The random streams of the present step: to run the unsplit model with the masks that the pipeline draws."""
         streams = self._engine.streams
         with streams.drawing(self.step_count, tuple(self._engine.devices)):
-            for index, microbatch in microbatches:
-                streams.begin(index, {})
-                yield index, microbatch
+            yield streams
 
     def gather(self, value: Any) -> list[Any]:
         """One object from each process, given to all of them. A collective: every rank calls it."""
@@ -446,6 +448,15 @@ def _schedule(schedule: str | Schedule, ranks: int, microbatches: int, chunks: i
 def _device_of(model: nn.Module | Sequence[nn.Module]) -> torch.device:
     roots = [model] if isinstance(model, nn.Module) else model
     return next((p.device for root in roots for p in root.parameters()), torch.device("cpu"))
+
+
+def _check_names(kwargs: Mapping[str, Any]) -> None:
+    taken = sorted({"target", "outputs", "timeline"} & kwargs.keys())
+    if taken:
+        raise ArgumentError(
+            f"example_kwargs: the model's argument {taken[0]!r} has the name of one that Pipeline.step takes itself; "
+            "pass it by position in example_args, or wrap the model in a module that names it otherwise"
+        )
 
 
 def _check_numbers(**numbers: int) -> None:

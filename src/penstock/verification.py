@@ -19,7 +19,7 @@ from penstock.api import Options, Pipeline, build, pipeline
 from penstock.errors import VerificationError
 from penstock.partition._compat import flatten
 from penstock.runtime import batch as batches
-from penstock.runtime.loss import Loss, Reduction, own_loss, weighted_sum, weights
+from penstock.runtime.loss import Loss, Reduction, own_loss, root_of, weighted_sum, weights
 from penstock.runtime.world import World
 from penstock.schedule import Schedule, generate
 from penstock.stages import ties
@@ -192,7 +192,8 @@ def _reference(
             loss=loss,
             reduction=reduction,
             leaves=options.get("leaves"),
-            devices=options.get("devices"),
+            devices=pipe.device,
+            materialize=options.get("materialize"),
             seed=pipe.seed,
         ),
     )
@@ -220,13 +221,18 @@ def _run_unsplit(alone: Pipeline, batch: _Batch, loss: Loss | None, reduction: R
     weighted = weights(reduction, sizes, targets)
     outputs: list[Any] = []
     losses: list[Tensor] = []
-    for k, (args, kwargs) in alone.drawing(enumerate(pieces)):
-        output = alone.model(*args, **{**kwargs, **alone.default_kwargs(args, kwargs)})
-        value = own_loss(output) if loss is None else loss(output, targets[k])
-        assert value is not None
-        value.backward(torch.full_like(value, weighted[k]))  # type: ignore[no-untyped-call]
-        losses.append(value.detach())
-        outputs.append(output)
+    with alone.drawing() as streams:
+        for k, (args, kwargs) in enumerate(pieces):
+            streams.begin(k, {})
+            output = alone.model(*args, **{**kwargs, **alone.default_kwargs(args, kwargs)})
+            streams.begin_loss(k)
+            value = own_loss(output) if loss is None else loss(output, targets[k])
+            assert value is not None
+            streams.begin(k, {}, again=True)
+            root = root_of(value, weighted[k], _tensors(output))
+            root.backward(torch.full_like(value, weighted[k]))  # type: ignore[no-untyped-call]
+            losses.append(value.detach())
+            outputs.append(output)
     total = weighted_sum(losses, weighted)
     assert total is not None
     return outputs, total.cpu()

@@ -1,12 +1,9 @@
 import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-sys.path.insert(0, str(Path(__file__).parent.parent))  # for `models`
 
 
 @pytest.fixture(autouse=True)

@@ -316,7 +316,9 @@ def test_same_wait_in_the_next_step_is_a_new_one(bench: Bench, capsys: pytest.Ca
 def test_own_failure_is_reported_and_a_cause_known_before_wins(bench: Bench) -> None:
     bench.dog._take({"failure": BOOM.to_json()})
     assert bench.dog.report("1F2", KeyError("x")) == BOOM
-    assert "KeyError" in bench.rank0.receive()[0]["failure"]
+    noted, reported = bench.rank0.receive()
+    assert noted["noted"]
+    assert "KeyError" in reported["failure"]
 
 
 def test_one_rank_has_nothing_to_watch() -> None:

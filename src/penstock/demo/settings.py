@@ -58,6 +58,6 @@ class Settings:
         return generate(self.schedule, self.ranks, self.microbatches)
 
     def arguments(self) -> list[str]:
-        """As `penstock.demo.train` takes them."""
+        """As `python -m penstock.demo` takes them."""
         options = {"schedule": self.schedule, "microbatches": self.microbatches, "steps": self.steps, "out": self.out}
         return [f"--{name}={value}" for name, value in options.items()]

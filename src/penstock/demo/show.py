@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -22,6 +23,7 @@ from penstock.timeline import Timeline
 
 TIMELINE = "timeline.json"
 METRICS = "metrics.jsonl"
+WIDTH = 80
 LINE_EVERY = 10
 """Where there is no terminal to draw a bar on, one step in so many gets a line."""
 
@@ -89,6 +91,11 @@ class Progress:
 def heading(console: Console, number: str, text: str) -> None:
     """The title of one of the three parts."""
     console.print(f"\n[bold]{number}. {text}[/bold]")
+
+
+def paragraph(console: Console, text: str) -> None:
+    """Text below a heading."""
+    console.print(textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="  "), soft_wrap=True, markup=False)
 
 
 def result(

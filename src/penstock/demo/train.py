@@ -1,6 +1,6 @@
 """Trains a small GPT in a pipeline: an ordinary script, to be copied. It runs alone, or in as many processes as
 
-    penstock run --ranks 2 -m penstock.demo.train
+    penstock run --ranks 2 -m penstock.demo
 
 starts. Only the calls of `penstock` and of `pipe` have to do with the pipeline; the rest is PyTorch.
 """
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     corpus = standard_library()
 
     show.heading(console, "1", "Verify: one training step, compared with the unsplit model")
-    console.print(f"  {verify(settings, corpus).summary()}")
+    show.paragraph(console, verify(settings, corpus).summary())
 
     torch.manual_seed(0)  # every process builds the same model; the pipeline keeps this process's stages
     model = GPT(layers=LAYERS, context=CONTEXT)
@@ -128,7 +128,3 @@ def parse(arguments: Sequence[str] | None) -> Settings:
     settings = Settings(ranks, **vars(parser.parse_args(arguments)))
     settings.order()
     return settings
-
-
-if __name__ == "__main__":
-    main()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from penstock.partition._compat import FakeTensorMode, flatten, quiet, storage_of, unset_fake_temporarily
@@ -55,6 +56,7 @@ class Known:
         self._calls = 0
         self._real: dict[int, Tensor] = {}
         self._from_inputs: set[int] = set()  # storages
+        self._uniform: dict[int, Tensor] = {}  # what torch.rand made
         self._origins: dict[int, int] = {}  # storage of a real tensor -> number of the call that made it
 
     def assume(self, value: Tensor, index: int) -> bool:
@@ -84,10 +86,27 @@ class Known:
                 return Outcome(result, drew, writes, reads)
             self.refuse_writes(writes)  # what was drawn is not known: draw again, on fake tensors
         self.expose(given)
+        decided = self._decided(function, args)
+        if decided is not None:
+            self._keep(decided, from_inputs=False)
+            return Outcome(decided, [], frozenset())
         result = function(*args, **kwargs)
         drew, writes = self._observer.take()
         self.refuse_writes(writes)
+        if function is torch.rand:
+            self._uniform[id(result)] = result
         return Outcome(result, drew, writes)
+
+    def _decided(self, function: Callable[..., Any], args: Any) -> Tensor | None:
+        """What comparing uniform numbers in [0, 1) with a bound gives, if that is certain: layer drop at rate 0."""
+        if len(args) != 2 or id(args[0]) not in self._uniform or not isinstance(args[1], (int, float)):
+            return None
+        below, above = ("lt", "__lt__"), ("ge", "__ge__")
+        name = getattr(function, "__name__", "")
+        if name not in (*below, *above) or 0 < args[1] < 1:
+            return None
+        with unset_fake_temporarily():
+            return torch.full(args[0].shape, (args[1] >= 1) == (name in below), device=args[0].device)
 
     def expose(self, given: Iterable[Tensor]) -> None:
         """To be called before known values are used beside unknown ones, where fakes stand in for them."""

@@ -86,9 +86,12 @@ class Split:
 
     @cached_property
     def live(self) -> set[fx.Node]:
-        """Nodes that the result needs, or that do something beside returning a value."""
+        """Nodes that the result needs, or that do something beside returning a value.
+
+        Drawing random numbers is nothing beside: each call draws from a stream of its own.
+        """
         found: set[fx.Node] = set()
-        stack = [n for n, f in self.facts.items() if f.kind == "unit" or f.writes or f.draws]
+        stack = [n for n, f in self.facts.items() if f.kind == "unit" or f.writes]
         stack += self.recording.outputs
         while stack:
             node = stack.pop()

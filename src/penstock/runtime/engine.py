@@ -113,7 +113,7 @@ class Engine:
         for partition in partitions:
             self.streams.watch(partition.drawing_modules)
         build = [partition.build_output for partition in partitions]
-        head = LossHead(loss, build, needed=training)
+        head = LossHead(loss, build, self.streams, needed=training)
         programs = {
             rank: Program(
                 self._jobs,

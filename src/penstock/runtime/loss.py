@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.errors import ArgumentError
 from penstock.runtime import exact
+from penstock.runtime.streams import Streams
 
 Loss = Callable[[Any, Any], Tensor]
 """`loss(output, target)`, a scalar."""
@@ -53,14 +54,21 @@ class LossHead:
     Args:
         loss: the user's; None where the model computes its own.
         build_outputs: for each microbatch, the model's output from the leaves that leave the last stage.
+        streams: random streams; the loss function has one for each microbatch.
         needed: whether a loss must come out.
     """
 
     def __init__(
-        self, loss: Loss | None, build_outputs: Sequence[Callable[[Sequence[Tensor]], Any]], needed: bool
+        self,
+        loss: Loss | None,
+        build_outputs: Sequence[Callable[[Sequence[Tensor]], Any]],
+        streams: Streams,
+        *,
+        needed: bool,
     ) -> None:
         self._loss = loss
         self._build_outputs = build_outputs
+        self._streams = streams
         self._needed = needed
         self._targets: Sequence[Any] | None = None
         self._weights: Sequence[float] = ()
@@ -76,7 +84,7 @@ class LossHead:
         self.outputs = [None] * len(weights)
 
     def __call__(self, microbatch: int, leaves: Sequence[Tensor]) -> Tensor | None:
-        """The microbatch's loss, with its graph; None where neither a function nor the model gives one."""
+        """What backward starts from, with its graph; None where neither a function nor the model gives a loss."""
         build = self._build_outputs[microbatch]
         output = build(leaves)
         if self._keep_outputs:
@@ -85,6 +93,7 @@ class LossHead:
         if self._loss is None:
             loss = own_loss(output)
         else:
+            self._streams.begin_loss(microbatch)
             loss = None if self._targets is None else self._loss(output, self._targets[microbatch])
         if loss is None:
             if self._needed:
@@ -97,7 +106,7 @@ class LossHead:
             given = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ArgumentError(f"loss(output, target) returned {given}; expected a scalar tensor: reduce it")
         self.losses[microbatch] = loss.detach()
-        return loss
+        return root_of(loss, self._weights[microbatch], leaves)
 
     def seed(self, microbatch: int) -> Tensor | None:
         """The gradient that the microbatch's backward starts from: the weight of its loss."""
@@ -115,14 +124,31 @@ class LossHead:
 
 
 def weighted_sum(losses: Sequence[Tensor | None], weights: Sequence[float]) -> Tensor | None:
-    """Sum of the losses times their weights, ascending by microbatch; None without losses."""
+    """Sum of the losses times their weights, ascending by microbatch; None without losses.
+
+    A loss of weight 0 is left out: the mean over no token is NaN.
+    """
     total: Tensor | None = None
     for loss, weight in zip(losses, weights, strict=True):
         if loss is None:
             return None
+        if weight == 0:
+            continue
         term = loss.reshape(()) * weight
         total = term if total is None else total + term
     return total
+
+
+def root_of(loss: Tensor, weight: float, leaves: Sequence[Tensor]) -> Tensor:
+    """What a microbatch's backward starts from: its loss.
+
+    Where its weight is 0 the loss may be NaN, and 0 * NaN is NaN: there it is a zero made of the model's output.
+    """
+    others = [leaf for leaf in leaves if leaf is not loss and leaf.requires_grad]
+    if weight != 0 or not others:
+        return loss
+    zero = torch.stack([leaf.sum().to(loss) for leaf in others]).sum() * 0
+    return zero.reshape(loss.shape)
 
 
 def own_loss(output: Any) -> Tensor | None:

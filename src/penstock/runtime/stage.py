@@ -137,7 +137,7 @@ class StageRunner:
         """Runs the full backward; hands the gradients of the inputs on."""
         saved = self._saved.pop(microbatch)
         if self._streams is not None:
-            self._streams.begin(microbatch, self._draw_offsets)
+            self._streams.begin(microbatch, self._draw_offsets, again=True)
         present = [(r, g) for r, g in zip(saved.roots, grads, strict=True) if r is not None and g is not None]
         grads.clear()
         if present:

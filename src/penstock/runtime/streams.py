@@ -35,6 +35,9 @@ def key_of(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
+_LOSS = key_of("the loss function")
+
+
 class Streams:
     """The streams of one pipeline in one process.
 
@@ -46,6 +49,8 @@ class Streams:
         self.seed = seed
         self._keys: dict[str, int] = {}
         self._calls: dict[str, int] = {}
+        self._drawn: dict[tuple[str, int], int] = {}
+        self._again = False
         self._step = -1
         self._base: int | None = None
         self._generators: tuple[torch.Generator, ...] = ()
@@ -69,7 +74,9 @@ class Streams:
     @contextmanager
     def drawing(self, step: int, devices: tuple[torch.device, ...]) -> Iterator[None]:
         """Runs one step's draws on streams of our own; the user's generators are as before afterwards."""
-        self._generators = tuple(generator_of(device) for device in devices)
+        # The CPU's is always among them: it is the one that checkpointing restores, whatever the device.
+        self._generators = tuple(dict.fromkeys([torch.default_generator, *map(generator_of, devices)]))
+        self._drawn.clear()
         states = [generator.get_state() for generator in self._generators]
         self._step = step
         try:
@@ -79,21 +86,44 @@ class Streams:
             for generator, state in zip(self._generators, states, strict=True):
                 generator.set_state(state)
 
-    def begin(self, microbatch: int, offsets: Mapping[str, int]) -> None:
-        """Starts a microbatch on a stage. `offsets`: how often each module was called on earlier stages, if at all."""
+    def begin(self, microbatch: int, offsets: Mapping[str, int], *, again: bool = False) -> None:
+        """Starts a microbatch on a stage.
+
+        Args:
+            offsets: how often each module was called on earlier stages, if at all.
+            again: in backward, where recomputation must draw what was drawn before.
+        """
         self._base = mix(self.seed, self._step, microbatch)
         self._calls = dict(offsets)
+        self._again = again
+
+    def begin_loss(self, microbatch: int) -> None:
+        """Sets the stream of a loss function, which may draw as well."""
+        self._seed(mix(self.seed, self._step, microbatch, _LOSS))
 
     def enter(self, name: str) -> None:
         """Sets the stream of the next call of `name`."""
         if self._base is None:
             return
-        call = self._calls.get(name, 0)
-        self._calls[name] = call + 1
+        # Checkpointing restores the generator's state: the seed in it tells which of a module's calls is run again.
+        place = name, self._generators[0].initial_seed()
+        seed = self._drawn.get(place) if self._again else None
+        if seed is None:
+            seed = self._drawn[place] = mix(self._base, self._key(name), self._count(name))
+        self._seed(seed)
+
+    def _key(self, name: str) -> int:
         key = self._keys.get(name)
         if key is None:
             key = self._keys[name] = key_of(name)
-        seed = mix(self._base, key, call)
+        return key
+
+    def _count(self, name: str) -> int:
+        call = self._calls.get(name, 0)
+        self._calls[name] = call + 1
+        return call
+
+    def _seed(self, seed: int) -> None:
         for generator in self._generators:
             generator.manual_seed(seed)
 

@@ -106,6 +106,7 @@ class Watchdog:
         """Raises PipelineFailure if the pipeline has failed, here or on another rank."""
         if self.failure is not None:
             self._raising = True
+            self._await_others()
             raise PipelineFailure(self._words(self.failure))
 
     def report(self, action: str | None, error: BaseException) -> Failure:
@@ -117,6 +118,7 @@ class Watchdog:
         mine = Failure.of(self._rank, action, error)
         if self._send(failure=mine.to_json()):
             self._known.wait(_REPORT_SECONDS)
+            self._await_others()
         return self._fail(mine)
 
     def cause(self, seconds: float | None = None) -> Failure | None:
@@ -260,12 +262,13 @@ class Watchdog:
         flush = threading.Thread(target=_flush, daemon=True)
         flush.start()
         flush.join(1.0)  # a reader of our output that is stuck must not keep us
-        self._end()
+        self._await_others()
+        self._leave(1)
 
-    def _end(self) -> None:
+    def _await_others(self) -> None:
+        """Before rank 0 leaves, which takes the board with it."""
         if self._server:
             self._server.await_noted(_NOTE_SECONDS)
-        self._leave(1)
 
     def _words(self, failure: Failure) -> str:
         words = f"rank {self._rank} stops: {failure}"
@@ -279,7 +282,8 @@ class Watchdog:
             return
         if self.failure is not None:  # the destructors of a broken process group may wait for ranks that are gone
             _flush()
-            self._end()
+            self._await_others()
+            self._leave(1)
         self.close()
         while self._server and not self._server.join(1.0):
             pass

@@ -1,0 +1,69 @@
+"""`penstock demo`: a small GPT learns Python's own source text in a pipeline on this machine."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from penstock.demo.settings import CONTEXT, LAYERS, PARAMETERS, ROWS, Settings
+from penstock.launch import launch
+from penstock.schedule import grid
+
+STOPPED = 130
+"""What a program that Ctrl-C ends exits with: 128 + SIGINT."""
+
+
+def demo(
+    ranks: Annotated[int, typer.Option("--ranks", "-n", help="How many processes share the model, 1 to 4.")] = 2,
+    schedule: Annotated[str, typer.Option(help="The order of work: 1f1b, gpipe or naive.")] = "1f1b",
+    microbatches: Annotated[int, typer.Option(help="Into how many pieces each batch is cut.")] = 8,
+    steps: Annotated[int, typer.Option(help="How many batches to train on.")] = 60,
+    out: Annotated[Path, typer.Option(help="The folder for the timeline and the metrics.")] = Path("runs/demo"),
+) -> None:
+    """Train a small GPT on Python's own source text in a pipeline. Takes a minute or two; needs no network."""
+    settings = Settings(ranks, schedule, microbatches, steps, out)
+    print(introduction(settings), flush=True)
+    if ranks > 1:
+        status = launch(["-m", "penstock.demo", *settings.arguments()], ranks)
+    else:
+        status = _alone(settings)
+    if status:
+        Console().show_cursor()  # a progress bar that was cut short hides it
+    if status == STOPPED:
+        print("penstock: stopped by Ctrl-C; no process is left running", file=sys.stderr)
+    raise typer.Exit(status)
+
+
+def introduction(settings: Settings) -> str:
+    """What the demonstration is about to do, in 80 columns. Raises ArgumentError if an option is out of range."""
+    order = settings.order()
+    p, m = settings.ranks, settings.microbatches
+    where = "in one process" if p == 1 else f"split over {p} processes"
+    return f"""\
+penstock demo: a small GPT learns Python, {where}
+
+  model     {LAYERS} transformer blocks, {PARAMETERS / 1e6:.1f} million parameters, dropout 0.1;
+            it reads bytes; embedding and output layer share their weights
+  text      the source files of Python's standard library, 8 MB
+  batch     {ROWS} rows of {CONTEXT} bytes, cut into m = {m} microbatches
+  pipeline  p = {p} ranks (processes), schedule {settings.schedule}; in slots of equal length:
+
+{grid(order, width=80)}
+
+  F: forward, B: backward, then the microbatch; a dot is a slot in which the
+  rank waits. All the dots together are the bubble."""
+
+
+def _alone(settings: Settings) -> int:
+    """One rank needs no other process than this one."""
+    from penstock.demo.train import main
+
+    try:
+        main(settings.arguments())
+    except KeyboardInterrupt:
+        return STOPPED
+    return 0

@@ -1,0 +1,242 @@
+"""`penstock verify`: one pipelined training step of your model against the unsplit model, value by value."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from penstock.errors import ArgumentError, PenstockError, PipelineFailure, VerificationError
+from penstock.launch import launch
+from penstock.schedule import generate
+
+LONG_TABLE = 24
+"""A table of more rows folds those that are equal, by module."""
+
+STOPPED = 130
+"""What a program that Ctrl-C ends exits with: 128 + SIGINT."""
+
+_STYLES = {"equal": "green", "close": "yellow"}
+
+
+class TransportName(Enum):
+    """One process that drives all ranks, or a process for each."""
+
+    local = "local"
+    distributed = "distributed"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What to verify. `exact` None: wherever it can be promised."""
+
+    target: str
+    ranks: int
+    chunks: int
+    microbatches: int
+    schedule: str
+    cuts: Sequence[str] | None
+    exact: bool | None
+
+
+def verify(
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="module:function or file.py:function.")],
+    ranks: Annotated[int, typer.Option("--ranks", "-n", help="How many ranks.")] = 2,
+    chunks: Annotated[int, typer.Option(help="Stages a rank.")] = 1,
+    microbatches: Annotated[int, typer.Option(help="Into how many pieces the batch is cut.")] = 8,
+    schedule: Annotated[str, typer.Option(help="The order of work: 1f1b, gpipe or naive.")] = "1f1b",
+    cuts: Annotated[
+        str | None, typer.Option(help="The modules that begin a new stage, a,b,c; by default balanced.")
+    ] = None,
+    transport: Annotated[
+        TransportName, typer.Option(help="All ranks in one process, or a process for each.")
+    ] = TransportName.local,
+    exact: Annotated[
+        bool | None, typer.Option("--exact/--no-exact", help="Demand every bit; by default where it can be promised.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")] = False,
+    show_all: Annotated[bool, typer.Option("--all", help="A row for every value, however many.")] = False,
+) -> None:
+    """Prove that a pipeline computes what the unsplit model does: outputs, loss, gradients and buffers.
+
+    TARGET is a function that returns (model, args, target, loss): args is the tuple of the model's inputs, or a pair of
+    that and a dict of inputs by keyword; loss(output, target) gives a scalar; both may be None where the model computes
+    its own loss. torch.manual_seed(0) is called before it. The exit status is 0 if all is equal, 1 if something
+    differs, 2 if something else is wrong.
+    """
+    names = [name.strip() for name in cuts.split(",")] if cuts else None
+    case = Case(target, ranks, chunks, microbatches, schedule, names, exact)
+    generate(schedule, ranks, microbatches, chunks)  # says what is wrong before anything is loaded
+    try:
+        report = prove(case) if transport is TransportName.local else prove_distributed(case)
+    except KeyboardInterrupt:
+        print("penstock: stopped by Ctrl-C; no process is left running", file=sys.stderr)
+        raise typer.Exit(STOPPED) from None
+    if as_json:
+        print(json.dumps(_finite(report), allow_nan=False))
+    else:
+        show(report, Console(highlight=False), show_all=show_all)
+    if not report["ok"]:
+        raise VerificationError(report["summary"])
+
+
+def prove(case: Case) -> dict[str, Any]:
+    """The report of one case, as `penstock.Report.to_dict` gives it. What TARGET prints goes to stderr.
+
+    Raises:
+        PenstockError: TARGET or an option is wrong, or the model cannot be split.
+        ArgumentError: the model or its loss raised.
+    """
+    import torch
+
+    from penstock.target import describe, load
+    from penstock.verification import verify as compare
+
+    with contextlib.redirect_stdout(sys.stderr):
+        torch.manual_seed(0)
+        given = load(case.target)
+        try:
+            return compare(
+                given.model,
+                given.args,
+                given.target,
+                given.loss,
+                kwargs=given.kwargs,
+                exact=case.exact,
+                schedule=case.schedule,
+                ranks=case.ranks,
+                chunks=case.chunks,
+                microbatches=case.microbatches,
+                cuts=case.cuts,
+            ).to_dict()
+        except PenstockError:
+            raise
+        except Exception as error:
+            raise ArgumentError(f"the model or the loss of {case.target} raised {describe(error)}") from error
+
+
+def prove_distributed(case: Case) -> dict[str, Any]:
+    """As `prove`, on a process for each rank: each leaves a file in a folder, with the report or with what went wrong.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C ended the processes.
+    """
+    with tempfile.TemporaryDirectory(prefix="penstock-") as name:
+        folder = Path(name)
+        (folder / "case.json").write_text(json.dumps(asdict(case)), encoding="utf-8")
+        threads = None if "OMP_NUM_THREADS" in os.environ else 1  # as many as one device's in each rank
+        status = launch(["-m", "penstock.cli.verify", name], case.ranks, threads)
+        if status == STOPPED:
+            raise KeyboardInterrupt
+        found = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("rank-*.json"))]
+    errors = sorted((one for one in found if "error" in one), key=lambda one: (one["follows"], one["monotonic_ns"]))
+    if errors:
+        raise ArgumentError(errors[0]["error"])
+    if status or not found:
+        raise PipelineFailure(f"the ranks ended with exit status {status}; the lines above say why")
+    report: dict[str, Any] = found[0]["report"]
+    return report
+
+
+def rank_main(folder: Path) -> int:
+    """One rank of `prove_distributed`."""
+    case = Case(**json.loads((folder / "case.json").read_text(encoding="utf-8")))
+    try:
+        left: dict[str, Any] = {"report": prove(case)}
+    except PenstockError as error:
+        if os.environ.get("PENSTOCK_DEBUG") == "1":
+            traceback.print_exc()
+        follows = isinstance(error, PipelineFailure)  # another rank's error is the cause
+        left = {"error": str(error), "follows": follows, "monotonic_ns": time.monotonic_ns()}
+    (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(left), encoding="utf-8")
+    return 2 if "error" in left else 0
+
+
+def show(report: Mapping[str, Any], console: Console, *, show_all: bool = False) -> None:
+    """Prints what was compared, a row a value, and the summary."""
+    rows = report["rows"]
+    lines = fold(rows) if len(rows) > LONG_TABLE and not show_all else [Line.of(row) for row in rows]
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("value", no_wrap=True)
+    table.add_column("name", overflow="fold")
+    table.add_column("stage", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    table.add_column("max|difference|", justify="right", no_wrap=True)
+    for line in lines:
+        verdict = Text(line.verdict, _STYLES.get(line.verdict, "bold red"))
+        table.add_row(line.kind, Text(line.name), ", ".join(map(str, line.stages)), verdict, f"{line.difference:.3g}")
+    console.print(table)
+    sizes = ", ".join(f"{report[what]} {what}" for what in ("ranks", "stages", "microbatches"))
+    console.print(f"\n{report['schedule']}, {sizes}: {report['summary']}", soft_wrap=True, markup=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A row of the table: one comparison, or several that are equal."""
+
+    kind: str
+    name: str
+    stages: tuple[int, ...]
+    verdict: str
+    difference: float
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Line:
+        return cls(row["kind"], row["name"], tuple(row["stages"]), row["verdict"], row["max_difference"])
+
+
+def fold(rows: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
+    """One line for neighbouring rows that are equal and belong to one block; the others as they are."""
+
+    def key(line: Line) -> tuple[Any, ...]:
+        place = block(line.name) if line.kind in ("gradient", "buffer") else ""
+        return (line.kind, place, line.stages) if line.verdict == "equal" else (line,)
+
+    for _, group in groupby(map(Line.of, rows), key):
+        first, *others = group
+        if others:
+            place = block(first.name) if first.kind in ("gradient", "buffer") else ""
+            first = replace(first, name=f"{place}.* ({len(others) + 1})" if place else f"all {len(others) + 1}")
+        yield first
+
+
+def block(name: str) -> str:
+    """The repeated block that a parameter is in (`layers.3` of `layers.3.norm.weight`), or else its module."""
+    parts = name.split(".")
+    end = next((i + 1 for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
+    return ".".join(parts[:end])
+
+
+def _finite(value: Any) -> Any:
+    """For strict JSON: infinite and undefined numbers become null."""
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case dict():
+            return {key: _finite(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_finite(item) for item in value]
+        case _:
+            return value
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank without a traceback; its launcher speaks
+    sys.exit(rank_main(Path(sys.argv[1])))

@@ -1,0 +1,60 @@
+"""What one device does with a batch's microbatches, in plain torch: an oracle that shares no code with Penstock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class ByHand(NamedTuple):
+    """Of each microbatch, and the whole. The gradients are in the model."""
+
+    outputs: list[Any]
+    losses: list[Tensor]
+    total: Tensor
+
+
+def sizes_by_hand(rows: int, microbatches: int) -> list[int]:
+    """As even as can be, larger ones first."""
+    return [(rows - k + microbatches - 1) // microbatches for k in range(microbatches)]
+
+
+def step_by_hand(
+    model: nn.Module,
+    args: Sequence[Tensor],
+    target: Tensor,
+    loss: Callable[[Any, Any], Tensor],
+    microbatches: int,
+    weights: Sequence[float] | None = None,
+) -> ByHand:
+    """Forward and backward of each microbatch in turn. `weights`: by default, each one's share of the rows."""
+    sizes = sizes_by_hand(len(target), microbatches)
+    weights = [size / sum(sizes) for size in sizes] if weights is None else weights
+    pieces = [[part.clone() for part in torch.split(tensor, sizes)] for tensor in (*args, target)]
+    outputs, losses, terms = [], [], []
+    for weight, (*inputs, wanted) in zip(weights, zip(*pieces, strict=True), strict=True):
+        output = model(*inputs)
+        value = loss(output, wanted)
+        value.backward(torch.tensor(weight))
+        outputs.append(output.detach())
+        losses.append(value.detach())
+        terms.append(value.detach() * weight)
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return ByHand(outputs, losses, total)
+
+
+def assert_same_gradients(one: nn.Module, other: nn.Module, *, but: Sequence[str] = ()) -> None:
+    """Equal to the bit, missing ones included; those named in `but` within 1e-6 of their largest entry."""
+    for (name, a), (_, b) in zip(one.named_parameters(), other.named_parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None), name
+        if a.grad is None or b.grad is None:
+            continue
+        if name in but:
+            assert (a.grad - b.grad).abs().max() <= 1e-6 * b.grad.abs().max(), name
+        else:
+            assert torch.equal(a.grad, b.grad), name

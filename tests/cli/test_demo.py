@@ -1,0 +1,252 @@
+"""`penstock demo`: it proves, trains, writes readable files, refuses bad options, and leaves no process behind."""
+
+import io
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from penstock.cli import app
+from penstock.cli.demo import introduction
+from penstock.costs import StageCost
+from penstock.demo import data, show
+from penstock.demo.bubble import compare, stage_costs
+from penstock.demo.model import GPT, loss
+from penstock.demo.settings import CONTEXT, LAYERS, PARAMETERS, ROWS, Settings
+from penstock.demo.train import warmup_and_decay
+from penstock.schedule import generate
+from penstock.simulate import simulate
+from penstock.timeline import Timeline
+
+DEMO = [sys.executable, "-c", "from penstock.cli import main; main()", "demo", "--ranks", "2"]
+
+
+@pytest.fixture(scope="module")
+def corpus() -> data.Corpus:
+    return data.standard_library()
+
+
+def test_demo_proves_trains_and_leaves_a_trace_and_a_log(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = [*DEMO, "--steps", "3", "--microbatches", "4", "--out", str(out)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert any("of 52 gradients are equal to the bit" in line for line in lines)
+    assert all(len(line) <= 80 for line in lines if str(out) not in line)
+    assert not any(line != line.rstrip() for line in lines)
+    assert "\x1b" not in done.stdout
+    for label in ("loss", "bubble", "speed", "memory", "trace", "log"):
+        assert any(line.startswith(f"  {label} ") for line in lines), label
+
+    steps = [json.loads(line) for line in (out / show.METRICS).read_text().splitlines()]
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    assert steps[2]["loss"] < steps[0]["loss"] < 5.6
+    assert [step["bubble"] is not None for step in steps] == [False, False, True]
+
+    events = json.loads((out / show.TIMELINE).read_text())["traceEvents"]
+    ran = {(event["pid"], event["name"]) for event in events if event["ph"] == "X"}
+    assert {(rank, f"{op}{k}") for rank in range(2) for op in "FB" for k in range(4)} <= ran
+
+
+def test_one_rank_needs_no_other_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["demo", "--ranks", "1", "--steps", "1", "--microbatches", "2"])
+    assert done.exit_code == 0, done.output
+    assert "52 of 52 gradients are equal to the bit" in done.stdout
+    assert len((tmp_path / "runs" / "demo" / show.METRICS).read_text().splitlines()) == 1
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A demo of two ranks in the midst of training, and the ids of all its processes."""
+    command = [*DEMO, "--steps", "100000", "--out", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        while "step" not in process.stdout.readline().partition("/100000")[0][:8]:
+            assert process.poll() is None
+        tree = descendants(process.pid)
+        yield process, tree
+        process.kill()
+        for pid in tree:
+            if not has_ended(pid, seconds=0):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.distributed
+def test_ctrl_c_leaves_no_process_and_says_so(training: tuple[subprocess.Popen[str], list[int]]) -> None:
+    process, tree = training
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 128 + signal.SIGINT
+    assert process.stderr
+    said = process.stderr.read()
+    assert said.splitlines()[-1] == "penstock: stopped by Ctrl-C; no process is left running"
+    assert "Traceback" not in said
+    assert len(tree) >= 3  # the agent and two ranks
+    assert all(has_ended(pid, seconds=5) for pid in tree)
+
+
+def descendants(pid: int) -> list[int]:
+    """The ids of a process's children, their children, and so on."""
+    children: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        children += map(int, (task / "children").read_text().split())
+    return [found for child in children for found in (child, *descendants(child))]
+
+
+def has_ended(pid: int, seconds: float) -> bool:
+    """Whether a process that is not our child ends in that time."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([handle], [], [], seconds)[0])
+    finally:
+        os.close(handle)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--ranks", "0"], "--ranks 0: the demo's model has 4 blocks, at least one for each rank; give 1 to 4"),
+        (["--ranks", "5"], "give 1 to 4"),
+        (["--microbatches", "33"], "a batch of the demo has 32 rows"),
+        (["--steps", "0"], "--steps 0: give at least 1"),
+        (["--schedule", "gpip"], "did you mean 'gpipe'"),
+        (["--out", __file__], "this is a file; give a folder"),
+    ],
+)
+def test_bad_option_is_refused_before_anything_starts(options: list[str], says: str) -> None:
+    done = CliRunner().invoke(app, ["demo", *options])
+    assert done.exit_code == 2
+    assert says in done.stderr.splitlines()[-1]
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("ranks", range(1, LAYERS + 1))
+@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b"])
+def test_introduction_fits_the_terminal(ranks: int, schedule: str) -> None:
+    text = introduction(Settings(ranks, schedule, microbatches=ROWS))
+    assert max(map(len, text.splitlines())) <= 80
+    assert f"p = {ranks} " in text
+
+
+def test_model_is_as_it_was_announced() -> None:
+    model = GPT(layers=LAYERS, context=CONTEXT)
+    assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS
+    assert model.head.weight is model.embedding.weight
+    tokens = torch.zeros(2, CONTEXT, dtype=torch.int64)
+    assert abs(float(loss(model.eval()(tokens), tokens + 9).detach()) - 5.55) < 0.5
+
+
+def test_model_does_not_look_ahead() -> None:
+    model = GPT(layers=2, context=16).eval()
+    tokens = torch.arange(16)[None]
+    changed = tokens.clone()
+    changed[0, 9] = 200
+    difference = (model(tokens) - model(changed)).detach().abs().amax(-1)[0]
+    assert bool((difference[:9] == 0).all())
+    assert bool((difference[9:] > 0).all())
+
+
+def test_batches_are_the_same_everywhere_and_differ_from_step_to_step(corpus: data.Corpus) -> None:
+    inputs, targets = corpus.batch(3, 4, 50)
+    assert inputs.shape == targets.shape == (4, 50)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert torch.equal(inputs, data.standard_library().batch(3, 4, 50)[0])
+    assert not torch.equal(inputs, corpus.batch(4, 4, 50)[0])
+    state = torch.random.get_rng_state()
+    corpus.batch(5, 4, 50)
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+def test_held_out_text_is_of_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(40):
+        (tmp_path / f"m{number:02}.py").write_bytes(bytes([number]) * 100)
+    for left_out in ("test/x.py", "package/deeper/x.py", "x.txt"):
+        (tmp_path / left_out).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / left_out).write_bytes(bytes([99]) * 100)
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    corpus = data.standard_library(most_bytes=3550)
+    assert corpus.held_out.tolist() == [number for number in (0, 10, 20, 30) for _ in range(100)]
+    assert corpus.train.tolist() == [n for n in range(36) if n % 10 for _ in range(50 if n == 35 else 100)]
+    inputs, targets = corpus.held_out_batches(2, 3, 20)[1]
+    assert inputs[0].tolist() == corpus.held_out[189:209].tolist()  # windows lie 380 // 6 = 63 bytes apart
+    assert targets.shape == inputs.shape == (3, 20)
+
+
+def test_learning_rate_rises_then_falls() -> None:
+    rates = [warmup_and_decay(step, 60) for step in range(60)]
+    top = rates.index(max(rates))
+    assert rates[: top + 1] == sorted(rates[: top + 1])
+    assert rates[top:] == sorted(rates[top:], reverse=True)
+    assert min(rates) > 0
+    assert max(rates) == 1
+    assert warmup_and_decay(0, 1) > 0
+    assert all(rate >= 0 for steps in range(1, 15) for rate in [warmup_and_decay(steps, steps)])
+
+
+def test_bubble_of_a_run_that_went_as_simulated() -> None:
+    order = generate("1f1b", 2, 8)
+    costs = [StageCost(1.0, 2.0, 0.0), StageCost(1.5, 2.5, 0.0)]
+    ran = simulate(order, costs)
+    bubble = compare(order, [ran])
+    assert stage_costs(order, [ran]) == pytest.approx(costs)
+    assert bubble.measured == pytest.approx(bubble.simulated)
+    assert bubble.textbook == pytest.approx(1 / 9)
+    assert bubble.formula == "(p - 1)/(m + p - 1)"
+    assert bubble.simulated > bubble.textbook
+
+
+def test_measured_bubble_counts_what_the_simulation_does_not() -> None:
+    order = generate("gpipe", 2, 4)
+    quick = simulate(order, StageCost(1.0, 2.0, 0.0))
+    slow = Timeline.from_dict(quick.to_dict())
+    last = slow.tracks[1]
+    for index in range(4, 8):  # the second rank's backwards start late, as after a slow message
+        last.start[index] += 5
+        last.end[index] += 5
+    bubble = compare(order, [slow])
+    assert bubble.measured > bubble.simulated == pytest.approx(quick.bubble_rate)
+
+
+def test_progress_without_a_terminal_is_a_line_now_and_then() -> None:
+    text = io.StringIO()
+    with show.Progress(Console(file=text, width=80), 25) as progress:
+        for number in range(1, 26):
+            progress.update(show.Step(number, 5.0 / number, 0.5, 8192.0))
+    lines = text.getvalue().splitlines()
+    assert [line.split()[1] for line in lines] == ["1/25", "10/25", "20/25", "25/25"]
+    assert "loss 0.500" in lines[1]
+    assert "8,192 bytes/s" in lines[1]
+
+
+def test_progress_on_a_terminal_fits_into_80_columns() -> None:
+    text = io.StringIO()
+    timeline = simulate(generate("1f1b", 2, 8), StageCost(1.0, 2.0, 0.0))
+    console = Console(file=text, width=80, force_terminal=True, color_system=None, legacy_windows=False)
+    with show.Progress(console, 100) as progress:
+        progress.update(show.Step(100, 12.345, 0.5, 123456.0, timeline))
+    shown = re.split(r"\x1b\[[?0-9]*[A-Za-z]|[\r\n]", text.getvalue())
+    assert any("step 100/100" in line and "123,456 bytes/s  bubble  11%" in line for line in shown)
+    assert max(map(len, shown)) <= 80
+
+
+def test_other_ranks_are_silent() -> None:
+    text = io.StringIO()
+    console = Console(file=text, quiet=True, force_terminal=True)
+    with show.Progress(console, 1) as progress:
+        progress.update(show.Step(1, 1.0, 1.0, 1.0))
+    show.heading(console, "1", "Verify")
+    assert text.getvalue() == ""

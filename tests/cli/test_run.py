@@ -1,0 +1,160 @@
+"""`penstock run` hands on arguments, exit status and signals, says errors in one line, and leaves no process behind."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SHOW = """
+import json, os, sys
+with open(f"shown.{os.environ['RANK']}", "w") as file:
+    json.dump([sys.argv[1:], os.environ["WORLD_SIZE"], os.environ["OMP_NUM_THREADS"]], file)
+sys.exit(3 if "fail" in sys.argv and os.environ["RANK"] == "1" else 0)
+"""
+
+STAY = """
+import os, signal, subprocess, sys
+if os.environ["RANK"] == "1":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a rank that waits in gloo
+helper = subprocess.Popen(["sleep", "600"])
+os.write(1, f"{os.getpid()} {helper.pid}\\n".encode())
+if "die" in sys.argv and os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+signal.pause()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "show.py").write_text(SHOW)
+    (tmp_path / "stay.py").write_text(STAY)
+    return tmp_path
+
+
+def penstock(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from penstock.cli import main; main()", *arguments]
+    inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    return subprocess.run(
+        command, cwd=folder, env=inherited | environment, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.fixture
+def staying(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A job of two ranks that stay, and the ids of its ranks and of the processes that they started."""
+    command = [sys.executable, "-c", "from penstock.cli import main; main()", "run", "--ranks", "2", "stay.py"]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout
+        pids = [int(pid) for _ in range(2) for pid in process.stdout.readline().split()]
+        yield process, pids
+        process.kill()
+        for pid in pids:
+            if not has_ended(pid, seconds=0):
+                os.kill(pid, signal.SIGKILL)
+
+
+def has_ended(pid: int, seconds: float) -> bool:
+    """Whether a process that is not our child ends in that time."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([handle], [], [], seconds)[0])
+    finally:
+        os.close(handle)
+
+
+def agent_of(launcher: int) -> int:
+    return int(Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()[0])
+
+
+@pytest.mark.distributed
+def test_arguments_reach_every_rank_and_the_threads_are_shared_out(folder: Path) -> None:
+    done = penstock(folder, "run", "--ranks", "2", "show.py", "--ranks", "7", "-m", "--unknown=1")
+    assert (done.returncode, done.stderr) == (0, "")
+    threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    for rank in range(2):
+        shown = json.loads((folder / f"shown.{rank}").read_text())
+        assert shown == [["--ranks", "7", "-m", "--unknown=1"], "2", threads]
+
+
+@pytest.mark.distributed
+def test_module_with_chosen_threads_and_its_exit_status(folder: Path) -> None:
+    done = penstock(folder, "run", "-n", "2", "--threads", "5", "-m", "show", "fail", "--lr", "1", OMP_NUM_THREADS="9")
+    assert done.returncode == 3
+    assert done.stderr.splitlines() == ["penstock: rank 1 ended with exit status 3"]
+    assert json.loads((folder / "shown.0").read_text()) == [["fail", "--lr", "1"], "2", "5"]
+
+
+@pytest.mark.distributed
+def test_killed_rank_is_named_and_what_it_started_is_ended(folder: Path) -> None:
+    done = penstock(folder, "run", "--ranks", "2", "stay.py", "die")
+    assert done.returncode == 128 + signal.SIGKILL
+    assert done.stderr.splitlines()[-1] == "penstock: rank 1 was killed by SIGKILL"
+    assert all(has_ended(int(pid), seconds=5) for pid in done.stdout.split())
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_ends_everything(staying: tuple[subprocess.Popen[str], list[int]], number: signal.Signals) -> None:
+    process, pids = staying
+    process.send_signal(number)
+    assert process.wait(60) == 128 + number
+    assert len(pids) == 4
+    assert all(has_ended(pid, seconds=5) for pid in pids)
+
+
+@pytest.mark.distributed
+def test_death_of_the_agent_ends_everything(staying: tuple[subprocess.Popen[str], list[int]]) -> None:
+    process, pids = staying
+    os.kill(agent_of(process.pid), signal.SIGKILL)
+    assert process.wait(60) == 128 + signal.SIGKILL
+    assert all(has_ended(pid, seconds=5) for pid in pids)
+
+
+@pytest.mark.distributed
+def test_death_of_the_launcher_ends_everything(staying: tuple[subprocess.Popen[str], list[int]]) -> None:
+    process, pids = staying
+    process.kill()
+    process.wait(60)
+    assert all(has_ended(pid, seconds=30) for pid in pids)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--ranks", "0", "show.py"], "ranks is 0, but at least 1 process has to run: give --ranks 2, for example"),
+        (["--ranks", "2", "--threads", "0", "show.py"], "threads is 0, but a process needs at least 1"),
+        (["--ranks", "2", "shwo.py"], "no script 'shwo.py' in "),
+        (["--ranks", "2", "-m", "shwo.py"], "no module 'shwo.py': it is neither in "),
+    ],
+)
+def test_wrong_arguments_are_said_in_one_line(folder: Path, arguments: list[str], says: str) -> None:
+    done = penstock(folder, "run", *arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"penstock: error: {says}")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_debug_shows_the_traceback(folder: Path) -> None:
+    for done in (
+        penstock(folder, "--debug", "run", "--ranks", "0", "show.py"),
+        penstock(folder, "run", "--ranks", "0", "show.py", PENSTOCK_DEBUG="1"),
+    ):
+        assert done.returncode == 1
+        assert "Traceback" in done.stderr
+
+
+def test_no_verb_loads_torch_before_it_runs(folder: Path) -> None:
+    look = "import sys; from penstock.cli import app\ntry: app({})\nfinally: assert 'torch' not in sys.modules"
+    for arguments, status in ((["--help"], 0), (["run", "--ranks", "0", "show.py"], 2)):
+        command = [sys.executable, "-c", look.format(arguments)]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == status, done.stderr

@@ -1,0 +1,247 @@
+"""`penstock verify`: 0 only if all is equal, 1 if something differs, 2 for bad input; the last line says what."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import Result
+from typer.testing import CliRunner
+
+from penstock.cli import app
+from penstock.cli.verify import Line, block, fold
+from penstock.errors import ArgumentError
+from penstock.target import load
+
+CASES = '''
+import itertools, os
+import torch
+from torch import nn
+
+loss_of = nn.functional.cross_entropy
+
+def mlp(layers=3):
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.BatchNorm1d(8)) for _ in range(layers)]
+    return nn.Sequential(nn.Linear(5, 8), *blocks, nn.Linear(8, 4))
+
+def good():
+    print("a line that is no JSON")
+    return mlp(), (torch.randn(12, 5),), torch.randint(4, (12,)), loss_of
+
+def deep():
+    return mlp(layers=12), (torch.randn(12, 5),), torch.randint(4, (12,)), loss_of
+
+def drifting():
+    """Its loss grows with every call, so that the pipeline's and the reference's are not the same."""
+    calls = itertools.count(1)
+    return mlp(), (torch.randn(12, 5),), torch.randint(4, (12,)), lambda y, t: loss_of(y, t) * next(calls)
+
+class OwnLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(5, 8), nn.Linear(8, 4)
+    def forward(self, x, *, scale, labels):
+        logits = self.head(torch.relu(self.body(x))) * scale
+        return {"loss": loss_of(logits, labels), "logits": logits}
+
+def own_loss():
+    return OwnLoss(), ((torch.randn(12, 5),), {"scale": 2.0, "labels": torch.randint(4, (12,))}), None, None
+
+def failing_loss():
+    def loss(output, target):
+        raise ZeroDivisionError("no\\n  such loss")
+    return mlp(), (torch.randn(12, 5),), torch.randint(4, (12,)), loss
+
+def raises():
+    raise ValueError("boom")
+
+def raises_on_rank_1():
+    return good() if os.environ["RANK"] == "0" else raises()
+
+def three(): return 1, 2, 3
+def no_model(): return "x", (), None, None
+def no_tuple(): return mlp(), torch.randn(12, 5), None, None
+def no_loss(): return mlp(), (torch.randn(12, 5),), None, "mse"
+nothing = None
+'''
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    (tmp_path / "cases.py").write_text(CASES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path
+    for name in ("cases", "_target_cases"):
+        sys.modules.pop(name, None)
+
+
+def verify(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["verify", *arguments])
+
+
+def in_process(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from penstock.cli import main; main()", "verify", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+
+
+def last_line(text: str) -> str:
+    return text.splitlines()[-1]
+
+
+@pytest.mark.parametrize("target", ["cases.py:good", "cases:good", "cases.py:own_loss"])
+def test_equal_model_exits_0(target: str) -> None:
+    done = verify(target, "--ranks", "2", "--microbatches", "4")
+    assert done.exit_code == 0, done.output
+    assert "gradients are equal to the bit" in last_line(done.stdout)
+    assert "different" not in done.stdout
+
+
+def test_json_is_the_only_thing_on_stdout() -> None:
+    done = verify("cases.py:good", "--json", "--ranks", "3", "--microbatches", "3", "--schedule", "gpipe")
+    report = json.loads(done.stdout)
+    assert done.exit_code == 0
+    assert (report["ok"], report["ranks"], report["stages"], report["microbatches"]) == (True, 3, 3, 3)
+    assert report["schedule"] == "gpipe"
+    kinds = [row["kind"] for row in report["rows"]]
+    assert {kind: kinds.count(kind) for kind in kinds} == {"output": 3, "loss": 1, "gradient": 16, "buffer": 9}
+    assert {row["verdict"] for row in report["rows"]} == {"equal"}
+
+
+def test_difference_exits_1_and_the_last_line_says_where() -> None:
+    done = verify("cases.py:drifting", "--json", "--ranks", "2", "--microbatches", "4")
+    report = json.loads(done.stdout)
+    assert done.exit_code == 1
+    assert report["ok"] is False
+    assert last_line(done.stderr) == f"penstock: error: {report['summary']}"
+    verdicts = {(row["kind"], row["name"]): row["verdict"] for row in report["rows"]}
+    assert verdicts["loss", "loss"] == verdicts["gradient", "0.weight"] == "different"
+    assert verdicts["output", "0 of microbatch 3"] == "equal"
+
+
+def test_difference_is_in_the_table() -> None:
+    done = verify("cases.py:drifting", "--ranks", "2", "--microbatches", "4")
+    assert done.exit_code == 1
+    rows = [line.split() for line in done.stdout.splitlines()]
+    (weight,) = [row for row in rows if row[:2] == ["gradient", "4.bias"]]
+    assert weight[3] == "different"
+    assert float(weight[4]) > 0
+
+
+def test_no_exact_does_not_hide_a_difference() -> None:
+    assert verify("cases.py:drifting", "--no-exact", "--microbatches", "4").exit_code == 1
+
+
+def test_chunks_and_cuts_reach_the_pipeline() -> None:
+    done = verify(
+        *("cases.py:good", "--json", "--ranks", "2", "--chunks", "2", "--schedule", "gpipe", "--microbatches", "2"),
+        *("--cuts", "1, 2,4"),
+    )
+    report = json.loads(done.stdout)
+    stage_of = {row["name"]: row["stages"] for row in report["rows"] if row["kind"] == "gradient"}
+    assert report["stages"] == 4
+    assert (stage_of["0.weight"], stage_of["1.0.weight"], stage_of["3.0.weight"]) == ([0], [1], [2])
+    assert stage_of["4.weight"] == [3]
+
+
+def test_long_table_is_folded_unless_all_is_asked_for() -> None:
+    folded = verify("cases.py:deep", "--microbatches", "4").stdout.splitlines()
+    full = verify("cases.py:deep", "--microbatches", "4", "--all").stdout.splitlines()
+    assert any(line.split()[:3] == ["gradient", "1.*", "(4)"] for line in folded)
+    assert any(line.split()[:2] == ["gradient", "1.0.weight"] for line in full)
+    assert len(folded) < len(full) / 2
+
+
+def test_fold_keeps_every_row_that_is_not_equal() -> None:
+    def row(name: str, verdict: str, stage: int = 0) -> dict[str, Any]:
+        return {"kind": "gradient", "name": name, "stages": [stage], "verdict": verdict, "max_difference": 0.0}
+
+    rows = [row("h.0.a", "equal"), row("h.0.b", "equal"), row("h.0.c", "different"), row("h.0.d", "different")]
+    rows += [row("h.0.e", "equal"), row("h.0.f", "equal", stage=1), row("h.1.a", "equal", stage=1)]
+    names = [line.name for line in fold(rows)]
+    assert names == ["h.0.* (2)", "h.0.c", "h.0.d", "h.0.e", "h.0.f", "h.1.a"]
+    assert [line.verdict for line in fold(rows)].count("different") == 2
+    assert all(isinstance(line, Line) for line in fold(rows))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("model.layers.3.norm.weight", "model.layers.3"), ("embed.weight", "embed"), ("weight", ""), ("0.1.bias", "0")],
+)
+def test_block_of_a_parameter(name: str, expected: str) -> None:
+    assert block(name) == expected
+
+
+BAD = [
+    ("cases.py", "expected a colon between a module and a function"),
+    ("cases.py:", "expected a colon between a module and a function"),
+    ("missing.py:good", "there is no file 'missing.py'"),
+    ("no_such_module:good", "there is no module 'no_such_module'"),
+    ("cases.py:goood", "cases.py has no function 'goood'; it has "),
+    ("cases.py:nothing", "cases.py has no function 'nothing'"),
+    ("cases.py:raises", "raised ValueError: boom (cases.py:"),
+    ("cases.py:three", "returned 3 values; expected (model, args, target, loss)"),
+    ("cases.py:mlp", "returned a Sequential; expected (model, args, target, loss)"),
+    ("cases.py:no_model", "returned a str as the model"),
+    ("cases.py:no_tuple", "returned a Tensor as args"),
+    ("cases.py:no_loss", "returned a str as the loss"),
+    ("cases.py:failing_loss", "raised ZeroDivisionError: no such loss (cases.py:"),
+]
+
+
+@pytest.mark.parametrize(("target", "says"), BAD)
+def test_bad_target_exits_2_and_says_why(target: str, says: str) -> None:
+    done = verify(target, "--microbatches", "2")
+    assert done.exit_code == 2
+    assert last_line(done.stderr).startswith("penstock: error: ")
+    assert says in last_line(done.stderr)
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--schedule", "1f1"], "did you mean '1f1b'"),
+        (["--ranks", "0"], "ranks=0: expected a whole number of at least 1"),
+        (["--microbatches", "13"], "the batch has 12 rows"),
+        (["--ranks", "2", "--cuts", "7"], "7"),
+    ],
+)
+def test_bad_option_exits_2_and_says_why(options: list[str], says: str) -> None:
+    done = verify("cases.py:good", *options)
+    assert done.exit_code == 2
+    assert says in last_line(done.stderr)
+
+
+def test_every_call_builds_the_same_model() -> None:
+    torch.manual_seed(7)
+    reports = [verify("cases.py:good", "--json", "--microbatches", "2").stdout for _ in range(2)]
+    assert reports[0] == reports[1]
+
+
+def test_file_does_not_hide_a_module_of_its_name(folder: Path) -> None:
+    (folder / "random.py").write_text("def case():\n    import random\n    return random.random()\n")
+    with pytest.raises(ArgumentError, match="returned a float"):
+        load("random.py:case")
+
+
+@pytest.mark.distributed
+def test_processes_give_the_report_that_one_process_gives() -> None:
+    options = ("cases.py:good", "--json", "--ranks", "2", "--microbatches", "3")
+    done = in_process(*options, "--transport", "distributed")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == json.loads(verify(*options).stdout)
+
+
+@pytest.mark.distributed
+def test_error_of_one_process_is_the_last_line() -> None:
+    done = in_process("cases.py:raises_on_rank_1", "--ranks", "2", "--transport", "distributed")
+    assert done.returncode == 2
+    assert "TARGET 'cases.py:raises_on_rank_1' raised ValueError: boom (cases.py:" in last_line(done.stderr)
+    assert done.stdout == ""

@@ -1,0 +1,48 @@
+"""The private parts of torch that the recording stands on behave as it expects."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from penstock.partition import _compat as compat
+
+
+class Pair(NamedTuple):
+    left: object
+    right: object
+
+
+def test_fake_tensors_have_no_values() -> None:
+    with compat.fake_mode():
+        x = torch.ones(2, 3)
+        assert isinstance(x, compat.FakeTensor)
+        with pytest.raises(compat.DATA_DEPENDENT):
+            x.sum().item()
+        with pytest.raises(compat.DATA_DEPENDENT):
+            x.nonzero()
+
+
+def test_views_share_a_storage() -> None:
+    with compat.fake_mode():
+        x = torch.ones(2, 3)
+        assert compat.storage_of(x) == compat.storage_of(x[0].view(3, 1)) == compat.storage_of(x.detach())
+        assert compat.storage_of(x) != compat.storage_of(x.clone())
+
+
+def test_the_fake_mode_can_be_left() -> None:
+    with compat.fake_mode():
+        with compat.unset_fake_temporarily():
+            assert not isinstance(torch.ones(1), compat.FakeTensor)
+        assert isinstance(torch.ones(1), compat.FakeTensor)
+
+
+def test_structures() -> None:
+    tree = {"a": [1, Pair(2, (3,))], "b": None}
+    flat = compat.flatten(tree)
+    assert flat.paths[:3] == ["['a'][0]", "['a'][1].left", "['a'][1].right[0]"]
+    assert compat.unflatten(flat.leaves, flat.structure) == tree
+    assert compat.flatten({"a": [1, Pair(4, (3,))], "b": None}).structure == flat.structure
+    hash(flat.structure)

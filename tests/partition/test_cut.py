@@ -1,0 +1,62 @@
+"""Balanced cuts."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import torch
+from chained import NoStreams
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from models import gpt, mlp
+from penstock.partition import Partitioner
+from penstock.partition.cut import linear_partition
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.data())
+def test_the_largest_run_is_as_small_as_can_be(weights: list[int], data: st.DataObject) -> None:
+    parts = data.draw(st.integers(1, len(weights)))
+
+    def cost(starts: tuple[int, ...]) -> tuple[int, int]:
+        sums = [sum(weights[a:b]) for a, b in zip(starts, (*starts[1:], len(weights)), strict=True)]
+        return max(sums), sum(s * s for s in sums)
+
+    starts = linear_partition(weights, parts)
+    assert len(starts) == parts
+    assert starts == sorted(set(starts))
+    assert cost(tuple(starts)) == min(cost((0, *c)) for c in combinations(range(1, len(weights)), parts - 1))
+
+
+def test_many_layers_are_cut_quickly() -> None:
+    assert linear_partition([1] * 2000, 64)[-1] >= 1900
+
+
+def test_balance_by_layers_shares_the_blocks() -> None:
+    case = gpt()
+    made = Partitioner(case.model, 2, streams=NoStreams(), balance="layers")(case.args)
+    assert made.cuts == ("h.2",)
+
+
+def test_balance_by_parameters() -> None:
+    wide = nn.Sequential(nn.Linear(4, 100), nn.Linear(100, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    made = Partitioner(wide, 2, streams=NoStreams())((torch.randn(1, 4),))
+    assert made.cuts == ("1",)
+
+
+def test_cuts_are_decided_once() -> None:
+    case = mlp()
+    partitioner = Partitioner(case.model, 3, streams=NoStreams())
+    assert partitioner.cuts is None
+    partitioner(case.args)
+    decided = partitioner.cuts
+    partitioner((torch.randn(1, 7),))
+    assert partitioner.cuts == decided
+
+
+def test_wrappers_are_descended_into() -> None:
+    case = gpt()
+    model = nn.Sequential(case.model, nn.Linear(19, 2))
+    made = Partitioner(model, 3, ["0.h.1", "0.h.3"], streams=NoStreams())(case.args)
+    assert [len(s.meta.parameters) > 0 for s in made.stages] == [True] * 3

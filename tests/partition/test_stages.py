@@ -1,0 +1,544 @@
+"""Recording and cutting, one behaviour a test."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from chained import NoStreams, assert_same, run_chained, run_unsplit
+from torch import Tensor, nn
+
+from models import CASES, Case, convnet, dicts, gpt, in_place, llama, mixtral, mlp, skips, squared_error
+from penstock.partition import Partition, Partitioner, default_kwargs, retarget
+from penstock.stages import MODEL_INPUT, ties
+
+
+def check(model: nn.Module, *args: Tensor, stages: int = 2, **options) -> Partition:  # type: ignore[no-untyped-def]
+    """Cut a model whose result is a tensor, and compare it with itself unsplit."""
+    reference = copy.deepcopy(model)
+    made = Partitioner(model, stages, streams=NoStreams(), **options)(args)
+    expected_shape = reference(*args).shape
+    case = Case(model, args, {}, torch.ones(expected_shape), squared_error)
+    reference = copy.deepcopy(model)
+    assert_same(run_chained(made, case), run_unsplit(reference, case))
+    assert_same(model, reference, gradients=True)
+    return made
+
+
+def layers(count: int = 4, width: int = 3) -> nn.ModuleList:
+    torch.manual_seed(0)
+    return nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+
+
+class Model(nn.Module):
+    """Four layers and a forward of the test's own."""
+
+    def __init__(self, forward, count: int = 4) -> None:  # type: ignore[no-untyped-def]
+        super().__init__()
+        self.layers = layers(count)
+        self.run = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+
+# -- what travels -----------------------------------------------------------------------------------------------------
+
+
+def test_a_mask_is_made_where_it_is_used() -> None:
+    case = gpt()
+    made = Partitioner(case.model, 3, ["h.1", "h.3"], streams=NoStreams())(case.args)
+    for stage in made.stages[1:]:
+        assert [i.name for i in stage.meta.inputs] == [f"h_{stage.meta.index * 2 - 2}"]
+    assert "torch.arange" in made.stages[2].code
+
+
+def test_only_inputs_that_are_used_travel() -> None:
+    model = Model(lambda self, x: self.layers[1](self.layers[0](x)))
+    model.forward = lambda x, unused, late: model.layers[1](model.layers[0](x)) * late
+    x, late = torch.randn(2, 3), torch.randn(2, 3)
+    made = Partitioner(model, 2, streams=NoStreams())((x, torch.zeros(1), late))
+    first, second = (s.meta for s in made.stages)
+    assert [(i.name, i.source) for i in first.inputs] == [("x", MODEL_INPUT), ("late", MODEL_INPUT)]
+    assert [(i.name, i.source) for i in second.inputs] == [("late", 0), ("layers_0", 0)]
+    given = made.flatten_inputs((x, torch.zeros(1), late), {})
+    assert given[0] is x
+    assert given[1] is late
+
+
+def test_a_value_skips_the_stages_between() -> None:
+    case = skips()
+    made = Partitioner(case.model, 4, ["layers.2", "layers.4", "layers.5"], streams=NoStreams())(case.args)
+    sources = {(i.name, i.source) for i in made.stages[3].meta.inputs}
+    assert ("layers_0", 0) in sources
+    assert all(source in (0, 2) for _, source in sources)
+
+
+def test_a_value_comes_from_the_stage_that_updated_it_last() -> None:
+    case = in_place()
+    made = Partitioner(case.model, 4, ["layers.2", "layers.4", "layers.5"], streams=NoStreams())(case.args)
+    mutated = [(s.meta.index, i.name, i.source) for s in made.stages for i in s.meta.inputs if i.mutated]
+    assert [stage for stage, _, _ in mutated] == [1, 2]
+    assert [source for _, _, source in mutated] == [0, 1]
+
+
+def test_unused_results_are_dropped() -> None:
+    def forward(self: Model, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        _ = x * 2
+        x.t()
+        return self.layers[1](x)
+
+    code = check(Model(forward), torch.randn(2, 3)).code
+    assert "mul" not in code
+    assert ".t()" not in code
+
+
+# -- what lives on a stage --------------------------------------------------------------------------------------------
+
+
+def test_tied_parameters_go_by_one_name() -> None:
+    case = gpt()
+    made = Partitioner(case.model, 3, streams=NoStreams())(case.args)
+    assert ties([s.meta for s in made.stages]) == {"wte.weight": (0, 2)}
+    assert made.stages[2].parameters["wte.weight"] is case.model.wte.weight
+
+
+def test_every_parameter_and_buffer_has_a_home() -> None:
+    for build in CASES.values():
+        case = build()
+        partitioner = Partitioner(case.model, 2, streams=NoStreams())
+        made = partitioner(case.args, case.kwargs)
+        names = partitioner.names()
+        held = {n for s in made.stages for n in (*s.meta.parameters, *s.meta.buffers)}
+        assert held == set(names.values())
+        for stage in made.stages:
+            state = stage.module.state_dict(keep_vars=True)
+            for name, tensor in {**stage.parameters, **stage.buffers}.items():
+                assert any(tensor is t for t in state.values()), name
+
+
+def test_blocks_are_the_models_own_modules() -> None:
+    case = gpt()
+    made = Partitioner(case.model, 2, ["h.2"], streams=NoStreams())(case.args)
+    assert made.stages[1].module.get_submodule("h.2") is case.model.h[2]
+    assert set(made.stages[1].module.state_dict()) <= set(case.model.state_dict())
+
+
+def test_a_frozen_stage_says_so() -> None:
+    model = Model(lambda self, x: self.layers[3](self.layers[2](self.layers[1](self.layers[0](x)))))
+    model.layers[:2].requires_grad_(False)
+    made = Partitioner(model, 2, ["layers.2"], streams=NoStreams())((torch.randn(2, 3),))
+    assert [s.meta.trainable for s in made.stages] == [False, True]
+    assert not made.stages[0].meta.outputs[0].meta.requires_grad
+
+
+def test_non_persistent_buffers_stay_out_of_the_state() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers(2)
+            self.register_buffer("saved", torch.ones(3))
+            self.register_buffer("scale", torch.full((3,), 2.0), persistent=False)
+            self.table = torch.ones(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers[1](self.layers[0](x) * self.scale + self.table) + self.saved
+
+    model = Scaled()
+    made = check(model, torch.randn(2, 3))
+    state = set().union(*(s.module.state_dict() for s in made.stages))
+    assert state == set(model.state_dict())
+    assert set(dict(made.stages[0].buffers)) == {"scale"}
+
+
+def test_names_in_a_list_of_modules() -> None:
+    unique = [nn.Sequential(nn.Linear(2, 2)), nn.LayerNorm(2)]
+    partitioner = Partitioner(unique, 2, streams=NoStreams())
+    made = partitioner((torch.randn(1, 2),))
+    assert [s.meta.parameters for s in made.stages] == [("0.weight", "0.bias"), ("weight", "bias")]
+    clashing = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    made = Partitioner(clashing, 2, streams=NoStreams())((torch.randn(1, 2),))
+    assert [s.meta.parameters for s in made.stages] == [("0.weight", "0.bias"), ("1.weight", "1.bias")]
+
+
+# -- what a recording follows -----------------------------------------------------------------------------------------
+
+
+def test_autograd_functions_of_the_user_are_one_call() -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x: Tensor, factor: float) -> Tensor:  # type: ignore[no-untyped-def]
+            ctx.factor = factor
+            return x * factor
+
+        @staticmethod
+        def backward(ctx, gradient: Tensor):  # type: ignore[no-untyped-def]
+            return gradient * ctx.factor * 10, None
+
+    apply = torch.autograd.Function.__dict__["apply"]
+    made = check(
+        Model(lambda self, x: self.layers[1](Double.apply(self.layers[0](x), 3.0))), torch.randn(2, 3), stages=2
+    )
+    assert "apply" in made.code
+    assert "mul" not in made.code
+    assert torch.autograd.Function.__dict__["apply"] is apply
+
+
+def test_lstm_between_blocks() -> None:
+    class Speech(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.lstm = layers(2), nn.LSTM(3, 3, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y, (h, _) = self.lstm(self.layers[0](x))
+            return self.layers[1](y) + h.transpose(0, 1)
+
+    check(Speech(), torch.randn(2, 5, 3))
+
+
+def test_a_block_that_routes_by_value_runs_for_real_once() -> None:
+    class Router(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.experts = nn.Linear(3, 2), layers(2)
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen += 1
+            choice = self.gate(x).argmax(-1)
+            y = torch.zeros_like(x)
+            for index, expert in enumerate(self.experts):
+                rows = torch.where(choice == index)[0]
+                if len(rows):
+                    y[rows] = expert(x[rows])
+            return y
+
+    model = Model(lambda self, x: self.layers[1](self.layers[0](x)))
+    model.layers = nn.ModuleList([Router(), Router()])
+    made = check(model, torch.randn(4, 3))
+    assert [note.split("'")[1] for note in made.notes] == ["layers.0", "layers.1"]
+    assert "ran once for real" in made.notes[0]
+
+
+def test_leaves_run_as_a_whole() -> None:
+    class Choosy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if x.sum() > 0 else -x
+
+    class Chooser(Model):
+        def __init__(self) -> None:
+            super().__init__(lambda self, x: self.layers[1](self.choose(self.layers[0](x))))
+            self.choose = Choosy()
+
+    check(Chooser(), torch.randn(2, 3), leaves=["choose"])
+
+
+def test_values_that_the_program_alone_decides_can_be_branched_on() -> None:
+    def forward(self: Model, x: Tensor) -> Tensor:
+        positions = torch.arange(3)
+        weights = torch.zeros(2, 3)
+        weights[:, 0] = x[:, 0]  # no longer known
+        if (positions.diff() == 1).all():
+            x = x * positions
+        return self.layers[1](self.layers[0](x) + weights)
+
+    made = check(Model(forward), torch.randn(2, 3))
+    assert "diff" not in made.code  # dead after the branch
+    assert "* arange" in made.code or "mul" in made.code
+
+
+def test_unknown_values_stay_unknown() -> None:
+    def forward(self: Model, x: Tensor) -> Tensor:
+        weights = torch.zeros(3)
+        weights.add_(x[0])
+        return self.layers[0](x) if weights.sum() > 0 else x
+
+    with pytest.raises(ValueError, match="depends on the values"):
+        Partitioner(Model(forward), 1, streams=NoStreams())((torch.ones(2, 3),))
+
+
+def test_iteration_over_a_tensor() -> None:
+    check(Model(lambda self, x: self.layers[1](torch.stack([self.layers[0](row) for row in x]))), torch.randn(2, 3))
+
+
+def test_operators_of_every_kind() -> None:
+    def forward(self: Model, x: Tensor) -> Tensor:
+        x = 1 - self.layers[0](x)
+        x = 2 / (x.T.mT * 0.5 + 3)
+        x = (2**x) @ torch.eye(3) - x[..., :1].real
+        y = -x
+        y += abs(x)
+        y[:, 1:] = 0.5
+        y, z = y.split([1, 2], dim=-1)
+        values, _ = torch.cat([y, z], -1).topk(3)
+        return self.layers[1](values * (values > 0) + values.max(-1, keepdim=True).values)
+
+    check(Model(forward), torch.randn(2, 3))
+
+
+def test_hooks_and_an_override_of_call_stay_inside_the_unit() -> None:
+    class Loud(nn.Linear):
+        def __call__(self, x: Tensor) -> Tensor:
+            return super().__call__(x) * 2
+
+    model = Model(lambda self, x: self.layers[1](self.layers[0](x)))
+    model.layers = nn.ModuleList([Loud(3, 3), nn.Linear(3, 3)])
+    model.layers[1].register_forward_hook(lambda module, args, output: output.tanh())
+    code = check(model, torch.randn(2, 3)).code
+    assert "mul" not in code
+    assert "tanh" not in code
+    assert "__call__" in Loud.__dict__
+    assert "__call__" not in nn.Linear.__dict__
+
+
+# -- modes ------------------------------------------------------------------------------------------------------------
+
+
+def test_regions_without_gradients_are_kept() -> None:
+    case = dicts()
+    made = Partitioner(case.model, 1, streams=NoStreams())(case.args, case.kwargs)
+    lines = [line.strip() for line in made.code.splitlines() if "grad" in line]
+    assert len(lines) == 3  # remember, switch off, put back: once for the whole region
+
+
+def test_evaluation_is_another_signature() -> None:
+    case = dicts()
+    partitioner = Partitioner(case.model, 2, streams=NoStreams())
+    training = partitioner(case.args, case.kwargs)
+    with torch.no_grad():
+        made = partitioner(case.args, case.kwargs)
+        assert_same(run_chained(made, case), run_unsplit(case.model, case))
+    assert made is not training
+    assert not any(o.meta.requires_grad for s in made.stages for o in s.meta.outputs)
+
+
+def test_autocast_is_kept_where_it_differs() -> None:
+    def forward(self: Model, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = self.layers[1](F.linear(x, self.layers[0].weight))
+        with torch.autocast("cpu", enabled=False):
+            return self.layers[2](x.float())
+
+    made = check(Model(forward, 3), torch.randn(2, 3), stages=2, cuts=["layers.1"])
+    assert made.stages[1].meta.inputs[0].meta.dtype == "bfloat16"
+    assert made.code.count("enter_autocast(") == 2
+    assert not torch.is_autocast_enabled("cpu")
+
+
+# -- leaving no trace -------------------------------------------------------------------------------------------------
+
+
+def test_recording_leaves_no_trace() -> None:
+    case = convnet()
+    model = case.model.train()
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    attributes = [dict(m.__dict__) for m in model.modules()]
+    identities = [id(t) for t in model.state_dict(keep_vars=True).values()]
+    generator = torch.get_rng_state()
+    calls = {m.__class__: m.__class__.__call__ for m in model.modules()}
+    Partitioner(model, 3, streams=NoStreams())(case.args)
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+    assert identities == [id(t) for t in model.state_dict(keep_vars=True).values()]
+    assert attributes == [dict(m.__dict__) for m in model.modules()]
+    assert torch.equal(generator, torch.get_rng_state())
+    assert all(cls.__call__ is call for cls, call in calls.items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_failed_recording_leaves_no_trace() -> None:
+    def forward(self: Model, x: Tensor) -> Tensor:
+        self.steps = 7
+        return x if self.layers[0](x).sum() > 0 else -x
+
+    model = Model(forward)
+    before, weight = dict(model.__dict__), model.layers[0].weight
+    with pytest.raises(ValueError, match="depends on the values"):
+        Partitioner(model, 1, streams=NoStreams())((torch.ones(2, 3),))
+    assert model.__dict__ == before
+    assert model.layers[0].weight is weight
+
+
+def test_attributes_that_a_stage_will_not_set_are_noted() -> None:
+    def forward(self: Model, x: Tensor) -> Tensor:
+        self.hidden = self.layers[0](x)
+        self.count = getattr(self, "count", 0) + 1
+        return self.layers[1](self.hidden)
+
+    notes = Partitioner(Model(forward), 2, streams=NoStreams())((torch.ones(2, 3),)).notes
+    assert notes == (
+        "the forward leaves a tensor in hidden; a stage does not set it",
+        "the forward changes count; a stage keeps the value it had when recorded",
+    )
+
+
+def test_parameters_may_be_on_meta() -> None:
+    case, real = mixtral(), mixtral()
+    case.model.to("meta")
+    made = Partitioner(case.model, 2, streams=NoStreams())(case.args, case.kwargs)
+    expected = Partitioner(real.model, 2, streams=NoStreams())(real.args, real.kwargs)
+    assert [s.meta for s in made.stages] == [s.meta for s in expected.stages]
+    assert made.code == expected.code
+
+
+# -- signatures -------------------------------------------------------------------------------------------------------
+
+
+def test_a_signature_is_recorded_once() -> None:
+    case = mlp()
+    partitioner = Partitioner(case.model, 2, streams=NoStreams())
+    (x,) = case.args
+    made = partitioner((x,))
+    assert partitioner((torch.randn(4, 7),)) is made
+    smaller = partitioner((x[:1],))
+    assert smaller is not made
+    assert smaller.cuts == made.cuts == partitioner.cuts
+    assert smaller.stages[0].meta.inputs[0].meta.shape == (1, 7)
+    case.model.eval()
+    assert partitioner((x,)) is not made
+    case.model.train()
+    assert partitioner((x,)) is made
+    case.model[0].weight.requires_grad_(False)
+    assert partitioner((x,)) is not made
+
+
+def test_channels_last_survives() -> None:
+    case = convnet()
+    images = case.args[0].contiguous(memory_format=torch.channels_last)
+    check(case.model, images, stages=3)
+    made = Partitioner(case.model, 3, streams=NoStreams())((images,))
+    assert made.stages[0].meta.inputs[0].meta.stride == images.stride()
+
+
+def test_default_keyword_arguments() -> None:
+    case = llama()
+    assert default_kwargs(case.model, (), case.kwargs) == {"use_cache": False}
+    assert default_kwargs(case.model, (), {"use_cache": True}) == {}
+    assert default_kwargs(gpt().model) == {}
+
+
+def test_a_full_attention_mask_takes_the_same_path() -> None:
+    case = llama()
+    case = case._replace(kwargs={**case.kwargs, "attention_mask": torch.ones(2, 7, dtype=torch.int64)})
+    reference = copy.deepcopy(case.model)
+    made = Partitioner(case.model, 2, streams=NoStreams())(case.args, case.kwargs)
+    assert_same(run_chained(made, case), run_unsplit(reference, case))
+    assert_same(case.model, reference, gradients=True)
+
+
+# -- devices and text -------------------------------------------------------------------------------------------------
+
+
+def test_retarget_moves_device_constants_and_stray_tensors() -> None:
+    case = dicts()
+    stage = Partitioner(case.model, 1, streams=NoStreams())(case.args, case.kwargs).stages[0]
+    moved = retarget(stage, torch.device("meta"))
+    assert moved.module.get_buffer("constants.table").device.type == "meta"
+    assert stage.module.get_buffer("constants.table").device.type == "cpu"
+    assert moved.module.get_buffer("offset") is stage.module.get_buffer("offset")
+    language = gpt()
+    stage = Partitioner(language.model, 1, streams=NoStreams())(language.args).stages[0]
+    assert "device(type='cpu')" in stage.code
+    assert "device(type='meta')" in retarget(stage, torch.device("meta")).code
+    assert "'cpu'" not in retarget(stage, torch.device("meta")).code
+
+
+def test_the_code_can_be_read() -> None:
+    case = gpt()
+    code = Partitioner(case.model, 2, ["h.2"], streams=NoStreams())(case.args).code
+    steps = [line.split(";")[0].strip() for line in code.splitlines() if line.strip()]
+    assert steps == [
+        "class submod_0:",
+        "def forward(self, ids):",
+        "arange = torch.arange(5, device = device(type='cpu'))",
+        "getitem = arange[(slice(None, None, None), None)]",
+        "getitem_1 = arange[(None, slice(None, None, None))]",
+        "ge = getitem.ge(getitem_1)",
+        "wte = self.wte(ids)",
+        "wpe = self.wpe(arange)",
+        "add = wte.add(wpe)",
+        "dropout = torch.nn.functional.dropout(add, p = 0.0, training = True, inplace = False)",
+        'h_0 = getattr(self.h, "0")(dropout, ge)',
+        'h_1 = getattr(self.h, "1")(h_0, ge)',
+        "return (h_1,)",
+        "class submod_1:",
+        "def forward(self, h_1):",
+        "arange = torch.arange(5, device = device(type='cpu'))",
+        "getitem = arange[(slice(None, None, None), None)]",
+        "getitem_1 = arange[(None, slice(None, None, None))]",
+        "ge = getitem.ge(getitem_1)",
+        'h_2 = getattr(self.h, "2")(h_1, ge)',
+        'h_3 = getattr(self.h, "3")(h_2, ge)',
+        "norm = self.norm(h_3)",
+        "wte_weight = self.wte.weight",
+        "linear = torch._C._nn.linear(norm, wte_weight)",
+        "return (linear,)",
+    ]
+
+
+# -- branches on the values of inputs ---------------------------------------------------------------------------------
+
+
+class Masked(nn.Module):
+    """Takes a shorter path if nothing is masked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = layers(2)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        mask[:, -1] = 1
+        first = mask[0].clone()
+        first.mul_(2)
+        if first.eq(2).all():
+            return self.layers[1](self.layers[0](x))
+        return self.layers[1](self.layers[0](x) * mask[..., None])
+
+
+def test_a_branch_on_an_integer_input_is_guarded() -> None:
+    model, x = Masked(), torch.randn(2, 4, 3)
+    full, late = torch.ones(2, 4, dtype=torch.int64), torch.ones(2, 4, dtype=torch.int64)
+    late[:, -1] = 0
+    some = full.clone()
+    some[0, 1] = 0
+    partitioner = Partitioner(model, 2, streams=NoStreams())
+    short = partitioner((x, full))
+    assert partitioner((x, late)) is short  # the forward sets the last one
+    assert late[0, -1] == 0
+    long = partitioner((x, some))
+    assert long is not short
+    assert "mul" in long.stages[0].code + long.stages[1].code
+    assert partitioner((x, full)) is short
+    (guard,) = short.guards
+    assert guard.expected is True
+    assert "test_stages.py" in guard.source_line
+    case = Case(model, (x, some), {}, torch.ones(2, 4, 3), squared_error)
+    reference = copy.deepcopy(model)
+    assert_same(run_chained(long, case), run_unsplit(reference, case))
+    assert_same(model, reference, gradients=True)
+
+
+def test_an_input_that_is_overwritten_with_unknown_values() -> None:
+    def forward(x: Tensor, ids: Tensor) -> Tensor:
+        ids[:, 0] = x[:, 0].round().long()
+        return model.layers[1](model.layers[0](x)) * ids
+
+    model = Model(None)
+    model.forward = forward
+    made = Partitioner(model, 2, streams=NoStreams())((torch.randn(2, 3), torch.ones(2, 3, dtype=torch.int64)))
+    assert [i.mutated for i in made.stages[0].meta.inputs] == [False, True]
+    assert not made.guards
+
+
+def test_a_value_that_is_never_the_same_is_refused() -> None:
+    def forward(x: Tensor, ids: Tensor) -> Tensor:
+        return model.layers[0](x) * ids.max().item()
+
+    model = Model(None)
+    model.forward = forward
+    partitioner = Partitioner(model, 1, streams=NoStreams())
+    with pytest.raises(ValueError, match=r"reads values of its inputs at .*test_stages.py:\d+.*32 microbatches"):
+        [partitioner((torch.randn(2, 3), torch.tensor([step]))) for step in range(40)]

@@ -1,0 +1,39 @@
+"""The programs in `examples/` run, and give the same figures alone and in processes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from penstock.cli import app
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+PENSTOCK = ["-c", "from penstock.cli import main; main()"]
+
+
+def lines_of(*arguments: str) -> list[str]:
+    """What a Python program prints, on one thread."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.splitlines()
+
+
+def test_target_is_verified() -> None:
+    done = CliRunner().invoke(app, ["verify", f"{EXAMPLES}/target_mlp.py:target", "--ranks", "3"])
+    assert done.exit_code == 0, done.output
+    assert "6 of 6 gradients are equal to the bit" in done.stdout
+
+
+@pytest.mark.distributed
+def test_gpt_learns_the_same_alone_and_in_processes() -> None:
+    script = [str(EXAMPLES / "train_gpt.py"), "--steps", "40"]
+    alone = lines_of(*script)
+    assert [line.split()[1] for line in alone] == ["20", "40"]
+    losses = [float(line.split()[3]) for line in alone]
+    assert losses[1] < losses[0] < 2.0
+    assert lines_of(*PENSTOCK, "run", "--ranks", "2", *script) == alone

@@ -1,0 +1,215 @@
+"""Every schedule x ranks x microbatches gives the bits of one device, on models of each kind.
+
+Batches have 11 rows, so that 2, 3 and 8 microbatches are of different sizes. A model is recorded once for each size of
+microbatch and its reference made once for each number of them: neither knows the schedule or the ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock
+from models import GPT, SkipsTwice, squared_error, token_error
+from penstock import verification
+from penstock.errors import ArgumentError
+from penstock.partition import partitioner
+from penstock.partition._compat import flatten
+from penstock.partition.partition import describe
+from penstock.schedule import Schedule, generate, generators, names
+
+ROWS = 11
+MICROBATCHES = (1, 2, 3, 8)
+NOT_USED = {"model.rotary_emb.original_inv_freq"}  # a buffer that Llama's forward does not look at
+
+
+class Example(NamedTuple):
+    """A model and one batch; without a loss, the model computes its own."""
+
+    model: nn.Module
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}  # noqa: RUF012  (never written to)
+    target: Any = None
+    loss: Callable[[Any, Any], Tensor] | None = None
+
+
+def mlp() -> Example:
+    layers = [m for _ in range(8) for m in (nn.Linear(33, 33), nn.Tanh())]
+    return Example(nn.Sequential(*layers, nn.Linear(33, 5)), _noise(33), {}, torch.randn(ROWS, 5), squared_error)
+
+
+def tied_gpt_with_dropout() -> Example:
+    ids = torch.randint(0, 37, (ROWS, 8))
+    model = GPT(vocabulary=37, width=24, layers=6, dropout=0.1)
+    return Example(model, (ids[:, :-1],), {}, ids[:, 1:], token_error)
+
+
+def skips() -> Example:
+    return Example(SkipsTwice(33), _noise(33), {}, torch.randn(ROWS, 33), squared_error)
+
+
+class DigitsNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [1, 5, 7, 7, 9, 9]
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(inplace=True))
+            for a, b in pairwise(widths)
+        )
+        self.head = nn.Linear(9, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        for block in self.blocks:
+            images = block(images)
+        return self.head(images.mean((2, 3)))
+
+
+def batch_norm_on_digits() -> Example:
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    images = torch.tensor(digits.images[:ROWS], dtype=torch.float32)[:, None] / 16
+    return Example(DigitsNet(), (images,), {}, torch.tensor(digits.target[:ROWS]), F.cross_entropy)
+
+
+def llama() -> Example:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=37, hidden_size=24, intermediate_size=33, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=16,
+    )  # fmt: skip
+    mask = torch.ones(ROWS, 6, dtype=torch.int64)
+    mask[:, -1] = 0
+    return Example(LlamaForCausalLM(config), kwargs={**_tokens(), "attention_mask": mask})
+
+
+def gpt2() -> Example:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=37, n_embd=24, n_layer=4, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0)
+    config.loss_type = "ForCausalLMLoss"
+    assert config.resid_pdrop > 0
+    return Example(GPT2LMHeadModel(config), kwargs=_tokens())
+
+
+def t5() -> Example:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=37, d_model=24, d_kv=8, d_ff=33, num_layers=2, num_heads=3, decoder_start_token_id=0
+    )  # fmt: skip
+    assert config.dropout_rate > 0
+    return Example(T5ForConditionalGeneration(config), kwargs=_tokens())
+
+
+def _noise(width: int) -> tuple[Tensor]:
+    return (torch.randn(ROWS, width),)
+
+
+def _tokens() -> dict[str, Tensor]:
+    ids = torch.randint(4, 37, (ROWS, 6))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+EXAMPLES = {f.__name__: f for f in (mlp, tied_gpt_with_dropout, skips, batch_norm_on_digits, llama, gpt2, t5)}
+
+
+class Shared:
+    """One example with the recordings and references that its runs have in common."""
+
+    def __init__(self, example: Example) -> None:
+        self.example = example
+        self.model = example.model.train()
+        self.before = copy.deepcopy(self.model.state_dict())
+        self.recordings: dict[Any, Any] = {}
+        self.references: dict[Any, Any] = {}
+
+    def verify(self, schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> penstock.Report:
+        record, reference = partitioner.record, verification._reference
+
+        def record_once(model: nn.Module, args: Any, kwargs: Any, leaves: Any) -> Any:
+            leaves_of_batch = tuple(describe(leaf) for leaf in flatten((args, kwargs)).leaves)
+            key = id(model), leaves_of_batch, torch.is_grad_enabled()
+            if key not in self.recordings:
+                self.recordings[key] = record(model, args, kwargs, leaves), model  # the model is kept for its id
+            return self.recordings[key][0]
+
+        def reference_once(model: Any, pipe: penstock.Pipeline, *rest: Any) -> Any:
+            m = pipe.schedule.microbatches
+            if m not in self.references:
+                self.references[m] = reference(model, pipe, *rest)
+            return self.references[m]
+
+        monkeypatch.setattr(partitioner, "record", record_once)
+        monkeypatch.setattr(verification, "_reference", reference_once)
+        self.model.load_state_dict(self.before)
+        self.model.zero_grad(set_to_none=True)
+        _, args, kwargs, target, loss = self.example
+        return penstock.verify(
+            self.model,
+            args,
+            target,
+            loss,
+            kwargs=kwargs,
+            ranks=schedule.ranks,
+            chunks=schedule.stages // schedule.ranks,
+            microbatches=schedule.microbatches,
+            schedule=schedule,
+            seed=7,
+            exact=True,
+        )
+
+
+@pytest.fixture(scope="module", params=EXAMPLES)
+def shared(request: pytest.FixtureRequest) -> Iterator[Shared]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield Shared(EXAMPLES[request.param]())
+    torch.set_num_threads(threads)
+
+
+def schedule_of(name: str, ranks: int, microbatches: int) -> Schedule | None:
+    """With as few chunks as the schedule allows; None where it is not made for these numbers."""
+    allows = next(g.allows for g in generators() if g.name == name)
+    chunks = next(chunks for chunks in range(1, 9) if allows(chunks))
+    try:
+        return generate(name, ranks, microbatches, chunks)
+    except ArgumentError:
+        return None
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", names())
+def test_bits_of_one_device(shared: Shared, name: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    schedules = [schedule for m in MICROBATCHES if (schedule := schedule_of(name, ranks, m)) is not None]
+    assert schedules, f"{name} is for no number of microbatches of {MICROBATCHES}"
+    for schedule in schedules:
+        with monkeypatch.context() as patches:
+            report = shared.verify(schedule, patches)
+        assert report.ok, f"{schedule.microbatches} microbatches: {report.summary()}"
+        kinds = {row.kind for row in report.rows}
+        assert kinds >= {"output", "loss", "gradient"}
+        gradients = [row for row in report.rows if row.kind == "gradient"]
+        assert len(gradients) == len(list(shared.model.parameters()))
+        assert sum(row.verdict == "equal" for row in gradients) >= len(gradients) - 1  # but for one that is tied
+        buffers = {name for name, _ in shared.model.named_buffers()} - NOT_USED
+        assert {row.name for row in report.rows if row.kind == "buffer"} == buffers
+
+
+@pytest.mark.parametrize(("ranks", "chunks"), [(1, 3), (2, 2), (2, 3)])
+@pytest.mark.parametrize("name", ["naive", "gpipe"])
+def test_several_chunks_a_rank(
+    shared: Shared, name: str, ranks: int, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = shared.verify(generate(name, ranks, 3, chunks), monkeypatch)
+    assert report.stages == ranks * chunks
+    assert report.ok, report.summary()
