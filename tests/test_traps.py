@@ -1,59 +1,24 @@
-"""One test for each thing that others get wrong (the list in docs/design.md); those that need processes are in
-tests/distributed.
+"""One test for each thing that others get wrong (the list in docs/design.md), where it spoils what is trained.
+
+The rest of the list: test_traps_between.py, test_options.py, and, with processes, tests/distributed.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from by_hand import assert_same_gradients, sizes_by_hand, step_by_hand
-from models import GPT, ConvNet, InPlace, SkipsTwice, squared_error, token_error
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import penstock
-from penstock import ArgumentError, PartitionError, ScheduleError, ShapeError, VerificationError, pipeline, verify
-from penstock.runtime.local import LocalChannel
-from penstock.runtime.stage import StageRunner
-from penstock.schedule import Action, Op, Placement, Schedule, generate, names
-
-ROWS, WIDTH = 11, 9
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
-
-
-def mlp(layers: int = 6, seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
-
-
-def batch(rows: int = ROWS, width: int = WIDTH) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(rows)
-    return torch.randn(rows, width, generator=generator), torch.randn(rows, width, generator=generator)
-
-
-def tokens(vocabulary: int = 19) -> tuple[Tensor, Tensor]:
-    ids = torch.randint(0, vocabulary, (ROWS, 7), generator=torch.Generator().manual_seed(1))
-    return ids[:, :-1].clone(), ids[:, 1:].clone()
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
-
+from by_hand import assert_same_gradients, sizes_by_hand, step_by_hand
+from models import GPT, ConvNet, squared_error, token_error
+from penstock import ArgumentError, pipeline, verify
+from penstock.schedule import Op, names
+from small import ROWS, WIDTH, batch, gradients, mlp, tokens
 
 # -- 1 ----------------------------------------------------------------------------------------------------------------
 
@@ -76,6 +41,101 @@ def test_trap_1_tied_weights(ranks: int) -> None:
                 optimizer.zero_grad()
     for a, b in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+# -- 19, 20: recomputation, the meta device ---------------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop, self.whole = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.4), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.whole:
+            return self.drop(self.layer(x))
+        return checkpoint(lambda x: self.drop(self.layer(x)), x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("schedule", names())
+def test_trap_19_recomputation_draws_the_same_masks(schedule: str, ranks: int) -> None:
+    """The block is used twice: backward runs its second call again first."""
+    found = []
+    for whole in (True, False):
+        torch.manual_seed(0)
+        block, (x, y) = Checkpointed(), batch()
+        block.whole = whole
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), block, nn.Tanh(), block, Checkpointed(), nn.Linear(WIDTH, WIDTH))
+        report = verify(model, (x,), y, squared_error, ranks=ranks, microbatches=3, schedule=schedule, seed=3)
+        assert report.ok, report.summary()
+        found.append(gradients(model))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return make()
+
+
+def materialized(ranks: int, seed: int = 5) -> dict[str, Tensor]:
+    ids, target = tokens()
+    model = on_meta(GPT)
+    state = torch.get_rng_state()
+    with pipeline(model, (ids,), ranks=ranks, microbatches=3, loss=token_error, seed=seed) as pipe:
+        assert pipe.step(ids, target=target).loss.isfinite()
+        assert torch.equal(torch.get_rng_state(), state)
+        assert model.wte.weight is dict(pipe.named_parameters())["wte.weight"]
+        return {name: parameter.detach().clone() for name, parameter in pipe.named_parameters()}
+
+
+def test_trap_20_weights_from_the_meta_device_do_not_depend_on_the_number_of_ranks() -> None:
+    one = materialized(1)
+    assert set(one) == set(dict(GPT().named_parameters()))
+    assert all(weight.std() > 0 for name, weight in one.items() if "norm" not in name and "bias" not in name)
+    for ranks in (2, 3, 4):
+        other = materialized(ranks)
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    assert not torch.equal(one["wte.weight"], materialized(2, seed=6)["wte.weight"])
+
+
+def test_trap_20_a_meta_model_can_be_verified() -> None:
+    ids, target = tokens()
+    assert verify(on_meta(GPT), (ids,), target, token_error, ranks=3, microbatches=3, exact=True).ok
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(float(WIDTH)), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table
+
+
+class TableThatResets(Table):
+    def reset_parameters(self) -> None:
+        self.table.copy_(torch.arange(float(WIDTH)))
+
+
+class TableThatForgets(Table):
+    def reset_parameters(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", [Table, TableThatForgets])
+def test_trap_20_a_buffer_that_nothing_sets_is_refused(kind: type[Table]) -> None:
+    model, (x, _) = on_meta(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), kind(), nn.Linear(WIDTH, WIDTH))), batch()
+    with pytest.raises(ArgumentError, match=rf"1.* \(?{kind.__name__}|buffer 1.table") as caught:
+        pipeline(model, (x,), ranks=2, loss=squared_error)
+    assert "materialize=" in str(caught.value)
+
+
+def test_trap_20_a_buffer_that_is_set_is_as_set() -> None:
+    model, (x, y) = on_meta(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), TableThatResets(), *mlp(2))), batch()
+    with pipeline(model, (x,), ranks=2, loss=squared_error) as pipe:
+        pipe.step(x, target=y)
+        assert torch.equal(dict(pipe.named_buffers())["1.table"], torch.arange(float(WIDTH)))
 
 
 # -- 2, 3, 12, 21: means, sums, weights -------------------------------------------------------------------------------
@@ -249,476 +309,6 @@ def test_trap_8_weights_do_not_depend_on_the_number_of_ranks(ranks: int) -> None
     assert len({weight.detach().numpy().tobytes() for weight in weights.values()}) == len(weights)  # none is alike
 
 
-# -- 5, 10, 18: what is between stages --------------------------------------------------------------------------------
-
-
-def test_trap_5_a_batch_of_another_size_is_refused_and_the_next_one_runs() -> None:
-    model, (x, y) = mlp(), batch()
-    reference = copy.deepcopy(model)
-    with pipeline(model, (x,), ranks=3, microbatches=3, loss=squared_error) as pipe:
-        pipe.step(x, target=y)
-        model.zero_grad()
-        for rows in (1, 10, 12):
-            with pytest.raises(ShapeError, match=rf"input.* has {rows} rows .*expected 11"):
-                pipe.step(*batch(rows)[:1], target=batch(rows)[1])
-        with pytest.raises(ShapeError, match=r"target has 10 rows .*expected 11"):
-            pipe.step(x, target=y[:10])
-        with pytest.raises(ShapeError, match="float64"):
-            pipe.step(x.double(), target=y)
-        with pytest.raises(ShapeError, match=r"\(4, 5\)"):
-            pipe.step(x[:, :5], target=y)
-        assert all(p.grad is None for p in model.parameters())
-        pipe.step(x, target=y)
-    step_by_hand(reference, (x,), y, squared_error, 3)
-    assert_same_gradients(model, reference)
-
-
-class Changing(nn.Module):
-    """Returns what `change` makes of its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.change: Callable[[Tensor], Tensor] = torch.clone
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.change(x)
-
-
-@pytest.mark.parametrize(
-    ("change", "given"),
-    [(Tensor.double, "float64[4, 9]"), (lambda x: x[:2].clone(), "float32[2, 9]"), (lambda x: x.t().clone().t(), "[1, ")],
-    ids=["dtype", "shape", "strides"],
-)
-def test_trap_5_the_sender_refuses_a_value_that_has_changed(
-    change: Callable[[Tensor], Tensor], given: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    changing, (x, y) = Changing(), batch()
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), changing, nn.Linear(WIDTH, WIDTH))
-    received: list[int] = []
-    receive = LocalChannel.receive
-    monkeypatch.setattr(LocalChannel, "receive", lambda self, k: (received.append(k), receive(self, k))[1])
-    with pipeline(model, (x,), ranks=2, cuts=["2"], microbatches=3, loss=squared_error) as pipe:
-        pipe.step(x, target=y)
-        received.clear()
-        changing.change = change
-        with pytest.raises(ShapeError) as caught:
-            pipe.step(x, target=y)
-        for part in ("of stage 0", "from stage 0 to 1 in microbatch 0", given, "float32[4, 9]", "Nothing was sent"):
-            assert part in str(caught.value)
-        assert not received
-        assert caught.value.__notes__ == ["penstock: in action 0SEND_F0_TO1" if False else caught.value.__notes__[0]]
-        assert "0SEND_F" in caught.value.__notes__[0]
-
-
-@pytest.mark.parametrize("schedule", names())
-def test_trap_10_at_most_two_receives_of_a_link_are_posted(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    open_now: Counter[int] = Counter()
-    most: defaultdict[int, int] = defaultdict(int)
-    post, receive = LocalChannel.post, LocalChannel.receive
-
-    def posting(self: LocalChannel, microbatch: int) -> None:
-        open_now[id(self)] += 1
-        most[id(self)] = max(most[id(self)], open_now[id(self)])
-        post(self, microbatch)
-
-    def receiving(self: LocalChannel, microbatch: int) -> Any:
-        open_now[id(self)] -= 1
-        assert open_now[id(self)] >= 0, "received before it was posted"
-        return receive(self, microbatch)
-
-    monkeypatch.setattr(LocalChannel, "post", posting)
-    monkeypatch.setattr(LocalChannel, "receive", receiving)
-    x, y = torch.randn(16, 7), torch.randn(16, 7)
-    with pipeline(SkipsTwice(7), (x,), ranks=4, schedule=schedule, microbatches=16, loss=squared_error) as pipe:
-        for _ in range(2):
-            pipe.step(x, target=y)
-    assert len(most) > 6  # the skips have links of their own
-    assert max(most.values()) <= 2
-    assert set(open_now.values()) == {0}
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("schedule", names())
-def test_trap_18_updates_in_place_of_what_was_received(schedule: str, ranks: int) -> None:
-    x, y = torch.randn(ROWS, 6), torch.randn(ROWS, 6)
-    report = verify(InPlace(), (x,), y, squared_error, ranks=ranks, microbatches=3, schedule=schedule, exact=True)
-    assert report.ok, report.summary()
-
-
-@pytest.mark.parametrize("chunks", [2, 3])
-def test_trap_18_updates_in_place_of_what_a_stage_of_the_same_rank_made(chunks: int) -> None:
-    x, y = torch.randn(ROWS, 6), torch.randn(ROWS, 6)
-    for ranks in (1, 2):
-        report = verify(
-            InPlace(), (x,), y, squared_error, ranks=ranks, chunks=chunks, microbatches=3, schedule="gpipe", exact=True
-        )
-        assert report.ok, report.summary()
-
-
-# -- 7, 9, 13: schedules ----------------------------------------------------------------------------------------------
-
-
-def backwards_first_last(ranks: int, microbatches: int) -> Schedule:
-    """Legal, but runs the microbatches in descending order."""
-    rows = [
-        [Action(rank, op, k) for op in (Op.F, Op.B) for k in reversed(range(microbatches))] for rank in range(ranks)
-    ]
-    return Schedule("descending", Placement.loop(ranks), microbatches, rows)
-
-
-@pytest.mark.parametrize("schedule", [*names(), backwards_first_last(3, 5)], ids=[*names(), "descending"])
-def test_trap_7_losses_and_outputs_in_order_of_microbatch(schedule: str | Schedule) -> None:
-    model, (x, y) = mlp(), batch()
-    expected = step_by_hand(copy.deepcopy(model), (x,), y, squared_error, 5)
-    with pipeline(model, (x,), ranks=3, microbatches=5, schedule=schedule, loss=squared_error) as pipe:
-        for result in (pipe.step(x, target=y, outputs=True), pipe.evaluate(x, target=y, outputs=True)):
-            assert all(map(torch.equal, result.losses, expected.losses))
-            assert all(map(torch.equal, result.outputs, expected.outputs))
-            assert len(result.losses) == len(result.outputs) == 5
-            assert torch.equal(result.loss, expected.total)
-            assert not any(t.requires_grad for t in (*result.losses, *result.outputs, result.loss))
-
-
-F00, F01, B00, B01 = (Action(0, op, k) for op in (Op.F, Op.B) for k in (0, 1))
-F10, F11, B10, B11 = (Action(1, op, k) for op in (Op.F, Op.B) for k in (0, 1))
-FINE = [F10, B10, F11, B11]
-
-
-@pytest.mark.parametrize(
-    ("rows", "words"),
-    [
-        ([[F00, F01, B00, B01, B01], FINE], "rank 0 .*0B1"),
-        ([[F00, F01, B00], FINE], "rank 0 has no 0B1"),
-        ([[F00, F01, B00, B01, Action(0, Op.F, 2)], FINE], "rank 0 has 0F2"),
-        ([[F00, F01, B00, B01, F10], FINE], "rank 0 has 1F0"),
-        ([[F00, B00, F01, B01], [F10, F11, B10, B11]], "rank"),
-        ([[B00, F00, F01, B01], FINE], "0B0"),
-    ],
-    ids=["repeated", "missing", "out of range", "misplaced", "deadlock", "order"],
-)
-def test_trap_9_illegal_schedules_are_refused(rows: list[list[Action]], words: str) -> None:
-    x, _ = batch(2)
-    schedule = Schedule("mine", Placement.loop(2), 2, rows)
-    with pytest.raises(ScheduleError, match=words):
-        pipeline(mlp(), (x,), ranks=2, microbatches=2, schedule=schedule, loss=squared_error)
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("schedule", names())
-def test_trap_13_skips_over_several_cuts(schedule: str, ranks: int) -> None:
-    torch.manual_seed(0)
-    x, y = torch.randn(ROWS, 7), torch.randn(ROWS, 7)
-    report = verify(SkipsTwice(7), (x,), y, squared_error, ranks=ranks, microbatches=5, schedule=schedule, exact=True)
-    assert report.ok, report.summary()
-
-
-# -- 14, 15: structures, and gradients that are not there -------------------------------------------------------------
-
-
-class Dicts(nn.Module):
-    """Takes and returns a dict of tensors, whole numbers, flags and text."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, values: dict[str, Any]) -> dict[str, Any]:
-        assert values["text"] == "word"
-        x = self.layer(values["x"]) * values["factor"] + values["offset"]
-        return {**values, "x": x if values["flag"] else -x, "nested": (x.tanh(), [values["factor"]])}
-
-
-def dict_loss(output: dict[str, Any], target: dict[str, Any]) -> Tensor:
-    assert output["nested"][1] == [2]
-    assert target["power"] == 2
-    return (output["x"] - target["a"]["b"]).abs().pow(target["power"]).mean() + output["nested"][0].mean()
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_trap_14_dicts_numbers_and_text_between_stages_and_in_targets(ranks: int) -> None:
-    x, y = batch()
-    values = {"x": x, "factor": 2, "flag": False, "text": "word", "offset": torch.tensor(0.5)}
-    target = {"a": {"b": y}, "power": 2}
-    for schedule in names():
-        report = verify(
-            [Dicts(), Dicts(), Dicts()],
-            (values,),
-            target,
-            dict_loss,
-            ranks=ranks,
-            microbatches=4,
-            schedule=schedule,
-            exact=True,
-        )
-        assert report.ok, report.summary()
-
-
-def test_trap_15_a_pipeline_that_never_runs_backward_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, y = batch()
-    monkeypatch.setattr("penstock.runtime.exact.backward", lambda roots, grads: None)
-    report = verify(mlp(), (x,), y, squared_error, ranks=1, microbatches=2)
-    missing = [row.name for row in report.wrong if row.verdict == "missing"]
-    assert missing == [name for name, _ in mlp().named_parameters()]
-    with pytest.raises(VerificationError, match=r"gradient 0\.weight on stage 0: missing in the pipeline"):
-        report.check()
-
-
-def test_trap_15_one_missing_gradient_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, y = batch()
-    step = penstock.Pipeline.step
-
-    def sabotaged(self: penstock.Pipeline, *args: Any, **kwargs: Any) -> Any:
-        result = step(self, *args, **kwargs)
-        dict(self.named_parameters())["3.bias"].grad = None
-        return result
-
-    monkeypatch.setattr(penstock.Pipeline, "step", sabotaged)
-    report = verify(mlp(), (x,), y, squared_error, ranks=3, microbatches=2)
-    assert [(row.name, row.verdict) for row in report.wrong] == [("3.bias", "missing")]
-
-
-def test_trap_15_a_gradient_that_should_not_be_there_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Spare(nn.Sequential):
-        def __init__(self) -> None:
-            super().__init__(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-            self.spare = nn.Parameter(torch.zeros(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self[1](self[0](x)) + 0 * self.spare.detach().sum()
-
-    x, y = batch()
-    report = verify(Spare(), (x,), y, squared_error, ranks=2, microbatches=2)
-    assert report.ok
-    assert "spare" in [row.name for row in report.rows]
-    step = penstock.Pipeline.step
-
-    def sabotaged(self: penstock.Pipeline, *args: Any, **kwargs: Any) -> Any:
-        result = step(self, *args, **kwargs)
-        for name, parameter in self.named_parameters():
-            if name == "spare":
-                parameter.grad = torch.zeros(3)
-        return result
-
-    monkeypatch.setattr(penstock.Pipeline, "step", sabotaged)
-    report = verify(Spare(), (x,), y, squared_error, ranks=2, microbatches=2)
-    assert [(row.name, row.verdict) for row in report.wrong] == [("spare", "unexpected")]
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_trap_15_a_stage_whose_backward_does_nothing_fails(monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
-    backward = StageRunner.backward
-
-    def skipping(self: StageRunner, microbatch: int, grads: Any) -> None:
-        backward(self, microbatch, [None for _ in grads] if self.meta.index == stage else grads)
-
-    x, y = batch()
-    monkeypatch.setattr(StageRunner, "backward", skipping)
-    report = verify(mlp(), (x,), y, squared_error, ranks=3, microbatches=2)
-    wrong = [row for row in report.wrong if row.kind == "gradient"]
-    assert {row.stages for row in wrong} == {(s,) for s in range(stage + 1)}
-
-
-# -- 17: options ------------------------------------------------------------------------------------------------------
-
-
-def options_case() -> dict[str, Callable[[], None]]:
-    """For each option of `pipeline`, what shows that it is used."""
-    x, y = batch()
-
-    def made(**options: Any) -> penstock.Pipeline:
-        given = {"ranks": 2, "microbatches": 2, "loss": squared_error, **options}
-        model = given.pop("model", None) or mlp()
-        return pipeline(model, given.pop("example_args", (x,)), given.pop("example_kwargs", None), **given)
-
-    def refused(error: type[Exception], match: str, **options: Any) -> None:
-        with pytest.raises(error, match=match):
-            made(**options)
-
-    def step(**options: Any) -> penstock.StepResult:
-        with made(**options) as pipe:
-            return pipe.step(x, target=y)
-
-    def example_kwargs() -> None:
-        with made(example_args=(), example_kwargs={"input": x}, model=mlp(1), ranks=1) as pipe:
-            pipe.step(input=x, target=y)
-
-    def balance() -> None:
-        model = nn.Sequential(nn.Linear(WIDTH, 400), nn.Linear(400, WIDTH), *mlp(4))
-        assert made(model=model, balance="layers").cuts != made(model=model, balance="parameters").cuts
-        refused(ArgumentError, "balance='time': expected one of 'parameters', 'layers'", balance="time")
-
-    def leaves() -> None:
-        whole = nn.Module()
-        whole.inner, whole.head = SkipsTwice(WIDTH), nn.Linear(WIDTH, WIDTH)
-        whole.forward = lambda x: whole.head(whole.inner(x))  # type: ignore[method-assign]
-        assert "self.inner.layers" in made(model=whole).code
-        assert "self.inner.layers" not in made(model=whole, leaves=["inner"]).code
-        refused(PartitionError, r"leaves: .*'iner'.*'inner'", model=whole, leaves=["iner"])
-
-    def materialize() -> None:
-        with torch.device("meta"):
-            model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-        seen = []
-
-        def rule(name: str, module: nn.Module) -> None:
-            seen.append(name)
-            for parameter in module.parameters():
-                nn.init.constant_(parameter, 0.25)
-
-        with made(model=model, materialize=rule) as pipe:
-            assert all((p == 0.25).all() for p in pipe.parameters())
-        assert seen == ["0", "1"]
-
-    def seed() -> None:
-        model = nn.Sequential(*mlp(2), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH))
-        losses = [step(model=model, seed=seed).loss for seed in (1, 2, 1)]
-        assert losses[0] == losses[2] != losses[1]
-
-    return {
-        "model": lambda: refused(ArgumentError, "model", model=[1, 2]),
-        "example_args": lambda: refused(ShapeError, "example: no tensor with rows", example_args=()),
-        "example_kwargs": example_kwargs,
-        "ranks": lambda: assert_equal(made(ranks=3).world.ranks, 3),
-        "chunks": lambda: assert_equal(len(made(chunks=3, schedule="gpipe").stages), 6),
-        "schedule": lambda: assert_equal(made(schedule="naive").schedule.name, "naive"),
-        "microbatches": lambda: assert_equal(len(step(microbatches=7).losses), 7),
-        "loss": lambda: assert_equal(float(step(loss=lambda output, _: output.sum() * 0 + 3).loss), 3.0),
-        "reduction": lambda: refused_in(lambda: step(reduction="median"), "reduction='median'"),
-        "cuts": lambda: assert_equal(made(cuts=["4"]).cuts, ("4",)),
-        "leaves": leaves,
-        "balance": balance,
-        "mesh": lambda: refused(ArgumentError, "ranks=2, but the mesh has 1", mesh=one_rank_mesh()),
-        "devices": lambda: refused(ArgumentError, "devices has 3 entries; expected one for each of 2", devices=["cpu"] * 3),
-        "share_loss": lambda: assert_equal(step(share_loss=False).loss.shape, ()),  # seen on other ranks only
-        "materialize": materialize,
-        "seed": seed,
-    }
-
-
-def one_rank_mesh() -> Any:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    return DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
-
-
-def refused_in(run: Callable[[], Any], match: str) -> None:
-    with pytest.raises(ArgumentError, match=match):
-        run()
-
-
-def assert_equal(one: Any, other: Any) -> None:
-    assert one == other
-
-
-SEEN_ELSEWHERE = {"transport"}  # in tests/distributed: it has no meaning in one process
-
-
-@pytest.mark.parametrize("option", options_case())
-def test_trap_17_every_option_is_used(option: str) -> None:
-    options_case()[option]()
-
-
-def test_trap_17_no_option_is_left_out() -> None:
-    assert set(inspect.signature(pipeline).parameters) - SEEN_ELSEWHERE == set(options_case())
-    with pytest.raises(TypeError, match="unknown_option"):
-        pipeline(mlp(), batch()[:1], unknown_option=1)  # type: ignore[call-arg]
-
-
-# -- 19, 20: recomputation, the meta device ---------------------------------------------------------------------------
-
-
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.drop, self.whole = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.4), True
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.whole:
-            return self.drop(self.layer(x))
-        return checkpoint(lambda x: self.drop(self.layer(x)), x, use_reentrant=False)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("schedule", names())
-def test_trap_19_recomputation_draws_the_same_masks(schedule: str, ranks: int) -> None:
-    """The block is used twice: backward runs its second call again first."""
-    found = []
-    for whole in (True, False):
-        torch.manual_seed(0)
-        block, (x, y) = Checkpointed(), batch()
-        block.whole = whole
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), block, nn.Tanh(), block, Checkpointed(), nn.Linear(WIDTH, WIDTH))
-        report = verify(model, (x,), y, squared_error, ranks=ranks, microbatches=3, schedule=schedule, seed=3)
-        assert report.ok, report.summary()
-        found.append(gradients(model))
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-
-
-def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
-    with torch.device("meta"):
-        return make()
-
-
-def materialized(ranks: int, seed: int = 5) -> dict[str, Tensor]:
-    ids, target = tokens()
-    model = on_meta(GPT)
-    state = torch.get_rng_state()
-    with pipeline(model, (ids,), ranks=ranks, microbatches=3, loss=token_error, seed=seed) as pipe:
-        assert pipe.step(ids, target=target).loss.isfinite()
-        assert torch.equal(torch.get_rng_state(), state)
-        assert model.wte.weight is dict(pipe.named_parameters())["wte.weight"]
-        return {name: parameter.detach().clone() for name, parameter in pipe.named_parameters()}
-
-
-def test_trap_20_weights_from_the_meta_device_do_not_depend_on_the_number_of_ranks() -> None:
-    one = materialized(1)
-    assert set(one) == set(dict(GPT().named_parameters()))
-    assert all(weight.std() > 0 for name, weight in one.items() if "norm" not in name and "bias" not in name)
-    for ranks in (2, 3, 4):
-        other = materialized(ranks)
-        assert all(torch.equal(one[name], other[name]) for name in one)
-    assert not torch.equal(one["wte.weight"], materialized(2, seed=6)["wte.weight"])
-
-
-def test_trap_20_a_meta_model_can_be_verified() -> None:
-    ids, target = tokens()
-    assert verify(on_meta(GPT), (ids,), target, token_error, ranks=3, microbatches=3, exact=True).ok
-
-
-class Table(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("table", torch.arange(float(WIDTH)), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.table
-
-
-class TableThatResets(Table):
-    def reset_parameters(self) -> None:
-        self.table.copy_(torch.arange(float(WIDTH)))
-
-
-class TableThatForgets(Table):
-    def reset_parameters(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize("kind", [Table, TableThatForgets])
-def test_trap_20_a_buffer_that_nothing_sets_is_refused(kind: type[Table]) -> None:
-    model, (x, _) = on_meta(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), kind(), nn.Linear(WIDTH, WIDTH))), batch()
-    with pytest.raises(ArgumentError, match=rf"1.* \(?{kind.__name__}|buffer 1.table") as caught:
-        pipeline(model, (x,), ranks=2, loss=squared_error)
-    assert "materialize=" in str(caught.value)
-
-
-def test_trap_20_a_buffer_that_is_set_is_as_set() -> None:
-    model, (x, y) = on_meta(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), TableThatResets(), *mlp(2))), batch()
-    with pipeline(model, (x,), ranks=2, loss=squared_error) as pipe:
-        pipe.step(x, target=y)
-        assert torch.equal(dict(pipe.named_buffers())["1.table"], torch.arange(float(WIDTH)))
-
-
 # -- 22: frozen stages ------------------------------------------------------------------------------------------------
 
 
@@ -761,172 +351,3 @@ def test_trap_22_a_stage_without_parameters() -> None:
     with pipeline(nn.Sequential(nn.Tanh(), nn.Tanh()), (x,), ranks=2, loss=squared_error) as pipe:
         assert not list(pipe.named_parameters())
         torch.optim.AdamW(pipe.parameters()).step()
-
-
-# -- random losses, and errors in the middle of a step ----------------------------------------------------------------
-
-
-def noisy_loss(output: Tensor, target: Tensor) -> Tensor:
-    return F.mse_loss(output + torch.randn_like(output), target)
-
-
-@pytest.mark.parametrize("dropout", [False, True])
-def test_a_loss_that_draws_has_a_stream_of_its_own(dropout: bool) -> None:
-    def losses(ranks: int, schedule: str) -> list[float]:
-        model, (x, y) = mlp(4), batch()
-        if dropout:
-            model.insert(1, nn.Dropout(0.5))
-        with pipeline(model, (x,), ranks=ranks, microbatches=3, schedule=schedule, loss=noisy_loss, seed=1) as pipe:
-            return [float(loss) for _ in range(2) for loss in pipe.step(x, target=y).losses]
-
-    first = losses(1, "naive")
-    assert len(set(first)) == 6  # no two microbatches, and no two steps, are given the same noise
-    for ranks in (2, 4):
-        for schedule in names():
-            assert losses(ranks, schedule) == first
-    x, y = batch()
-    assert verify(mlp(), (x,), y, noisy_loss, ranks=3, microbatches=3, exact=True).ok
-
-
-def test_a_step_that_raised_can_be_repeated() -> None:
-    """In one process; with one process a rank, all of them end."""
-    model, (x, y) = mlp(), batch()
-    reference = copy.deepcopy(model)
-    calls: list[int] = []
-
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        calls.append(1)
-        if len(calls) == 2:
-            raise ValueError("not today")
-        return squared_error(output, target)
-
-    with pipeline(model, (x,), ranks=3, microbatches=3, loss=loss) as pipe:
-        state = torch.get_rng_state()
-        with pytest.raises(ValueError, match="not today") as caught:
-            pipe.step(x, target=y)
-        assert caught.value.__notes__ == ["penstock: in action 2F1"]
-        assert torch.equal(torch.get_rng_state(), state)
-        model.zero_grad()
-        pipe.step(x, target=y)
-        assert pipe.step_count == 1
-    step_by_hand(reference, (x,), y, squared_error, 3)
-    assert_same_gradients(model, reference)
-
-
-# -- bad input --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"schedule": "1f1f"}, ArgumentError, ["1f1f", "did you mean '1f1b'", "gpipe"]),
-        ({"ranks": 7}, PartitionError, ["7", "6"]),
-        ({"ranks": 3, "chunks": 3, "schedule": "gpipe"}, PartitionError, ["9", "6"]),
-        ({"ranks": 2, "cuts": ["9"]}, PartitionError, ["cut", "'9'", "nearest"]),
-        ({"ranks": 2, "cuts": ["2", "4"]}, ArgumentError, ["cuts", "stages=2"]),
-        ({"ranks": 3, "cuts": ["4", "2"]}, PartitionError, ["'4'", "'2'"]),
-        ({"microbatches": 0}, ArgumentError, ["microbatches=0", "at least 1"]),
-        ({"microbatches": 2.5}, ArgumentError, ["microbatches=2.5", "whole number"]),
-        ({"microbatches": 12}, ArgumentError, ["microbatches=12", "11 rows", "fewer microbatches"]),
-        ({"ranks": 0}, ArgumentError, ["ranks=0", "at least 1"]),
-        ({"ranks": -1}, ArgumentError, ["ranks=-1", "at least 1"]),
-        ({"chunks": 0}, ArgumentError, ["chunks=0", "at least 1"]),
-        ({"ranks": 2, "chunks": 2, "schedule": "1f1b"}, ArgumentError, ["chunks=2", "1f1b", "1 chunk"]),
-        ({"ranks": 3, "schedule": generate("gpipe", 2, 8)}, ArgumentError, ["'gpipe'", "2 ranks", "3"]),
-        ({"balance": "time"}, ArgumentError, ["balance='time'", "'layers'"]),
-        ({"devices": ["cpu"], "ranks": 2}, ArgumentError, ["devices has 1", "2 ranks"]),
-    ],
-)
-def test_bad_arguments(options: dict[str, Any], error: type[Exception], words: list[str]) -> None:
-    x, _ = batch()
-    with pytest.raises(error) as caught:
-        pipeline(mlp(), (x,), **{"loss": squared_error, **options})
-    for word in words:
-        assert word in str(caught.value)
-
-
-def test_bad_schedule_objects_state_their_own_microbatches() -> None:
-    """A schedule says how many microbatches there are: another number beside it is not ignored."""
-    x, _ = batch()
-    with pytest.raises(ArgumentError, match=r"microbatches=4.*5"):
-        pipeline(mlp(), (x,), ranks=2, microbatches=4, schedule=generate("gpipe", 2, 5), loss=squared_error)
-
-
-@pytest.mark.parametrize(
-    ("loss", "given"),
-    [
-        (lambda output, _: output, r"a tensor of shape \[4, 9\]"),
-        (lambda output, _: output.sum().item(), "float"),
-        (lambda output, _: output.mean(1), r"a tensor of shape \[4\]"),
-    ],
-)
-def test_bad_loss(loss: Any, given: str) -> None:
-    x, y = batch()
-    with pipeline(mlp(), (x,), ranks=2, microbatches=3, loss=loss) as pipe:
-        with pytest.raises(ArgumentError, match=rf"loss.* returned {given}; expected a scalar"):
-            pipe.step(x, target=y)
-
-
-def test_bad_no_loss_at_all() -> None:
-    x, y = batch()
-    with pipeline(mlp(), (x,), ranks=2, microbatches=3) as pipe:
-        with pytest.raises(ArgumentError, match=r"loss=None, .*\(Tensor\) holds no scalar loss; pass loss="):
-            pipe.step(x, target=y)
-        result = pipe.evaluate(x, outputs=True)
-        assert len(result.outputs) == 3
-        with pytest.raises(ArgumentError, match=r"result.loss: there is no loss"):
-            _ = result.loss
-
-
-def test_bad_target_missing() -> None:
-    x, y = batch()
-    with pipeline(mlp(), (x,), ranks=2, microbatches=3, loss=squared_error) as pipe:
-        with pytest.raises(ArgumentError, match=r"target=None, .*pass target="):
-            pipe.step(x)
-        assert pipe.step(x, target=y).loss > 0
-        with pytest.raises(ArgumentError, match=r"result.outputs: not kept; pass outputs=True"):
-            _ = pipe.step(x, target=y).outputs
-
-
-def test_bad_closed_pipeline() -> None:
-    x, y = batch()
-    with pipeline(mlp(), (x,), ranks=2, microbatches=3, loss=squared_error) as pipe:
-        pipe.step(x, target=y)
-    for call in (pipe.step, pipe.evaluate):
-        with pytest.raises(ArgumentError, match="this pipeline was closed; make a new one"):
-            call(x, target=y)
-    pipe.close()
-
-
-def test_bad_names_of_model_arguments() -> None:
-    class Named(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor, target: Tensor) -> Tensor:
-            return self.layer(x) + target
-
-    x, y = batch()
-    with pytest.raises(ArgumentError, match=r"example_kwargs: .*'target'.*Pipeline.step.*by position"):
-        pipeline(Named(), (x,), {"target": y}, loss=squared_error)
-
-
-def test_bad_inputs_of_a_step() -> None:
-    x, y = batch()
-    with pipeline(mlp(), (x,), ranks=2, microbatches=3, loss=squared_error) as pipe:
-        with pytest.raises(ShapeError, match="structure"):
-            pipe.step(x, x, target=y)
-        with pytest.raises(ShapeError, match=r"requires a gradient.*detach"):
-            pipe.step(x.clone().requires_grad_(), target=y)
-        with pytest.raises(ShapeError, match="disagree on the number of rows"):
-            pipeline(nn.Bilinear(WIDTH, WIDTH, 2), (x, x[:4]), loss=squared_error)
-
-
-def test_close_leaves_no_hook_behind() -> None:
-    torch.manual_seed(0)
-    model, (ids, target) = GPT(dropout=0.1), tokens()
-    with pipeline(model, (ids,), ranks=2, microbatches=3, loss=token_error) as pipe:
-        pipe.step(ids, target=target)
-        assert any(module._forward_pre_hooks for module in model.modules())
-    assert not any(module._forward_pre_hooks for module in model.modules())

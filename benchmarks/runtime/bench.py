@@ -187,7 +187,7 @@ def compare(contest: Contest) -> dict[str, Any]:
     equal = all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     apart = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, theirs, strict=True))
     found = _gathered((equal, apart))
-    if max(apart for _, apart in found) > 1e-5:
+    if not all(apart <= 1e-5 for _, apart in found):  # a NaN is no agreement
         raise RuntimeError(f"Penstock and torch leave different gradients (relative difference by rank: {found})")
     return {"equal": all(equal for equal, _ in found), "max_relative_difference": max(apart for _, apart in found)}
 
@@ -204,11 +204,8 @@ def latencies(rank: int, folder: Path) -> dict[str, float]:
         if work is not None:
             work.wait()
 
-    found = {
-        "gloo isend/irecv": _ping_pong(
-            rank, irecv, lambda: finish(dist.isend(sent, peer)), lambda: finish(posted.pop())
-        )
-    }
+    gloo = _ping_pong(rank, irecv, lambda: finish(dist.isend(sent, peer)), lambda: finish(posted.pop()))
+    found = {"gloo isend/irecv": gloo}
     engine = Engine(join(None, None, "cpu"), [CPU] * RANKS, seed=0)
     transport = engine.transports[rank]
     there = transport.channel(0, Link(0, 1, ((0, "a"),)), 0, 1, backward=False)
@@ -330,47 +327,47 @@ def verdicts(sizes: Sequence[dict[str, Any]]) -> list[tuple[str, bool]]:
 
 def show(results: dict[str, Any], console: Console) -> None:
     """Prints the table, the latencies and the targets."""
-    table = Table(title=f"{LAYERS} layers on {RANKS} ranks, 1F1B, 1 row a microbatch: median [quartiles]")
-    columns = ("size", "m", "Penstock ms", "torch ms", "ceiling ms", "Penstock / torch", "Penstock / ceiling")
-    for column in (*columns, "Penstock's share", "torch's share", "gradients"):
+    title = f"{LAYERS} layers on {RANKS} ranks, 1F1B, 1 row a microbatch: medians, with quartiles for ratios"
+    table = Table(title=title)
+    columns = ("size", "dim", "seq", "m", "Penstock ms", "torch ms", "ceiling ms")
+    for column in (*columns, "Penstock / torch", "Penstock / ceiling", "share", "torch's share", "gradients"):
         table.add_column(column, justify="left" if column == "size" else "right")
     for size in results["sizes"]:
-        times, share = size["milliseconds"], size["share_of_ceiling"]
+        gradients, share = size["gradients"], size["share_of_ceiling"]
         table.add_row(
-            f"{size['name']} (dim {size['dim']}, seq {size['seq']})",
-            str(size["microbatches"]),
-            *(_cell(times[name], ".1f") for name in NAMES),
-            _cell(size["penstock_over_torch"], ".3f"),
-            _cell(size["penstock_over_ceiling"], ".3f"),
-            *(_cell(share[name], ".1%") for name in ("penstock", "torch")),
-            "equal" if size["gradients"]["equal"] else f"{size['gradients']['max_relative_difference']:.1e}",
+            *(str(size[key]) for key in ("name", "dim", "seq", "microbatches")),
+            *(f"{size['milliseconds'][name][1]:.1f}" for name in NAMES),
+            *("{1:.3f} ({0:.3f}, {2:.3f})".format(*size[f"penstock_over_{name}"]) for name in ("torch", "ceiling")),
+            *(f"{share[name][1]:.1%}" for name in ("penstock", "torch")),
+            "equal" if gradients["equal"] else f"{gradients['max_relative_difference']:.0e}",
         )
     console.print(table)
     console.print("share: of ceiling * m/(m+p-1), the speed of a pipeline whose only bubble is to fill and to drain")
     one_way = ", ".join(f"{name} {us:.1f}" for name, us in results["one_way_microseconds"].items())
     console.print(f"one way, 1 KiB, median microseconds: {one_way}")
+    console.print(f"other processes took {results['environment']['others_share']:.0%} of the machine meanwhile")
     for text, reached in verdicts(results["sizes"]):
         console.print(f"{'reached    ' if reached else 'NOT reached'}  {text}", highlight=False)
 
 
-def _cell(values: Sequence[float], form: str) -> str:
-    low, median, high = (format(value, form) for value in values)
-    return f"{median} [{low}, {high}]"
-
-
 def environment() -> dict[str, Any]:
-    """The machine, and how busy it was at the start."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    """The machine."""
+    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
-        "cpu": models[0] if models else platform.processor(),
+        "cpu": models[0].partition(":")[2].strip() if models else platform.processor(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "penstock": penstock.__version__,
         "threads_per_rank": 1,
-        "load_average_at_start": round(os.getloadavg()[0], 2),
     }
+
+
+def others_seconds() -> float:
+    """CPU seconds that processes other than this one's have used since the machine started."""
+    user, nice, system, _, _, *interrupts = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    busy = sum(map(int, (user, nice, system, *interrupts))) / os.sysconf("SC_CLK_TCK")
+    return busy - sum(os.times()[:4])
 
 
 def main() -> None:
@@ -387,13 +384,16 @@ def main() -> None:
         run_rank([size if rounds is None else replace(size, rounds=rounds) for size in sizes], chosen.rank_folder)
         return
     results: dict[str, Any] = {"environment": environment()}
+    began, others = time.perf_counter(), others_seconds()
     with tempfile.TemporaryDirectory() as folder:
         status = launch([__file__, *sys.argv[1:], "--rank-folder", folder], RANKS, threads=1)
         if status:
             sys.exit(status)
         results |= json.loads((Path(folder) / "found.json").read_text())
+    capacity = (time.perf_counter() - began) * results["environment"]["cores"]
+    results["environment"]["others_share"] = round((others_seconds() - others) / capacity, 3)
     chosen.json.write_text(json.dumps(results, indent=2) + "\n")
-    show(results, Console(width=None if os.isatty(1) else 220))
+    show(results, Console(width=None if os.isatty(1) else 160))
 
 
 if __name__ == "__main__":

@@ -46,9 +46,9 @@ def pipeline(
     example_kwargs: Mapping[str, Any] | None = None,
     *,
     ranks: int | None = None,
-    chunks: int = 1,
+    chunks: int | None = None,
     schedule: str | Schedule = "1f1b",
-    microbatches: int = 8,
+    microbatches: int | None = None,
     loss: Loss | None = None,
     reduction: Reduction = "mean",
     cuts: Sequence[str] | None = None,
@@ -72,9 +72,9 @@ def pipeline(
             Needed on every rank: shapes are read from it, values are not used.
         example_kwargs: likewise by keyword.
         ranks: the number of ranks; None: the world size under torchrun, one otherwise.
-        chunks: stages a rank; there are `ranks * chunks` stages.
+        chunks: stages a rank; there are `ranks * chunks` stages. None: the `Schedule`'s, or 1.
         schedule: a name from `penstock.schedule.names()`, or a `Schedule`.
-        microbatches: into how many pieces each batch is cut.
+        microbatches: into how many pieces each batch is cut. None: the `Schedule`'s, or 8.
         loss: `loss(output, target)`, a scalar; None where the model computes its own (`output.loss`).
         reduction: how the loss reduces a batch: "mean", "sum", or a function of the target that gives a microbatch's
             weight in the mean (for masked targets: the number of tokens that count).
@@ -387,9 +387,7 @@ class Pipeline:
             order = reduce_ties(order, [group.stages for group in self._split.tie_groups])
         else:
             order = add_communication(forward_only(self._order), forward_links(metas), ())
-        wrong = [violation for violation in check(order) if violation.fatal]
-        if wrong:
-            raise ScheduleError(f"schedule {order.name!r} cannot be run: " + "; ".join(v.text for v in wrong[:3]))
+        _refuse_illegal(order)
         return order
 
     def _feed(self, job: Job, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, outputs: bool) -> Feed:
@@ -435,14 +433,30 @@ class Pipeline:
         return StepResult(losses, timeline, shared, tuple(job.head.outputs) if outputs and here else None)
 
 
-def _schedule(schedule: str | Schedule, ranks: int, microbatches: int, chunks: int) -> Schedule:
+def _schedule(schedule: str | Schedule, ranks: int, microbatches: int | None, chunks: int | None) -> Schedule:
     if isinstance(schedule, str):
-        return generate(schedule, ranks, microbatches, chunks)
-    if schedule.placement.ranks != ranks:
+        return generate(schedule, ranks, 8 if microbatches is None else microbatches, 1 if chunks is None else chunks)
+    if schedule.ranks != ranks:
+        raise ArgumentError(f"schedule {schedule.name!r} is for {schedule.ranks} ranks, but there are {ranks}")
+    if microbatches not in (None, schedule.microbatches):
         raise ArgumentError(
-            f"schedule {schedule.name!r} is for {schedule.placement.ranks} ranks, but there are {ranks}"
+            f"microbatches={microbatches}, but schedule {schedule.name!r} is for {schedule.microbatches}; "
+            "leave microbatches out, or make the schedule for as many"
         )
-    return drop_communication(schedule)
+    if chunks is not None and chunks * ranks != schedule.stages:
+        raise ArgumentError(
+            f"chunks={chunks}, but schedule {schedule.name!r} has {schedule.stages} stages on {ranks} ranks; "
+            "leave chunks out, or make the schedule for as many"
+        )
+    order = drop_communication(schedule)
+    _refuse_illegal(order)
+    return order
+
+
+def _refuse_illegal(order: Schedule) -> None:
+    wrong = [violation for violation in check(order) if violation.fatal]
+    if wrong:
+        raise ScheduleError(f"schedule {order.name!r} cannot be run: " + "; ".join(v.text for v in wrong[:3]))
 
 
 def _device_of(model: nn.Module | Sequence[nn.Module]) -> torch.device:
@@ -459,7 +473,7 @@ def _check_names(kwargs: Mapping[str, Any]) -> None:
         )
 
 
-def _check_numbers(**numbers: int) -> None:
+def _check_numbers(**numbers: int | None) -> None:
     for name, value in numbers.items():
-        if not isinstance(value, int) or value < 1:
+        if value is not None and (not isinstance(value, int) or value < 1):
             raise ArgumentError(f"{name}={value!r}: expected a whole number, at least 1")

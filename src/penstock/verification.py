@@ -89,7 +89,8 @@ class Report:
             if close:
                 worst = max((r.max_difference / r.max_reference for r in close if r.max_reference), default=0.0)
                 why = sorted({row.allowed for row in close})
-                text += f"; {len(close)} values are within {worst:.1e} of their largest entry ({'; '.join(why)})"
+                values = "1 value is" if len(close) == 1 else f"{len(close)} values are"
+                text += f"; {values} within {worst:.1e} of their largest entry ({'; '.join(why)})"
             return text
         first = self.wrong[0]
         text = f"{len(self.wrong)} of {len(self.rows)} values differ; the first is {first.kind} {first.name}"

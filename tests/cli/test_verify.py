@@ -41,6 +41,9 @@ def drifting():
     calls = itertools.count(1)
     return mlp(), (torch.randn(12, 5),), torch.randint(4, (12,)), lambda y, t: loss_of(y, t) * next(calls)
 
+def undefined():
+    return mlp(), (torch.randn(12, 5),), torch.randint(4, (12,)), lambda y, t: loss_of(y, t) * float("nan")
+
 class OwnLoss(nn.Module):
     def __init__(self):
         super().__init__()
@@ -132,6 +135,12 @@ def test_difference_is_in_the_table() -> None:
     (weight,) = [row for row in rows if row[:2] == ["gradient", "4.bias"]]
     assert weight[3] == "different"
     assert float(weight[4]) > 0
+
+
+def test_json_is_strict_where_numbers_are_undefined() -> None:
+    done = verify("cases.py:undefined", "--json", "--microbatches", "4")
+    report = json.loads(done.stdout, parse_constant=pytest.fail)
+    assert (done.exit_code, report["ok"], report["loss"]) == (0, True, None)  # undefined on one device too
 
 
 def test_no_exact_does_not_hide_a_difference() -> None:

@@ -29,8 +29,11 @@ def run_unsplit(model: nn.Module, case: Case) -> Any:
     return output
 
 
-def run_chained(partition: Partition, case: Case) -> Any:
-    """The same through the stages. Every value is checked against the metas."""
+def run_chained(partition: Partition, case: Case, sent: bool = False) -> Any:
+    """The same through the stages. Every value is checked against the metas.
+
+    `sent`: each stage gets copies, as from another machine (without gradients, which the runtime sends back in order).
+    """
     values: dict[tuple[int, str], Tensor] = {}
     given = partition.flatten_inputs(fresh(case.args), fresh(case.kwargs))
     first = [i for i in partition.stages[0].meta.inputs if i.source == MODEL_INPUT]
@@ -38,6 +41,7 @@ def run_chained(partition: Partition, case: Case) -> Any:
     outputs: tuple[Tensor, ...] = ()
     for stage in partition.stages:
         inputs = [values[i.source, i.name] for i in stage.meta.inputs]
+        inputs = [t.clone() for t in inputs] if sent else inputs
         for i, tensor in zip(stage.meta.inputs, inputs, strict=True):
             check_meta(i.name, i.meta, tensor)
         versions = [t._version for t in inputs]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import pytest
+import torch
 from chained import NoStreams, assert_same, run_chained, run_unsplit
 
 from models import CASES, TRANSFORMERS
@@ -30,6 +31,17 @@ def test_stages_equal_the_unsplit_model(name: str, stages: int, training: bool) 
     result = run_chained(partition, case)
     assert_same(result, expected)
     assert_same(model, reference, gradients=True)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_stages_that_share_no_memory_give_the_same_output(name: str) -> None:
+    case = CASES[name]()
+    partitioner = Partitioner(case.model, 4, streams=NoStreams())
+    reference = copy.deepcopy(partitioner.model)
+    with torch.no_grad():
+        partition = partitioner(case.args, case.kwargs)
+        assert_same(run_chained(partition, case, sent=True), run_unsplit(reference, case))
+    assert_same(partitioner.model, reference)
 
 
 def test_every_tensor_that_travels_is_used() -> None:

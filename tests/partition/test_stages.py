@@ -19,9 +19,8 @@ def check(model: nn.Module, *args: Tensor, stages: int = 2, **options) -> Partit
     """Cut a model whose result is a tensor, and compare it with itself unsplit."""
     reference = copy.deepcopy(model)
     made = Partitioner(model, stages, streams=NoStreams(), **options)(args)
-    expected_shape = reference(*args).shape
+    expected_shape = copy.deepcopy(reference)(*args).shape
     case = Case(model, args, {}, torch.ones(expected_shape), squared_error)
-    reference = copy.deepcopy(model)
     assert_same(run_chained(made, case), run_unsplit(reference, case))
     assert_same(model, reference, gradients=True)
     return made
@@ -82,6 +81,36 @@ def test_a_value_comes_from_the_stage_that_updated_it_last() -> None:
     mutated = [(s.meta.index, i.name, i.source) for s in made.stages for i in s.meta.inputs if i.mutated]
     assert [stage for stage, _, _ in mutated] == [1, 2]
     assert [source for _, _, source in mutated] == [0, 1]
+
+
+def test_what_is_updated_in_place_is_not_made_again() -> None:
+    def forward(self: Model, x: Tensor) -> Tensor:
+        table = torch.zeros(3)
+        table[0] = 1.0
+        return self.layers[1](self.layers[0](x) * table) * table
+
+    case = Case(Model(forward), (torch.randn(2, 3),), {}, torch.ones(2, 3), squared_error)
+    made = Partitioner(case.model, 2, streams=NoStreams())(case.args)
+    assert [(i.name, i.source) for i in made.stages[1].meta.inputs] == [("zeros", 0), ("mul", 0)]
+    check(case.model, *case.args)
+
+
+def test_an_update_in_place_may_bring_a_gradient() -> None:
+    def forward(self: Model, x: Tensor) -> Tensor:
+        weights = torch.zeros(2, 3)
+        y = self.layers[0](x)
+        if self.fill:
+            weights[:, 0] = y[:, 0]
+        y = self.layers[1](y)
+        weights[:, 1] = y[:, 1]
+        return self.layers[2](weights)
+
+    for fill in (False, True):
+        model = Model(forward, 3)
+        model.fill = fill
+        made = check(model, torch.randn(2, 3), stages=3, cuts=["layers.1", "layers.2"])
+        found = [(i.source, i.meta.requires_grad) for s in made.stages for i in s.meta.inputs if i.name == "zeros"]
+        assert found == [(0, fill), (1, True)]
 
 
 def test_unused_results_are_dropped() -> None:
@@ -219,7 +248,9 @@ def test_a_block_that_routes_by_value_runs_for_real_once() -> None:
 
     model = Model(lambda self, x: self.layers[1](self.layers[0](x)))
     model.layers = nn.ModuleList([Router(), Router()])
-    made = check(model, torch.randn(4, 3))
+    x, generator = torch.randn(4, 3), torch.get_rng_state()
+    made = check(model, x)
+    assert torch.equal(generator, torch.get_rng_state())
     assert [note.split("'")[1] for note in made.notes] == ["layers.0", "layers.1"]
     assert "ran once for real" in made.notes[0]
 

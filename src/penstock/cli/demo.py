@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -13,18 +14,15 @@ from penstock.demo.settings import CONTEXT, LAYERS, PARAMETERS, ROWS, Settings
 from penstock.launch import launch
 from penstock.schedule import grid
 
-STOPPED = 130
-"""What a program that Ctrl-C ends exits with: 128 + SIGINT."""
-
 
 def demo(
     ranks: Annotated[int, typer.Option("--ranks", "-n", help="How many processes share the model, 1 to 4.")] = 2,
     schedule: Annotated[str, typer.Option(help="The order of work: 1f1b, gpipe or naive.")] = "1f1b",
     microbatches: Annotated[int, typer.Option(help="Into how many pieces each batch is cut.")] = 8,
-    steps: Annotated[int, typer.Option(help="How many batches to train on.")] = 60,
+    steps: Annotated[int, typer.Option(help="How many batches to train on.")] = 120,
     out: Annotated[Path, typer.Option(help="The folder for the timeline and the metrics.")] = Path("runs/demo"),
 ) -> None:
-    """Train a small GPT on Python's own source text in a pipeline. Takes a minute or two; needs no network."""
+    """Train a small GPT on Python's own source text in a pipeline. Takes a minute or two."""
     settings = Settings(ranks, schedule, microbatches, steps, out)
     print(introduction(settings), flush=True)
     if ranks > 1:
@@ -33,7 +31,7 @@ def demo(
         status = _alone(settings)
     if status:
         Console().show_cursor()  # a progress bar that was cut short hides it
-    if status == STOPPED:
+    if status == 128 + signal.SIGINT:
         print("penstock: stopped by Ctrl-C; no process is left running", file=sys.stderr)
     raise typer.Exit(status)
 
@@ -65,5 +63,5 @@ def _alone(settings: Settings) -> int:
     try:
         main(settings.arguments())
     except KeyboardInterrupt:
-        return STOPPED
+        return 128 + signal.SIGINT
     return 0

@@ -30,9 +30,6 @@ from penstock.schedule import generate
 LONG_TABLE = 24
 """A table of more rows folds those that are equal, by module."""
 
-STOPPED = 130
-"""What a program that Ctrl-C ends exits with: 128 + SIGINT."""
-
 _STYLES = {"equal": "green", "close": "yellow"}
 
 
@@ -76,10 +73,13 @@ def verify(
 ) -> None:
     """Prove that a pipeline computes what the unsplit model does: outputs, loss, gradients and buffers.
 
-    TARGET is a function that returns (model, args, target, loss): args is the tuple of the model's inputs, or a pair of
-    that and a dict of inputs by keyword; loss(output, target) gives a scalar; both may be None where the model computes
-    its own loss. torch.manual_seed(0) is called before it. The exit status is 0 if all is equal, 1 if something
-    differs, 2 if something else is wrong.
+    TARGET is a function that returns (model, args, target, loss): args is the
+    tuple of the model's inputs, or a pair of that and a dict of inputs by name;
+    loss(output, target) gives a scalar; target and loss may be None where the
+    model computes its own loss. torch.manual_seed(0) is called before it.
+
+    The exit status is 0 if all is equal, 1 if something differs, and 2 if
+    something else is wrong.
     """
     names = [name.strip() for name in cuts.split(",")] if cuts else None
     case = Case(target, ranks, chunks, microbatches, schedule, names, exact)
@@ -88,7 +88,7 @@ def verify(
         report = prove(case) if transport is TransportName.local else prove_distributed(case)
     except KeyboardInterrupt:
         print("penstock: stopped by Ctrl-C; no process is left running", file=sys.stderr)
-        raise typer.Exit(STOPPED) from None
+        raise typer.Exit(128 + signal.SIGINT) from None
     if as_json:
         print(json.dumps(_finite(report), allow_nan=False))
     else:
@@ -143,7 +143,7 @@ def prove_distributed(case: Case) -> dict[str, Any]:
         (folder / "case.json").write_text(json.dumps(asdict(case)), encoding="utf-8")
         threads = None if "OMP_NUM_THREADS" in os.environ else 1  # as many as one device's in each rank
         status = launch(["-m", "penstock.cli.verify", name], case.ranks, threads)
-        if status == STOPPED:
+        if status == 128 + signal.SIGINT:
             raise KeyboardInterrupt
         found = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("rank-*.json"))]
     errors = sorted((one for one in found if "error" in one), key=lambda one: (one["follows"], one["monotonic_ns"]))

@@ -44,7 +44,7 @@ class GPT(nn.Module):
     """
 
     def __init__(
-        self, width: int = 192, heads: int = 6, layers: int = 4, context: int = 128, dropout: float = 0.1
+        self, width: int = 192, heads: int = 6, layers: int = 4, context: int = 64, dropout: float = 0.1
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
@@ -55,10 +55,10 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
         for module in self.modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)):
+            if isinstance(module, nn.Linear) and module is not self.head:
                 nn.init.normal_(module.weight, std=0.02)
-            if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
+        nn.init.normal_(self.embedding.weight, std=width**-0.5)  # so that bytes soon tell themselves apart
 
     def forward(self, tokens: Tensor) -> Tensor:
         """From bytes to the logits of each next byte: (batch, time) -> (batch, time, 256)."""

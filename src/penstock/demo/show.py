@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -104,7 +105,7 @@ def result(
     held_out: tuple[float, float],
     steps: Sequence[Step],
     bubble: Bubble,
-    memory_bytes: Sequence[float],
+    memory_bytes: Sequence[int],
 ) -> None:
     """What came of it: how well it learned, where the time went, and where to look further.
 
@@ -115,7 +116,7 @@ def result(
     before, after = held_out
     guess = f"{math.log(VOCABULARY):.2f}"
     formula = f": {bubble.formula}" if bubble.formula else ""
-    memory = ", ".join(f"rank {rank} {held / 1e6:,.0f} MB" for rank, held in enumerate(memory_bytes))
+    memory = ", ".join(f"{held / 1e6:,.0f}" for held in memory_bytes)
     lines = [
         ("loss", f"[bold]{before:.2f} -> {after:.2f}[/bold] nats per byte, on files that it was never trained on"),
         ("", f"({guess} is guessing, 0 is knowing the text by heart)"),
@@ -123,7 +124,7 @@ def result(
         ("", f"{bubble.simulated:.1%} simulated, from the time that each stage takes here"),
         ("", f"{bubble.textbook:.1%} by the textbook, were stages alike{formula}"),
         ("speed", f"{median(step.tokens_per_second for step in steps):,.0f} bytes (tokens) a second"),
-        ("memory", f"{memory}: each process's peak, with PyTorch"),
+        ("memory", f"{memory} MB: the peak of each rank's process, with PyTorch"),
         ("trace", f"{escape(str(settings.out / TIMELINE))}: who did what when; open it in ui.perfetto.dev"),
         ("log", f"{escape(str(settings.out / METRICS))}: a line a step"),
     ]
@@ -139,11 +140,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def peak_memory_bytes() -> float:
-    """The most memory that this process has held; not a number where the system does not say."""
-    try:
-        import resource  # Unix only
-    except ImportError:
-        return math.nan
+def peak_memory_bytes() -> int:
+    """The most memory that this process has held."""
     unit = 1 if sys.platform == "darwin" else 1024
-    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

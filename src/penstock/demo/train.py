@@ -26,7 +26,7 @@ from penstock.demo.model import GPT, loss
 from penstock.demo.settings import CONTEXT, HELD_OUT_BATCHES, LAYERS, ROWS, Settings
 from penstock.report import write_perfetto
 
-LEARNING_RATE = 4e-3
+LEARNING_RATE = 2e-3
 WARMUP_STEPS = 10
 TIMED_EVERY = 5
 """One step in so many is timed: noting when each action ran, and gathering that, costs a little."""

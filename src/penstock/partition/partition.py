@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.errors import ShapeError
+from penstock.errors import PartitionError, ShapeError
 from penstock.partition._compat import flatten, unflatten
 from penstock.partition.guards import Guard
 from penstock.partition.objects import input_path
@@ -48,7 +48,8 @@ class Partition:
     def flatten_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensors that stage 0 receives, in its order.
 
-        Raises ShapeError, naming the leaf, if structure, shape, dtype or a constant is not as recorded.
+        Raises ShapeError, naming the leaf, if structure, shape, dtype or a constant is not as recorded, and
+        PartitionError if the forward would take another branch than the recorded one.
         """
         given = flatten((tuple(args), dict(kwargs)))
         if given.structure != self.input_structure:
@@ -62,6 +63,14 @@ class Partition:
         for leaf, path, expected in zip(given.leaves, self.input_paths, self.input_leaves, strict=True):
             if describe(leaf)[:3] != expected[:3]:
                 raise ShapeError(f"input {path} is {_text(describe(leaf))}, but {_text(expected)} was recorded")
+        for guard in self.guards:
+            if not guard.holds(given.leaves):
+                raise PartitionError(
+                    f"the model's forward branches on values of its inputs at {guard.source_line}: the recording holds "
+                    f"where that reads {guard.expected!r}, and this microbatch reads otherwise. Give the pipeline an "
+                    "example that takes the same branch as the batches do, name the module that branches in "
+                    "leaves=[...], or make a pipeline for each kind of batch"
+                )
         return [given.leaves[i] for i in self.input_order]
 
     def build_output(self, leaves: Sequence[Tensor]) -> Any:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,8 @@ from penstock.runtime.transport import Pending, Transport
 from penstock.runtime.watchdog import Watchdog
 from penstock.runtime.world import World, backend_of, exchange
 from penstock.schedule import Schedule, linearize
+
+T = TypeVar("T")
 
 TransportChoice = Literal["auto", "distributed"]
 """What carries values between processes: "auto" takes shared memory between CPU ranks of one machine."""
@@ -61,6 +64,8 @@ class Engine:
             self.watchdog = Watchdog.connect(0, 1, lambda value: value)
         else:
             device = self.devices[world.rank]
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # NCCL and the random generators look at the current one
             self._groups = Groups(world.members, backend_of(device), world.is_whole)
             give = exchange(self._groups.control)
             seed = give(seed)
@@ -130,6 +135,7 @@ class Engine:
             for rank in self.ranks
         }
         self._jobs += 1
+        self._agree(schedule, first)
         if self.world.rank is None:
             done = dict.fromkeys(self.ranks, 0)
             entries = []
@@ -139,6 +145,16 @@ class Engine:
         else:
             entries = programs[self.world.rank].entries
         return Job(tuple(partitions), tuple(entries), tuple(programs.values()), head, schedule, training)
+
+    def _agree(self, schedule: Schedule, partition: Partition) -> None:
+        """Finds out before the first message whether all ranks split the same model in the same way."""
+        mine = hashlib.sha256(repr((str(schedule), [stage.meta for stage in partition.stages])).encode()).hexdigest()
+        differing = [rank for rank, other in enumerate(self.gather(mine)) if other != mine]
+        if differing:
+            raise PartitionError(
+                f"rank {self.world.rank} has other stages or another schedule than rank {differing[0]}: "
+                "every rank must call penstock.pipeline with the same model, example and arguments"
+            )
 
     def run(self, job: Job, feed: Feed, step: int, *, timed: bool = False) -> dict[int, list[Moment]]:
         """Runs one step of a job. Returns, if `timed`, what each of this process's ranks did when.
@@ -174,6 +190,16 @@ class Engine:
         for rank in self.ranks:
             if self.devices[rank].type == "cuda":
                 torch.cuda.synchronize(self.devices[rank])
+
+    def give(self, value: T) -> T:
+        """Rank 0's object, on every rank; one call a process."""
+        if self._groups is None:
+            return value
+        peers = () if self.world.rank == 0 else (0,)
+        self.watchdog.position = Position("broadcast", peers)
+        given: T = exchange(self._groups.control)(value)
+        self.watchdog.position = OUTSIDE
+        return given
 
     def share(self, value: Tensor, source_rank: int) -> list[Pending]:
         """Starts to copy a small CPU tensor from one rank to all, in place."""
@@ -236,6 +262,7 @@ def _check_alike(one: Partition, other: Partition) -> None:
         same = [(i.name, i.source) for i in a.meta.inputs] == [(i.name, i.source) for i in b.meta.inputs]
         if not same or [o.name for o in a.meta.outputs] != [o.name for o in b.meta.outputs]:
             raise PartitionError(
-                f"stage {a.meta.index} is different for microbatches of different sizes; "
-                "give a batch that divides evenly by the number of microbatches"
+                f"stage {a.meta.index} is not the same for all microbatches of the example: their sizes or values lead "
+                "the model's forward along different branches; give an example that divides evenly by the number of "
+                "microbatches and takes one branch"
             )

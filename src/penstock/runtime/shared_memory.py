@@ -190,7 +190,7 @@ class SharedMemoryChannel:
         memory = os.memfd_create("penstock")
         os.ftruncate(memory, max(1, size) * SLOTS)
         mine, other = socket.socketpair()
-        with other:
+        with other, contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a receiver may have closed already
             self._neighbours.hand_over(self._peer, _KEY.pack(*self._key, size), memory, other)
         self._lane = _Lane(memory, mine, size, self.agreement)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -51,7 +51,7 @@ class SplitModel:
         )
         self.model = self._partitioner.model
         self._modules = list(self.model.modules())
-        self._examples = list(examples)
+        self._examples = engine.give(list(examples))  # a forward may branch on their values: all ranks record the same
         self._placed: dict[int, tuple[Partition, Partition]] = {}
         shared = ties([stage.meta for stage in self._record(training=True)[0].stages])
         self._refuse_copies(shared)
@@ -165,11 +165,16 @@ class SplitModel:
             modules = {
                 name: module
                 for name, module in named
-                if any(id(t) in kept[rank] for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+                if any(t.is_meta and id(t) in kept[rank] for t in _own_tensors(module))
             }
             materialize(modules, engine.devices[rank], engine.streams.seed, rule)
         if not engine.world.is_local:
             self._partitioner.forget()  # what was recorded so far keeps the memory of other ranks' parameters
+
+
+def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
 
 
 def _release(module: nn.Module, kept: set[int], released: dict[int, nn.Parameter]) -> None:

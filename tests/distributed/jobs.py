@@ -1,0 +1,249 @@
+"""What the ranks of a pool run: module-level functions, and the small models that they build alike."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock
+from models import GPT, ConvNet, InPlace, SkipsTwice, squared_error, token_error
+from penstock.runtime.engine import TransportChoice
+
+ROWS = 11
+
+
+class Task(NamedTuple):
+    model: nn.Module | list[nn.Module]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any
+    loss: Callable[[Any, Any], Tensor] | None
+
+
+def mlp() -> Task:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(m for _ in range(5) for m in (nn.Linear(9, 9), nn.Tanh())))
+    return Task(model, (torch.randn(ROWS, 9),), {}, torch.randn(ROWS, 9), squared_error)
+
+
+def dropout() -> Task:
+    task = mlp()
+    assert isinstance(task.model, nn.Sequential)
+    return task._replace(model=nn.Sequential(*task.model[:4], nn.Dropout(0.3), *task.model[4:]))
+
+
+def convnet() -> Task:
+    torch.manual_seed(0)
+    return Task(ConvNet(), (torch.randn(ROWS, 3, 6, 6),), {}, torch.randn(ROWS, 3), squared_error)
+
+
+def skips() -> Task:
+    torch.manual_seed(0)
+    return Task(SkipsTwice(9), (torch.randn(ROWS, 9),), {}, torch.randn(ROWS, 9), squared_error)
+
+
+def in_place() -> Task:
+    torch.manual_seed(0)
+    return Task(InPlace(), (torch.randn(ROWS, 6),), {}, torch.randn(ROWS, 6), squared_error)
+
+
+def tied_gpt(dropout: float = 0.0) -> Task:
+    torch.manual_seed(0)
+    ids = torch.randint(0, 19, (ROWS, 7))
+    return Task(GPT(dropout=dropout), (ids[:, :-1].clone(),), {}, ids[:, 1:].clone(), token_error)
+
+
+def tied_gpt_with_dropout() -> Task:
+    return tied_gpt(0.2)
+
+
+def llama() -> Task:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=37, hidden_size=24, intermediate_size=33, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=16,
+    )  # fmt: skip
+    ids = torch.randint(4, 37, (ROWS, 6))
+    return Task(LlamaForCausalLM(config), (), {"input_ids": ids, "labels": ids.clone()}, None, None)
+
+
+class Dicts(nn.Module):
+    """Passes on a dict with a number, a flag and text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(9, 9)
+
+    def forward(self, values: dict[str, Any]) -> dict[str, Any]:
+        return {**values, "x": self.layer(values["x"]) * values["factor"], "flag": not values["flag"]}
+
+
+def dicts_between_stages() -> Task:
+    torch.manual_seed(0)
+    values = {"x": torch.randn(ROWS, 9), "factor": 2, "flag": True, "text": "word"}
+
+    def loss(output: dict[str, Any], target: dict[str, Tensor]) -> Tensor:
+        return F.mse_loss(output["x"], target["y"]) * output["factor"]
+
+    return Task([Dicts() for _ in range(4)], (values,), {}, {"y": torch.randn(ROWS, 9)}, loss)
+
+
+def a_rank_without_parameters() -> Task:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 9)]
+    return Task(layers, (torch.randn(ROWS, 9),), {}, torch.randn(ROWS, 9), squared_error)
+
+
+def frozen_first_stage() -> Task:
+    task = mlp()
+    assert isinstance(task.model, nn.Sequential)
+    task.model[:4].requires_grad_(False)
+    return task
+
+
+TASKS: dict[str, Callable[[], Task]] = {
+    f.__name__: f
+    for f in (
+        mlp, dropout, convnet, skips, in_place, tied_gpt, tied_gpt_with_dropout, llama, dicts_between_stages,
+        a_rank_without_parameters, frozen_first_stage,
+    )
+}  # fmt: skip
+
+
+def verify(rank: int, name: str, options: dict[str, Any]) -> tuple[bool, str, list[str]]:
+    """Whether all is equal, in words, and the kinds of what was compared."""
+    task = TASKS[name]()
+    report = penstock.verify(task.model, task.args, task.target, task.loss, kwargs=task.kwargs, exact=True, **options)
+    return report.ok, report.summary(), sorted({row.kind for row in report.rows})
+
+
+class Trained(NamedTuple):
+    """What one process saw. Tensors by name."""
+
+    weights: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    losses: list[Tensor]
+    evaluated: list[Tensor]
+    needs: tuple[bool, bool]
+
+
+def train(name: str, steps: int, **options: Any) -> Trained:
+    """Some steps of momentum, an evaluation after each; inputs and targets only where they are needed."""
+    task = TASKS[name]()
+    with penstock.pipeline(task.model, task.args, task.kwargs, loss=task.loss, **options) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.05, momentum=0.9)
+        args, kwargs = (task.args, task.kwargs) if pipe.needs_inputs else ((), {})
+        target = task.target if pipe.needs_targets else None
+        losses, evaluated = [], []
+        for _ in range(steps):
+            optimizer.zero_grad()
+            losses.append(pipe.step(*args, target=target, **kwargs).loss)
+            optimizer.step()
+            evaluated.append(pipe.evaluate(*args, target=target, **kwargs).loss)
+        return Trained(
+            {name: parameter.detach().clone() for name, parameter in pipe.named_parameters()},
+            {name: buffer.clone() for name, buffer in pipe.named_buffers()},
+            losses,
+            evaluated,
+            (pipe.needs_inputs, pipe.needs_targets),
+        )
+
+
+def train_here(rank: int, name: str, steps: int, options: dict[str, Any]) -> Trained:
+    return train(name, steps, **options)
+
+
+def look(rank: int, name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """What a step gives back, and what is where, on one rank."""
+    task = TASKS[name]()
+    with penstock.pipeline(task.model, task.args, task.kwargs, loss=task.loss, **options) as pipe:
+        for _ in range(2):  # the second step goes over the transport that the first one set up
+            result = pipe.step(*task.args, target=task.target, outputs=True, timeline=True, **task.kwargs)
+        seen: dict[str, Any] = {
+            "losses": result.losses,
+            "held": [name for name, _ in pipe.named_parameters()],
+            "devices": {name: p.device.type for name, p in pipe.model.named_parameters()},
+            "meta buffers": [name for name, b in pipe.model.named_buffers() if b.is_meta],
+            "timeline": result.timeline,
+            "schedule": pipe.schedule,
+            "hash": hashlib.sha256(str(pipe.schedule).encode()).hexdigest(),
+            "transport": type(pipe._engine.transports[rank]).__name__,
+        }
+        for attribute in ("loss", "outputs"):
+            try:
+                seen[attribute] = getattr(result, attribute)
+            except penstock.ArgumentError as error:
+                seen[attribute] = str(error)
+        return seen
+
+
+def read_on_one_rank(rank: int, reader: int) -> list[float]:
+    """Reads losses on one rank only, some of them long after, and goes on."""
+    task = mlp()
+    read, results = [], []
+    with penstock.pipeline(task.model, task.args, loss=task.loss, microbatches=3) as pipe:
+        for step in range(6):
+            results.append(pipe.step(*task.args, target=task.target))
+            if rank == reader and step % 2:
+                read.append(float(results[-1].loss))
+                read.append(float(results[step // 2].loss))
+        dist.barrier()
+        return read
+
+
+def wrong_calls(rank: int, ranks: int) -> dict[str, str]:
+    """Arguments that every rank gets wrong alike."""
+    task = mlp()
+    said = {}
+    from torch.distributed.device_mesh import init_device_mesh
+
+    def attempt(name: str, **options: Any) -> None:
+        try:
+            penstock.pipeline(task.model, task.args, loss=task.loss, **options)
+        except penstock.PenstockError as error:
+            said[name] = f"{type(error).__name__}: {error}"
+
+    attempt("ranks", ranks=ranks + 1)
+    attempt("transport", transport="pigeon")
+    attempt("reused axis", mesh=init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("dp", "pp")))
+    attempt("no axis", mesh=init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("dp", "tp")))
+    attempt("devices", devices=["cpu"] * (ranks + 1))
+    return said
+
+
+def two_pipelines_side_by_side(rank: int) -> Trained:
+    """Four ranks as a mesh of 2 x 2: each row trains a pipeline of its own."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    return train("tied_gpt", 3, mesh=mesh["pp"], microbatches=3)
+
+
+def from_meta(rank: int, seed: int) -> dict[str, Tensor]:
+    """The weights of a model that was built on the meta device."""
+    with torch.device("meta"):
+        model = GPT()
+    task = tied_gpt()
+    with penstock.pipeline(model, task.args, loss=task.loss, microbatches=3, seed=seed) as pipe:
+        pipe.step(*task.args, target=task.target)
+        return {name: parameter.detach().clone() for name, parameter in pipe.named_parameters()}
+
+
+def conform(rank: int, choice: TransportChoice) -> tuple[str, list[str]]:
+    """The conformance checks, on the transport that a pipeline would take."""
+    from penstock.runtime.engine import Engine
+    from penstock.runtime.world import World
+    from penstock.testing import check_transport
+
+    engine = Engine(World(2, rank, (0, 1)), [torch.device("cpu")] * 2, 0, choice)
+    checked = check_transport({rank: engine.transports[rank]})
+    engine.close()
+    return type(engine.transports[rank]).__name__, checked

@@ -1,0 +1,248 @@
+"""Real processes give what one process gives: verification, training, results, memory, with either transport."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jobs
+import pytest
+import torch
+from jobs import TASKS
+from torch import Tensor
+
+from by_hand import step_by_hand
+from distributed.ranks import Ranks, RanksError
+from penstock.schedule import Op, names
+from penstock.testing.transports import SCRIPTS
+
+pytestmark = pytest.mark.distributed
+
+TRANSPORTS = ["auto", "distributed"]
+
+
+@pytest.fixture(params=[2, 3, 4])
+def ranks(request: pytest.FixtureRequest) -> Ranks:
+    pool: Ranks = request.getfixturevalue(f"ranks{request.param}")
+    return pool
+
+
+# -- the proof --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", names())
+@pytest.mark.parametrize("name", ["tied_gpt_with_dropout", "skips", "llama", "in_place"])
+def test_bits_of_one_device(ranks: Ranks, name: str, schedule: str) -> None:
+    for microbatches in (2, 5):
+        options = {"schedule": schedule, "microbatches": microbatches}
+        reports = ranks.run(jobs.verify, name, options)
+        assert len(set(map(str, reports))) == 1, "each rank has the same report"
+        ok, summary, kinds = reports[0]
+        assert ok, summary
+        assert kinds == (["buffer"] if name == "llama" else []) + ["gradient", "loss", "output"]
+
+
+@pytest.mark.parametrize("name", ["dicts_between_stages", "convnet", "frozen_first_stage", "dropout"])
+def test_bits_of_one_device_for_other_models(ranks4: Ranks, name: str) -> None:
+    for transport in TRANSPORTS:
+        for ok, summary, _ in ranks4.run(jobs.verify, name, {"microbatches": 3, "transport": transport}):
+            assert ok, summary
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_several_stages_a_rank(ranks2: Ranks, chunks: int) -> None:
+    for name in ("skips", "tied_gpt_with_dropout", "in_place"):
+        for ok, summary, _ in ranks2.run(jobs.verify, name, {"chunks": chunks, "schedule": "gpipe", "microbatches": 3}):
+            assert ok, summary
+
+
+def test_a_rank_without_parameters(ranks3: Ranks) -> None:
+    name = "a_rank_without_parameters"
+    for ok, summary, _ in ranks3.run(jobs.verify, name, {"microbatches": 3}):
+        assert ok, summary
+    trained = ranks3.run(jobs.train_here, name, 2, {"microbatches": 3})
+    assert [sorted(one.weights) for one in trained] == [["0.bias", "0.weight"], [], ["2.bias", "2.weight"]]
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+def merged(trained: list[jobs.Trained], attribute: str) -> dict[str, Tensor]:
+    """By name; what several ranks hold must be the same to the bit."""
+    found: dict[str, Tensor] = {}
+    for one in trained:
+        for name, tensor in getattr(one, attribute).items():
+            assert torch.equal(found.setdefault(name, tensor), tensor), f"the copies of {name} have drifted apart"
+    return found
+
+
+def train_by_hand(
+    name: str, steps: int, microbatches: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Tensor]]:
+    task = TASKS[name]()
+    model, loss = task.model, task.loss
+    assert isinstance(model, torch.nn.Module)
+    assert loss is not None
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        losses.append(step_by_hand(model, task.args, task.target, loss, microbatches).total)
+        optimizer.step()
+    return dict(model.named_parameters()), dict(model.named_buffers()), losses
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("schedule", names())
+@pytest.mark.parametrize("name", ["mlp", "skips", "convnet", "frozen_first_stage"])
+def test_five_steps_are_those_of_one_device(ranks3: Ranks, name: str, schedule: str, transport: str) -> None:
+    options = {"schedule": schedule, "microbatches": 4, "transport": transport}
+    trained = ranks3.run(jobs.train_here, name, 5, options)
+    weights, buffers, losses = train_by_hand(name, 5, 4)
+    got = merged(trained, "weights")
+    assert set(got) == set(weights)
+    assert all(torch.equal(got[key], weights[key]) for key in weights)
+    assert all(torch.equal(tensor, buffers[key]) for key, tensor in merged(trained, "buffers").items())
+    for one in trained:
+        assert list(map(float, one.losses)) == list(map(float, losses))
+        assert list(map(float, one.evaluated)) == list(map(float, trained[0].evaluated))
+    assert [one.needs for one in trained] == [(True, False), (False, False), (False, True)]
+    assert float(trained[0].losses[-1]) < float(trained[0].losses[0])
+
+
+@pytest.mark.parametrize("schedule", names())
+def test_five_steps_with_tied_weights(ranks: Ranks, schedule: str) -> None:
+    trained = ranks.run(jobs.train_here, "tied_gpt", 5, {"schedule": schedule, "microbatches": 4})
+    weights, _, losses = train_by_hand("tied_gpt", 5, 4)
+    got = merged(trained, "weights")
+    assert sum("wte.weight" in one.weights for one in trained) == 2
+    for key, expected in weights.items():
+        assert (got[key] - expected).abs().max() <= 1e-6 * expected.abs().max(), key
+    for one in trained:
+        torch.testing.assert_close(one.losses, losses, rtol=1e-6, atol=0)
+
+
+def test_masks_are_those_of_one_process(ranks3: Ranks) -> None:
+    options = {"microbatches": 4, "seed": 11}
+    trained = ranks3.run(jobs.train_here, "dropout", 4, options)
+    alone = jobs.train("dropout", 4, ranks=1, **options)
+    got = merged(trained, "weights")
+    assert all(torch.equal(got[key], alone.weights[key]) for key in alone.weights)
+    assert list(map(float, trained[0].losses)) == list(map(float, alone.losses))
+
+
+def test_weights_from_the_meta_device_are_those_of_one_process(ranks3: Ranks) -> None:
+    alone = jobs.from_meta(0, 5)
+    found: dict[str, Tensor] = {}
+    for weights in ranks3.run(jobs.from_meta, 5):
+        for key, tensor in weights.items():
+            assert torch.equal(tensor, alone[key]), key
+        found |= weights
+    assert set(found) == set(alone)
+
+
+def test_two_pipelines_side_by_side(ranks4: Ranks) -> None:
+    trained = ranks4.run(jobs.two_pipelines_side_by_side)
+    alone = jobs.train("tied_gpt", 3, ranks=2, microbatches=3)
+    assert [one.needs for one in trained] == [(True, False), (False, True)] * 2
+    for row in (trained[:2], trained[2:]):
+        got = merged(row, "weights")
+        for key, expected in alone.weights.items():
+            assert (got[key] - expected).abs().max() <= 1e-6 * expected.abs().max(), key
+
+
+# -- what a step gives back -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def looks(ranks3: Ranks) -> list[dict[str, Any]]:
+    return ranks3.run(jobs.look, "tied_gpt", {"microbatches": 4, "schedule": "1f1b"})
+
+
+def test_the_loss_is_on_every_rank_and_the_rest_on_the_last(looks: list[dict[str, Any]]) -> None:
+    assert len({float(seen["loss"]) for seen in looks}) == 1
+    assert [len(seen["losses"]) for seen in looks] == [0, 0, 4]
+    assert [len(output) for output in looks[2]["outputs"]] == [3, 3, 3, 2]
+    for seen in looks[:2]:
+        assert "read them where pipe.needs_targets is true" in seen["outputs"]
+
+
+def test_parameters_of_other_ranks_are_on_the_meta_device(looks: list[dict[str, Any]]) -> None:
+    held = [set(seen["held"]) for seen in looks]
+    assert held[0] & held[2] == {"wte.weight"}
+    assert not held[0] & held[1]
+    assert not held[1] & held[2]
+    for seen, mine in zip(looks, held, strict=True):
+        assert set.union(*held) == set(seen["devices"])
+        assert {name for name, device in seen["devices"].items() if device == "cpu"} == mine
+
+
+def test_buffers_of_other_ranks_are_on_the_meta_device(ranks3: Ranks) -> None:
+    looks = ranks3.run(jobs.look, "convnet", {"microbatches": 4})
+    here = [set(dict(jobs.convnet().model.named_buffers())) - set(seen["meta buffers"]) for seen in looks]
+    assert sum(map(len, here)) == len(set.union(*here)) == len(dict(jobs.convnet().model.named_buffers()))
+
+
+def test_the_timeline_is_gathered(looks: list[dict[str, Any]]) -> None:
+    schedule = looks[0]["schedule"]
+    assert len({seen["hash"] for seen in looks}) == 1
+    assert any(action.op is Op.REDUCE_GRAD for action in schedule.rows[0])
+    for seen in looks:
+        timeline = seen["timeline"]
+        assert [list(track.actions) for track in timeline.tracks] == [list(row) for row in schedule.rows]
+        for rank in range(3):
+            spans = list(timeline.spans(rank))
+            assert all(span.start_seconds <= span.end_seconds for span in spans)
+            assert all(a.end_seconds <= b.start_seconds for a, b in zip(spans, spans[1:], strict=False))
+        ends = {span.action: span for span in timeline}
+        for span in timeline:  # one clock: nothing starts before what it needs has ended
+            if span.action.op is Op.F and span.action.stage:
+                before = next(
+                    a
+                    for a in ends
+                    if (a.stage, a.op, a.microbatch) == (span.action.stage - 1, Op.F, span.action.microbatch)
+                )
+                assert ends[before].end_seconds <= span.start_seconds
+
+
+def test_transports(looks: list[dict[str, Any]], ranks2: Ranks) -> None:
+    assert {seen["transport"] for seen in looks} == {"SharedMemoryTransport"}
+    plain = ranks2.run(jobs.look, "mlp", {"transport": "distributed"})
+    assert {seen["transport"] for seen in plain} == {"DistributedTransport"}
+
+
+def test_share_loss(ranks2: Ranks) -> None:
+    first, last = ranks2.run(jobs.look, "mlp", {"share_loss": False, "microbatches": 2})
+    assert float(last["loss"]) > 0
+    assert first["loss"] == "result.loss: there is no loss on this rank; pass loss=..., and keep share_loss=True"
+
+
+@pytest.mark.parametrize("reader", [0, 1])
+def test_trap_23_reading_the_loss_on_one_rank_waits_for_nobody(ranks2: Ranks, reader: int) -> None:
+    read = ranks2.run(jobs.read_on_one_rank, reader)
+    assert len(read[reader]) == 6
+    assert read[1 - reader] == []
+
+
+def test_wrong_arguments_are_refused_on_every_rank(ranks4: Ranks) -> None:
+    said = ranks4.run(jobs.wrong_calls, 4)
+    assert said[0] == said[1] == said[2] == said[3]
+    assert "ranks=5, but 4 processes were started; leave ranks out" in said[0]["ranks"]
+    assert "transport='pigeon': expected one of 'auto', 'distributed'" in said[0]["transport"]
+    assert "mesh has dimensions {'dp': 2} besides 'pp'" in said[0]["reused axis"]
+    assert "expected one named 'pp'" in said[0]["no axis"]
+    assert "devices has 5 entries; expected one for each of 4 ranks" in said[0]["devices"]
+
+
+# -- the transports by themselves -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_conformance(ranks2: Ranks, transport: str) -> None:
+    kind = {"auto": "SharedMemoryTransport", "distributed": "DistributedTransport"}[transport]
+    assert ranks2.run(jobs.conform, transport) == [(kind, [script.__name__ for script in SCRIPTS])] * 2
+
+
+def test_a_pool_says_what_a_rank_raised(ranks2: Ranks) -> None:
+    """Else every test of this file could pass because nothing ran."""
+    with pytest.raises(RanksError, match="KeyError: 'no such model'"):
+        ranks2.run(jobs.verify, "no such model", {})

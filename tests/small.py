@@ -1,0 +1,29 @@
+"""What several tests of the whole are made of: a tiny network, batches that divide by nothing, a tokens' batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+torch.set_num_threads(1)  # bits are compared
+
+ROWS, WIDTH = 11, 9
+
+
+def mlp(layers: int = 6, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+
+
+def batch(rows: int = ROWS, width: int = WIDTH) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randn(rows, width, generator=generator), torch.randn(rows, width, generator=generator)
+
+
+def tokens(vocabulary: int = 19) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(0, vocabulary, (ROWS, 7), generator=torch.Generator().manual_seed(1))
+    return ids[:, :-1].clone(), ids[:, 1:].clone()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}

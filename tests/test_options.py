@@ -1,0 +1,300 @@
+"""Trap 17: every option of `pipeline` is used or refused. Bad input is refused by name, with what to do."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock
+from by_hand import assert_same_gradients, step_by_hand
+from models import GPT, SkipsTwice, squared_error, token_error
+from penstock import ArgumentError, PartitionError, ShapeError, pipeline, verify
+from penstock.schedule import generate, names
+from small import WIDTH, batch, mlp, tokens
+
+# -- 17: options ------------------------------------------------------------------------------------------------------
+
+
+def options_case() -> dict[str, Callable[[], None]]:
+    """For each option of `pipeline`, what shows that it is used."""
+    x, y = batch()
+
+    def made(**options: Any) -> penstock.Pipeline:
+        given = {"ranks": 2, "microbatches": 2, "loss": squared_error, **options}
+        model = given.pop("model", None) or mlp()
+        return pipeline(model, given.pop("example_args", (x,)), given.pop("example_kwargs", None), **given)
+
+    def refused(error: type[Exception], match: str, **options: Any) -> None:
+        with pytest.raises(error, match=match):
+            made(**options)
+
+    def step(**options: Any) -> penstock.StepResult:
+        with made(**options) as pipe:
+            return pipe.step(x, target=y)
+
+    def example_kwargs() -> None:
+        with made(example_args=(), example_kwargs={"input": x}, model=mlp(1), ranks=1) as pipe:
+            pipe.step(input=x, target=y)
+
+    def balance() -> None:
+        model = nn.Sequential(nn.Linear(WIDTH, 400), nn.Linear(400, WIDTH), *mlp(4))
+        assert made(model=model, balance="layers").cuts != made(model=model, balance="parameters").cuts
+        refused(ArgumentError, "balance='time': expected one of 'parameters', 'layers'", balance="time")
+
+    def leaves() -> None:
+        whole = nn.Module()
+        whole.inner, whole.head = SkipsTwice(WIDTH), nn.Linear(WIDTH, WIDTH)
+        whole.forward = lambda x: whole.head(whole.inner(x))  # type: ignore[method-assign]
+        assert "self.inner.layers" in made(model=whole).code
+        assert "self.inner.layers" not in made(model=whole, leaves=["inner"]).code
+        refused(PartitionError, r"leaves: .*'iner'.*'inner'", model=whole, leaves=["iner"])
+
+    def materialize() -> None:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        seen = []
+
+        def rule(name: str, module: nn.Module) -> None:
+            seen.append(name)
+            for parameter in module.parameters():
+                nn.init.constant_(parameter, 0.25)
+
+        with made(model=model, materialize=rule) as pipe:
+            assert all((p == 0.25).all() for p in pipe.parameters())
+        assert seen == ["0", "1"]
+
+    def seed() -> None:
+        model = nn.Sequential(*mlp(2), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH))
+        losses = [step(model=model, seed=seed).loss for seed in (1, 2, 1)]
+        assert losses[0] == losses[2] != losses[1]
+
+    return {
+        "model": lambda: refused(ArgumentError, "model", model=[1, 2]),
+        "example_args": lambda: refused(ShapeError, "example: no tensor with rows", example_args=()),
+        "example_kwargs": example_kwargs,
+        "ranks": lambda: assert_equal(made(ranks=3).world.ranks, 3),
+        "chunks": lambda: assert_equal(len(made(chunks=3, schedule="gpipe").stages), 6),
+        "schedule": lambda: assert_equal(made(schedule="naive").schedule.name, "naive"),
+        "microbatches": lambda: assert_equal(len(step(microbatches=7).losses), 7),
+        "loss": lambda: assert_equal(float(step(loss=lambda output, _: output.sum() * 0 + 3).loss), 3.0),
+        "reduction": lambda: refused_in(lambda: step(reduction="median"), "reduction='median'"),
+        "cuts": lambda: assert_equal(made(cuts=["4"]).cuts, ("4",)),
+        "leaves": leaves,
+        "balance": balance,
+        "mesh": lambda: refused(ArgumentError, "ranks=2, but the mesh has 1", mesh=one_rank_mesh()),
+        "devices": lambda: refused(
+            ArgumentError, "devices has 3 entries; expected one for each of 2", devices=["cpu"] * 3
+        ),
+        "share_loss": lambda: assert_equal(step(share_loss=False).loss.shape, ()),  # seen on other ranks only
+        "materialize": materialize,
+        "seed": seed,
+    }
+
+
+def one_rank_mesh() -> Any:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
+
+
+def refused_in(run: Callable[[], Any], match: str) -> None:
+    with pytest.raises(ArgumentError, match=match):
+        run()
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    assert one == other
+
+
+SEEN_ELSEWHERE = {"transport"}  # in tests/distributed: it has no meaning in one process
+
+
+@pytest.mark.parametrize("option", options_case())
+def test_trap_17_every_option_is_used(option: str) -> None:
+    options_case()[option]()
+
+
+def test_trap_17_no_option_is_left_out() -> None:
+    assert set(inspect.signature(pipeline).parameters) - SEEN_ELSEWHERE == set(options_case())
+    with pytest.raises(TypeError, match="unknown_option"):
+        pipeline(mlp(), batch()[:1], unknown_option=1)  # type: ignore[call-arg]
+
+
+# -- random losses, and errors in the middle of a step ----------------------------------------------------------------
+
+
+def noisy_loss(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output + torch.randn_like(output), target)
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+def test_a_loss_that_draws_has_a_stream_of_its_own(dropout: bool) -> None:
+    def losses(ranks: int, schedule: str) -> list[float]:
+        model, (x, y) = mlp(4), batch()
+        if dropout:
+            model.insert(1, nn.Dropout(0.5))
+        with pipeline(model, (x,), ranks=ranks, microbatches=3, schedule=schedule, loss=noisy_loss, seed=1) as pipe:
+            return [float(loss) for _ in range(2) for loss in pipe.step(x, target=y).losses]
+
+    first = losses(1, "naive")
+    assert len(set(first)) == 6  # no two microbatches, and no two steps, are given the same noise
+    for ranks in (2, 4):
+        for schedule in names():
+            assert losses(ranks, schedule) == first
+    x, y = batch()
+    assert verify(mlp(), (x,), y, noisy_loss, ranks=3, microbatches=3, exact=True).ok
+
+
+def test_a_step_that_raised_can_be_repeated() -> None:
+    """In one process; with one process a rank, all of them end."""
+    model, (x, y) = mlp(), batch()
+    reference = copy.deepcopy(model)
+    calls: list[int] = []
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) == 2:
+            raise ValueError("not today")
+        return squared_error(output, target)
+
+    with pipeline(model, (x,), ranks=3, microbatches=3, loss=loss) as pipe:
+        state = torch.get_rng_state()
+        with pytest.raises(ValueError, match="not today") as caught:
+            pipe.step(x, target=y)
+        assert caught.value.__notes__ == ["penstock: in action 2F1"]
+        assert torch.equal(torch.get_rng_state(), state)
+        model.zero_grad()
+        pipe.step(x, target=y)
+        assert pipe.step_count == 1
+    step_by_hand(reference, (x,), y, squared_error, 3)
+    assert_same_gradients(model, reference)
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"schedule": "1f1f"}, ArgumentError, ["1f1f", "did you mean '1f1b'", "gpipe"]),
+        ({"ranks": 7}, PartitionError, ["7", "6"]),
+        ({"ranks": 3, "chunks": 3, "schedule": "gpipe"}, PartitionError, ["9", "6"]),
+        ({"ranks": 2, "cuts": ["9"]}, PartitionError, ["cut", "'9'", "nearest"]),
+        ({"ranks": 2, "cuts": ["2", "4"]}, ArgumentError, ["cuts", "stages=2"]),
+        ({"ranks": 3, "cuts": ["4", "2"]}, PartitionError, ["'4'", "'2'"]),
+        ({"microbatches": 0}, ArgumentError, ["microbatches=0", "at least 1"]),
+        ({"microbatches": 2.5}, ArgumentError, ["microbatches=2.5", "whole number"]),
+        ({"microbatches": 12}, ArgumentError, ["microbatches=12", "11 rows", "fewer microbatches"]),
+        ({"ranks": 0}, ArgumentError, ["ranks=0", "at least 1"]),
+        ({"ranks": -1}, ArgumentError, ["ranks=-1", "at least 1"]),
+        ({"chunks": 0}, ArgumentError, ["chunks=0", "at least 1"]),
+        ({"ranks": 2, "chunks": 2, "schedule": "1f1b"}, ArgumentError, ["chunks=2", "1f1b", "1 chunk"]),
+        ({"ranks": 3, "schedule": generate("gpipe", 2, 8)}, ArgumentError, ["'gpipe'", "2 ranks", "3"]),
+        ({"balance": "time"}, ArgumentError, ["balance='time'", "'layers'"]),
+        ({"devices": ["cpu"], "ranks": 2}, ArgumentError, ["devices has 1", "2 ranks"]),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], error: type[Exception], words: list[str]) -> None:
+    x, _ = batch()
+    with pytest.raises(error) as caught:
+        pipeline(mlp(), (x,), **{"loss": squared_error, **options})
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_bad_numbers_beside_a_schedule_that_has_its_own() -> None:
+    x, y = batch()
+    schedule = generate("gpipe", 2, 5, 2)
+    with pytest.raises(ArgumentError, match=r"microbatches=4, .*'gpipe' is for 5; leave microbatches out"):
+        pipeline(mlp(), (x,), ranks=2, microbatches=4, schedule=schedule, loss=squared_error)
+    with pytest.raises(ArgumentError, match=r"chunks=3, .*'gpipe' has 4 stages on 2 ranks; leave chunks out"):
+        pipeline(mlp(), (x,), ranks=2, chunks=3, schedule=schedule, loss=squared_error)
+    with pipeline(mlp(), (x,), ranks=2, schedule=schedule, loss=squared_error) as pipe:
+        assert len(pipe.step(x, target=y).losses) == 5
+
+
+@pytest.mark.parametrize(
+    ("loss", "given"),
+    [
+        (lambda output, _: output, r"a tensor of shape \[4, 9\]"),
+        (lambda output, _: output.sum().item(), "float"),
+        (lambda output, _: output.mean(1), r"a tensor of shape \[4\]"),
+    ],
+)
+def test_bad_loss(loss: Any, given: str) -> None:
+    x, y = batch()
+    with pipeline(mlp(), (x,), ranks=2, microbatches=3, loss=loss) as pipe:
+        with pytest.raises(ArgumentError, match=rf"loss.* returned {given}; expected a scalar"):
+            pipe.step(x, target=y)
+
+
+def test_bad_no_loss_at_all() -> None:
+    x, y = batch()
+    with pipeline(mlp(), (x,), ranks=2, microbatches=3) as pipe:
+        with pytest.raises(ArgumentError, match=r"loss=None, .*\(Tensor\) holds no scalar loss; pass loss="):
+            pipe.step(x, target=y)
+        result = pipe.evaluate(x, outputs=True)
+        assert len(result.outputs) == 3
+        with pytest.raises(ArgumentError, match=r"result.loss: there is no loss"):
+            _ = result.loss
+
+
+def test_bad_target_missing() -> None:
+    x, y = batch()
+    with pipeline(mlp(), (x,), ranks=2, microbatches=3, loss=squared_error) as pipe:
+        with pytest.raises(ArgumentError, match=r"target=None, .*pass target="):
+            pipe.step(x)
+        assert pipe.step(x, target=y).loss > 0
+        with pytest.raises(ArgumentError, match=r"result.outputs: not kept; pass outputs=True"):
+            _ = pipe.step(x, target=y).outputs
+
+
+def test_bad_closed_pipeline() -> None:
+    x, y = batch()
+    with pipeline(mlp(), (x,), ranks=2, microbatches=3, loss=squared_error) as pipe:
+        pipe.step(x, target=y)
+    for call in (pipe.step, pipe.evaluate):
+        with pytest.raises(ArgumentError, match="this pipeline was closed; make a new one"):
+            call(x, target=y)
+    pipe.close()
+
+
+def test_bad_names_of_model_arguments() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            return self.layer(x) + target
+
+    x, y = batch()
+    with pytest.raises(ArgumentError, match=r"example_kwargs: .*'target'.*Pipeline.step.*by position"):
+        pipeline(Named(), (x,), {"target": y}, loss=squared_error)
+
+
+def test_bad_inputs_of_a_step() -> None:
+    x, y = batch()
+    with pipeline(mlp(), (x,), ranks=2, microbatches=3, loss=squared_error) as pipe:
+        with pytest.raises(ShapeError, match="structure"):
+            pipe.step(x, x, target=y)
+        with pytest.raises(ShapeError, match=r"requires a gradient.*detach"):
+            pipe.step(x.clone().requires_grad_(), target=y)
+        with pytest.raises(ShapeError, match="disagree on the number of rows"):
+            pipeline(nn.Bilinear(WIDTH, WIDTH, 2), (x, x[:4]), loss=squared_error)
+
+
+def test_close_leaves_no_hook_behind() -> None:
+    torch.manual_seed(0)
+    model, (ids, target) = GPT(dropout=0.1), tokens()
+    with pipeline(model, (ids,), ranks=2, microbatches=3, loss=token_error) as pipe:
+        pipe.step(ids, target=target)
+        assert any(module._forward_pre_hooks for module in model.modules())
+    assert not any(module._forward_pre_hooks for module in model.modules())

@@ -1,0 +1,296 @@
+"""Traps of what goes on between stages, and of schedules; the others are in test_traps.py."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from by_hand import assert_same_gradients, step_by_hand
+from models import InPlace, SkipsTwice, squared_error
+from penstock import ScheduleError, ShapeError, VerificationError, pipeline, verify
+from penstock.runtime.local import LocalChannel
+from penstock.runtime.stage import StageRunner
+from penstock.schedule import Action, Op, Placement, Schedule, names
+from small import ROWS, WIDTH, batch, mlp
+
+# -- 5, 10, 18: what is between stages --------------------------------------------------------------------------------
+
+
+def test_trap_5_a_batch_of_another_size_is_refused_and_the_next_one_runs() -> None:
+    model, (x, y) = mlp(), batch()
+    reference = copy.deepcopy(model)
+    with pipeline(model, (x,), ranks=3, microbatches=3, loss=squared_error) as pipe:
+        pipe.step(x, target=y)
+        model.zero_grad()
+        for rows in (1, 10, 12):
+            with pytest.raises(ShapeError, match=rf"input.* has {rows} rows .*expected 11"):
+                pipe.step(*batch(rows)[:1], target=batch(rows)[1])
+        with pytest.raises(ShapeError, match=r"target has 10 rows .*expected 11"):
+            pipe.step(x, target=y[:10])
+        with pytest.raises(ShapeError, match="float64"):
+            pipe.step(x.double(), target=y)
+        with pytest.raises(ShapeError, match=r"\(4, 5\)"):
+            pipe.step(x[:, :5], target=y)
+        assert all(p.grad is None for p in model.parameters())
+        pipe.step(x, target=y)
+    step_by_hand(reference, (x,), y, squared_error, 3)
+    assert_same_gradients(model, reference)
+
+
+class Changing(nn.Module):
+    """Returns what `change` makes of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.change: Callable[[Tensor], Tensor] = torch.clone
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.change(x)
+
+
+def turned(x: Tensor) -> Tensor:
+    return x.t().contiguous().t()
+
+
+@pytest.mark.parametrize(
+    ("change", "given"),
+    [
+        (Tensor.double, "float64[4, 9]"),
+        (lambda x: x[:2].clone(), "float32[2, 9]"),
+        (turned, "strides [1, 4]"),
+    ],
+    ids=["dtype", "shape", "strides"],
+)
+def test_trap_5_the_sender_refuses_a_value_that_has_changed(
+    change: Callable[[Tensor], Tensor], given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changing, (x, y) = Changing(), batch()
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), changing, nn.Linear(WIDTH, WIDTH))
+    received: list[int] = []
+    receive = LocalChannel.receive
+    monkeypatch.setattr(LocalChannel, "receive", lambda self, k: (received.append(k), receive(self, k))[1])
+    with pipeline(model, (x,), ranks=2, cuts=["2"], microbatches=3, loss=squared_error) as pipe:
+        pipe.step(x, target=y)
+        received.clear()
+        changing.change = change
+        with pytest.raises(ShapeError) as caught:
+            pipe.step(x, target=y)
+        for part in ("of stage 0", "from stage 0 to 1 in microbatch 0", given, "float32[4, 9]", "Nothing was sent"):
+            assert part in str(caught.value)
+        assert not received
+        assert "0SEND_F" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("schedule", names())
+def test_trap_10_at_most_two_receives_of_a_link_are_posted(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_now: Counter[int] = Counter()
+    most: defaultdict[int, int] = defaultdict(int)
+    post, receive = LocalChannel.post, LocalChannel.receive
+
+    def posting(self: LocalChannel, microbatch: int) -> None:
+        open_now[id(self)] += 1
+        most[id(self)] = max(most[id(self)], open_now[id(self)])
+        post(self, microbatch)
+
+    def receiving(self: LocalChannel, microbatch: int) -> Any:
+        open_now[id(self)] -= 1
+        assert open_now[id(self)] >= 0, "received before it was posted"
+        return receive(self, microbatch)
+
+    monkeypatch.setattr(LocalChannel, "post", posting)
+    monkeypatch.setattr(LocalChannel, "receive", receiving)
+    x, y = torch.randn(16, 7), torch.randn(16, 7)
+    with pipeline(SkipsTwice(7), (x,), ranks=4, schedule=schedule, microbatches=16, loss=squared_error) as pipe:
+        for _ in range(2):
+            pipe.step(x, target=y)
+    assert len(most) > 6  # the skips have links of their own
+    assert max(most.values()) <= 2
+    assert set(open_now.values()) == {0}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("schedule", names())
+def test_trap_18_updates_in_place_of_what_was_received(schedule: str, ranks: int) -> None:
+    x, y = torch.randn(ROWS, 6), torch.randn(ROWS, 6)
+    report = verify(InPlace(), (x,), y, squared_error, ranks=ranks, microbatches=3, schedule=schedule, exact=True)
+    assert report.ok, report.summary()
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_trap_18_updates_in_place_of_what_a_stage_of_the_same_rank_made(chunks: int) -> None:
+    x, y = torch.randn(ROWS, 6), torch.randn(ROWS, 6)
+    for ranks in (1, 2):
+        report = verify(
+            InPlace(), (x,), y, squared_error, ranks=ranks, chunks=chunks, microbatches=3, schedule="gpipe", exact=True
+        )
+        assert report.ok, report.summary()
+
+
+# -- 7, 9, 13: schedules ----------------------------------------------------------------------------------------------
+
+
+def backwards_first_last(ranks: int, microbatches: int) -> Schedule:
+    """Legal, but runs the microbatches in descending order."""
+    rows = [
+        [Action(rank, op, k) for op in (Op.F, Op.B) for k in reversed(range(microbatches))] for rank in range(ranks)
+    ]
+    return Schedule("descending", Placement.loop(ranks), microbatches, rows)
+
+
+@pytest.mark.parametrize("schedule", [*names(), backwards_first_last(3, 5)], ids=[*names(), "descending"])
+def test_trap_7_losses_and_outputs_in_order_of_microbatch(schedule: str | Schedule) -> None:
+    model, (x, y) = mlp(), batch()
+    expected = step_by_hand(copy.deepcopy(model), (x,), y, squared_error, 5)
+    with pipeline(model, (x,), ranks=3, microbatches=5, schedule=schedule, loss=squared_error) as pipe:
+        for result in (pipe.step(x, target=y, outputs=True), pipe.evaluate(x, target=y, outputs=True)):
+            assert all(map(torch.equal, result.losses, expected.losses))
+            assert all(map(torch.equal, result.outputs, expected.outputs))
+            assert len(result.losses) == len(result.outputs) == 5
+            assert torch.equal(result.loss, expected.total)
+            assert not any(t.requires_grad for t in (*result.losses, *result.outputs, result.loss))
+
+
+F00, F01, B00, B01 = (Action(0, op, k) for op in (Op.F, Op.B) for k in (0, 1))
+F10, F11, B10, B11 = (Action(1, op, k) for op in (Op.F, Op.B) for k in (0, 1))
+FINE = [F10, B10, F11, B11]
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([[F00, F01, B00, B01, B01], FINE], "rank 0 .*0B1"),
+        ([[F00, F01, B00], FINE], "rank 0 has no 0B1"),
+        ([[F00, F01, B00, B01, Action(0, Op.F, 2)], FINE], "rank 0 has 0F2"),
+        ([[F00, F01, B00, B01, F10], FINE], "rank 0 has 1F0"),
+        ([[F00, B00, F01, B01], [F10, F11, B10, B11]], "rank"),
+        ([[B00, F00, F01, B01], FINE], "0B0"),
+    ],
+    ids=["repeated", "missing", "out of range", "misplaced", "deadlock", "order"],
+)
+def test_trap_9_illegal_schedules_are_refused(rows: list[list[Action]], words: str) -> None:
+    x, _ = batch(2)
+    schedule = Schedule("mine", Placement.loop(2), 2, rows)
+    with pytest.raises(ScheduleError, match=words):
+        pipeline(mlp(), (x,), ranks=2, microbatches=2, schedule=schedule, loss=squared_error)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("schedule", names())
+def test_trap_13_skips_over_several_cuts(schedule: str, ranks: int) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(ROWS, 7), torch.randn(ROWS, 7)
+    report = verify(SkipsTwice(7), (x,), y, squared_error, ranks=ranks, microbatches=5, schedule=schedule, exact=True)
+    assert report.ok, report.summary()
+
+
+# -- 14, 15: structures, and gradients that are not there -------------------------------------------------------------
+
+
+class Dicts(nn.Module):
+    """Takes and returns a dict of tensors, whole numbers, flags and text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, values: dict[str, Any]) -> dict[str, Any]:
+        assert values["text"] == "word"
+        x = self.layer(values["x"]) * values["factor"] + values["offset"]
+        return {**values, "x": x if values["flag"] else -x, "nested": (x.tanh(), [values["factor"]])}
+
+
+def dict_loss(output: dict[str, Any], target: dict[str, Any]) -> Tensor:
+    assert output["nested"][1] == [2]
+    assert target["power"] == 2
+    return (output["x"] - target["a"]["b"]).abs().pow(target["power"]).mean() + output["nested"][0].mean()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_trap_14_dicts_numbers_and_text_between_stages_and_in_targets(ranks: int) -> None:
+    x, y = batch()
+    values = {"x": x, "factor": 2, "flag": False, "text": "word", "offset": torch.tensor(0.5)}
+    target = {"a": {"b": y}, "power": 2}
+    for schedule in names():
+        report = verify(
+            [Dicts(), Dicts(), Dicts()],
+            (values,),
+            target,
+            dict_loss,
+            ranks=ranks,
+            microbatches=4,
+            schedule=schedule,
+            exact=True,
+        )
+        assert report.ok, report.summary()
+
+
+def test_trap_15_a_pipeline_that_never_runs_backward_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = batch()
+    monkeypatch.setattr("penstock.runtime.exact.backward", lambda roots, grads: None)
+    report = verify(mlp(), (x,), y, squared_error, ranks=1, microbatches=2)
+    missing = [row.name for row in report.wrong if row.verdict == "missing"]
+    assert missing == [name for name, _ in mlp().named_parameters()]
+    with pytest.raises(VerificationError, match=r"gradient 0\.weight on stage 0: missing in the pipeline"):
+        report.check()
+
+
+def test_trap_15_one_missing_gradient_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = batch()
+    step = penstock.Pipeline.step
+
+    def sabotaged(self: penstock.Pipeline, *args: Any, **kwargs: Any) -> Any:
+        result = step(self, *args, **kwargs)
+        dict(self.named_parameters())["3.bias"].grad = None
+        return result
+
+    monkeypatch.setattr(penstock.Pipeline, "step", sabotaged)
+    report = verify(mlp(), (x,), y, squared_error, ranks=3, microbatches=2)
+    assert [(row.name, row.verdict) for row in report.wrong] == [("3.bias", "missing")]
+
+
+def test_trap_15_a_gradient_that_should_not_be_there_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Spare(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+            self.spare = nn.Parameter(torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self[1](self[0](x)) + 0 * self.spare.detach().sum()
+
+    x, y = batch()
+    report = verify(Spare(), (x,), y, squared_error, ranks=2, microbatches=2)
+    assert report.ok
+    assert "spare" in [row.name for row in report.rows]
+    step = penstock.Pipeline.step
+
+    def sabotaged(self: penstock.Pipeline, *args: Any, **kwargs: Any) -> Any:
+        result = step(self, *args, **kwargs)
+        for name, parameter in self.named_parameters():
+            if name == "spare":
+                parameter.grad = torch.zeros(3)
+        return result
+
+    monkeypatch.setattr(penstock.Pipeline, "step", sabotaged)
+    report = verify(Spare(), (x,), y, squared_error, ranks=2, microbatches=2)
+    assert [(row.name, row.verdict) for row in report.wrong] == [("spare", "unexpected")]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_trap_15_a_stage_whose_backward_does_nothing_fails(monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
+    backward = StageRunner.backward
+
+    def skipping(self: StageRunner, microbatch: int, grads: Any) -> None:
+        backward(self, microbatch, [None for _ in grads] if self.meta.index == stage else grads)
+
+    x, y = batch()
+    monkeypatch.setattr(StageRunner, "backward", skipping)
+    report = verify(mlp(), (x,), y, squared_error, ranks=3, microbatches=2)
+    wrong = [row for row in report.wrong if row.kind == "gradient"]
+    assert {row.stages for row in wrong} == {(s,) for s in range(stage + 1)}
