@@ -38,5 +38,5 @@ class VerificationError(PenstockError, AssertionError):
     """The pipeline's outputs, loss, gradients or buffers differ from those of one device."""
 
 
-class PipelineFailure(PenstockError, RuntimeError):
+class PipelineFailure(PenstockError, RuntimeError):  # noqa: N818  (what happened to a run, more than an error in one)
     """A rank failed, or this one waited in vain for another. Names the rank, the action and the cause."""

@@ -143,6 +143,11 @@ def test_json_is_strict_where_numbers_are_undefined() -> None:
     assert (done.exit_code, report["ok"], report["loss"]) == (0, True, None)  # undefined on one device too
 
 
+@pytest.mark.parametrize(("option", "exact"), [([], True), (["--exact"], True), (["--no-exact"], False)])
+def test_every_bit_is_demanded_unless_told_otherwise(option: list[str], exact: bool) -> None:
+    assert json.loads(verify("cases.py:good", "--json", "--microbatches", "2", *option).stdout)["exact"] is exact
+
+
 def test_no_exact_does_not_hide_a_difference() -> None:
     assert verify("cases.py:drifting", "--no-exact", "--microbatches", "4").exit_code == 1
 

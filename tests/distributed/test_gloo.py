@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import jobs
@@ -32,13 +33,11 @@ def ranks(request: pytest.FixtureRequest) -> Ranks:
 @pytest.mark.parametrize("schedule", names())
 @pytest.mark.parametrize("name", ["tied_gpt_with_dropout", "skips", "llama", "in_place"])
 def test_bits_of_one_device(ranks: Ranks, name: str, schedule: str) -> None:
-    for microbatches in (2, 5):
-        options = {"schedule": schedule, "microbatches": microbatches}
-        reports = ranks.run(jobs.verify, name, options)
-        assert len(set(map(str, reports))) == 1, "each rank has the same report"
-        ok, summary, kinds = reports[0]
-        assert ok, summary
-        assert kinds == (["buffer"] if name == "llama" else []) + ["gradient", "loss", "output"]
+    reports = ranks.run(jobs.verify, name, {"schedule": schedule, "microbatches": 4})
+    assert len(set(map(str, reports))) == 1, "each rank has the same report"
+    ok, summary, kinds = reports[0]
+    assert ok, summary
+    assert kinds == (["buffer"] if name == "llama" else []) + ["gradient", "loss", "output"]
 
 
 @pytest.mark.parametrize("name", ["dicts_between_stages", "convnet", "frozen_first_stage", "dropout"])
@@ -95,9 +94,9 @@ def train_by_hand(
 @pytest.mark.parametrize("schedule", names())
 @pytest.mark.parametrize("name", ["mlp", "skips", "convnet", "frozen_first_stage"])
 def test_five_steps_are_those_of_one_device(ranks3: Ranks, name: str, schedule: str, transport: str) -> None:
-    options = {"schedule": schedule, "microbatches": 4, "transport": transport}
+    options = {"schedule": schedule, "microbatches": 5, "transport": transport}
     trained = ranks3.run(jobs.train_here, name, 5, options)
-    weights, buffers, losses = train_by_hand(name, 5, 4)
+    weights, buffers, losses = train_by_hand(name, 5, 5)
     got = merged(trained, "weights")
     assert set(got) == set(weights)
     assert all(torch.equal(got[key], weights[key]) for key in weights)
@@ -161,9 +160,9 @@ def looks(ranks3: Ranks) -> list[dict[str, Any]]:
 def test_the_loss_is_on_every_rank_and_the_rest_on_the_last(looks: list[dict[str, Any]]) -> None:
     assert len({float(seen["loss"]) for seen in looks}) == 1
     assert [len(seen["losses"]) for seen in looks] == [0, 0, 4]
-    assert [len(output) for output in looks[2]["outputs"]] == [3, 3, 3, 2]
+    assert [len(output) for output in looks[2]["outputs"]] == [3, 3, 3, 3]
     for seen in looks[:2]:
-        assert "read them where pipe.needs_targets is true" in seen["outputs"]
+        assert "read them where pipe.has_outputs is true" in seen["outputs"]
 
 
 def test_parameters_of_other_ranks_are_on_the_meta_device(looks: list[dict[str, Any]]) -> None:
@@ -192,16 +191,11 @@ def test_the_timeline_is_gathered(looks: list[dict[str, Any]]) -> None:
         for rank in range(3):
             spans = list(timeline.spans(rank))
             assert all(span.start_seconds <= span.end_seconds for span in spans)
-            assert all(a.end_seconds <= b.start_seconds for a, b in zip(spans, spans[1:], strict=False))
-        ends = {span.action: span for span in timeline}
+            assert all(a.end_seconds <= b.start_seconds for a, b in pairwise(spans))
+        ends = {str(span.action): span.end_seconds for span in timeline}
         for span in timeline:  # one clock: nothing starts before what it needs has ended
             if span.action.op is Op.F and span.action.stage:
-                before = next(
-                    a
-                    for a in ends
-                    if (a.stage, a.op, a.microbatch) == (span.action.stage - 1, Op.F, span.action.microbatch)
-                )
-                assert ends[before].end_seconds <= span.start_seconds
+                assert ends[f"{span.action.stage - 1}F{span.action.microbatch}"] <= span.start_seconds
 
 
 def test_transports(looks: list[dict[str, Any]], ranks2: Ranks) -> None:

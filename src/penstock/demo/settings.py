@@ -9,11 +9,11 @@ from penstock.errors import ArgumentError
 from penstock.schedule import Schedule, generate
 
 LAYERS = 4
-PARAMETERS = 1_841_280
+PARAMETERS = 1_853_568
 """Of the model: its blocks and all parameters, so that they can be told before it is built."""
 
 ROWS = 32
-CONTEXT = 64
+CONTEXT = 128
 """A batch is so many pieces of text of so many bytes."""
 
 HELD_OUT_BATCHES = 4
@@ -32,7 +32,7 @@ class Settings:
     ranks: int = 2
     schedule: str = "1f1b"
     microbatches: int = 8
-    steps: int = 120
+    steps: int = 60
     out: Path = Path("runs/demo")
 
     def order(self) -> Schedule:

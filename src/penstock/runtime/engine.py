@@ -28,6 +28,9 @@ from penstock.schedule import Schedule, linearize
 
 T = TypeVar("T")
 
+_OWN_ERROR_SECONDS = 1.5
+"""How long an error outside of a wait is held back, in case another rank's failure caused it."""
+
 TransportChoice = Literal["auto", "distributed"]
 """What carries values between processes: "auto" takes shared memory between CPU ranks of one machine."""
 
@@ -224,8 +227,11 @@ class Engine:
             if position.action and not isinstance(error, PipelineFailure):
                 error.add_note(f"penstock: in action {position.action}")
             return error
-        if position.peers and isinstance(error, (RuntimeError, OSError)) and self.watchdog.cause() is not None:
-            return _failure_of(self.watchdog, error)
+        if isinstance(error, (RuntimeError, OSError)):
+            # Most likely a neighbour that left; where nothing was waited for it may as well be the model's own error.
+            patience = None if position.peers else _OWN_ERROR_SECONDS
+            if self.watchdog.cause(patience) is not None:
+                return _failure_of(self.watchdog, error)
         error.add_note(f"penstock: on rank {self.world.rank}" + (f", in {position.action}" if position.action else ""))
         self.watchdog.report(position.action or None, error)
         return error

@@ -1,0 +1,107 @@
+"""Forks the ranks of real pipelines, in each of which one rank raises in the second step.
+
+Usage: raising.py FOLDER RANKS CASE... Writes FOLDER/CASE.RANK.log, and prints a JSON object: exit statuses by case.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import penstock
+
+LIMIT_SECONDS = 60.0
+
+
+class Changing(nn.Linear):
+    """Computes in another dtype once it is told to."""
+
+    double = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y.double() if self.double else y
+
+
+def train(rank: int, ranks: int, case: str, store: str) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    model = nn.Sequential(*(Changing(4, 4) for _ in range(ranks)))
+    x, y = torch.randn(6, 4), torch.randn(6, 4)
+    calls: list[int] = []
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        calls.append(1)
+        if case == "loss" and len(calls) == 5:
+            raise ValueError("the loss is\nnot a number")
+        return (output - target).square().mean()
+
+    pipe = penstock.pipeline(model, (x,), microbatches=3, loss=loss)
+    pipe.step(x, target=y)
+    first, last = rank == 0, rank == ranks - 1
+    try:
+        if case == "dtype" and first:
+            model[0].double = True
+        if case == "user" and rank == 1:
+            raise ZeroDivisionError("in the caller's own code")
+        pipe.step(x[:5] if case == "rows" and first else x, target=None if case == "target" and last else y)
+        pipe.step(x, target=y)
+    except Exception as error:
+        print(f"raised {type(error).__name__}: {error} {getattr(error, '__notes__', [])}", flush=True)
+        again = None
+        try:
+            pipe.step(x, target=y)
+        except penstock.PipelineFailure as failure:
+            again = failure
+        print(f"again {type(again).__name__}: {again}", flush=True)
+        raise
+    print("the run went on to its end")
+
+
+def child(rank: int, ranks: int, case: str, folder: Path) -> None:
+    log = os.open(folder / f"{case}.{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    try:
+        train(rank, ranks, case, f"{folder}/{case}.store")
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        raise
+
+
+def main() -> None:
+    folder, ranks, cases = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    children: dict[int, tuple[str, int]] = {}
+    for case in cases:
+        for rank in range(ranks):
+            pid = os.fork()
+            if pid == 0:
+                child(rank, ranks, case, folder)
+                return
+            children[pid] = case, rank
+    statuses: dict[str, list[int | None]] = {case: [None] * ranks for case in cases}
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while children:
+        if time.monotonic() > deadline:
+            for pid in children:
+                os.kill(pid, signal.SIGKILL)
+        for pid, (case, rank) in list(children.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                del children[pid]
+                statuses[case][rank] = os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    print(json.dumps(statuses))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Batches are cut into rows that differ by one at most, each microbatch in memory of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import ArgumentError, ShapeError
+from penstock.runtime.batch import rows_of, sizes_of, split
+from penstock.runtime.exact import CACHE_LINE_BYTES
+
+
+@given(st.integers(1, 200), st.integers(1, 200))
+def test_sizes_are_even_and_descend(rows: int, microbatches: int) -> None:
+    if rows < microbatches:
+        with pytest.raises(ArgumentError, match=rf"microbatches={microbatches}, but the batch has {rows} rows"):
+            sizes_of(rows, microbatches)
+        return
+    sizes = sizes_of(rows, microbatches)
+    assert sum(sizes) == rows
+    assert len(sizes) == microbatches
+    assert sizes[0] - sizes[-1] <= 1
+    assert sorted(sizes, reverse=True) == list(sizes)
+
+
+@given(st.integers(1, 20), st.data())
+def test_pieces_put_together_are_the_batch(rows: int, data: st.DataObject) -> None:
+    sizes = sizes_of(rows, data.draw(st.integers(1, rows)))
+    width = data.draw(st.integers(1, 5))
+    x = torch.arange(rows * width).view(rows, width)
+    tree = {"x": x, "pair": (x[:, 0], [x.float()]), "number": 3, "text": "a", "none": None, "scalar": torch.tensor(2.5)}
+    pieces = split(tree, sizes, "batch")
+    assert len(pieces) == len(sizes)
+    assert torch.equal(torch.cat([piece["x"] for piece in pieces]), x)
+    assert torch.equal(torch.cat([piece["pair"][1][0] for piece in pieces]), x.float())
+    for piece, size in zip(pieces, sizes, strict=True):
+        assert piece["pair"][0].shape == (size,)
+        assert (piece["number"], piece["text"], piece["none"], piece["scalar"].item()) == (3, "a", None, 2.5)
+
+
+def batches() -> dict[str, torch.Tensor]:
+    image = torch.randn(7, 3, 5, 5)
+    return {
+        "contiguous": image,
+        "channels last": image.to(memory_format=torch.channels_last),
+        "transposed": torch.randn(9, 7).t(),
+        "with gaps": torch.randn(7, 9)[:, 1:],
+        "expanded": torch.randn(7, 1).expand(7, 4),
+        "expanded rows": torch.randn(1, 4).expand(7, 4),
+        "windows": torch.randn(20).as_strided((7, 4), (2, 1)),
+        "empty": torch.randn(7, 0),
+        "bool": torch.randn(7, 3) > 0,
+    }
+
+
+@pytest.mark.parametrize("name", batches())
+def test_each_microbatch_has_memory_of_its_own_with_the_strides_of_the_batch(name: str) -> None:
+    batch = batches()[name]
+    original = batch.clone()
+    parts = split(batch, (3, 2, 2), "batch")
+    addresses = set()
+    for part, expected in zip(parts, torch.split(original, [3, 2, 2]), strict=True):
+        assert torch.equal(part, expected)
+        if name != "windows":  # whose elements share addresses: nothing can be copied into such a tensor
+            assert part.stride() == batch.stride()
+        assert part.data_ptr() % CACHE_LINE_BYTES == 0
+        assert not part._is_view()
+        addresses.add(part.untyped_storage().data_ptr())
+    if batch.numel():
+        assert batch.untyped_storage().data_ptr() not in addresses
+        assert len(addresses) == 3
+    assert torch.equal(batch, original)
+
+
+def test_an_update_of_a_microbatch_leaves_the_batch_alone() -> None:
+    x = torch.zeros(4, 2)
+    split(x, (4,), "batch")[0].add_(1)
+    assert x.sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        (torch.zeros(4, 2), r"input has 4 rows \(shape \[4, 2\]\); expected 5"),
+        ({"a": (torch.zeros(6),)}, r"input\['a'\]\[0\] has 6 rows"),
+        ([torch.zeros(5, requires_grad=True)], r"input\[0\] requires a gradient.*pass input\[0\].detach\(\)"),
+    ],
+)
+def test_wrong_batches_are_refused_by_name(tree: Any, words: str) -> None:
+    with pytest.raises(ShapeError, match=words):
+        split(tree, (3, 2), "input")
+
+
+def test_rows() -> None:
+    assert rows_of(([torch.zeros(5, 2)], {"x": torch.tensor(1.0), "n": 3}), "example") == 5
+    with pytest.raises(ShapeError, match="example: no tensor with rows"):
+        rows_of({"n": 3}, "example")
+    with pytest.raises(ShapeError, match=r"example\['a'\] \[5\], example\['b'\] \[4, 2\]"):
+        rows_of({"a": torch.zeros(5), "b": torch.zeros(4, 2)}, "example")

@@ -1,0 +1,104 @@
+"""One process that drives all ranks: its transport, its processes and devices, and the timeline of a real step."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from models import GPT, squared_error, token_error
+from penstock.errors import ArgumentError
+from penstock.runtime.local import LocalHub, LocalTransport
+from penstock.runtime.world import World, device_of, join
+from penstock.schedule import forward_only, generate, names
+from penstock.testing import check_transport
+from penstock.testing.transports import SCRIPTS
+
+CPU = torch.device("cpu")
+
+
+def test_the_local_transport_conforms() -> None:
+    hub = LocalHub([CPU, CPU])
+    transports = {rank: LocalTransport(rank, hub) for rank in (0, 1)}
+    assert check_transport(transports) == [script.__name__ for script in SCRIPTS]
+
+
+def test_the_conformance_checks_find_a_transport_that_does_not_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = LocalHub([CPU, CPU])
+    transports = {rank: LocalTransport(rank, hub) for rank in (0, 1)}
+    monkeypatch.setattr("penstock.runtime.exact.copy_as", lambda layout, tensor, device: tensor)
+    with pytest.raises(AssertionError, match="an update of what arrived changed what was sent"):
+        check_transport(transports)
+
+
+def test_a_process_alone_drives_all_ranks() -> None:
+    world = join(None, None, "cpu")
+    assert world == World(1)
+    assert world.is_local
+    assert join(4, None, "cpu") == World(4)
+    for ranks in (0, -3):
+        with pytest.raises(ArgumentError, match=f"ranks={ranks}: expected at least 1"):
+            join(ranks, None, "cpu")
+
+
+def test_devices() -> None:
+    world = World(2)
+    assert device_of(None, world, 1, CPU) == CPU
+    assert device_of("cpu", world, 1, torch.device("meta")) == CPU
+    assert device_of(["cpu", "meta"], world, 1, CPU) == torch.device("meta")
+    assert device_of(torch.device("cuda", 3), world, 1, CPU) == torch.device("cuda", 3)
+    assert device_of(None, world, 1, torch.device("cuda", 2)) == torch.device("cuda", 2)
+    with pytest.raises(ArgumentError, match="devices has 3 entries; expected one for each of 2 ranks"):
+        device_of(["cpu"] * 3, world, 0, CPU)
+    if not torch.cuda.is_available():
+        assert device_of(None, world, 1, torch.device("meta")) == CPU
+
+
+@pytest.mark.parametrize("schedule", names())
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_timeline_of_a_step_is_its_schedule(schedule: str, ranks: int) -> None:
+    torch.manual_seed(0)
+    ids = torch.randint(0, 19, (7, 6))
+    with penstock.pipeline(GPT(), (ids,), ranks=ranks, schedule=schedule, microbatches=5, loss=token_error) as pipe:
+        timeline = pipe.step(ids, target=ids, timeline=True).timeline
+        assert timeline is not None
+        assert [list(track.actions) for track in timeline.tracks] == [list(row) for row in pipe.schedule.rows]
+        compute = sorted(str(span.action) for span in timeline if span.action.op.is_compute)
+        expected = generate(schedule, ranks, 5)
+        assert compute == sorted(str(action) for row in expected.rows for action in row)
+        spans = sorted(timeline, key=lambda span: span.start_seconds)
+        assert spans[0].start_seconds >= 0
+        assert all(a.end_seconds <= b.start_seconds for a, b in pairwise(spans))  # one process: nothing overlaps
+        assert 0 < sum(map(timeline.busy_seconds, range(ranks))) <= timeline.makespan_seconds
+        assert pipe.step(ids, target=ids).timeline is None
+
+        evaluated = pipe.evaluate(ids, target=ids, timeline=True).timeline
+        assert evaluated is not None
+        compute = sorted(str(span.action) for span in evaluated if span.action.op.is_compute)
+        assert compute == sorted(str(action) for row in forward_only(expected).rows for action in row)
+
+
+def test_nothing_of_a_batch_is_kept_after_a_step() -> None:
+    """Neither activations nor gradients of values: only parameters, their gradients, and what was asked for."""
+    import gc
+    import weakref
+
+    x, made = torch.randn(8, 5), []
+
+    class Watched(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = super().forward(x)
+            made.append(weakref.ref(out))
+            return out
+
+    model = nn.Sequential(*(Watched(5, 5) for _ in range(4)))
+    with penstock.pipeline(model, (x,), ranks=2, microbatches=4, loss=squared_error) as pipe:
+        made.clear()
+        for _ in range(2):
+            pipe.step(x, target=x)
+        gc.collect()
+        assert len(made) == 32
+        assert not [ref for ref in made if ref() is not None]

@@ -1,0 +1,143 @@
+"""Weights that make microbatches' losses the loss of the batch, and what stands behind the last stage."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from penstock.errors import ArgumentError
+from penstock.runtime.loss import LossHead, own_loss, root_of, weighted_sum, weights
+from penstock.runtime.streams import Streams
+
+sizes_lists = st.lists(st.integers(1, 50), min_size=1, max_size=12)
+
+
+@given(sizes_lists)
+def test_weights_of_a_mean_are_the_shares_of_the_rows(sizes: list[int]) -> None:
+    given_weights = weights("mean", sizes, [])
+    assert math.isclose(sum(given_weights), 1)
+    assert given_weights == [size / sum(sizes) for size in sizes]
+    assert weights("sum", sizes, []) == [1.0] * len(sizes)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any))
+def test_weights_of_a_function_are_the_shares_of_what_counts(counts: list[int]) -> None:
+    targets = [torch.tensor([1] * count + [-100] * 3) for count in counts]
+    found = weights(lambda target: (target != -100).sum(), [1] * len(counts), targets)
+    assert found == [count / sum(counts) for count in counts]
+
+
+@pytest.mark.parametrize("values", [[0.0, 0.0], [1.0, -1.0], [float("nan"), 1.0]])
+def test_weights_that_are_none(values: list[float]) -> None:
+    with pytest.raises(ArgumentError, match=r"reduction: the weights .*expected non-negative"):
+        weights(lambda target: values[int(target)], [1, 1], [0, 1])
+
+
+def test_unknown_reduction() -> None:
+    with pytest.raises(ArgumentError, match=r"reduction='max': expected 'mean', 'sum' or a function"):
+        weights("max", [1], [None])  # type: ignore[arg-type]
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=9))
+def test_weighted_sum_adds_in_ascending_order(values: list[float]) -> None:
+    losses = [torch.tensor(value) for value in values]
+    expected = losses[0] * 0.3
+    for loss in losses[1:]:
+        expected = expected + loss * 0.3
+    found = weighted_sum(losses, [0.3] * len(losses))
+    assert found is not None
+    assert torch.equal(found, expected)
+
+
+def test_weighted_sum_leaves_out_what_has_no_weight() -> None:
+    nan, two = torch.tensor(float("nan")), torch.tensor(2.0)
+    assert weighted_sum([nan, two], [0.0, 1.0]) == two
+    assert weighted_sum([None, two], [0.5, 0.5]) is None
+    found = weighted_sum([torch.tensor([3.0])], [0.5])
+    assert found is not None
+    assert found.shape == ()
+
+
+def test_a_root_of_weight_zero_passes_zeros_back() -> None:
+    leaf = torch.ones(3, requires_grad=True)
+    loss = (leaf * 0).sum() / torch.zeros(())
+    assert root_of(loss, 0.5, [leaf]) is loss
+    root = root_of(loss, 0.0, [leaf, loss])
+    root.backward(torch.zeros_like(loss))
+    assert torch.equal(leaf.grad, torch.zeros(3))
+    assert root_of(loss, 0.0, [loss]) is loss
+
+
+SCALAR = torch.tensor(1.5)
+
+
+@pytest.mark.parametrize(
+    ("output", "found"),
+    [
+        (SimpleNamespace(loss=SCALAR), True),
+        ({"loss": SCALAR, "logits": torch.zeros(2)}, True),
+        (SCALAR, True),
+        (torch.zeros(2), False),
+        (torch.tensor(3), False),
+        ({"logits": SCALAR}, False),
+        (SimpleNamespace(loss=None), False),
+        ((SCALAR,), False),
+    ],
+)
+def test_own_loss(output: Any, found: bool) -> None:
+    assert (own_loss(output) is SCALAR) == found
+
+
+def head(loss: Any, *, needed: bool = True, microbatches: int = 2) -> LossHead:
+    return LossHead(loss, [lambda leaves: leaves[0]] * microbatches, Streams(0), needed=needed)
+
+
+def test_head_keeps_losses_and_outputs_by_microbatch() -> None:
+    made = head(lambda output, target: (output - target).square().mean())
+    made.start([torch.zeros(2), torch.ones(2)], [0.25, 0.75], keep_outputs=True)
+    leaves = [torch.full((2,), float(k), requires_grad=True) for k in (2, 3)]
+    roots: dict[int, Tensor] = {}
+    for k in (1, 0):  # the schedule may take another order
+        root = made(k, [leaves[k]])
+        assert root is not None
+        roots[k] = root
+    assert [float(loss) for loss in made.losses] == [4.0, 4.0]
+    assert [output.tolist() for output in made.outputs] == [[2, 2], [3, 3]]
+    assert not any(t.requires_grad for t in (*made.losses, *made.outputs))
+    assert [float(made.seed(k)) for k in (0, 1)] == [0.25, 0.75]
+    assert made.total() == 4.0
+    made.start([torch.zeros(2), torch.ones(2)], [0.5, 0.5], keep_outputs=False)
+    made(0, [leaves[0]])
+    assert made.outputs == [None, None]
+    assert made.seed(0) == 0.5
+    assert made.total() is None  # the other microbatch has none yet
+
+
+def test_head_without_a_target_has_a_loss_only_if_the_model_has() -> None:
+    made = head(lambda output, target: output.sum(), needed=False)
+    made.start(None, [1.0], keep_outputs=True)
+    assert made(0, [torch.ones(2)]) is None
+    own = head(None, needed=False)
+    own.start(None, [1.0], keep_outputs=False)
+    assert own(0, [SCALAR]) is SCALAR
+
+
+def test_head_refuses_what_is_no_scalar() -> None:
+    made = head(lambda output, target: output)
+    made.start([None], [1.0], keep_outputs=False)
+    with pytest.raises(ArgumentError, match=r"returned a tensor of shape \[2\]; expected a scalar"):
+        made(0, [torch.ones(2)])
+    one_element = made(0, [torch.ones(1)])
+    assert one_element is not None
+    assert made.seed(0).shape == (1,)
+    needed = head(None)
+    needed.start([None], [1.0], keep_outputs=False)
+    with pytest.raises(ArgumentError, match=r"loss=None, and the model's output \(Tensor\)"):
+        needed(0, [torch.ones(2)])
