@@ -9,7 +9,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.api import Pipeline as Pipeline
     from penstock.api import pipeline as pipeline
     from penstock.errors import ArgumentError as ArgumentError
     from penstock.errors import PartitionError as PartitionError
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from penstock.errors import ScheduleError as ScheduleError
     from penstock.errors import ShapeError as ShapeError
     from penstock.errors import VerificationError as VerificationError
+    from penstock.pipe import Pipeline as Pipeline
     from penstock.result import StepResult as StepResult
     from penstock.schedule import Schedule as Schedule
     from penstock.timeline import Timeline as Timeline
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Pipeline": "api",
+    "Pipeline": "pipe",
     "pipeline": "api",
     "ArgumentError": "errors",
     "PartitionError": "errors",

@@ -5,39 +5,27 @@ The same script runs alone (one process drives all ranks) and under torchrun (ea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.errors import ArgumentError, ScheduleError
-from penstock.partition import Balance, Partition
-from penstock.result import SharedLoss, StepResult
+from penstock.errors import ArgumentError
+from penstock.partition import Balance
+from penstock.pipe import Options, Pipeline, refuse_illegal
 from penstock.runtime import batch as batches
-from penstock.runtime.engine import Engine, Job, TransportChoice, draws_in_glue
-from penstock.runtime.loss import Loss, Reduction, weights
+from penstock.runtime.engine import Engine, TransportChoice
+from penstock.runtime.loss import Loss, Reduction
 from penstock.runtime.materialize import Materialize
-from penstock.runtime.program import Feed, model_inputs
 from penstock.runtime.split_model import SplitModel
-from penstock.runtime.streams import Streams
 from penstock.runtime.world import World, device_of, join
 from penstock.schedule import (
     Schedule,
-    add_communication,
-    check,
-    drop_backward,
     drop_communication,
-    forward_only,
     generate,
-    reduce_ties,
 )
-from penstock.stages import StageMeta, backward_links, forward_links, needs_backward
-from penstock.timeline import Timeline
 
 
 def pipeline(
@@ -114,22 +102,6 @@ def pipeline(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What a pipeline is made with besides the model, its processes and the schedule; see `pipeline`."""
-
-    loss: Loss | None = None
-    reduction: Reduction = "mean"
-    cuts: Sequence[str] | None = None
-    leaves: Sequence[str] | None = None
-    balance: Balance = "parameters"
-    devices: Sequence[torch.device | str] | torch.device | str | None = None
-    share_loss: bool = True
-    transport: TransportChoice = "auto"
-    materialize: Materialize | None = None
-    seed: int | None = None
-
-
 def build(
     model: nn.Module | Sequence[nn.Module],
     example: tuple[tuple[Any, ...], dict[str, Any]],
@@ -161,278 +133,6 @@ def build(
         raise
 
 
-class Pipeline:
-    """A model that is split over ranks. Made by `pipeline`; ended by `close`, or by leaving a `with` block.
-
-    Attributes:
-        schedule: what every rank does, communication included.
-        world: the processes.
-        step_count: steps so far; keys the random streams, so that it belongs to what a checkpoint restores.
-    """
-
-    def __init__(
-        self, engine: Engine, split: SplitModel, order: Schedule, sizes: tuple[int, ...], options: Options
-    ) -> None:
-        self.world = engine.world
-        self.step_count = 0
-        self._engine = engine
-        self._split = split
-        self._order = order
-        self._sizes = sizes
-        self._options = options
-        self._closed = False
-        self._jobs: dict[Any, Job] = {}
-        self.schedule = self._job(training=True).schedule
-
-    # -- training -------------------------------------------------------------------------------------------------
-
-    def step(
-        self, *args: Any, target: Any = None, outputs: bool = False, timeline: bool = False, **kwargs: Any
-    ) -> StepResult:
-        """Forward and backward of one batch. Gradients are added to `.grad`, as `loss.backward()` would.
-
-        Every rank calls it. Only ranks where `needs_inputs` (`needs_targets`) is true look at the inputs (the target).
-
-        Args:
-            args, kwargs: the model's inputs, shaped as the example.
-            target: what `loss` takes besides the model's output.
-            outputs: keep the model's outputs, for `result.outputs`.
-            timeline: note what every rank does when, for `result.timeline`.
-
-        Raises:
-            ShapeError: the batch is not shaped as the example.
-            ArgumentError: a target is missing, or the loss is no scalar.
-            PipelineFailure: another rank failed.
-        """
-        result = self._run(args, kwargs, target, training=True, outputs=outputs, timeline=timeline)
-        self.step_count += 1
-        return result
-
-    def evaluate(
-        self, *args: Any, target: Any = None, outputs: bool = False, timeline: bool = False, **kwargs: Any
-    ) -> StepResult:
-        """Forward of one batch in evaluation mode. No gradient and no buffer is touched, and the mode is restored."""
-        modes = [(module, module.training) for module in self._split.modules()]
-        buffers = [(buffer, buffer.detach().clone(), buffer._version) for buffer in self._split.buffers()]
-        try:
-            for module, _ in modes:
-                module.training = False
-            return self._run(args, kwargs, target, training=False, outputs=outputs, timeline=timeline)
-        finally:
-            for module, mode in modes:
-                module.training = mode
-            for buffer, before, version in buffers:
-                if buffer._version != version:
-                    with torch.no_grad():
-                        buffer.copy_(before)
-
-    # -- what this process holds ------------------------------------------------------------------------------------
-
-    @property
-    def needs_inputs(self) -> bool:
-        """Whether this process must pass the model's inputs: it runs the first stage."""
-        return self._order.placement.rank_of[0] in self._engine.ranks
-
-    @property
-    def needs_targets(self) -> bool:
-        """Whether this process must pass the target: it runs the last stage, and something looks at targets."""
-        return self.has_outputs and (self._options.loss is not None or callable(self._options.reduction))
-
-    @property
-    def has_outputs(self) -> bool:
-        """Whether this process runs the last stage, from which outputs and losses come."""
-        return self._order.placement.rank_of[-1] in self._engine.ranks
-
-    @property
-    def model(self) -> nn.Module:
-        """The model, or the chain of the layers that were given. Stages of other processes are on the meta device."""
-        return self._split.model
-
-    @property
-    def cuts(self) -> tuple[str, ...]:
-        """The module that each stage but the first begins with."""
-        return self._split.cuts
-
-    @property
-    def stages(self) -> tuple[StageMeta, ...]:
-        """What enters, leaves and lives on each stage, of all ranks."""
-        return tuple(stage.meta for stage in self._split.partitions(training=True)[0].stages)
-
-    @property
-    def code(self) -> str:
-        """The stages' forward functions, as Python."""
-        return self._split.partitions(training=True)[0].code
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What recording the model had to say."""
-        return self._split.partitions(training=True)[0].notes
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of this process's stages, each once, by their names in the unsplit model."""
-        return iter(self._split.held_parameters())
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of this process's stages. A rank without any gets an empty one: optimizers want some."""
-        held = [parameter for _, parameter in self.named_parameters()]
-        return iter(held or [nn.Parameter(torch.empty(0, device=self.device))])
-
-    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """The buffers of this process's stages, by their names in the unsplit model."""
-        return iter(self._split.held_buffers())
-
-    def train(self, mode: bool = True) -> Self:
-        """Sets training or evaluation mode on every module, as `nn.Module.train` does."""
-        self._split.model.train(mode)
-        return self
-
-    def eval(self) -> Self:
-        """`train(False)`."""
-        return self.train(False)
-
-    @property
-    def seed(self) -> int:
-        """Of the random streams."""
-        return self._engine.streams.seed
-
-    @property
-    def device(self) -> torch.device:
-        """Where this process computes; where it drives several ranks, the first one's."""
-        return self._engine.devices[self._engine.ranks[0]]
-
-    @property
-    def draws_in_glue(self) -> bool:
-        """Whether the model draws random numbers outside of any module that is called."""
-        return any(draws_in_glue(partition) for partition in self._split.partitions(training=True))
-
-    def all_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Every parameter of the unsplit model, each once; those that no stage uses as well."""
-        return self._split.all_parameters()
-
-    def default_kwargs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """What is passed to the model besides the caller's inputs (`use_cache=False` for models of `transformers`)."""
-        return self._split.default_kwargs(args, kwargs)
-
-    def split_batch(self, tree: Any) -> list[Any]:
-        """The microbatches of one batch, as `step` makes them: each tensor in memory of its own."""
-        return batches.split(tree, self._sizes, "batch", self.device)
-
-    @contextmanager
-    def drawing(self) -> Iterator[Streams]:
-        """The random streams of the present step: to run the unsplit model with the masks that the pipeline draws."""
-        streams = self._engine.streams
-        with streams.drawing(self.step_count, tuple(self._engine.devices)):
-            yield streams
-
-    def gather(self, value: Any) -> list[Any]:
-        """One object from each process, given to all of them. A collective: every rank calls it."""
-        return self._engine.gather(value)
-
-    # -- the end ------------------------------------------------------------------------------------------------------
-
-    def close(self) -> None:
-        """Removes hooks, ends the watchdog, gives back process groups. The parameters stay."""
-        if not self._closed:
-            self._closed = True
-            self._engine.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.close()
-
-    # -- inside -------------------------------------------------------------------------------------------------------
-
-    def _run(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        target: Any,
-        *,
-        training: bool,
-        outputs: bool,
-        timeline: bool,
-    ) -> StepResult:
-        if self._closed:
-            raise ArgumentError("this pipeline was closed; make a new one")
-        try:
-            job = self._job(training=training)
-            feed = self._feed(job, args, kwargs, target, outputs)
-            moments = self._engine.run(job, feed, self.step_count, timed=timeline)
-            return self._result(job, outputs, moments if timeline else None)
-        except BaseException as error:
-            cause = self._engine.fail(error)
-            if cause is error:
-                raise
-            raise cause from error
-
-    def _job(self, *, training: bool) -> Job:
-        key = (training, self._split.signature())
-        if key not in self._jobs:
-            partitions = self._split.partitions(training=training)
-            schedule = self._lowered(partitions[0], training=training)
-            self._jobs[key] = self._engine.bind(partitions, schedule, self._options.loss, training=training)
-        return self._jobs[key]
-
-    def _lowered(self, partition: Partition, *, training: bool) -> Schedule:
-        """The schedule as it is run: communication, tied gradients, and nothing that frozen stages do not need."""
-        metas = [stage.meta for stage in partition.stages]
-        if training:
-            order = drop_backward(self._order, [meta.index for meta in metas if not needs_backward(meta)])
-            order = add_communication(order, forward_links(metas), backward_links(metas))
-            order = reduce_ties(order, [group.stages for group in self._split.tie_groups])
-        else:
-            order = add_communication(forward_only(self._order), forward_links(metas), ())
-        _refuse_illegal(order)
-        return order
-
-    def _feed(self, job: Job, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, outputs: bool) -> Feed:
-        placement = self._order.placement
-        inputs: list[dict[int, Tensor]] = []
-        if self.needs_inputs:
-            device = self._engine.devices[placement.rank_of[0]]
-            for k, (one_args, one_kwargs) in enumerate(batches.split((args, kwargs), self._sizes, "input", device)):
-                partition = job.partitions[k]
-                leaves = partition.flatten_inputs(one_args, one_kwargs)
-                positions = model_inputs(partition.stages[0].meta)
-                inputs.append(dict(zip(positions, leaves, strict=True)))
-        if not self.has_outputs:
-            return Feed(inputs)
-        targets = self._targets(job, target, kwargs)
-        weighted = weights("mean" if targets is None else self._options.reduction, self._sizes, targets or ())
-        return Feed(inputs, targets, weighted, outputs)
-
-    def _targets(self, job: Job, target: Any, kwargs: dict[str, Any]) -> Sequence[Any] | None:
-        if target is None:
-            if self._options.loss is not None:
-                if not job.training:
-                    return None
-                raise ArgumentError(
-                    "target=None, but this rank runs the last stage and loss= is a function of the output and the "
-                    "target; pass target=... where pipe.needs_targets is true"
-                )
-            target = kwargs.get("labels")  # for a reduction that weighs a model's own loss
-        device = self._engine.devices[self._order.placement.rank_of[-1]]
-        return batches.split(target, self._sizes, "target", device)
-
-    def _result(self, job: Job, outputs: bool, moments: Mapping[int, Any] | None) -> StepResult:
-        last = self._order.placement.rank_of[-1]
-        here = last in self._engine.ranks
-        shared = SharedLoss(job.head.total() if here else None)
-        if self._options.share_loss:
-            shared.pending = self._engine.share(shared.buffer, last)
-        losses = tuple(loss for loss in job.head.losses if loss is not None) if here else ()
-        timeline = None
-        if moments is not None:
-            rows = {rank: row for part in self._engine.gather(moments) for rank, row in part.items()}
-            timeline = Timeline.from_nanoseconds([rows[rank] for rank in range(self.world.ranks)])
-        return StepResult(losses, timeline, shared, tuple(job.head.outputs) if outputs and here else None)
-
-
 def _schedule(schedule: str | Schedule, ranks: int, microbatches: int | None, chunks: int | None) -> Schedule:
     if isinstance(schedule, str):
         return generate(schedule, ranks, 8 if microbatches is None else microbatches, 1 if chunks is None else chunks)
@@ -449,14 +149,8 @@ def _schedule(schedule: str | Schedule, ranks: int, microbatches: int | None, ch
             "leave chunks out, or make the schedule for as many"
         )
     order = drop_communication(schedule)
-    _refuse_illegal(order)
+    refuse_illegal(order)
     return order
-
-
-def _refuse_illegal(order: Schedule) -> None:
-    wrong = [violation for violation in check(order) if violation.fatal]
-    if wrong:
-        raise ScheduleError(f"schedule {order.name!r} cannot be run: " + "; ".join(v.text for v in wrong[:3]))
 
 
 def _device_of(model: nn.Module | Sequence[nn.Module]) -> torch.device:

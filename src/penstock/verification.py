@@ -15,9 +15,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from penstock.api import Options, Pipeline, build, pipeline
+from penstock.api import build, pipeline
 from penstock.errors import VerificationError
 from penstock.partition._compat import flatten
+from penstock.pipe import Options, Pipeline
 from penstock.runtime import batch as batches
 from penstock.runtime.loss import Loss, Reduction, own_loss, root_of, weighted_sum, weights
 from penstock.runtime.world import World

@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge
 
 import penstock
 from models import ConvNet, InPlace, SkipsTwice, squared_error
-from penstock.api import Pipeline
+from penstock.pipe import Pipeline
 from penstock.runtime import exact
 from penstock.runtime.exact import Buffer, Layout
 from penstock.runtime.streams import Streams
