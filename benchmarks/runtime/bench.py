@@ -391,7 +391,7 @@ def main() -> None:
             sys.exit(status)
         results |= json.loads((Path(folder) / "found.json").read_text())
     capacity = (time.perf_counter() - began) * results["environment"]["cores"]
-    results["environment"]["others_share"] = round((others_seconds() - others) / capacity, 3)
+    results["environment"]["others_share"] = round(max(0.0, others_seconds() - others) / capacity, 3)
     chosen.json.write_text(json.dumps(results, indent=2) + "\n")
     show(results, Console(width=None if os.isatty(1) else 160))
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ArgumentError, ScheduleError
 from penstock.partition import Balance, Partition
+from penstock.partition._compat import flatten
 from penstock.result import SharedLoss, StepResult
 from penstock.runtime import batch as batches
 from penstock.runtime.engine import Engine, Job, TransportChoice, draws_in_glue
@@ -285,11 +286,12 @@ class Pipeline:
         inputs: list[dict[int, Tensor]] = []
         if self.needs_inputs:
             device = self._engine.devices[placement.rank_of[0]]
-            for k, (one_args, one_kwargs) in enumerate(batches.split((args, kwargs), self._sizes, "input", device)):
-                partition = job.partitions[k]
-                leaves = partition.flatten_inputs(one_args, one_kwargs)
-                positions = model_inputs(partition.stages[0].meta)
-                inputs.append(dict(zip(positions, leaves, strict=True)))
+            given = flatten((args, kwargs))
+            job.partitions[0].check_structure(given)
+            positions = model_inputs(job.partitions[0].stages[0].meta)
+            pieces = batches.split_leaves(given, self._sizes, "input", device)
+            for partition, leaves in zip(job.partitions, pieces, strict=True):
+                inputs.append(dict(zip(positions, partition.select(leaves), strict=True)))
         if not self.has_outputs:
             return Feed(inputs)
         targets = self._targets(job, target, kwargs)

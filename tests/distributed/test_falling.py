@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-OPS = {0: ["F", "B", "SEND_F", "RECV_B", "REDUCE_GRAD"], 1: ["F", "RECV_F", "SEND_B"], 2: ["B", "REDUCE_GRAD"]}
+OPS = {0: ["F", "SEND_F", "RECV_B"], 1: ["RECV_F", "SEND_B"], 2: ["B", "REDUCE_GRAD"]}
+"""Every kind of action, on one rank or another."""
 SECONDS = 10.0
 
 pytestmark = pytest.mark.distributed

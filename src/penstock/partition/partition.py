@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.errors import PartitionError, ShapeError
-from penstock.partition._compat import flatten, unflatten
+from penstock.partition._compat import Flat, flatten, unflatten
 from penstock.partition.guards import Guard
 from penstock.partition.objects import input_path
 from penstock.partition.recording import Constant
@@ -52,6 +52,11 @@ class Partition:
         PartitionError if the forward would take another branch than the recorded one.
         """
         given = flatten((tuple(args), dict(kwargs)))
+        self.check_structure(given)
+        return self.select(given.leaves)
+
+    def check_structure(self, given: Flat) -> None:
+        """Raises ShapeError unless flattened (args, kwargs) have the structure that was recorded."""
         if given.structure != self.input_structure:
             paths = [input_path(p) for p in given.paths]
             missing = ", ".join(p for p in self.input_paths if p not in paths) or "nothing"
@@ -60,18 +65,23 @@ class Partition:
                 f"the arguments' structure is not the recorded one: missing {missing}, unexpected {extra}. Give the "
                 "same arguments, or call the partitioner for new ones"
             )
-        for leaf, path, expected in zip(given.leaves, self.input_paths, self.input_leaves, strict=True):
+
+    def select(self, leaves: Sequence[Any]) -> list[Tensor]:
+        """The tensors that stage 0 receives, from the leaves of (args, kwargs); raises as `flatten_inputs` does."""
+        for leaf, path, expected in zip(leaves, self.input_paths, self.input_leaves, strict=True):
+            if isinstance(leaf, Tensor) and leaf.shape == expected[1] and leaf.dtype == expected[2]:
+                continue
             if describe(leaf)[:3] != expected[:3]:
                 raise ShapeError(f"input {path} is {_text(describe(leaf))}, but {_text(expected)} was recorded")
         for guard in self.guards:
-            if not guard.holds(given.leaves):
+            if not guard.holds(leaves):
                 raise PartitionError(
                     f"the model's forward branches on values of its inputs at {guard.source_line}: the recording holds "
                     f"where that reads {guard.expected!r}, and this microbatch reads otherwise. Give the pipeline an "
                     "example that takes the same branch as the batches do, name the module that branches in "
                     "leaves=[...], or make a pipeline for each kind of batch"
                 )
-        return [given.leaves[i] for i in self.input_order]
+        return [leaves[i] for i in self.input_order]
 
     def build_output(self, leaves: Sequence[Tensor]) -> Any:
         """The model's own result (a tensor, a dict, a ModelOutput) from the last stage's outputs."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ArgumentError, ShapeError
-from penstock.partition._compat import flatten, unflatten
+from penstock.partition._compat import Flat, flatten, unflatten
 from penstock.runtime import exact
 
 
@@ -60,10 +60,19 @@ def split(tree: Any, sizes: tuple[int, ...], what: str, device: torch.device | N
         ShapeError: a tensor's first dimension is not the sum of `sizes`, or a tensor requires a gradient.
     """
     flat = flatten(tree)
+    return [unflatten(leaves, flat.structure) for leaves in split_leaves(flat, sizes, what, device)]
+
+
+def split_leaves(
+    flat: Flat, sizes: tuple[int, ...], what: str, device: torch.device | None = None
+) -> list[tuple[Any, ...]]:
+    """As `split`, of a batch that is flattened already: the leaves of each microbatch."""
+    if not flat.leaves:
+        return [() for _ in sizes]
     columns = [
         _split_leaf(leaf, sizes, f"{what}{path}", device) for path, leaf in zip(flat.paths, flat.leaves, strict=True)
     ]
-    return [unflatten([column[index] for column in columns], flat.structure) for index in range(len(sizes))]
+    return list(zip(*columns, strict=True))
 
 
 def _split_leaf(leaf: Any, sizes: tuple[int, ...], where: str, device: torch.device | None) -> list[Any]:

@@ -74,6 +74,9 @@ def seeds(weights: Sequence[float]) -> list[float]:
 
 def own(tensor: Tensor) -> Tensor:
     """A copy in an aligned allocation of its own, with the same strides (a slice of a batch has neither)."""
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    if is_dense(shape, stride):
+        return torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())
     return copy_as(Layout.of(tensor)._replace(misalignment=0), tensor)
 
 
@@ -122,10 +125,13 @@ def allocate(layout: Layout, device: torch.device) -> Buffer:
     """Fresh memory for one tensor of this layout."""
     shape, stride, dtype, misalignment, _ = layout
     skip = misalignment // dtype.itemsize
+    if is_dense(shape, stride) and not skip:
+        tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        return Buffer(tensor, tensor.as_strided((tensor.numel(),), (1,)), packed=False)
     if is_dense(shape, stride):
         flat = torch.empty(_numel(shape) + skip, dtype=dtype, device=device)
         tensor = _on_memory_of(flat, skip, shape, stride)
-        return Buffer(tensor, flat[skip:] if skip else flat, packed=False)
+        return Buffer(tensor, flat[skip:], packed=False)
     narrow = _narrow(shape, stride)
     if is_overlapping(narrow, stride):  # nothing can be written into such a tensor; contiguous is the nearest
         return Buffer(

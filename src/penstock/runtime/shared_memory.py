@@ -13,6 +13,7 @@ import secrets
 import socket
 import struct
 from collections.abc import Callable, Sequence
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ from penstock.stages import Link
 
 SLOTS = 2
 """Messages of a channel that may be in shared memory at once; the third waits until the first was taken out."""
+
+POLL_NANOSECONDS = 100_000
+"""How long a wait polls before it sleeps."""
 
 _ALIGN = 64
 _KEY = struct.Struct("<5i")  # program, source stage, target stage, backward, bytes of a slot
@@ -73,6 +77,11 @@ class Neighbours:
     def ranks(self) -> frozenset[int]:
         """The other ranks of this machine."""
         return frozenset(self._connections)
+
+    @property
+    def have_cores(self) -> bool:
+        """Whether there is a core for each rank of this machine, so that one may poll without holding up another."""
+        return len(os.sched_getaffinity(0)) > len(self._connections)
 
     def hand_over(self, peer: int, key: bytes, memory: int, bell: socket.socket) -> None:
         """Gives a neighbour the memory (a file descriptor) and the socket of a channel."""
@@ -179,7 +188,7 @@ class SharedMemoryChannel:
         if self._lane is None:
             prefix = _KEY.pack(*self._key, 0)[:-4]
             key, memory, bell = self._neighbours.take_over(self._peer, prefix)
-            self._lane = _Lane(memory, bell, _KEY.unpack(key)[4], self.agreement)
+            self._lane = _Lane(memory, bell, _KEY.unpack(key)[4], self.agreement, polls=self._neighbours.have_cores)
         return self._lane.take(microbatch)
 
     def open(self) -> None:
@@ -192,7 +201,7 @@ class SharedMemoryChannel:
         mine, other = socket.socketpair()
         with other, contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a receiver may have closed already
             self._neighbours.hand_over(self._peer, _KEY.pack(*self._key, size), memory, other)
-        self._lane = _Lane(memory, mine, size, self.agreement)
+        self._lane = _Lane(memory, mine, size, self.agreement, polls=self._neighbours.have_cores)
 
     def close(self) -> None:
         """Gives the memory back."""
@@ -204,7 +213,8 @@ class SharedMemoryChannel:
 class _Lane:
     """Slots of shared memory, used in turn, and the socket that says which is full and which is free again."""
 
-    def __init__(self, memory: int, bell: socket.socket, size: int, agreement: Agreement) -> None:
+    def __init__(self, memory: int, bell: socket.socket, size: int, agreement: Agreement, *, polls: bool) -> None:
+        self._polls = polls
         self._map = mmap.mmap(memory, max(1, size) * SLOTS)
         os.close(memory)
         self._bell = bell
@@ -254,10 +264,22 @@ class _Lane:
             self._map.close()
 
     def _heard(self, most: int) -> bytes:
-        data = self._bell.recv(most)
+        data = self._polled(most) if self._polls else None
+        if data is None:
+            data = self._bell.recv(most)
         if not data:
             raise ConnectionError("the other rank closed its connection")
         return data
+
+    def _polled(self, most: int) -> bytes | None:
+        """Looks for a while without going to sleep: waking up takes longer than most waits of a balanced pipeline."""
+        until = perf_counter_ns() + POLL_NANOSECONDS
+        while True:
+            try:
+                return self._bell.recv(most, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                if perf_counter_ns() > until:
+                    return None
 
     def _slot(self, microbatch: int) -> list[Tensor | None]:
         """The tensors of the slot whose turn it is, as views of shared memory."""
