@@ -1,8 +1,8 @@
 """Forks the ranks of a real pipeline, lets one fall at a chosen action of its second step, and reports how each ended.
 
 Usage: falling.py FOLDER, then a JSON list of cases on standard input: {"name", "victim", "op", "how"}. All run at the
-same time, since they mostly wait. Writes FOLDER/NAME.RANK.log, and prints one JSON line a case: the seconds from the fall
-until each rank's end, and its exit status.
+same time, since they mostly wait. Writes FOLDER/NAME.RANK.log, and prints one JSON line a case: the seconds from the
+fall until each rank's end, and its exit status.
 """
 
 import atexit
