@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import ArgumentError
@@ -22,6 +22,9 @@ from penstock.runtime.materialize import Materialize
 from penstock.runtime.split_model import SplitModel
 from penstock.runtime.world import World, device_of, join
 from penstock.schedule import (
+    Action,
+    Op,
+    Overlap,
     Schedule,
     drop_communication,
     generate,
@@ -71,8 +74,8 @@ def pipeline(
         balance: "parameters" or "layers": what automatic cuts make even.
         mesh: the processes to use, where these are not all: the mesh's dimension "pp".
         devices: see `penstock.runtime.world.device_of`.
-        transport: what carries values between processes: "auto" takes shared memory between CPU ranks of one machine
-            and `torch.distributed` else; "distributed" always the latter.
+        transport: what carries values between processes, where there are several: "auto" takes shared memory between
+            CPU ranks of one machine and `torch.distributed` else; "distributed" always the latter.
         share_loss: give the loss to every rank, not only to that of the last stage.
         materialize: `materialize(name, module)` sets the values of a module that was built on the meta device;
             None: its `reset_parameters()`.
@@ -85,8 +88,14 @@ def pipeline(
     """
     _check_numbers(microbatches=microbatches, chunks=chunks)
     _check_names(example_kwargs or {})
-    if not isinstance(model, nn.Module) and not all(isinstance(layer, nn.Module) for layer in model):
-        raise ArgumentError("model: expected a module or a sequence of modules")
+    _check_model(model, example_args)
+    if loss is not None and not callable(loss):
+        raise ArgumentError(f"loss={loss!r}: expected a function of the model's output and the target, or None")
+    if not callable(reduction) and reduction not in ("mean", "sum"):
+        raise ArgumentError(f"reduction={reduction!r}: expected 'mean', 'sum' or a function of the target")
+    for name, value in {"cuts": cuts, "leaves": leaves}.items():
+        if isinstance(value, str):
+            raise ArgumentError(f"{name}={value!r}: expected a list of names, such as [{value!r}]")
     if transport not in get_args(TransportChoice):
         raise ArgumentError(
             f"transport={transport!r}: expected one of {', '.join(map(repr, get_args(TransportChoice)))}"
@@ -128,9 +137,11 @@ def build(
         )
         return Pipeline(engine, split, order, sizes, options)
     except BaseException as error:
-        engine.fail(error)
+        cause = engine.fail(error)
         engine.close()
-        raise
+        if cause is error:
+            raise
+        raise cause from error
 
 
 def _schedule(schedule: str | Schedule, ranks: int, microbatches: int | None, chunks: int | None) -> Schedule:
@@ -148,14 +159,34 @@ def _schedule(schedule: str | Schedule, ranks: int, microbatches: int | None, ch
             f"chunks={chunks}, but schedule {schedule.name!r} has {schedule.stages} stages on {ranks} ranks; "
             "leave chunks out, or make the schedule for as many"
         )
-    order = drop_communication(schedule)
+    order = _compute_only(schedule)
     refuse_illegal(order)
     return order
+
+
+def _compute_only(schedule: Schedule) -> Schedule:
+    """The schedule without what is added for a model: messages and the reduction of ties."""
+    order = drop_communication(schedule)
+    return order.with_rows([[item for item in row.items() if not _reduces(item)] for row in order.rows])
+
+
+def _reduces(item: Action | Overlap) -> bool:
+    return isinstance(item, Action) and item.op is Op.REDUCE_GRAD
 
 
 def _device_of(model: nn.Module | Sequence[nn.Module]) -> torch.device:
     roots = [model] if isinstance(model, nn.Module) else model
     return next((p.device for root in roots for p in root.parameters()), torch.device("cpu"))
+
+
+def _check_model(model: object, example_args: object) -> None:
+    if isinstance(model, type):
+        raise ArgumentError(f"model={model.__name__}: this is a class; give an instance, {model.__name__}(...)")
+    layers = [model] if isinstance(model, nn.Module) else model
+    if not isinstance(layers, Sequence) or not all(isinstance(layer, nn.Module) for layer in layers):
+        raise ArgumentError(f"model: expected a module or a sequence of modules, not {type(model).__name__}")
+    if isinstance(example_args, Tensor):
+        raise ArgumentError("example_args is a tensor; expected a tuple of the model's positional inputs: give (x,)")
 
 
 def _check_names(kwargs: Mapping[str, Any]) -> None:

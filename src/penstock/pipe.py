@@ -29,6 +29,7 @@ from penstock.schedule import (
     drop_backward,
     forward_only,
     reduce_ties,
+    stages_with_backward,
 )
 from penstock.stages import StageMeta, backward_links, forward_links, needs_backward
 from penstock.timeline import Timeline
@@ -154,8 +155,9 @@ class Pipeline:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What recording the model had to say."""
-        return self._split.partitions(training=True)[0].notes
+        """What recording the model had to say, and what the schedule costs in exactness."""
+        inexact = [violation.text for violation in check(self.schedule) if not violation.fatal]
+        return (*self._split.partitions(training=True)[0].notes, *inexact)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this process's stages, each once, by their names in the unsplit model."""
@@ -165,6 +167,25 @@ class Pipeline:
         """The parameters of this process's stages. A rank without any gets an empty one: optimizers want some."""
         held = [parameter for _, parameter in self.named_parameters()]
         return iter(held or [nn.Parameter(torch.empty(0, device=self.device))])
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scales all gradients so that their norm, over all ranks, is at most `max_norm`. Every rank calls it.
+
+        `torch.nn.utils.clip_grad_norm_(pipe.parameters())` would take each rank's own norm. Here a tied parameter
+        counts once, and norms are added in the unsplit model's order: the same bits for any number of ranks.
+
+        Returns the norm before clipping, a scalar on the CPU.
+        """
+        norms: dict[str, Tensor] = {}
+        held = [(name, p.grad) for name, p in self.named_parameters() if p.grad is not None]
+        for part in self.gather({name: torch.linalg.vector_norm(grad).cpu() for name, grad in held}):
+            norms.update(part)
+        ordered = [norms[name] for name, _ in self.all_parameters() if name in norms]
+        total = torch.linalg.vector_norm(torch.stack(ordered)) if ordered else torch.zeros(())
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for _, grad in held:
+            grad.mul_(factor.to(grad.device))
+        return total
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """The buffers of this process's stages, by their names in the unsplit model."""
@@ -231,7 +252,8 @@ class Pipeline:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None or self.world.is_local:
+        ends_well = isinstance(error, SystemExit) and error.code in (None, 0)
+        if error is None or ends_well or self.world.is_local:
             self.close()
         elif not self._engine.failed:  # tells the other ranks why nobody will answer them
             self._engine.fail(error)
@@ -259,7 +281,7 @@ class Pipeline:
             cause = self._engine.fail(error)
             if cause is error:
                 raise
-            raise cause from error
+            raise cause from None  # the cause is on another rank; what it did to this one only hides it
 
     def _job(self, *, training: bool) -> Job:
         key = (training, self._split.signature())
@@ -276,6 +298,7 @@ class Pipeline:
             order = drop_backward(self._order, [meta.index for meta in metas if not needs_backward(meta)])
             order = add_communication(order, forward_links(metas), backward_links(metas))
             order = reduce_ties(order, [group.stages for group in self._split.tie_groups])
+            _refuse_untrained(order, metas)
         else:
             order = add_communication(forward_only(self._order), forward_links(metas), ())
         refuse_illegal(order)
@@ -316,13 +339,23 @@ class Pipeline:
         here = last in self._engine.ranks
         shared = SharedLoss(job.head.total() if here else None)
         if self._options.share_loss:
-            shared.pending = self._engine.share(shared.buffer, last)
+            shared.wait = self._engine.share(shared.buffer, last)
         losses = tuple(loss for loss in job.head.losses if loss is not None) if here else ()
         timeline = None
         if moments is not None:
             rows = {rank: row for part in self._engine.gather(moments) for rank, row in part.items()}
             timeline = Timeline.from_nanoseconds([rows[rank] for rank in range(self.world.ranks)])
         return StepResult(losses, timeline, shared, tuple(job.head.outputs) if outputs and here else None)
+
+
+def _refuse_untrained(order: Schedule, metas: Sequence[StageMeta]) -> None:
+    trained = stages_with_backward(order)
+    untrained = [meta.index for meta in metas if needs_backward(meta) and meta.index not in trained]
+    if untrained:
+        raise ScheduleError(
+            f"schedule {order.name!r} has no backward for stage {untrained[0]}, which holds parameters to train or "
+            "hands a gradient on; give a schedule with its backward, or freeze what is not to be trained"
+        )
 
 
 def refuse_illegal(order: Schedule) -> None:

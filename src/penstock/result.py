@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ArgumentError
-from penstock.runtime.transport import Pending
 from penstock.timeline import Timeline
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -27,13 +26,14 @@ class SharedLoss:
         if loss is not None:
             self.buffer[0] = loss.detach().double()
             self.buffer[1] = float(_DTYPES.index(loss.dtype))
-        self.pending: Sequence[Pending] = ()
+        self.wait: Callable[[], None] | None = None
+        """Returns when the value is here; None once it is."""
 
     def read(self) -> Tensor | None:
         """The loss, a scalar on the CPU; None if there is none."""
-        for pending in self.pending:
-            pending.wait()
-        self.pending = ()
+        if self.wait is not None:
+            self.wait()
+            self.wait = None
         value, dtype = self.buffer.tolist()
         return None if dtype < 0 else torch.tensor(value, dtype=_DTYPES[int(dtype)])
 

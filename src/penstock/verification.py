@@ -28,6 +28,9 @@ from penstock.stages import ties
 TIED_TOLERANCE = 1e-6
 """Largest difference, over the tensor's largest entry, where several stages' terms are added in another order."""
 
+STEPS = 2
+"""Only the last one is compared: the first agrees on layouts, and its messages take another way than all others."""
+
 Verdict = Literal["equal", "close", "different", "missing", "unexpected"]
 
 
@@ -123,7 +126,9 @@ def verify(
     schedule: str | Schedule = "1f1b",
     **options: Any,
 ) -> Report:
-    """Runs one training step through a pipeline and on the unsplit model, and compares everything.
+    """Runs a training step through a pipeline and on the unsplit model, and compares everything.
+
+    The model is taken over, as by `penstock.pipeline`, and left without gradients of its own; give a copy to keep it.
 
     Under torchrun every rank calls it with the same arguments, and gets the same report.
 
@@ -136,7 +141,9 @@ def verify(
     kwargs = dict(kwargs or {})
     original = copy.deepcopy(model if isinstance(model, nn.Module) else list(model))
     with pipeline(model, args, kwargs, loss=loss, reduction=reduction, schedule=schedule, **options) as pipe:
-        result = pipe.step(*args, target=target, outputs=True, **kwargs)
+        for _ in range(STEPS):
+            _forget_gradients(pipe)
+            result = pipe.step(*args, target=target, outputs=True, **kwargs)
         total = result.loss
         expected = _reference(original, pipe, _Batch(tuple(args), kwargs, target), loss, reduction, options)
         if exact is None:
@@ -200,11 +207,14 @@ def _reference(
         ),
     )
     with alone:
-        if alone.draws_in_glue:
-            result = alone.step(*batch.args, target=batch.target, outputs=True, **batch.kwargs)
-            outputs, total = list(result.outputs), result.loss
-        else:
-            outputs, total = _run_unsplit(alone, batch, loss, reduction)
+        for _ in range(STEPS):
+            _forget_gradients(alone)
+            if alone.draws_in_glue:
+                result = alone.step(*batch.args, target=batch.target, outputs=True, **batch.kwargs)
+                outputs, total = list(result.outputs), result.loss
+            else:
+                outputs, total = _run_unsplit(alone, batch, loss, reduction)
+                alone.step_count += 1
         parameters = alone.all_parameters()
         return _Reference(
             [_tensors(output) for output in outputs],
@@ -213,6 +223,11 @@ def _reference(
             dict(alone.named_buffers()),
             all(p.device.type == "cpu" and p.dtype in (torch.float32, torch.float64) for _, p in parameters),
         )
+
+
+def _forget_gradients(pipe: Pipeline) -> None:
+    for _, parameter in pipe.all_parameters():
+        parameter.grad = None
 
 
 def _run_unsplit(alone: Pipeline, batch: _Batch, loss: Loss | None, reduction: Reduction) -> tuple[list[Any], Tensor]:
@@ -289,7 +304,7 @@ def _row(
     if mine is None or other is None:
         absent: Verdict = "missing" if mine is None else "unexpected"
         return Row(kind, name, stages, "equal" if mine is other else absent)
-    mine, other = mine.detach().cpu(), other.detach().cpu()
+    mine, other = _dense(mine), _dense(other)
     if mine.shape != other.shape or mine.dtype != other.dtype:
         return Row(kind, name, stages, "different", float("inf"), float("inf"))
     if _same_bits(mine, other):
@@ -313,6 +328,11 @@ def _is_close(mine: Tensor, other: Tensor) -> bool:
     except AssertionError:
         return False
     return True
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach().cpu()
+    return tensor if tensor.layout == torch.strided else tensor.to_dense()
 
 
 def _largest(tensor: Tensor) -> float:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import time
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -247,3 +250,50 @@ def conform(rank: int, choice: TransportChoice) -> tuple[str, list[str]]:
     checked = check_transport({rank: engine.transports[rank]})
     engine.close()
     return type(engine.transports[rank]).__name__, checked
+
+
+def memory(rank: int) -> list[bool]:
+    """Which of the model's own parameters are still in memory once it is split."""
+    task = mlp()
+    assert isinstance(task.model, nn.Module)
+    before = [weakref.ref(parameter) for parameter in task.model.parameters()]
+    with penstock.pipeline(task.model, task.args, loss=task.loss, microbatches=3):
+        gc.collect()
+        return [ref() is not None for ref in before]
+
+
+class SlowBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        time.sleep(0.05)
+        return grad
+
+
+class Slow(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = SlowBackward.apply(super().forward(x))  # type: ignore[no-untyped-call]
+        return y
+
+
+def end_early(rank: int, transport: TransportChoice, share_loss: bool) -> int:
+    """The last ranks are done, and close, long before the first has taken its last gradients."""
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 5), torch.randn(8, 5)
+    model = nn.Sequential(Slow(5, 5), nn.Linear(5, 5), nn.Linear(5, 5))
+    options = {"loss": squared_error, "microbatches": 4, "transport": transport, "share_loss": share_loss}
+    with penstock.pipeline(model, (x,), leaves=["0"], **options) as pipe:
+        for _ in range(3):
+            pipe.step(x, target=y)
+        return pipe.step_count
+
+
+def clip(rank: int, max_norm: float) -> tuple[Tensor, dict[str, Tensor | None]]:
+    task = mlp()
+    with penstock.pipeline(task.model, task.args, loss=task.loss, microbatches=3) as pipe:
+        pipe.step(*task.args, target=task.target)
+        norm = pipe.clip_grad_norm_(max_norm)
+        return norm, {name: p.grad for name, p in pipe.named_parameters()}

@@ -78,8 +78,8 @@ class Partition:
                 raise PartitionError(
                     f"the model's forward branches on values of its inputs at {guard.source_line}: the recording holds "
                     f"where that reads {guard.expected!r}, and this microbatch reads otherwise. Give the pipeline an "
-                    "example that takes the same branch as the batches do, name the module that branches in "
-                    "leaves=[...], or make a pipeline for each kind of batch"
+                    "example that takes the same branch as the batches do, make a pipeline for each kind of batch, or "
+                    "have the model not branch (models of transformers: attn_implementation='eager')"
                 )
         return [leaves[i] for i in self.input_order]
 

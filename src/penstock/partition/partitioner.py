@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, get_args
 
 import torch
@@ -20,6 +20,7 @@ from penstock.partition.record import record
 from penstock.partition.recording import RandomSource, Recording
 from penstock.partition.split import Split
 from penstock.partition.stage import build_stage
+from penstock.partition.units import find_units
 
 VARIANTS = 32
 """How many recordings one signature may have, if the forward branches on the values of its integer inputs."""
@@ -67,6 +68,7 @@ class Partitioner:
         self._partitions: dict[Hashable, list[Partition]] = {}
         self._keep_alive: list[object] = []
         self._modules = list(self.model.modules())
+        self._opened = _opened(self.model, find_units(self.model, self._leaves))
         self._slots = [(slots, name) for m in self._modules for slots in (m._parameters, m._buffers) for name in slots]
 
     def __call__(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Partition:
@@ -98,6 +100,16 @@ class Partitioner:
     def forget(self) -> None:
         """Drops what was recorded, and with it every reference to parameters that the model no longer holds."""
         self._partitions.clear()
+        self._keep_alive.clear()
+
+    def attributes(self) -> tuple[tuple[str, object], ...]:
+        """Plain attributes that a forward, recorded call by call, may read, and that a recording takes as given."""
+        return tuple(
+            (name, value)
+            for module in self._opened
+            for name, value in vars(module).items()
+            if isinstance(value, (bool, int, float, str))
+        )
 
     def names(self) -> dict[str, str]:
         """For each name in `model.named_parameters()` and `named_buffers()`, the name by which stages know it."""
@@ -107,6 +119,7 @@ class Partitioner:
     def _state(self) -> Hashable:
         held = [slots.get(name) for slots, name in self._slots]
         return (
+            self.attributes(),
             tuple(m.training for m in self._modules),
             tuple((id(t), t is not None and t.requires_grad) for t in held),
             torch.is_grad_enabled(),
@@ -156,6 +169,16 @@ def default_kwargs(
         return {}
     bound = signature.bind_partial(*args, **(kwargs or {}))
     return {} if "use_cache" in bound.arguments else {"use_cache": False}
+
+
+def _opened(model: nn.Module, units: Collection[int]) -> list[nn.Module]:
+    """The modules that neither are a unit nor belong to one."""
+    found: list[nn.Module] = []
+    pending = [model]
+    while pending:
+        found.append(pending.pop())
+        pending += [child for child in found[-1].children() if id(child) not in units]
+    return found
 
 
 def _draw_offsets(recording: Recording, starts: Sequence[int]) -> tuple[dict[str, int], ...]:

@@ -40,7 +40,8 @@ class Groups:
     (the loss) travel over gloo where there is one.
     """
 
-    def __init__(self, members: Sequence[int], backend: str, whole_world: bool) -> None:
+    def __init__(self, rank: int, members: Sequence[int], backend: str, whole_world: bool) -> None:
+        self._rank = rank
         self.members = tuple(members)
         self.backend = backend
         self._local = not whole_world
@@ -50,15 +51,18 @@ class Groups:
         self._ties: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def of(self, holders: Sequence[int]) -> dist.ProcessGroup:
-        """The group of some of the pipeline's ranks. Asked for by all ranks of the pipeline, in the same order."""
-        key = tuple(sorted(holders))
-        if key not in self._ties:
-            self._ties[key] = self._new(key)
-        return self._ties[key]
-
-    def existing(self, holders: Sequence[int]) -> dist.ProcessGroup:
-        """A group that `of` has made."""
+        """A group that `make` has made; this rank is one of `holders`."""
         return self._ties[tuple(sorted(holders))]
+
+    def make(self, holders: Sequence[int]) -> None:
+        """Makes the group of some of the pipeline's ranks. Called by all ranks of the pipeline, in the same order."""
+        key = tuple(sorted(holders))
+        if key in self._ties:
+            return
+        if self._rank in key:
+            self._ties[key] = self._new(key)
+        elif not self._local:
+            self._new(key)  # torch wants every process of the world to take part, and gives others no group
 
     def close(self) -> None:
         """Destroys the groups."""
@@ -96,7 +100,7 @@ class DistributedTransport:
         return channel
 
     def reduce(self, group: int, holders: Sequence[int], tensors: Sequence[Tensor]) -> Pending:
-        return _Sum(tensors, self._groups.existing(holders))
+        return _Sum(tensors, self._groups.of(holders))
 
     def share(self, value: Tensor, source_rank: int) -> Pending:
         if self._shared is not None:

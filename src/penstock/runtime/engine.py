@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -21,7 +23,7 @@ from penstock.runtime.program import Entry, Feed, Moment, Program, run, run_time
 from penstock.runtime.shared_memory import Neighbours, SharedMemoryTransport
 from penstock.runtime.streams import Streams
 from penstock.runtime.ties import TieGroup, TieReducer
-from penstock.runtime.transport import Pending, Transport
+from penstock.runtime.transport import Transport
 from penstock.runtime.watchdog import Watchdog
 from penstock.runtime.world import World, backend_of, exchange
 from penstock.schedule import Schedule, linearize
@@ -69,11 +71,12 @@ class Engine:
             device = self.devices[world.rank]
             if device.type == "cuda":
                 torch.cuda.set_device(device)  # NCCL and the random generators look at the current one
-            self._groups = Groups(world.members, backend_of(device), world.is_whole)
+            self._groups = Groups(world.rank, world.members, backend_of(device), world.is_whole)
             give = exchange(self._groups.control)
             seed = give(seed)
             self.watchdog = Watchdog.connect(world.rank, world.ranks, give)
             self.transports = {world.rank: self._transport(world.rank, self._groups, device, transport)}
+            atexit.register(self.close)  # what was sent must arrive, also from a script that does not close
         self.streams = Streams(seed)
 
     def _transport(
@@ -96,7 +99,7 @@ class Engine:
         """Makes the copies of tied parameters equal, and ready to be reduced."""
         for index, group in enumerate(groups):
             if self._groups is not None:
-                self._groups.of(group.ranks)
+                self._groups.make(group.ranks)
             for rank in self.ranks:
                 if rank in group.ranks:
                     held = [parameter(name) for name in group.names]
@@ -176,7 +179,7 @@ class Engine:
         reducers = [r for rank in self.ranks for r in self._reducers[rank].values()] if job.training else []
         for reducer in reducers:
             reducer.begin_step()
-        with torch.set_grad_enabled(job.training), self.streams.drawing(step, devices):
+        with torch.set_grad_enabled(job.training), self.streams.drawing(step, devices), _same_autocast_after():
             if timed:
                 run_timed(job.entries, self.watchdog, moments, self._settle)
             else:
@@ -199,14 +202,33 @@ class Engine:
         if self._groups is None:
             return value
         peers = () if self.world.rank == 0 else (0,)
-        self.watchdog.position = Position("broadcast", peers)
-        given: T = exchange(self._groups.control)(value)
-        self.watchdog.position = OUTSIDE
+        with self._waiting("broadcast", peers):
+            given: T = exchange(self._groups.control)(value)
         return given
 
-    def share(self, value: Tensor, source_rank: int) -> list[Pending]:
-        """Starts to copy a small CPU tensor from one rank to all, in place."""
-        return [transport.share(value, source_rank) for transport in self.transports.values()]
+    def share(self, value: Tensor, source_rank: int) -> Callable[[], None]:
+        """Starts to copy a small CPU tensor from one rank to all, in place. Returns what waits for it."""
+        pending = [transport.share(value, source_rank) for transport in self.transports.values()]
+
+        def wait() -> None:
+            with self._waiting("the loss", () if source_rank in self.ranks else (source_rank,)):
+                for one in pending:
+                    one.wait()
+
+        return wait
+
+    @contextmanager
+    def _waiting(self, what: str, peers: tuple[int, ...]) -> Iterator[None]:
+        """Around a wait outside of a program: the watchdog knows of it, and an error names the first cause."""
+        self.watchdog.position = Position(what, peers)
+        try:
+            yield
+        except (RuntimeError, OSError) as error:
+            cause = self.fail(error)
+            if cause is error:
+                raise
+            raise cause from None
+        self.watchdog.position = OUTSIDE
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's object, on every rank; one call a process."""
@@ -214,9 +236,8 @@ class Engine:
             return [value]
         values: list[Any] = [None] * self.world.ranks
         peers = tuple(rank for rank in range(self.world.ranks) if rank != self.world.rank)
-        self.watchdog.position = Position("gather", peers)
-        dist.all_gather_object(values, value, group=self._groups.control)
-        self.watchdog.position = OUTSIDE
+        with self._waiting("gather", peers):
+            dist.all_gather_object(values, value, group=self._groups.control)
         return values
 
     def fail(self, error: BaseException) -> BaseException:
@@ -238,13 +259,28 @@ class Engine:
 
     def close(self) -> None:
         """Ends the watchdog, removes hooks, and gives the process groups back."""
+        atexit.unregister(self.close)
         self.streams.close()
         if not self.failed:
-            for transport in self.transports.values():
-                transport.close()
+            others = tuple(rank for rank in range(self.world.ranks) if rank not in self.ranks)
+            with self._waiting("close", others):
+                for transport in self.transports.values():
+                    transport.close()
         self.watchdog.close()
         if self._groups is not None and not self.failed:
             self._groups.close()
+
+
+@contextmanager
+def _same_autocast_after() -> Iterator[None]:
+    """A recorded forward that raises cannot leave the autocast that it entered."""
+    before = {kind: torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")}
+    try:
+        yield
+    except BaseException:
+        for kind, enabled in before.items():
+            torch.set_autocast_enabled(kind, enabled)
+        raise
 
 
 def draws_in_glue(partition: Partition) -> bool:
@@ -257,7 +293,6 @@ def _failure_of(watchdog: Watchdog, error: BaseException) -> BaseException:
     try:
         watchdog.check()
     except PipelineFailure as failure:
-        failure.__cause__ = error
         return failure
     return error
 
@@ -270,5 +305,6 @@ def _check_alike(one: Partition, other: Partition) -> None:
             raise PartitionError(
                 f"stage {a.meta.index} is not the same for all microbatches of the example: their sizes or values lead "
                 "the model's forward along different branches; give an example that divides evenly by the number of "
-                "microbatches and takes one branch"
+                "microbatches and takes one branch, or have the model not branch (models of transformers with padding: "
+                "attn_implementation='eager')"
             )

@@ -113,6 +113,11 @@ class Buffer(NamedTuple):
     """`flat` is memory of its own, to be copied into `tensor` by `unpack` once it has arrived."""
 
 
+def settled(tensor: Tensor) -> Tensor:
+    """The tensor without its graph, and with conjugation and negation carried out that torch puts off."""
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
 def pack(tensor: Tensor) -> Tensor:
     """The elements of `tensor` as a 1-D contiguous tensor in storage order; a view of it where it is dense."""
     shape, stride = tuple(tensor.shape), tensor.stride()

@@ -80,6 +80,7 @@ class LossHead:
     def start(self, targets: Sequence[Any] | None, weights: Sequence[float], keep_outputs: bool) -> None:
         """Begins a step. Without targets (in evaluation) only a model that computes its own loss has one."""
         self._targets, self._weights, self._keep_outputs = targets, weights, keep_outputs
+        self._seeds.clear()
         self.losses = [None] * len(weights)
         self.outputs = [None] * len(weights)
 

@@ -26,10 +26,18 @@ from penstock.runtime.board import Process
 from penstock.runtime.distributed import DistributedChannel, DistributedTransport
 from penstock.runtime.exact import Layout
 from penstock.runtime.transport import Channel, Message, Pending
+from penstock.schedule.communication import BUFFERS_PER_LINK
 from penstock.stages import Link
 
-SLOTS = 2
-"""Messages of a channel that may be in shared memory at once; the third waits until the first was taken out."""
+SLOTS = BUFFERS_PER_LINK
+"""Messages of a channel that may be in shared memory at once; the next waits until the first was taken out.
+
+A lowered schedule keeps at most as many receives posted and not yet used, so that a send waits here no longer than in
+the check, where it waits until its receive is posted.
+"""
+
+JOIN_SECONDS = 60.0
+"""How long the ranks of one machine may take to connect with each other."""
 
 _ALIGN = 64
 _KEY = struct.Struct("<5i")  # program, source stage, target stage, backward, bytes of a slot
@@ -51,6 +59,7 @@ class Neighbours:
         self._arrived: dict[tuple[int, bytes], tuple[int, socket.socket]] = {}
         token = gather(secrets.token_hex(16))[0]
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
+            door.settimeout(JOIN_SECONDS)
             # An abstract name: visible in this network namespace only, and gone with the socket.
             door.bind(f"\0penstock-{token}-{rank}")
             door.listen()
@@ -64,7 +73,9 @@ class Neighbours:
                     self._connections[peer] = connection
             for _ in (peer for peer in near if peer > rank):
                 connection, _ = door.accept()
+                connection.settimeout(JOIN_SECONDS)
                 (peer,) = _MESSAGE.unpack(_exactly(connection, _MESSAGE.size))
+                connection.settimeout(None)
                 self._connections[peer] = connection
 
     @staticmethod
@@ -256,7 +267,8 @@ class _Lane:
             (arrived,) = _MESSAGE.unpack(self._heard(_MESSAGE.size))
             slot = self._next_slot()
             self._early[arrived] = [self._copied(slot, place) for place in self._places_of(arrived)]
-            self._bell.sendall(b"\0")
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a sender may end before its receiver
+                self._bell.sendall(b"\0")
         return self._early.pop(microbatch)
 
     def close(self) -> None:

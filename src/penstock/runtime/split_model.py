@@ -71,10 +71,13 @@ class SplitModel:
         return [self._place(partition) for partition in self._record(training=training)]
 
     def signature(self) -> tuple[Any, ...]:
-        """What a recording depends on besides its inputs: each module's mode, and which parameters are trained."""
+        """What a recording depends on besides its inputs: each module's mode, which parameters are trained, autocast,
+        and the plain attributes of modules whose forward was recorded call by call."""
         return (
             tuple(module.training for module in self._modules),
             tuple(parameter.requires_grad for parameter in self._parameters),
+            tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")),
+            self._partitioner.attributes(),
         )
 
     def modules(self) -> list[nn.Module]:

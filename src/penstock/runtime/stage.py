@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock.errors import PartitionError
+from penstock.errors import ArgumentError, PartitionError
 from penstock.runtime import exact
 from penstock.runtime.loss import LossHead
 from penstock.runtime.routes import Root, Route, Routes
 from penstock.runtime.streams import Streams
-from penstock.stages import StageMeta
+from penstock.stages import StageMeta, needs_backward
 
 
 @dataclass(slots=True)
@@ -116,12 +116,12 @@ class StageRunner:
             self._check_untracked(outputs)
         if self._head is not None:
             root = self._head(microbatch, outputs)
-            roots = [get_gradient_edge(root) if root.requires_grad else None] if root is not None else []
+            roots = [self._loss_edge(root)] if root is not None else []
         else:
             roots = [_edge(outputs[position]) for position in self._root_outputs]
         if self._training:
             self._saved[microbatch] = _Saved([*roots, *passed_on], slots)
-        self._values.dispatch(self.routes.values_out, microbatch, [output.detach() for output in outputs])
+        self._values.dispatch(self.routes.values_out, microbatch, [exact.settled(output) for output in outputs])
 
     def collect(self, microbatch: int) -> list[Tensor | None]:
         """Waits for everything that the backward of a microbatch needs: a gradient, or None, for each root."""
@@ -143,7 +143,7 @@ class StageRunner:
         if present:
             exact.backward([root for root, _ in present], [grad for _, grad in present])
         slots = saved.slots
-        given = [slots[p][0] if slots.get(p) else None for p in range(len(self.meta.inputs))]
+        given = [exact.settled(slots[p][0]) if slots.get(p) else None for p in range(len(self.meta.inputs))]
         self._grads.dispatch(self.routes.grads_out, microbatch, given)
 
     def send_values(self, microbatch: int, route: Route) -> None:
@@ -153,6 +153,16 @@ class StageRunner:
     def send_grads(self, microbatch: int, route: Route) -> None:
         """Sends the gradients of a microbatch's inputs to a stage on another rank."""
         route.channel.send(microbatch, self._grads.mail.pop((route.stage, microbatch)))
+
+    def _loss_edge(self, loss: Tensor) -> GradientEdge | None:
+        if loss.requires_grad:
+            return get_gradient_edge(loss)
+        if self._training and needs_backward(self.meta):
+            raise ArgumentError(
+                "the loss takes no gradient, so that nothing would be trained; return a loss that is computed from the "
+                "model's output, without detach() or no_grad"
+            )
+        return None
 
     def _check_untracked(self, outputs: Sequence[Tensor]) -> None:
         for position in self._untracked_outputs:

@@ -122,6 +122,8 @@ def device_of(
     device = current if devices is None else torch.device(devices)
     if device.type == "meta":
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ArgumentError(f"devices={devices!r}: CUDA is not available here; give 'cpu', or leave devices out")
     if device.type != "cuda" or (devices is not None and device.index is not None):
         return device
     if world.is_local:

@@ -1,0 +1,40 @@
+"""What a rank gives back: memory of other stages at once, and at the end no sooner than its neighbours have all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from distributed import jobs
+from distributed.ranks import Ranks
+from penstock.runtime.engine import TransportChoice
+
+pytestmark = pytest.mark.distributed
+
+
+def test_memory_of_other_ranks_stages_is_free(ranks3: Ranks) -> None:
+    held = ranks3.run(jobs.memory)
+    assert all(sum(rank[parameter] for rank in held) == 1 for parameter in range(len(held[0])))
+
+
+@pytest.mark.parametrize("share_loss", [True, False])
+@pytest.mark.parametrize("transport", ["auto", "distributed"])
+def test_rank_that_is_done_first_fails_nobody(ranks3: Ranks, transport: TransportChoice, share_loss: bool) -> None:
+    assert ranks3.run(jobs.end_early, transport, share_loss) == [3, 3, 3]
+
+
+@pytest.mark.parametrize("max_norm", [0.01, 1e6])
+def test_clipping_over_ranks_is_that_of_one_device(ranks3: Ranks, max_norm: float) -> None:
+    clipped = ranks3.run(jobs.clip, max_norm)
+    alone = jobs.mlp()
+    assert isinstance(alone.model, torch.nn.Module)
+    parts = [part.split(4) for part in (alone.args[0], alone.target)]
+    for x, y in zip(*parts, strict=True):
+        loss = jobs.squared_error(alone.model(x.clone()), y.clone())
+        loss.backward(torch.full_like(loss, 1 / 3))
+    norm = torch.nn.utils.clip_grad_norm_(alone.model.parameters(), max_norm)
+    assert all(torch.equal(one, norm) for one, _ in clipped)
+    grads = {name: grad for _, held in clipped for name, grad in held.items()}
+    for name, parameter in alone.model.named_parameters():
+        assert parameter.grad is not None
+        assert torch.equal(grads[name], parameter.grad), name

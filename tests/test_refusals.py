@@ -1,0 +1,139 @@
+"""What would train nothing, or something else than the model on one device, is refused or followed; never silent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from models import squared_error
+from penstock import ArgumentError, ScheduleError, pipeline
+from penstock.schedule import Action, Op, drop_backward, forward_only, generate, reduce_ties
+from small import batch, mlp
+
+
+@pytest.mark.parametrize("without", [forward_only, lambda schedule: drop_backward(schedule, [0])])
+def test_schedule_that_leaves_a_stage_untrained_is_refused(without: Any) -> None:
+    x, _ = batch()
+    with pytest.raises(ScheduleError, match=r"no backward for stage 0.*freeze"):
+        pipeline(mlp(), (x,), ranks=2, schedule=without(generate("gpipe", 2, 4)), loss=squared_error)
+
+
+def test_loss_without_a_gradient_is_refused() -> None:
+    x, y = batch()
+    with pipeline(mlp(), (x,), ranks=2, microbatches=2, loss=lambda o, t: squared_error(o, t).detach()) as pipe:
+        with pytest.raises(ArgumentError, match="takes no gradient"):
+            pipe.step(x, target=y)
+
+
+def test_frozen_model_has_nothing_to_train_and_runs() -> None:
+    x, y = batch()
+    model = mlp().requires_grad_(False)
+    with pipeline(model, (x,), ranks=2, microbatches=2, loss=squared_error) as pipe:
+        assert pipe.step(x, target=y).loss > 0
+        assert not any(action.op is Op.B for row in pipe.schedule.rows for action in row)
+
+
+class Scaled(nn.Module):
+    """Reads a plain attribute in a forward that is recorded call by call, and computes in the caller's autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(5, 5) for _ in range(3)])
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            x = (self.scale * x).float().tanh().to(x.dtype)
+        return x
+
+
+def outputs(pipe: penstock.Pipeline, x: Tensor, y: Tensor) -> Tensor:
+    return torch.cat(list(pipe.step(x, target=y, outputs=True).outputs))
+
+
+def test_attribute_that_changes_is_followed() -> None:
+    torch.manual_seed(0)
+    model, x, y = Scaled(), torch.randn(4, 5), torch.randn(4, 5)
+    with pipeline(model, (x,), ranks=2, microbatches=4, loss=squared_error) as pipe:
+        before = outputs(pipe, x, y)
+        model.scale = 3.0
+        after = outputs(pipe, x, y)
+        assert not torch.equal(before, after)
+        assert torch.equal(after, torch.cat([model(row) for row in x.split(1)]))
+
+
+def test_autocast_around_a_later_step_is_followed() -> None:
+    torch.manual_seed(0)
+    model, x, y = Scaled(), torch.randn(4, 5), torch.randn(4, 5)
+    with pipeline(model, (x,), ranks=2, microbatches=4, loss=lambda o, t: squared_error(o.float(), t)) as pipe:
+        assert outputs(pipe, x, y).dtype == torch.float32
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            got = outputs(pipe, x, y)
+            expected = torch.cat([model(row) for row in x.split(1)])
+        assert got.dtype == expected.dtype == torch.bfloat16
+        assert torch.equal(got, expected)
+
+
+def test_schedule_that_was_run_before_can_be_given_again() -> None:
+    x, y = batch()
+    order = reduce_ties(generate("1f1b", 2, 4), [(0, 1)])
+    assert any(action.op is Op.REDUCE_GRAD for row in order.rows for action in row)
+    with pipeline(mlp(), (x,), ranks=2, schedule=order, loss=squared_error) as pipe:
+        again = pipe.schedule
+    with pipeline(mlp(), (x,), ranks=2, schedule=again, loss=squared_error) as pipe:
+        assert pipe.step(x, target=y).loss > 0
+
+
+def test_descending_order_is_noted_as_inexact() -> None:
+    x, _ = batch()
+    order = generate("gpipe", 1, 3)
+    row = [Action(0, Op.F, k) for k in range(3)] + [Action(0, Op.B, k) for k in (2, 1, 0)]
+    with pipeline(mlp(), (x,), ranks=1, schedule=order.with_rows([row]), loss=squared_error) as pipe:
+        assert any("ascending" in note for note in pipe.notes)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"example_args": torch.zeros(4, 5)}, r"give \(x,\)"),
+        ({"model": nn.Identity}, r"a class; give an instance, Identity\(\.\.\.\)"),
+        ({"loss": "mse"}, "loss='mse': expected a function"),
+        ({"reduction": "median"}, "reduction='median'"),
+        ({"cuts": "1"}, r"cuts='1': expected a list"),
+    ],
+)
+def test_slip_is_answered_with_what_to_write(change: dict[str, Any], words: str) -> None:
+    x, _ = batch()
+    given: dict[str, Any] = {"model": mlp(), "example_args": (x,), "loss": squared_error, **change}
+    with pytest.raises(ArgumentError, match=words):
+        pipeline(given.pop("model"), given.pop("example_args"), **given)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this is about machines without CUDA")
+def test_cuda_that_is_not_there_is_refused() -> None:
+    x, _ = batch()
+    with pytest.raises(ArgumentError, match=r"devices='cuda': CUDA is not available"):
+        pipeline(mlp(), (x,), ranks=2, devices="cuda", loss=squared_error)
+
+
+@pytest.mark.parametrize("max_norm", [0.01, 1e6])
+def test_clipping_is_that_of_one_device(max_norm: float) -> None:
+    x, y = batch()
+    model = mlp()
+    with pipeline(model, (x,), ranks=3, microbatches=2, loss=squared_error) as pipe:
+        pipe.step(x, target=y)
+        reference = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        expected = [nn.Parameter(torch.zeros_like(grad)) for grad in reference]
+        for parameter, grad in zip(expected, reference, strict=True):
+            parameter.grad = grad
+        norm = pipe.clip_grad_norm_(max_norm)
+        assert torch.equal(norm, nn.utils.clip_grad_norm_(expected, max_norm))
+        for parameter, other in zip(model.parameters(), expected, strict=True):
+            assert parameter.grad is not None
+            assert other.grad is not None
+            assert torch.equal(parameter.grad, other.grad)
