@@ -49,14 +49,21 @@ def test_devices() -> None:
     assert device_of(None, world, 1, CPU) == CPU
     assert device_of("cpu", world, 1, torch.device("meta")) == CPU
     assert device_of(["cpu", "meta"], world, 1, CPU) == torch.device("meta")
-    assert device_of(torch.device("meta", 3), world, 1, CPU) == torch.device("meta", 3)
-    assert device_of(None, world, 1, torch.device("cuda", 2)) == torch.device("cuda", 2)
     with pytest.raises(ArgumentError, match="devices has 3 entries; expected one for each of 2 ranks"):
         device_of(["cpu"] * 3, world, 0, CPU)
     if not torch.cuda.is_available():
         assert device_of(None, world, 1, torch.device("meta")) == CPU
         with pytest.raises(ArgumentError, match="CUDA is not available here"):
             device_of(torch.device("cuda", 3), world, 1, CPU)
+
+
+def test_devices_of_a_machine_with_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    world = World(2)
+    assert device_of(torch.device("cuda", 3), world, 1, CPU) == torch.device("cuda", 3)
+    assert device_of("cuda", world, 1, CPU) == torch.device("cuda", 1)
+    assert device_of(None, world, 1, torch.device("cuda", 2)) == torch.device("cuda", 2)
 
 
 @pytest.mark.parametrize("schedule", names())
