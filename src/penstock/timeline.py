@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.errors import ArgumentError
 from penstock.schedule.action import Action, Op
-from penstock.schedule.schedule import Row
+from penstock.schedule.row import Row
 
 _COMPUTE_CODES = frozenset(op.code for op in Op if op.is_compute)
 

@@ -15,7 +15,9 @@ from penstock.schedule.passes import (
     reduce_ties,
     split_backward,
 )
-from penstock.schedule.schedule import Placement, Row, Schedule
+from penstock.schedule.placement import Placement
+from penstock.schedule.row import Row
+from penstock.schedule.schedule import Schedule
 
 __all__ = [
     "Action",

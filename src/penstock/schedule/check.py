@@ -93,15 +93,18 @@ def _held_activations(schedule: Schedule) -> Iterator[list[tuple[int, Action]]]:
 
 def _places(schedule: Schedule) -> Iterator[Violation]:
     """Numbers out of range, and actions on a rank that does not own their stage."""
-    rank_of, stages, microbatches = schedule.placement.rank_of, schedule.stages, schedule.microbatches
+    rank_of, stages = schedule.placement.rank_of, schedule.stages
     for rank, row in enumerate(schedule.rows):
         for action in row:
             where = f"rank {rank} has {action}"
             k = None if action.op is Op.REDUCE_GRAD else action.microbatch
             if action.stage >= stages or (action.peer is not None and action.peer >= stages):
                 yield Violation(rank, action, "out of range", f"{where}; the stages are 0..{stages - 1}")
-            elif k is not None and k >= microbatches:
-                yield Violation(rank, action, "out of range", f"{where}; the microbatches are 0..{microbatches - 1}")
+            elif k is not None and k not in (numbers := schedule.numbers_on(action.stage)):
+                what = "the microbatches" if schedule.slices == 1 else "the slices"
+                of = "" if schedule.placement.pipelines == 1 else f" of stage {action.stage}"
+                text = f"{where}; {what}{of} are {numbers.start}..{numbers.stop - 1}"
+                yield Violation(rank, action, "out of range", text)
             elif (owner := rank_of[action.stage]) != rank:
                 yield Violation(rank, action, "misplaced", f"{where}; stage {action.stage} is on rank {owner}")
             elif action.peer is not None and rank_of[action.peer] == rank:
@@ -127,7 +130,7 @@ def _missing(schedule: Schedule, dependencies: Dependencies) -> Iterator[Violati
     """Forwards, backwards, and messages of a link that other microbatches use."""
     with_backward = stages_with_backward(schedule)
     for stage, rank in enumerate(schedule.placement.rank_of):
-        for k in range(schedule.microbatches):
+        for k in schedule.numbers_on(stage):
             forward, whole, split, weights = (Action(stage, op, k) for op in (Op.F, Op.B, Op.I, Op.W))
             there = {a for a in (forward, whole, split, weights) if dependencies.node(a) is not None}
             wanted = [forward]
@@ -144,7 +147,7 @@ def _missing(schedule: Schedule, dependencies: Dependencies) -> Iterator[Violati
     for link, used in links.items():
         if link.stage >= schedule.stages:
             continue
-        for k in range(schedule.microbatches):
+        for k in schedule.numbers_on(link.stage):
             if k not in used:
                 rank, action = schedule.placement.rank_of[link.stage], Action(link.stage, link.op, k, link.peer)
                 text = f"rank {rank} has no {action}, though it sends other microbatches that way"

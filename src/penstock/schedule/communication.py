@@ -85,7 +85,7 @@ def add_communication(
     """
     if any(action.op.is_communication for row in schedule.rows for action in row):
         raise ScheduleError("the schedule has messages already; take them away first with drop_communication")
-    chain = [(stage, stage + 1) for stage in range(schedule.stages - 1)]
+    chain = [(stage, stage + 1) for stage in range(schedule.stages) if not schedule.placement.is_last(stage)]
     down = chain if forward is None else [(link.source, link.target) for link in forward]
     up = [(b, a) for a, b in chain] if backward is None else [(link.source, link.target) for link in backward]
     _check_links(schedule, down, up)

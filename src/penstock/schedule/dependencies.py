@@ -1,16 +1,20 @@
 """The only definition of what must come before an action. Checks, orders, simulations and passes derive from it.
 
-An action waits for the action before it in its rank's row, and besides:
+An action waits for the action before it in its rank's row, and for what `NEEDS` says of it:
 
 | action       | waits for                                                                                       |
 |--------------|-------------------------------------------------------------------------------------------------|
-| F(s,k)       | F(s-1,k); each RECV_F(s,k) that its rank posts, and the SEND_F that fills it                    |
-| B(s,k)       | F(s,k); B or I of microbatch k on the next stage that has a backward; each RECV_B(s,k) that its |
-|              | rank posts, and the SEND_B that fills it                                                        |
+| F(s,k)       | F(s-1,k) in the same pipeline; where microbatches are sliced, F of the slice before             |
+| B(s,k)       | F(s,k); B or I of microbatch k on the next stage that has a backward; where microbatches are    |
+|              | sliced, B or I of the slice after                                                               |
 | I(s,k)       | the same as B(s,k)                                                                              |
 | W(s,k)       | I(s,k)                                                                                          |
 | SEND_F(s,k)  | F(s,k)                                                                                          |
 | SEND_B(s,k)  | B or I (s,k)                                                                                    |
+
+Besides, with messages and reductions in the rows:
+
+| F, B, I      | each RECV for (s,k) that its rank posts, and the SEND that fills it                             |
 | RECV         | nothing: it only posts a receive, and the action that needs the data waits for them             |
 | REDUCE_GRAD  | every B or W of its stage                                                                       |
 | rendezvous:  | a SEND waits, besides, until the RECV that it fills has been posted                             |
@@ -24,17 +28,86 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
 
 from penstock.schedule.action import Action, Op
 from penstock.schedule.schedule import Schedule
 
 
+class Where(Enum):
+    """Where an action that is waited for is, as seen from the one that waits: of which stage and which slice."""
+
+    SAME = "the same stage and microbatch"
+    BELOW = "the stage below"
+    ABOVE = "the next stage above that has a backward"
+    EARLIER = "the slice before, of the same microbatch"
+    LATER = "the slice after, of the same microbatch"
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """One line of the table: the first of `ops` that the schedule has there."""
+
+    where: Where
+    ops: tuple[Op, ...]
+
+
+_FORWARD, _GRADIENT = (Op.F,), (Op.I, Op.B)
+_BACKWARD = (Need(Where.SAME, _FORWARD), Need(Where.ABOVE, _GRADIENT), Need(Where.LATER, _GRADIENT))
+
+NEEDS: dict[Op, tuple[Need, ...]] = {
+    Op.F: (Need(Where.BELOW, _FORWARD), Need(Where.EARLIER, _FORWARD)),
+    Op.B: _BACKWARD,
+    Op.I: _BACKWARD,
+    Op.W: (Need(Where.SAME, (Op.I,)),),
+    Op.SEND_F: (Need(Where.SAME, _FORWARD),),
+    Op.SEND_B: (Need(Where.SAME, _GRADIENT),),
+}
+"""What each op waits for, besides messages. All that asks what comes before what reads it here."""
+
+
+class Neighbours:
+    """For each `Where`, which stage and which slice that is; -1 if there is none.
+
+    Attributes:
+        below: by stage, the stage whose output it takes.
+        above: by stage, the stage whose input gradient it takes: the next one that has a backward.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        placement, with_backward = schedule.placement, stages_with_backward(schedule)
+        stages = range(placement.stages)
+        self.slices = schedule.slices
+        self.below = [-1 if placement.is_first(stage) else stage - 1 for stage in stages]
+        self.above = [-1] * placement.stages
+        for stage in reversed(stages):
+            if not placement.is_last(stage):
+                self.above[stage] = stage + 1 if stage + 1 in with_backward else self.above[stage + 1]
+
+    def find(self, where: Where, stage: int, number: int) -> tuple[int, int]:
+        """The stage and the microbatch (or slice), either -1 if there is none."""
+        match where:
+            case Where.SAME:
+                return stage, number
+            case Where.BELOW:
+                return self.below[stage], number
+            case Where.ABOVE:
+                return self.above[stage], number
+            case Where.EARLIER:
+                return stage, number - 1 if number % self.slices else -1
+            case Where.LATER:
+                return stage, number + 1 if (number + 1) % self.slices else -1
+
+
+_RECEIVE = {Op.F: Op.RECV_F, Op.B: Op.RECV_B, Op.I: Op.RECV_B}
+
+
 def stages_with_backward(schedule: Schedule) -> frozenset[int]:
     """The stages that have any B, I or W in the schedule."""
     codes = {op.code for op in Op if op.is_backward}
-    return frozenset(
-        stage for row in schedule.rows for stage, code in zip(row.stage, row.op, strict=True) if code in codes
-    )
+    found = {pair for row in schedule.rows for pair in set(zip(row.stage, row.op, strict=True))}
+    return frozenset(stage for stage, code in found if code in codes)
 
 
 class Dependencies:
@@ -65,7 +138,8 @@ class Dependencies:
                 self._receives[action.op, action.stage, action.microbatch].append(action)
             elif action.op in (Op.B, Op.W):
                 self._gradients[action.stage].append(action)
-        self._next_backward = _next_backward(schedule)
+        self._neighbours = Neighbours(schedule)
+        self._stages = schedule.stages
         self.before: list[list[int]] = []
         self.missing: dict[int, list[Action]] = {}
         for node, action in enumerate(self.actions):
@@ -85,42 +159,28 @@ class Dependencies:
 
     def receives(self, action: Action) -> list[Action]:
         """The receives that are posted for a compute action."""
-        op = Op.RECV_F if action.op is Op.F else Op.RECV_B
-        return self._receives.get((op, action.stage, action.microbatch), [])
+        op = _RECEIVE.get(action.op)
+        return [] if op is None else self._receives.get((op, action.stage, action.microbatch), [])
 
     def _needs(self, action: Action) -> Iterator[Action]:
-        """The table above, a case a line."""
-        stage, k = action.stage, action.microbatch
-        match action.op:
-            case Op.F:
-                if stage > 0:
-                    yield Action(stage - 1, Op.F, k)
-                yield from self._arrivals(action)
-            case Op.B | Op.I:
-                yield Action(stage, Op.F, k)
-                if (above := self._next_backward.get(stage)) is not None:
-                    yield self._input_gradient(above, k)
-                yield from self._arrivals(action)
-            case Op.W:
-                yield Action(stage, Op.I, k)
-            case Op.SEND_F:
-                yield Action(stage, Op.F, k)
-            case Op.SEND_B:
-                yield self._input_gradient(stage, k)
-            case Op.REDUCE_GRAD:
-                yield from self._gradients.get(stage, [])
+        if action.stage >= self._stages:
+            return  # out of range: `check` says so
+        for need in NEEDS.get(action.op, ()):
+            assert action.microbatch is not None
+            stage, number = self._neighbours.find(need.where, action.stage, action.microbatch)
+            if stage >= 0 and number >= 0:
+                yield self._first_of(need.ops, stage, number)
+        if action.op is Op.REDUCE_GRAD:
+            yield from self._gradients.get(action.stage, [])
+        else:
+            yield from self._arrivals(action)
 
     def _arrivals(self, action: Action) -> Iterator[Action]:
         for receive in self.receives(action):
             yield receive
             yield receive.other_end
 
-    def _input_gradient(self, stage: int, microbatch: int | None) -> Action:
-        """The action that makes the gradient of a stage's inputs: I where the backward is split, else B."""
-        split = Action(stage, Op.I, microbatch)
-        return split if split in self._nodes else Action(stage, Op.B, microbatch)
-
-
-def _next_backward(schedule: Schedule) -> dict[int, int]:
-    stages = sorted(stages_with_backward(schedule))
-    return {stage: above for below, above in zip([-1, *stages], stages, strict=False) for stage in range(below, above)}
+    def _first_of(self, ops: tuple[Op, ...], stage: int, number: int) -> Action:
+        """The action that the schedule has; if none, the one that is missing."""
+        made = [Action(stage, op, number) for op in ops]
+        return next((action for action in made if action in self._nodes), made[-1])

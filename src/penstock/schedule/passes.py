@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from penstock.errors import ArgumentError
 from penstock.schedule.action import Action, Op, Overlap
 from penstock.schedule.dependencies import stages_with_backward
-from penstock.schedule.schedule import Row, Schedule
+from penstock.schedule.row import Row
+from penstock.schedule.schedule import Schedule
 
 
 def split_backward(schedule: Schedule) -> Schedule:

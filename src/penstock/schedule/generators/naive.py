@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from penstock.schedule.action import Action, Op
-from penstock.schedule.schedule import Placement, Schedule
+from penstock.schedule.placement import Placement
+from penstock.schedule.schedule import Schedule
 
 
 def naive(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:

@@ -1,0 +1,119 @@
+"""The actions of one rank as columns of integers, so that schedules of millions of actions stay small.
+
+`Action`s are views on them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from typing import overload
+
+from penstock.schedule.action import OPS, Action, Op, Overlap, parse_item
+
+_NONE = -1
+
+
+class Row(Sequence[Action]):
+    """The actions of one rank, in order. Immutable; the columns are for readers that cannot afford views.
+
+    Attributes:
+        stage, op, microbatch, peer: one entry an action; -1 stands for None, and `op` holds `Op.code`.
+        joined: 1 where an action overlaps with the next one.
+    """
+
+    __slots__ = ("joined", "microbatch", "op", "peer", "stage")
+
+    def __init__(self, items: Iterable[Action | Overlap] = ()) -> None:
+        self.stage, self.op = array("i"), array("b")
+        self.microbatch, self.peer, self.joined = array("i"), array("i"), array("b")
+        for item in items:
+            for part in item.parts:
+                self.stage.append(part.stage)
+                self.op.append(part.op.code)
+                self.microbatch.append(_NONE if part.microbatch is None else part.microbatch)
+                self.peer.append(_NONE if part.peer is None else part.peer)
+                self.joined.append(isinstance(item, Overlap) and part is item.parts[0])
+
+    def items(self) -> Iterator[Action | Overlap]:
+        """The actions, with two that overlap as one `Overlap`. `Row(row.items()) == row`."""
+        for index, action in enumerate(self):
+            # An overlap's second part is never joined itself, so it is passed over below.
+            if self.joined[index]:
+                yield Overlap(action, self[index + 1])
+            elif index == 0 or not self.joined[index - 1]:
+                yield action
+
+    def __len__(self) -> int:
+        return len(self.stage)
+
+    @classmethod
+    def of(cls, op: Op, stage: int, microbatches: Sequence[int]) -> Row:
+        """One compute op of one stage, for each of the microbatches."""
+        return cls.from_columns(
+            array("i", [stage]) * len(microbatches), array("b", [op.code]) * len(microbatches), array("i", microbatches)
+        )
+
+    @classmethod
+    def from_columns(
+        cls, stage: array[int], op: array[int], microbatch: array[int], joined: array[int] | None = None
+    ) -> Row:
+        """Compute actions, given as columns of one length, which the row keeps."""
+        row = cls()
+        row.stage, row.op, row.microbatch = stage, op, microbatch
+        row.peer = array("i", [_NONE]) * len(stage)
+        row.joined = array("b", bytes(len(stage))) if joined is None else joined
+        return row
+
+    @classmethod
+    def alternate(cls, *rows: Row) -> Row:
+        """The first action of each row, then the second of each, and so on. All rows have one length."""
+        made = cls()
+        for name in cls.__slots__:
+            columns = [getattr(row, name) for row in rows]
+            column = array(columns[0].typecode, bytes(columns[0].itemsize * sum(map(len, columns))))
+            for place, part in enumerate(columns):
+                column[place :: len(rows)] = part
+            setattr(made, name, column)
+        return made
+
+    def __add__(self, other: Row) -> Row:
+        made = Row()
+        for name in self.__slots__:
+            setattr(made, name, getattr(self, name) + getattr(other, name))
+        return made
+
+    @overload
+    def __getitem__(self, index: int) -> Action: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Action]: ...
+    def __getitem__(self, index: int | slice) -> Action | list[Action]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        microbatch, peer = self.microbatch[index], self.peer[index]
+        return Action(
+            self.stage[index],
+            OPS[self.op[index]],
+            None if microbatch == _NONE else microbatch,
+            None if peer == _NONE else peer,
+        )
+
+    def _columns(self) -> tuple[array[int], ...]:
+        return (self.stage, self.op, self.microbatch, self.peer, self.joined)
+
+    def __eq__(self, other: object) -> bool:
+        return self._columns() == other._columns() if isinstance(other, Row) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(column.tobytes() for column in self._columns()))
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self.items()))
+
+    def __repr__(self) -> str:
+        return f"Row.parse({str(self)!r})"
+
+    @classmethod
+    def parse(cls, text: str) -> Row:
+        """The row that `str` wrote: items between spaces. Raises ScheduleError."""
+        return cls(map(parse_item, text.split()))
