@@ -77,6 +77,13 @@ class Row(Sequence[Action]):
             setattr(made, name, column)
         return made
 
+    def part(self, start: int | None, stop: int | None) -> Row:
+        """The actions from `start` up to, without, `stop`: a slice that is a row again."""
+        made = Row()
+        for name in self.__slots__:
+            setattr(made, name, getattr(self, name)[start:stop])
+        return made
+
     def __add__(self, other: Row) -> Row:
         made = Row()
         for name in self.__slots__:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from penstock.schedule.action import Action, Op
+from penstock.schedule.action import Op
 from penstock.schedule.placement import Placement
+from penstock.schedule.row import Row
 from penstock.schedule.schedule import Schedule
 
 
@@ -36,9 +37,8 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     rows = []
     for rank in range(ranks):
         warm_up = min(ranks - 1 - rank, microbatches)
-        row = [Action(rank, Op.F, k) for k in range(warm_up)]
-        for k in range(microbatches - warm_up):
-            row += [Action(rank, Op.F, warm_up + k), Action(rank, Op.B, k)]
-        row += [Action(rank, Op.B, k) for k in range(microbatches - warm_up, microbatches)]
-        rows.append(row)
+        forwards = Row.of(Op.F, rank, range(microbatches))
+        backwards = Row.of(Op.B, rank, range(microbatches))
+        steady = Row.alternate(forwards.part(warm_up, None), backwards.part(0, microbatches - warm_up))
+        rows.append(forwards.part(0, warm_up) + steady + backwards.part(microbatches - warm_up, None))
     return Schedule("1f1b", Placement.loop(ranks), microbatches, rows)
