@@ -146,7 +146,7 @@ def build(
 
 def _schedule(schedule: str | Schedule, ranks: int, microbatches: int | None, chunks: int | None) -> Schedule:
     if isinstance(schedule, str):
-        return generate(schedule, ranks, 8 if microbatches is None else microbatches, 1 if chunks is None else chunks)
+        return generate(schedule, ranks, 8 if microbatches is None else microbatches, chunks)
     if schedule.ranks != ranks:
         raise ArgumentError(f"schedule {schedule.name!r} is for {schedule.ranks} ranks, but there are {ranks}")
     if microbatches not in (None, schedule.microbatches):

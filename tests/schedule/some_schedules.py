@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
-from penstock.schedule import Action, Op, Placement, Schedule, generate, names
+from penstock.schedule import Action, Op, Placement, Schedule, generate, generators, names
+from penstock.schedule.generators import Numbers
 
 
 @dataclass(frozen=True)
@@ -15,12 +16,24 @@ class Link:
     target: int
 
 
+NAMES = names()
+
+
 @st.composite
 def generated(draw: st.DrawFn, max_ranks: int = 8, max_microbatches: int = 32) -> Schedule:
     """Any generator with any numbers that it allows."""
-    name = draw(st.sampled_from(names()))
-    chunks = 1 if name == "1f1b" else draw(st.integers(1, 2))
-    return generate(name, draw(st.integers(1, max_ranks)), draw(st.integers(1, max_microbatches)), chunks)
+    entry = draw(st.sampled_from(generators()))
+    numbers = Numbers(
+        draw(st.integers(1, max_ranks)),
+        draw(st.integers(1, max_microbatches)),
+        draw(st.integers(1, 4)),
+        draw(st.integers(1, 4)),
+    )
+    while (rule := entry.broken(numbers)) is not None:
+        default = {"chunks": entry.chunks, "slices": entry.slices}
+        fixed = default.get(rule.argument, getattr(numbers, rule.argument) + 1)
+        numbers = replace(numbers, **{rule.argument: fixed})
+    return generate(entry.name, numbers.ranks, numbers.microbatches, numbers.chunks, numbers.slices)
 
 
 @st.composite

@@ -3,8 +3,9 @@
 from penstock.schedule.action import Action, Op, Overlap
 from penstock.schedule.check import Violation, check, peak_activations
 from penstock.schedule.communication import add_communication
+from penstock.schedule.csv import Format, from_csv, read_csv, to_csv, write_csv
 from penstock.schedule.dependencies import Dependencies, stages_with_backward
-from penstock.schedule.generators import Generator, generate, generators, names
+from penstock.schedule.generators import Generator, generate, generator, generators, names
 from penstock.schedule.grid import grid
 from penstock.schedule.order import linearize
 from penstock.schedule.passes import (
@@ -22,6 +23,7 @@ from penstock.schedule.schedule import Schedule
 __all__ = [
     "Action",
     "Dependencies",
+    "Format",
     "Generator",
     "Op",
     "Overlap",
@@ -34,14 +36,19 @@ __all__ = [
     "drop_backward",
     "drop_communication",
     "forward_only",
+    "from_csv",
     "generate",
+    "generator",
     "generators",
     "grid",
     "linearize",
     "merge_backward",
     "names",
     "peak_activations",
+    "read_csv",
     "reduce_ties",
     "split_backward",
     "stages_with_backward",
+    "to_csv",
+    "write_csv",
 ]

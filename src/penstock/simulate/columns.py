@@ -59,7 +59,7 @@ class Columns:
         need = _needs(schedule, rank, op, stage, number) if in_range.all() else None
         if need is None:
             runnable_order(Dependencies(schedule.with_rows(rows)))  # says what is wrong
-            raise ScheduleError(f"schedule {schedule.name!r} has actions out of range; penstock.schedule.check lists them")
+            raise ScheduleError(f"schedule {schedule.name!r} has actions out of range; see penstock.schedule.check")
         return cls(rows, first, rank, op.astype(np.int64), stage, joined.astype(bool), need)
 
 

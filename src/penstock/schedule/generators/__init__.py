@@ -1,7 +1,7 @@
 """The schedules that go by a name, a family a file, and the registry of the names.
 
-A generator is a pure function of the number of ranks, microbatches and chunks. It writes F, B, I and W only: messages
-and reductions are added by passes.
+A generator is a pure function of the number of ranks, microbatches and chunks (or slices). It writes F, B, I and W
+only: messages and reductions are added by passes.
 """
 
 from __future__ import annotations
@@ -11,35 +11,108 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.errors import ArgumentError
-from penstock.schedule.generators.gpipe import gpipe
+from penstock.schedule.generators.chimera import chimera
+from penstock.schedule.generators.dualpipe import dualpipe, dualpipe_v
+from penstock.schedule.generators.gpipe import gpipe, looped_bfs
+from penstock.schedule.generators.hanayo import hanayo
+from penstock.schedule.generators.interleaved import interleaved_1f1b
 from penstock.schedule.generators.naive import naive
 from penstock.schedule.generators.one_f_one_b import one_f_one_b
+from penstock.schedule.generators.sequence import seq1f1b
+from penstock.schedule.generators.v_shape import one_f_one_b_v, v_half, v_min
+from penstock.schedule.generators.zero_bubble import zb_h1, zb_h2
+from penstock.schedule.generators.zero_bubble_v import zb_v
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["Generator", "generate", "generators", "gpipe", "naive", "names", "one_f_one_b"]
+__all__ = [
+    "Generator",
+    "Numbers",
+    "Rule",
+    "chimera",
+    "dualpipe",
+    "dualpipe_v",
+    "generate",
+    "generators",
+    "gpipe",
+    "hanayo",
+    "interleaved_1f1b",
+    "looped_bfs",
+    "naive",
+    "names",
+    "one_f_one_b",
+    "one_f_one_b_v",
+    "seq1f1b",
+    "v_half",
+    "v_min",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What a schedule is generated for."""
+
+    ranks: int
+    microbatches: int
+    chunks: int = 1
+    slices: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Which numbers a schedule works for: the argument it is about, what holds for it, in words and as a test."""
+
+    argument: str
+    text: str
+    holds: Callable[[int], bool]
+
+
+_ONE_CHUNK = Rule("chunks", "exactly 1 chunk a rank", lambda chunks: chunks == 1)
+_TWO_CHUNKS = Rule("chunks", "exactly 2 chunks a rank, placed as a V", lambda chunks: chunks == 2)
+_WAVES = Rule("chunks", "an even number of chunks a rank, 2 a wave", lambda chunks: chunks % 2 == 0)
+_WHOLE = Rule("slices", "whole microbatches (1 slice)", lambda slices: slices == 1)
+_EVEN_RANKS = Rule(
+    "ranks", "an even number of ranks, as two pipelines meet in the middle", lambda ranks: ranks % 2 == 0
+)
+_EVEN_MICROBATCHES = Rule("microbatches", "an even number of microbatches, half for each copy", lambda m: m % 2 == 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Generator:
-    """A schedule that goes by a name, and what to expect of it (p ranks, m microbatches, F and B a rank's times).
+    """A schedule that goes by a name, and what to expect of it.
+
+    `memory` and `idle` are formulas, in Python, of p ranks, m microbatches, v chunks, j slices, the rank r, and F, I,
+    W, the times that one microbatch takes on one rank, where links cost nothing. They hold where m is a multiple of p
+    and at least 2p.
 
     Attributes:
         name: what `generate` knows it by.
-        make: (ranks, microbatches, chunks) -> Schedule.
+        make: the schedule.
         rule: the order of work, in a line.
-        memory: the largest number of microbatches whose activations rank r holds.
-        bubble: the share of its time that a rank idles, where links cost nothing.
-        chunks: the chunks a rank that it works for, as a rule for people; None if any number will do.
-        allows: whether it works for a number of chunks.
+        memory: the largest number of microbatches whose activations rank r holds; None if there is no formula.
+        idle: how long a rank waits within its span; None if there is no formula.
+        rules: which numbers it works for.
+        chunks, slices: what it is generated with where nothing is said.
+        placement: where stages are: "loop", "V", "wave" or "bidirectional".
+        splits: whether backwards are split into I and W.
     """
 
     name: str
-    make: Callable[[int, int, int], Schedule]
+    make: Callable[[Numbers], Schedule]
     rule: str
-    memory: str
-    bubble: str
-    chunks: str | None = None
-    allows: Callable[[int], bool] = lambda chunks: True
+    memory: str | None
+    idle: str | None
+    rules: tuple[Rule, ...] = (_WHOLE,)
+    chunks: int = 1
+    slices: int = 1
+    placement: str = "loop"
+    splits: bool = False
+
+    def broken(self, numbers: Numbers) -> Rule | None:
+        """The first rule that the numbers break."""
+        return next((rule for rule in self.rules if not rule.holds(getattr(numbers, rule.argument))), None)
 
 
 _GENERATORS = {
@@ -47,26 +120,151 @@ _GENERATORS = {
     for generator in (
         Generator(
             "naive",
-            naive,
+            lambda n: naive(n.ranks, n.microbatches, n.chunks),
             rule="a microbatch goes all the way forward and back before the next one starts",
             memory="1",
-            bubble="(p - 1)/p",
+            idle="(p - 1)*m*(F + I + W)",
         ),
         Generator(
             "gpipe",
-            gpipe,
+            lambda n: gpipe(n.ranks, n.microbatches, n.chunks),
             rule="all forwards, then all backwards",
             memory="m",
-            bubble="(p - 1)/(m + p - 1)",
+            idle="(p - 1)*(F + I + W)/v",
         ),
         Generator(
             "1f1b",
-            lambda ranks, microbatches, chunks: one_f_one_b(ranks, microbatches),
+            lambda n: one_f_one_b(n.ranks, n.microbatches),
             rule="p - 1 - r forwards, then a forward and a backward in turn, then the backwards left over",
             memory="min(p - r, m)",
-            bubble="(p - 1)/(m + p - 1)",
-            chunks="exactly 1 chunk a rank",
-            allows=lambda chunks: chunks == 1,
+            idle="(p - 1)*(F + I + W)",
+            rules=(_WHOLE, _ONE_CHUNK),
+        ),
+        Generator(
+            "interleaved-1f1b",
+            lambda n: interleaved_1f1b(n.ranks, n.microbatches, n.chunks),
+            rule="1F1B over several chunks a rank, in groups of p microbatches",
+            memory="(2*(p - 1 - r) + (v - 1)*p + 1)/v",
+            idle="(p - 1)*(F + I + W)/v",
+            chunks=2,
+        ),
+        Generator(
+            "looped-bfs",
+            lambda n: looped_bfs(n.ranks, n.microbatches, n.chunks),
+            rule="all microbatches through a chunk before the next chunk, forward and then back",
+            memory="m",
+            idle="(p - 1)*(F + I + W)/v",
+            chunks=2,
+        ),
+        Generator(
+            "zb-h1",
+            lambda n: zb_h1(n.ranks, n.microbatches),
+            rule="1F1B with split backwards; weight gradients r microbatches late",
+            memory="min(p, m)",
+            idle="(p - 1)*(F + I - W)",
+            rules=(_WHOLE, _ONE_CHUNK),
+            splits=True,
+        ),
+        Generator(
+            "zb-h2",
+            lambda n: zb_h2(n.ranks, n.microbatches),
+            rule="ZB-H1 with twice the distance between ranks; weight gradients 2r microbatches late",
+            memory="min(2*p - 1, m)",
+            idle="(p - 1)*(F + I - 2*W)",
+            rules=(_WHOLE, _ONE_CHUNK),
+            splits=True,
+        ),
+        Generator(
+            "zb-v",
+            lambda n: zb_v(n.ranks, n.microbatches),
+            rule="two chunks on a V, F, I and W of either in turn",
+            memory="min(p, m)",
+            idle="0 if F == I == W else None",
+            rules=(_WHOLE, _TWO_CHUNKS),
+            chunks=2,
+            placement="V",
+            splits=True,
+        ),
+        Generator(
+            "v-half",
+            lambda n: v_half(n.ranks, n.microbatches),
+            rule="two chunks on a V, in a block that holds half of 1F1B's memory",
+            memory="(p + 2)//2",
+            idle=None,
+            rules=(_WHOLE, _TWO_CHUNKS),
+            chunks=2,
+            placement="V",
+            splits=True,
+        ),
+        Generator(
+            "v-min",
+            lambda n: v_min(n.ranks, n.microbatches),
+            rule="two chunks on a V, in a block that holds a third of 1F1B's memory",
+            memory="(p + 4)//3",
+            idle=None,
+            rules=(_WHOLE, _TWO_CHUNKS),
+            chunks=2,
+            placement="V",
+            splits=True,
+        ),
+        Generator(
+            "1f1b-v",
+            lambda n: one_f_one_b_v(n.ranks, n.microbatches),
+            rule="1F1B on a V, in a block that holds two thirds of 1F1B's memory",
+            memory=None,
+            idle=None,
+            rules=(_WHOLE, _TWO_CHUNKS),
+            chunks=2,
+            placement="V",
+        ),
+        Generator(
+            "hanayo",
+            lambda n: hanayo(n.ranks, n.microbatches, n.chunks),
+            rule="down the ranks and up again in waves; backwards first, then the highest forward",
+            memory=None,
+            idle=None,
+            rules=(_WHOLE, _WAVES),
+            chunks=2,
+            placement="wave",
+        ),
+        Generator(
+            "chimera",
+            lambda n: chimera(n.ranks, n.microbatches),
+            rule="two copies of the model in opposite directions, each in the other's bubbles",
+            memory="p//2 + 1 + min(r, p - 1 - r)",
+            idle=None,
+            rules=(_WHOLE, _ONE_CHUNK, _EVEN_RANKS, _EVEN_MICROBATCHES),
+            placement="bidirectional",
+        ),
+        Generator(
+            "dualpipe",
+            lambda n: dualpipe(n.ranks, n.microbatches),
+            rule="two copies in opposite directions, forwards of one together with backwards of the other",
+            memory="p + 1",
+            idle="(p/2 - 1)*(F + 2*I - W)",
+            rules=(_WHOLE, _ONE_CHUNK, _EVEN_RANKS, _EVEN_MICROBATCHES),
+            placement="bidirectional",
+            splits=True,
+        ),
+        Generator(
+            "dualpipe-v",
+            lambda n: dualpipe_v(n.ranks, n.microbatches),
+            rule="DualPipe cut in half: one copy, two chunks on a V",
+            memory="(2*p + 1)/2",
+            idle="(p - 1)*(F + 2*I - W)/2",
+            rules=(_WHOLE, _TWO_CHUNKS),
+            chunks=2,
+            placement="V",
+            splits=True,
+        ),
+        Generator(
+            "seq1f1b",
+            lambda n: seq1f1b(n.ranks, n.microbatches, n.slices),
+            rule="1F1B over slices of the sequence; generated, checked and timed, but not run",
+            memory="(p - 1 - r + j)/j",
+            idle="(p - 1)*(F + I + W)/j",
+            rules=(_ONE_CHUNK,),
+            slices=2,
         ),
     )
 }
@@ -82,26 +280,42 @@ def generators() -> tuple[Generator, ...]:
     return tuple(_GENERATORS.values())
 
 
-def generate(name: str, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
+def generator(name: str) -> Generator:
+    """The entry of that name. Raises ArgumentError if there is none."""
+    found = _GENERATORS.get(name)
+    if found is None:
+        near = difflib.get_close_matches(name.lower(), _GENERATORS, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ArgumentError(f"name={name!r} is no known schedule; {hint}known are {', '.join(_GENERATORS)}")
+    return found
+
+
+def generate(
+    name: str, ranks: int, microbatches: int, chunks: int | None = None, slices: int | None = None
+) -> Schedule:
     """The schedule of that name, without messages.
 
     Args:
         name: one of `names()`.
         ranks: how many ranks, at least 1.
         microbatches: how many microbatches, at least 1; fewer than ranks is fine.
-        chunks: how many stages each rank owns, at least 1.
+        chunks: how many stages of the model each rank owns, at least 1; None: as many as the schedule is known for.
+        slices: into how many pieces each microbatch is cut along the sequence; None: the same.
 
     Raises:
-        ArgumentError: the name is unknown, a number is less than 1, or the schedule has another rule for chunks.
+        ArgumentError: the name is unknown, a number is less than 1, or the schedule's definition does not allow it.
     """
-    generator = _GENERATORS.get(name)
-    if generator is None:
-        near = difflib.get_close_matches(name.lower(), _GENERATORS, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ArgumentError(f"name={name!r} is no known schedule; {hint}known are {', '.join(_GENERATORS)}")
-    for argument, value in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
+    entry = generator(name)
+    numbers = Numbers(
+        ranks, microbatches, entry.chunks if chunks is None else chunks, entry.slices if slices is None else slices
+    )
+    for argument in Numbers.__slots__:
+        value = getattr(numbers, argument)
         if not isinstance(value, int) or value < 1:
             raise ArgumentError(f"{argument}={value!r}: expected a whole number of at least 1")
-    if not generator.allows(chunks):
-        raise ArgumentError(f"chunks={chunks}: {name} works with {generator.chunks}; choose another number or schedule")
-    return generator.make(ranks, microbatches, chunks)
+    if (rule := entry.broken(numbers)) is not None:
+        value = getattr(numbers, rule.argument)
+        raise ArgumentError(
+            f"{rule.argument}={value}: {name} works with {rule.text}; choose another number or schedule"
+        )
+    return entry.make(numbers)

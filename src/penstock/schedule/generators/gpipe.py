@@ -1,9 +1,10 @@
-"""GPipe: all forwards, then all backwards."""
+"""GPipe and its looped form: all forwards, then all backwards."""
 
 from __future__ import annotations
 
-from penstock.schedule.action import Action, Op
+from penstock.schedule.action import Op
 from penstock.schedule.placement import Placement
+from penstock.schedule.row import Row
 from penstock.schedule.schedule import Schedule
 
 
@@ -25,16 +26,39 @@ def gpipe(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
     The paper's figure draws the backwards in descending order. The time is the same either way; ascending, the weight
     gradients are added up in the order in which one device adds them, and so have the same bits.
 
-    With several chunks a rank, each chunk takes all microbatches before the next chunk starts, and the backwards go
-    through the chunks the other way round.
+    With several chunks a rank this is the looped form: see `looped_bfs`.
 
     Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS 2019.
     """
+    return _breadth_first("gpipe", ranks, microbatches, chunks)
+
+
+def looped_bfs(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
+    """GPipe over several chunks a rank: every microbatch through a chunk, before the next chunk starts.
+
+    With 2 ranks, 3 microbatches and 2 chunks, a column a slot of time:
+
+        rank 0 | 0F0 0F1 0F2 2F0 2F1 2F2 .   .   2B0 2B1 2B2 0B0 0B1 0B2
+        rank 1 | .   1F0 1F1 1F2 3F0 3F1 3F2 3B0 3B1 3B2 1B0 1B1 1B2 .
+
+    Breadth first: a rank works on one stage for as long as there are microbatches. The pipeline fills and drains in
+    steps of a chunk, so that the bubble is GPipe's divided by v, and a rank that shards its parameters gathers each of
+    its stages twice in a step and no more: once forward, once back. As in GPipe, all m microbatches' activations are
+    held.
+
+    Lamy-Poirier, "Breadth-First Pipeline Parallelism", MLSys 2023.
+    """
+    return _breadth_first("looped-bfs", ranks, microbatches, chunks)
+
+
+def _breadth_first(name: str, ranks: int, microbatches: int, chunks: int) -> Schedule:
     placement = Placement.loop(ranks, chunks)
     rows = []
     for rank in range(ranks):
         stages = placement.stages_on(rank)
-        forwards = [Action(stage, Op.F, k) for stage in stages for k in range(microbatches)]
-        backwards = [Action(stage, Op.B, k) for stage in reversed(stages) for k in range(microbatches)]
-        rows.append(forwards + backwards)
-    return Schedule("gpipe", placement, microbatches, rows)
+        row = Row()
+        for op, order in ((Op.F, stages), (Op.B, stages[::-1])):
+            for stage in order:
+                row += Row.of(op, stage, range(microbatches))
+        rows.append(row)
+    return Schedule(name, placement, microbatches, rows)

@@ -1,0 +1,223 @@
+"""Torch's own runtime loads and runs schedules that Penstock wrote, on gloo, with the gradients of one device; and
+schedules that torch wrote load here, are legal, and are timed.
+
+Torch's classes that read and write CSV are private: without them there is nothing to test.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch_jobs
+
+from distributed.ranks import Ranks
+from penstock.costs import StageCost
+from penstock.schedule import (
+    Action,
+    Format,
+    Op,
+    Placement,
+    Row,
+    Schedule,
+    add_communication,
+    check,
+    from_csv,
+    generate,
+    read_csv,
+    split_backward,
+    to_csv,
+    write_csv,
+)
+from penstock.simulate import simulate
+
+schedules: Any = pytest.importorskip("torch.distributed.pipelining.schedules")
+runtime: Any = getattr(schedules, "_PipelineScheduleRuntime", None)
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(runtime, "_load_csv"), reason=f"torch {torch.__version__} has no runtime that loads CSV"
+)
+
+# -- from Penstock to torch -------------------------------------------------------------------------------------------
+
+FORMATS: tuple[Format, ...] = ("compute_only", "compute_comms")
+
+BY_HAND = Schedule(
+    "weights late, overlaps, stages 1 and 2 together",
+    Placement.v(2),
+    3,
+    [
+        Row.parse("0F0 0F1 3F0 3I0 0F2 (3F1;0I0)OVERLAP_F_B 3W0 3I1 3F2 0W0 3B2 0I1 3W1 0W1 0B2"),
+        Row.parse("1F0 2F0 1F1 2I0 1I0 2F1 1F2 2W0 (2F2;2B1)OVERLAP_F_B 1I1 2I2 1I2 1W0 1W1 2W2 1W2"),
+    ],
+)
+
+CASES = {
+    "1f1b": generate("1f1b", 2, 4),
+    "1f1b split": split_backward(generate("1f1b", 2, 4)),
+    "gpipe with two chunks": generate("gpipe", 2, 3, 2),
+    "by hand": BY_HAND,
+}
+
+
+def at_random(seed: int, ranks: int) -> Schedule:
+    """Any placement, whole and split backwards, each rank's actions in any order that works."""
+    draw = random.Random(seed)
+    rank_of = [*range(ranks), *(draw.randrange(ranks) for _ in range(draw.randrange(3)))]
+    draw.shuffle(rank_of)
+    stages, m = len(rank_of), draw.randint(1, 4)
+    back = {(s, k): draw.choice(("B", "IW")) for s in range(stages) for k in range(m)}
+    waiting = [(s, op, k) for (s, k), ops in back.items() for op in "F" + ops]
+    rows: list[list[Action]] = [[] for _ in range(ranks)]
+    done: set[tuple[int, str, int]] = set()
+
+    def is_ready(stage: int, op: str, k: int) -> bool:
+        if op == "W":
+            return (stage, "I", k) in done
+        if op != "F":
+            above = stage + 1 == stages or (stage + 1, back[stage + 1, k][0], k) in done
+            return above and (stage, "F", k) in done
+        # Torch wants the last stage's forwards in order.
+        in_order = stage + 1 < stages or k == 0 or (stage, "F", k - 1) in done
+        return in_order and (stage == 0 or (stage - 1, "F", k) in done)
+
+    while waiting:
+        chosen = draw.choice([entry for entry in waiting if is_ready(*entry)])
+        waiting.remove(chosen)
+        done.add(chosen)
+        rows[rank_of[chosen[0]]].append(Action(chosen[0], Op(chosen[1]), chosen[2]))
+    return Schedule(f"random {seed}", Placement(ranks, tuple(rank_of)), m, rows)
+
+
+def run(pool: Ranks, schedule: Schedule, format: Format, steps: int = 1) -> None:
+    """Runs it in torch, and compares output and gradients with those of the unsplit model."""
+    placement, m = schedule.placement, schedule.microbatches
+    got = pool.run(torch_jobs.in_torch, to_csv(schedule, format), format, placement.rank_of, m, steps)
+    output, wanted = torch_jobs.on_one_device(placement.stages, m)
+    torch.testing.assert_close(got[placement.rank_of[-1]][0], output)
+    found = {name: gradient for _, gradients in got for name, gradient in gradients.items()}
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("name", CASES)
+def test_torch_runs_it_with_right_gradients(ranks2: Ranks, name: str, format: Format) -> None:
+    assert not [violation for violation in check(CASES[name]) if violation.fatal]
+    run(ranks2, CASES[name], format, steps=2)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("seed", range(12))
+def test_torch_runs_any_legal_order(ranks3: Ranks, seed: int, format: Format) -> None:
+    run(ranks3, at_random(seed, 3), format)
+
+
+# -- from torch to Penstock -------------------------------------------------------------------------------------------
+
+
+class Theirs(NamedTuple):
+    """A schedule of torch's, by the name of its class."""
+
+    name: str
+    placement: Placement
+    microbatches: int
+
+
+THEIRS = [
+    Theirs("Interleaved1F1B", Placement.loop(3), 6),  # with one stage a rank, 1F1B
+    Theirs("Interleaved1F1B", Placement.loop(2, 2), 4),
+    Theirs("Interleaved1F1B", Placement.loop(2, 5), 4),
+    Theirs("LoopedBFS", Placement.loop(2, 2), 3),
+    Theirs("InterleavedZeroBubble", Placement.loop(2, 2), 4),
+    Theirs("ZBVZeroBubble", Placement.v(2), 5),
+    Theirs("ZBVZeroBubble", Placement.v(4), 8),
+    Theirs("DualPipeV", Placement.v(2), 4),
+    Theirs("DualPipeV", Placement.v(4), 10),
+]
+SHARDING = (Op.UNSHARD, Op.RESHARD)
+
+
+def made_by_torch(name: str, placement: Placement, microbatches: int) -> Any:
+    """Torch's schedule object: on stages that know their numbers only, for nothing is run."""
+    kind = schedules.get_schedule_class(name)
+    stage = SimpleNamespace(
+        num_stages=placement.stages, group_size=placement.ranks, group_rank=0, submod=None, stage_index=0
+    )
+    stages = [stage] * (placement.stages // placement.ranks)
+    many = issubclass(kind, schedules.PipelineScheduleMulti)
+    return kind(stages if many else stage, microbatches, loss_fn=lambda output, target: output)
+
+
+@pytest.mark.parametrize("theirs", THEIRS, ids=str)
+def test_torchs_schedules_load_are_legal_and_timed(tmp_path: Path, theirs: Theirs) -> None:
+    made = made_by_torch(*theirs)
+    loaded = {}
+    for format in FORMATS:
+        made._dump_csv(str(tmp_path / f"{format}.csv"), format=format)
+        loaded[format] = read_csv(tmp_path / f"{format}.csv", theirs.name, drop=SHARDING)
+        assert loaded[format].placement == theirs.placement
+        assert loaded[format].microbatches == theirs.microbatches
+        assert not [violation for violation in check(loaded[format]) if violation.fatal]
+    order = loaded["compute_only"]
+    assert from_csv(to_csv(loaded["compute_comms"]), theirs.name) == order
+    add_communication(order)  # and our own messages are possible in it
+    costs = StageCost(1.0, 1.0, 1.0)
+    timelines = [simulate(schedule, costs) for schedule in loaded.values()]
+    work = 3.0 * theirs.microbatches * theirs.placement.stages / theirs.placement.ranks
+    assert timelines[0].makespan_seconds == timelines[1].makespan_seconds > work
+    assert [timelines[0].busy_seconds(rank) for rank in range(order.ranks)] == [work] * order.ranks
+
+
+@pytest.mark.parametrize("theirs", THEIRS, ids=str)
+def test_torchs_files_are_written_again_to_the_byte(tmp_path: Path, theirs: Theirs) -> None:
+    made_by_torch(*theirs)._dump_csv(str(tmp_path / "torch.csv"), format="compute_comms")
+    write_csv(read_csv(tmp_path / "torch.csv"), tmp_path / "ours.csv", "compute_comms")
+    assert (tmp_path / "ours.csv").read_bytes() == (tmp_path / "torch.csv").read_bytes()
+
+
+def order_of_a_single_stage(name: str, ranks: int, microbatches: int) -> dict[int, list[Any]]:
+    made = made_by_torch(name, Placement.loop(ranks), microbatches)
+    if not hasattr(made, "_get_pipeline_order"):
+        pytest.skip(f"torch {torch.__version__} does not tell the order of {name}")
+    order: dict[int, list[Any]] = made._get_pipeline_order()
+    return order
+
+
+def dumped(order: dict[int, list[Any]], path: Path) -> Path:
+    """Torch dumps any order that it is given."""
+    schedules.PipelineScheduleMulti._dump_csv(SimpleNamespace(pipeline_order=order), str(path))
+    return path
+
+
+def test_torchs_gpipe_is_ours(tmp_path: Path) -> None:
+    path = dumped(order_of_a_single_stage("GPipe", 3, 4), tmp_path / "gpipe.csv")
+    schedule = read_csv(path)
+    assert check(schedule) == []  # with a reduction for each stage
+    assert schedule.with_rows(drop_reductions(schedule)) == generate("gpipe", 3, 4)
+
+
+def drop_reductions(schedule: Schedule) -> list[Row]:
+    return [Row(item for item in row.items() if item.parts[0].op is not Op.REDUCE_GRAD) for row in schedule.rows]
+
+
+def test_torchs_1f1b_is_ours_but_for_its_errors(tmp_path: Path) -> None:
+    """Torch 2.13 counts the last rank's microbatches from 1 in this listing (it does not run it, so nobody sees)."""
+    order = order_of_a_single_stage("1F1B", 3, 4)
+    schedule = read_csv(dumped(order, tmp_path / "1f1b.csv"), drop=(Op.REDUCE_GRAD,))
+    ours = generate("1f1b", 3, 4)
+    assert schedule.rows[:-1] == ours.rows[:-1]
+    wrong = [violation for violation in check(schedule) if violation.fatal]
+    if schedule.rows == ours.rows:
+        assert wrong == []
+    else:
+        assert "missing: rank 2 has no 2F0; each microbatch goes through stage 2 once" in map(str, wrong)
+        with pytest.raises(AssertionError):
+            schedules._validate_schedule(order, 3, 3, 4)
