@@ -22,11 +22,16 @@ from penstock.schedule import (
 )
 
 legal = st.one_of(
-    generated(max_ranks=4, max_microbatches=6).map(lambda s: Schedule(s.name, s.placement, s.microbatches, s.rows)),
+    generated(max_ranks=4, max_microbatches=6),
     generated(max_ranks=4, max_microbatches=6).map(split_backward),
     generated(max_ranks=4, max_microbatches=6).map(add_communication),
     generated(max_ranks=4, max_microbatches=6).map(lambda s: add_communication(split_backward(s))),
 )
+
+
+def several(schedule: Schedule) -> bool:
+    """Whether each stage has more than one microbatch: without its only one it would look frozen."""
+    return all(len(schedule.numbers_on(stage)) > 1 for stage in range(schedule.stages))
 
 
 def rows(schedule: Schedule) -> list[list[Action]]:
@@ -67,7 +72,7 @@ def test_a_repeated_action_is_reported(data: st.DataObject, schedule: Schedule) 
 
 
 @settings(max_examples=60)
-@given(st.data(), legal.filter(lambda s: s.microbatches > 1))
+@given(st.data(), legal.filter(several))
 def test_a_missing_action_is_reported(data: st.DataObject, schedule: Schedule) -> None:
     broken = rows(schedule)
     rank, index = draw_place(data, schedule)
@@ -81,7 +86,7 @@ def test_a_missing_action_is_reported(data: st.DataObject, schedule: Schedule) -
 
 
 @settings(max_examples=60)
-@given(st.data(), generated(max_ranks=4, max_microbatches=6).filter(lambda s: s.ranks > 1 and s.microbatches > 1))
+@given(st.data(), generated(max_ranks=4, max_microbatches=6).filter(lambda s: s.ranks > 1 and several(s)))
 def test_a_missing_message_is_reported_even_if_both_ends_are_gone(data: st.DataObject, schedule: Schedule) -> None:
     lowered = add_communication(schedule)
     rank, index = draw_place(data, lowered, {Op.SEND_F, Op.SEND_B})
@@ -98,7 +103,7 @@ def test_a_number_out_of_range_is_reported(data: st.DataObject, schedule: Schedu
     a = broken[rank][index]
     changed = {
         "stage": Action(schedule.stages + (1 if a.peer else 0), a.op, a.microbatch, a.peer),
-        "microbatch": Action(a.stage, a.op, schedule.microbatches, a.peer),
+        "microbatch": Action(a.stage, a.op, schedule.numbers, a.peer),
         "peer": Action(a.stage, a.op, a.microbatch, schedule.stages if a.op.is_communication else None),
     }
     which = data.draw(st.sampled_from(["stage", "microbatch", *(["peer"] if a.op.is_communication else [])]))
@@ -138,7 +143,7 @@ def test_a_message_on_the_wrong_side_of_its_action_is_reported(data: st.DataObje
 
 
 @settings(max_examples=60)
-@given(st.data(), generated(max_ranks=4, max_microbatches=6).filter(lambda s: s.ranks > 1 and s.microbatches > 1))
+@given(st.data(), generated(max_ranks=4, max_microbatches=6).filter(lambda s: s.ranks > 1 and several(s)))
 def test_receives_in_another_order_than_sends_are_reported(data: st.DataObject, schedule: Schedule) -> None:
     lowered = add_communication(schedule)
     broken = rows(lowered)
@@ -227,8 +232,8 @@ def test_weight_gradients_out_of_order_are_reported_as_inexact_only() -> None:
 @given(generated(max_ranks=4, max_microbatches=6))
 def test_the_memory_limit_is_the_peak(schedule: Schedule) -> None:
     peak = max(peak_activations(schedule))
-    assert check(schedule, peak) == []
-    assert kinds(schedule, peak - 1) == {"memory"}
+    assert kinds(schedule, peak) <= {"inexact"}
+    assert kinds(schedule, peak - 1) - {"inexact"} == {"memory"}
 
 
 def test_activations_are_held_until_the_weight_gradient() -> None:

@@ -28,9 +28,10 @@ def reductions(schedule: Schedule) -> list[list[str]]:
 @given(generated(max_microbatches=8))
 def test_splitting_and_merging_gives_the_schedule_back(schedule: Schedule) -> None:
     split = split_backward(schedule)
-    assert check(split) == []
+    assert not any(v.fatal for v in check(split))
     assert not any(a.op is Op.B for row in split.rows for a in row)
-    assert merge_backward(split) == schedule
+    if not any(a.op is Op.I for row in schedule.rows for a in row):
+        assert merge_backward(split) == schedule
 
 
 def test_an_overlap_stays_one_only_while_both_its_parts_stay() -> None:
@@ -62,13 +63,15 @@ def test_frozen_stages_lose_their_backward_and_its_messages(
         dropped = drop_backward(add_communication(schedule), frozen)
     else:
         dropped = add_communication(drop_backward(schedule, frozen))
-    assert check(dropped) == []
+    assert not any(v.fatal for v in check(dropped))
     for row in dropped.rows:
         for a in row:
             if a.op.is_backward or a.op in (Op.SEND_B, Op.RECV_B):
                 assert a.stage not in frozen
                 assert a.peer not in frozen
-    assert sum(a.op is Op.F for row in dropped.rows for a in row) == schedule.stages * schedule.microbatches
+    assert sum(a.op is Op.F for row in dropped.rows for a in row) == sum(
+        len(schedule.numbers_on(stage)) for stage in range(schedule.stages)
+    )
 
 
 def test_ties_are_reduced_after_the_last_backward() -> None:
@@ -128,7 +131,7 @@ def test_any_groups_keep_a_schedule_legal(data: st.DataObject, schedule: Schedul
         done = reduce_ties(add_communication(schedule), groups)
     else:
         done = add_communication(reduce_ties(schedule, groups))
-    assert check(done) == []
+    assert not any(v.fatal for v in check(done))
     for row in done.rows:
         order = [a.microbatch for a in row if a.op is Op.REDUCE_GRAD]
         assert order == sorted(order, key=lambda g: g or 0)

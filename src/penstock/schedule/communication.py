@@ -100,6 +100,11 @@ def _check_links(schedule: Schedule, down: list[tuple[int, int]], up: list[tuple
                 f"{name} link from stage {source} to stage {target}: expected two of the stages "
                 f"0..{schedule.stages - 1}, {'ascending' if name == 'forward' else 'descending'}"
             )
+        if schedule.placement.pipeline_of(low) != schedule.placement.pipeline_of(high):
+            raise ArgumentError(
+                f"{name} link from stage {source} to stage {target}: these belong to two copies of the model, between "
+                "which nothing is sent"
+            )
 
 
 class _Writer:

@@ -27,7 +27,7 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
 
     The steps of a rank are those of `_steps`, with h its distance from the nearer end and p/2 ranks to the middle.
 
-    DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv:2412.19437, section 3.2.1.
+    DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, arXiv:2412.19437, section 3.2.1.
     """
     half, run = microbatches // 2, max(microbatches // 2, ranks)
     rows = []

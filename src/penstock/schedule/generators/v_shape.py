@@ -6,8 +6,6 @@ gradients. A block says in which slot each of them starts. Repeated every 6 slot
 microbatch take on a rank, the blocks of all microbatches fit into each other without a gap, and a rank holds a chunk's
 activations for as long as the block has it between forward and backward: the memory of the schedule is that of its
 block.
-
-Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024.
 """
 
 from __future__ import annotations
@@ -40,6 +38,8 @@ def v_half(ranks: int, microbatches: int) -> Schedule:
 
     A rank that holds the first chunk for long (rank 0) holds the second for a short time, and the other way round: the
     sum is the same on every rank, (p + 2) // 2 microbatches. See `_tightened` for how beginning and end are closed up.
+
+    Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024, the schedule V-Half.
     """
     gap = 3 if ranks % 2 == 0 else 0  # keeps b out of the slots of F
     block = [(2 * r, 3 * ranks - 2 - r, 3 * ranks - 1 + gap + 2 * r, 6 * ranks - 2 + gap - r) for r in range(ranks)]
@@ -67,6 +67,8 @@ def v_min(ranks: int, microbatches: int) -> Schedule:
     No microbatch can be through sooner, so no schedule that keeps all ranks busy holds less: (p + 4) // 3 microbatches
     on every rank. But nothing waits, so nothing can be late either: where F, I and W do not take equally long the
     gaps add up, and with latency every hop shows.
+
+    Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024, the schedule V-Min.
     """
     gap = 2 if ranks % 3 == 0 else 0  # keeps b out of the slots of F
     block = [(r, 2 * ranks - 1 - r, 2 * ranks + gap + r, 4 * ranks - 1 + gap - r) for r in range(ranks)]
@@ -90,6 +92,8 @@ def one_f_one_b_v(ranks: int, microbatches: int) -> Schedule:
     period; a forward takes one slot of the six, a backward two. Rank r has its second chunk's backward early where its
     first chunk's is late, so that all ranks hold about as much: 2p/3 microbatches and a bit, where 1F1B holds p on rank
     0 and 1 on the last.
+
+    Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024, the schedule 1F1B-V.
     """
     last = 2 * ranks - 1
     down, up = range(ranks), range(ranks, 2 * ranks)
