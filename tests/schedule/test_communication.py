@@ -23,7 +23,6 @@ from penstock.schedule import (
     split_backward,
 )
 
-
 one_pipeline = generated(max_ranks=6, max_microbatches=10).filter(lambda s: s.placement.pipelines == 1)
 """Nothing is sent between two copies of the model."""
 

@@ -1,7 +1,7 @@
 """What papers and constraint solvers found, held against the generators and the simulation.
 
-`tests/published.json` has tables 5 and 6 of "Zero Bubble Pipeline Parallelism" (ICLR 2024) and the same authors' figures
-of schedules on a V; times in microseconds.
+`tests/published.json` has tables 5 and 6 of "Zero Bubble Pipeline Parallelism" (ICLR 2024) and the same authors'
+figures of schedules on a V; times in microseconds.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def test_the_table_of_the_v(row: dict[str, Any], name: str) -> None:
 
 @pytest.mark.parametrize("row", PUBLISHED["tables5and6"], ids=lambda row: f"{row['model']}-m{row['microbatches']}")
 def test_interleaved_as_published_leaves_out_what_most_microbatches_wait_for(row: dict[str, Any]) -> None:
-    """The published rates follow from mT + (p-1)T/v + (2pv-p-2)c. The authors' simulation lets only the first microbatch
-    of a group wait for its way from the last rank to rank 0; with that dependency for all it is (2pv-2)c.
+    """The published rates follow from mT + (p-1)T/v + (2pv-p-2)c. The authors' simulation lets only the first
+    microbatch of a group wait for its way from the last rank to rank 0; with that dependency for all it is (2pv-2)c.
     """
     p, m, v, c = row["ranks"], row["microbatches"], row["chunks_interleaved"], row["comm"]
     fiw = [row[what] / v for what in ("forward", "backward_input", "backward_weight")]

@@ -37,7 +37,7 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
 
     Where the three do not take equally long, another order may be better: `penstock search --placement v` finds it.
 
-    Qi et al., "Zero Bubble Pipeline Parallelism", arXiv:2401.10241, section 6; this order of it is PyTorch's.
+    Qi et al., "Zero Bubble Pipeline Parallelism", 2024, arXiv:2401.10241, section 6; this order of it is PyTorch's.
     """
     run = max(microbatches, 2 * ranks - 1)
     rows = []
