@@ -146,7 +146,14 @@ def build(
 
 def _schedule(schedule: str | Schedule, ranks: int, microbatches: int | None, chunks: int | None) -> Schedule:
     if isinstance(schedule, str):
-        return generate(schedule, ranks, 8 if microbatches is None else microbatches, chunks)
+        schedule = generate(schedule, ranks, 8 if microbatches is None else microbatches, chunks)
+        microbatches = chunks = None
+    if schedule.slices > 1:
+        raise ArgumentError(
+            f"schedule {schedule.name!r} cuts microbatches into {schedule.slices} slices of the sequence, which only a "
+            "model that hands its attention's keys and values from slice to slice could run; take one with whole "
+            "microbatches"
+        )
     if schedule.ranks != ranks:
         raise ArgumentError(f"schedule {schedule.name!r} is for {schedule.ranks} ranks, but there are {ranks}")
     if microbatches not in (None, schedule.microbatches):

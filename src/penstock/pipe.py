@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -17,7 +17,7 @@ from penstock.partition._compat import flatten
 from penstock.result import SharedLoss, StepResult
 from penstock.runtime import batch as batches
 from penstock.runtime.engine import Engine, Job, TransportChoice, draws_in_glue
-from penstock.runtime.loss import Loss, Reduction, weights
+from penstock.runtime.loss import Loss, LossHead, Reduction, weights
 from penstock.runtime.materialize import Materialize
 from penstock.runtime.program import Feed, model_inputs
 from penstock.runtime.split_model import SplitModel
@@ -121,7 +121,7 @@ class Pipeline:
     @property
     def needs_inputs(self) -> bool:
         """Whether this process must pass the model's inputs: it runs the first stage."""
-        return self._order.placement.rank_of[0] in self._engine.ranks
+        return bool(self._ranks_of(self._order.placement.is_first) & set(self._engine.ranks))
 
     @property
     def needs_targets(self) -> bool:
@@ -131,7 +131,7 @@ class Pipeline:
     @property
     def has_outputs(self) -> bool:
         """Whether this process runs the last stage, from which outputs and losses come."""
-        return self._order.placement.rank_of[-1] in self._engine.ranks
+        return bool(self._ranks_of(self._order.placement.is_last) & set(self._engine.ranks))
 
     @property
     def model(self) -> nn.Module:
@@ -158,6 +158,14 @@ class Pipeline:
         """What recording the model had to say, and what the schedule costs in exactness."""
         inexact = [violation.text for violation in check(self.schedule) if not violation.fatal]
         return (*self._split.partitions(training=True)[0].notes, *inexact)
+
+    @property
+    def split_share(self) -> dict[int, float]:
+        """For each stage of this process whose backward the schedule splits: how much of it waits for W, as the share
+        of the elements of its trained parameters whose gradient does. Known after a step; the rest is done at I."""
+        programs = self._job(training=True).programs
+        runners = (runner for program in programs for runner in program.runners.values())
+        return {runner.meta.index: runner.split.share for runner in runners if runner.split is not None}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this process's stages, each once, by their names in the unsplit model."""
@@ -304,15 +312,22 @@ class Pipeline:
         refuse_illegal(order)
         return order
 
-    def _feed(self, job: Job, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, outputs: bool) -> Feed:
+    def _ranks_of(self, end: Callable[[int], bool]) -> set[int]:
+        """The ranks of the pipelines' first (or last) stages."""
         placement = self._order.placement
+        return {placement.rank_of[stage] for stage in range(placement.stages) if end(stage)}
+
+    def _device_of(self, end: Callable[[int], bool]) -> torch.device:
+        """Where this process's first (or last) stage is."""
+        return self._engine.devices[min(self._ranks_of(end) & set(self._engine.ranks))]
+
+    def _feed(self, job: Job, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, outputs: bool) -> Feed:
         inputs: list[dict[int, Tensor]] = []
         if self.needs_inputs:
-            device = self._engine.devices[placement.rank_of[0]]
             given = flatten((args, kwargs))
             job.partitions[0].check_structure(given)
             positions = model_inputs(job.partitions[0].stages[0].meta)
-            pieces = batches.split_leaves(given, self._sizes, "input", device)
+            pieces = batches.split_leaves(given, self._sizes, "input", self._device_of(self._order.placement.is_first))
             for partition, leaves in zip(job.partitions, pieces, strict=True):
                 inputs.append(dict(zip(positions, partition.select(leaves), strict=True)))
         if not self.has_outputs:
@@ -331,21 +346,31 @@ class Pipeline:
                     "target; pass target=... where pipe.needs_targets is true"
                 )
             target = kwargs.get("labels")  # for a reduction that weighs a model's own loss
-        device = self._engine.devices[self._order.placement.rank_of[-1]]
-        return batches.split(target, self._sizes, "target", device)
+        return batches.split(target, self._sizes, "target", self._device_of(self._order.placement.is_last))
 
     def _result(self, job: Job, outputs: bool, moments: Mapping[int, Any] | None) -> StepResult:
-        last = self._order.placement.rank_of[-1]
-        here = last in self._engine.ranks
-        shared = SharedLoss(job.head.total() if here else None)
-        if self._options.share_loss:
-            shared.wait = self._engine.share(shared.buffer, last)
+        here = self.has_outputs
+        shared = self._shared_loss(job.head)
         losses = tuple(loss for loss in job.head.losses if loss is not None) if here else ()
         timeline = None
         if moments is not None:
             rows = {rank: row for part in self._engine.gather(moments) for rank, row in part.items()}
             timeline = Timeline.from_nanoseconds([rows[rank] for rank in range(self.world.ranks)])
         return StepResult(losses, timeline, shared, tuple(job.head.outputs) if outputs and here else None)
+
+    def _shared_loss(self, head: LossHead) -> SharedLoss:
+        """The loss on its way to every rank: from the last stage of each pipeline the terms of its microbatches."""
+        placement = self._order.placement
+        sources = {placement.rank_of[stage]: stage for stage in range(placement.stages) if placement.is_last(stage)}
+        if len(sources) == 1 or self.world.is_local:
+            parts = {placement.rank_of[-1]: [head.total()] if self.has_outputs else [None]}
+        else:
+            parts = {rank: head.terms(self._order.numbers_on(stage)) for rank, stage in sources.items()}
+        shared = SharedLoss(list(parts.values()))
+        if self._options.share_loss:
+            for rank, buffer in zip(parts, shared.buffers, strict=True):
+                shared.waits.append(self._engine.share(buffer, rank))
+        return shared
 
 
 def _refuse_untrained(order: Schedule, metas: Sequence[StageMeta]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,24 +18,33 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 class SharedLoss:
     """A batch's loss on its way to every rank. Reading it waits, and starts nothing.
 
-    Carries the value as float64, which holds every smaller float exactly, and its dtype.
+    The loss is the sum of terms, in order, that come from one rank or from several. Each is carried as float64, which
+    holds every smaller float exactly, with its dtype.
+
+    Args:
+        parts: for each rank that terms come from, the terms; on other ranks as many times None.
     """
 
-    def __init__(self, loss: Tensor | None) -> None:
-        self.buffer = torch.full((2,), -1.0, dtype=torch.float64)
-        if loss is not None:
-            self.buffer[0] = loss.detach().double()
-            self.buffer[1] = float(_DTYPES.index(loss.dtype))
-        self.wait: Callable[[], None] | None = None
-        """Returns when the value is here; None once it is."""
+    def __init__(self, parts: Sequence[Sequence[Tensor | None]]) -> None:
+        self.buffers = [torch.full((len(terms), 2), -1.0, dtype=torch.float64) for terms in parts]
+        self.waits: list[Callable[[], None]] = []
+        """Each returns when one of the buffers is here; none is left once all are."""
+        for buffer, terms in zip(self.buffers, parts, strict=True):
+            for slot, term in zip(buffer, terms, strict=True):
+                if term is not None:
+                    slot[0] = term.detach().double()
+                    slot[1] = float(_DTYPES.index(term.dtype))
 
     def read(self) -> Tensor | None:
         """The loss, a scalar on the CPU; None if there is none."""
-        if self.wait is not None:
-            self.wait()
-            self.wait = None
-        value, dtype = self.buffer.tolist()
-        return None if dtype < 0 else torch.tensor(value, dtype=_DTYPES[int(dtype)])
+        while self.waits:
+            self.waits.pop()()
+        total: Tensor | None = None
+        for value, dtype in (slot for buffer in self.buffers for slot in buffer.tolist()):
+            if dtype >= 0:
+                term = torch.tensor(value, dtype=_DTYPES[int(dtype)])
+                total = term if total is None else total + term
+        return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +76,8 @@ class StepResult:
     @property
     def outputs(self) -> tuple[Any, ...]:
         """The model's output for each microbatch, in order; on the rank of the last stage.
+
+        A schedule with two copies of the model has two last stages; each one's rank has None for the other's.
 
         Raises:
             ArgumentError: they were not asked for, or are on another rank.

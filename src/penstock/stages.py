@@ -5,7 +5,7 @@ which runs them. Plain values, without torch, so that schedules and predictions 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 MODEL_INPUT = -1
@@ -63,6 +63,8 @@ class StageMeta:
     buffers: tuple[str, ...] = ()
     trainable: bool = True
     """Whether any of its parameters takes a gradient."""
+    updated: tuple[str, ...] = ()
+    """Buffers that the forward updates, as batch norm does its running statistics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,12 @@ def gradient_routes(stages: Sequence[StageMeta]) -> dict[tuple[int, str], tuple[
             if i.source != MODEL_INPUT and i.meta.requires_grad:
                 routes.setdefault((i.source, i.name), [i.source]).append(stage.index)
     return {value: tuple(holders) for value, holders in routes.items()}
+
+
+def shifted(stage: StageMeta, by: int) -> StageMeta:
+    """The same stage in another copy of the model, whose stages are counted from `by`."""
+    inputs = tuple(i if i.source == MODEL_INPUT else replace(i, source=i.source + by) for i in stage.inputs)
+    return replace(stage, index=stage.index + by, inputs=inputs)
 
 
 def needs_backward(stage: StageMeta) -> bool:

@@ -259,13 +259,17 @@ def _compare(
     pipe: Pipeline, outputs: Sequence[Any] | None, loss: Tensor, expected: _Reference, exact: bool
 ) -> list[Row]:
     """The rows of what this process holds."""
-    last = len(pipe.stages) - 1
+    order = pipe.schedule
+    lasts = [stage for stage in range(order.stages) if order.placement.is_last(stage)]
     rows = []
     if outputs is not None:
         for k, (output, reference) in enumerate(zip(outputs, expected.outputs, strict=True)):
+            last = next(stage for stage in lasts if k in order.numbers_on(stage))
+            if output is None and len(lasts) > 1:
+                continue  # on the rank of another copy's last stage
             for index, (mine, other) in enumerate(zip(_tensors(output), reference, strict=True)):
                 rows.append(_row("output", f"{index} of microbatch {k}", (last,), mine, other, exact))
-        rows.append(_row("loss", "loss", (last,), loss, expected.loss, exact))
+        rows.append(_row("loss", "loss", tuple(lasts), loss, expected.loss, exact))
     shared = ties(pipe.stages)
     holders = {name: (stage.index,) for stage in pipe.stages for name in (*stage.parameters, *stage.buffers)} | shared
     for name, parameter in pipe.named_parameters():
@@ -284,7 +288,11 @@ def _complete(rows: Sequence[Row], expected: _Reference) -> Iterator[Row]:
         known = found.setdefault((row.kind, row.name), row)
         if known.ok and not row.ok:
             found[row.kind, row.name] = row
-    yield from (row for row in found.values() if row.kind in ("output", "loss"))
+    for k, output in enumerate(expected.outputs):
+        for index, reference in enumerate(output):
+            name = f"{index} of microbatch {k}"
+            yield found.get(("output", name)) or _row("output", name, (), None, reference, True)
+    yield found["loss", "loss"]
     for name, gradient in expected.gradients.items():
         yield found.get(("gradient", name)) or _row("gradient", name, (), None, gradient, True)
     for name, buffer in expected.buffers.items():

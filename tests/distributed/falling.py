@@ -1,8 +1,9 @@
 """Forks the ranks of a real pipeline, lets one fall at a chosen action of its second step, and reports how each ended.
 
-Usage: falling.py FOLDER, then a JSON list of cases on standard input: {"name", "victim", "op", "how"}. All run at the
-same time, since they mostly wait. Writes FOLDER/NAME.RANK.log, and prints one JSON line a case: the seconds from the
-fall until each rank's end, and its exit status.
+Usage: falling.py FOLDER, then a JSON list of cases on standard input: {"name", "victim", "op", "how"}, and, if
+it is not the default, {"schedule", "transport"}. All run at the same time, since they mostly wait. Writes
+FOLDER/NAME.RANK.log, and prints one JSON line a case: the seconds from the fall until each rank's end, and its exit
+status.
 """
 
 import atexit
@@ -60,6 +61,7 @@ def train(rank: int, folder: Path, case: dict[str, Any]) -> None:
         loss=lambda output, target: nn.functional.cross_entropy(output.flatten(0, 1), target.flatten()),
         cuts=["blocks.1", "blocks.2"],
         microbatches=4,
+        schedule=case.get("schedule", "1f1b"),
         transport=case.get("transport", "auto"),
     )
     target = target.view(4, 5)

@@ -66,6 +66,11 @@ def tied_gpt_with_dropout() -> Task:
     return tied_gpt(0.2)
 
 
+def deep_gpt_with_dropout() -> Task:
+    task = tied_gpt()
+    return task._replace(model=GPT(layers=8, dropout=0.2))
+
+
 def llama() -> Task:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -115,8 +120,8 @@ def frozen_first_stage() -> Task:
 TASKS: dict[str, Callable[[], Task]] = {
     f.__name__: f
     for f in (
-        mlp, dropout, convnet, skips, in_place, tied_gpt, tied_gpt_with_dropout, llama, dicts_between_stages,
-        a_rank_without_parameters, frozen_first_stage,
+        mlp, dropout, convnet, skips, in_place, tied_gpt, tied_gpt_with_dropout, deep_gpt_with_dropout, llama,
+        dicts_between_stages, a_rank_without_parameters, frozen_first_stage,
     )
 }  # fmt: skip
 

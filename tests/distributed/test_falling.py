@@ -11,6 +11,8 @@ import pytest
 
 OPS = {0: ["F", "SEND_F", "RECV_B"], 1: ["RECV_F", "SEND_B"], 2: ["B", "REDUCE_GRAD"]}
 """Every kind of action, on one rank or another."""
+SPLIT_OPS = {0: ["W"], 1: ["I"]}
+"""Those of a schedule that splits the backward."""
 SECONDS = 10.0
 
 pytestmark = pytest.mark.distributed
@@ -19,15 +21,22 @@ pytestmark = pytest.mark.distributed
 def cases(how: str, **options: str) -> list[dict[str, Any]]:
     return [
         {"name": f"{how}-{victim}-{op}", "victim": victim, "op": op, "how": how, **options}
-        for victim, ops in OPS.items()
+        for victim, ops in (SPLIT_OPS if "schedule" in options else OPS).items()
         for op in ops
     ]
 
 
 @pytest.mark.parametrize(
     ("how", "options"),
-    [("kill", {}), ("stop", {}), ("raise", {}), ("kill", {"transport": "distributed"})],
-    ids=["kill", "stop", "raise", "kill-gloo"],
+    [
+        ("kill", {}),
+        ("stop", {}),
+        ("raise", {}),
+        ("kill", {"transport": "distributed"}),
+        ("stop", {"schedule": "zb-h1"}),
+        ("raise", {"schedule": "zb-h1"}),
+    ],
+    ids=["kill", "stop", "raise", "kill-gloo", "stop-split", "raise-split"],
 )
 def test_the_others_end_and_name_the_rank_that_fell(tmp_path: Path, how: str, options: dict[str, str]) -> None:
     planned = cases(how, **options)

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from by_hand import step_by_hand
 from distributed.ranks import Ranks, RanksError
-from penstock.schedule import Op, names
+from penstock.schedule import Op, generators
 from penstock.testing.transports import SCRIPTS
 
 pytestmark = pytest.mark.distributed
 
 TRANSPORTS = ["auto", "distributed"]
+CLASSIC = ["naive", "gpipe", "1f1b"]
 
 
 @pytest.fixture(params=[2, 3, 4])
@@ -30,7 +31,7 @@ def ranks(request: pytest.FixtureRequest) -> Ranks:
 # -- the proof --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", names())
+@pytest.mark.parametrize("schedule", CLASSIC)
 @pytest.mark.parametrize("name", ["tied_gpt_with_dropout", "skips", "llama", "in_place"])
 def test_bits_of_one_device(ranks: Ranks, name: str, schedule: str) -> None:
     reports = ranks.run(jobs.verify, name, {"schedule": schedule, "microbatches": 4})
@@ -38,6 +39,19 @@ def test_bits_of_one_device(ranks: Ranks, name: str, schedule: str) -> None:
     ok, summary, kinds = reports[0]
     assert ok, summary
     assert kinds == (["buffer"] if name == "llama" else []) + ["gradient", "loss", "output"]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("p", [2, 4])
+@pytest.mark.parametrize("schedule", [g.name for g in generators() if g.slices == 1 and g.name not in CLASSIC])
+def test_every_schedule_gives_the_bits_of_one_device(
+    schedule: str, p: int, transport: str, request: pytest.FixtureRequest
+) -> None:
+    ranks: Ranks = request.getfixturevalue(f"ranks{p}")
+    options = {"schedule": schedule, "microbatches": 6, "transport": transport}
+    reports = ranks.run(jobs.verify, "deep_gpt_with_dropout", options)
+    assert len(set(map(str, reports))) == 1, "each rank has the same report"
+    assert reports[0][0], reports[0][1]
 
 
 @pytest.mark.parametrize("name", ["dicts_between_stages", "convnet", "frozen_first_stage", "dropout"])
@@ -91,7 +105,7 @@ def train_by_hand(
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("schedule", names())
+@pytest.mark.parametrize("schedule", CLASSIC)
 @pytest.mark.parametrize("name", ["mlp", "skips", "convnet", "frozen_first_stage"])
 def test_five_steps_are_those_of_one_device(ranks3: Ranks, name: str, schedule: str, transport: str) -> None:
     options = {"schedule": schedule, "microbatches": 5, "transport": transport}
@@ -108,7 +122,7 @@ def test_five_steps_are_those_of_one_device(ranks3: Ranks, name: str, schedule: 
     assert float(trained[0].losses[-1]) < float(trained[0].losses[0])
 
 
-@pytest.mark.parametrize("schedule", names())
+@pytest.mark.parametrize("schedule", CLASSIC)
 def test_five_steps_with_tied_weights(ranks: Ranks, schedule: str) -> None:
     trained = ranks.run(jobs.train_here, "tied_gpt", 5, {"schedule": schedule, "microbatches": 4})
     weights, _, losses = train_by_hand("tied_gpt", 5, 4)

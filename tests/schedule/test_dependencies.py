@@ -12,7 +12,7 @@ def before(schedule: Schedule, text: str) -> set[str]:
     """What an action waits for, besides the one before it in its row."""
     dependencies = Dependencies(schedule)
     node = [str(a) for a in dependencies.actions].index(text)
-    return {str(dependencies.actions[need]) for need in dependencies.before[node]}
+    return {str(dependencies.actions[need]) for need in dependencies.before(node)}
 
 
 def parse(rank_of: str, *rows: str) -> Schedule:
@@ -65,8 +65,8 @@ def test_linear_order_respects_rows_and_dependencies(schedule: Schedule) -> None
     assert rows == [list(row) for row in lowered.rows]
     place = {action: index for index, (_, action) in enumerate(order)}
     dependencies = Dependencies(lowered)
-    for node, needs in enumerate(dependencies.before):
-        assert all(place[dependencies.actions[need]] < place[dependencies.actions[node]] for need in needs)
+    for node, action in enumerate(dependencies.actions):
+        assert all(place[dependencies.actions[need]] < place[action] for need in dependencies.before(node))
 
 
 @given(arbitrary())

@@ -82,6 +82,15 @@ def test_idle_time_is_what_the_registry_says(entry: Any, p: int, m: int, costs: 
         assert work <= timeline.span_seconds < work + 1.5 * scale * p * (f + i + w)
 
 
+@pytest.mark.parametrize("entry", GENERATORS, ids=lambda entry: entry.name)
+@pytest.mark.parametrize(("p", "m"), REGULAR)
+def test_the_bubble_is_what_the_registry_says(entry: Any, p: int, m: int) -> None:
+    measured = simulate(generate(entry.name, p, m), StageCost(1, 1, 1)).bubble_rate
+    assert (entry.bubble is None) == (entry.idle is None)
+    if entry.bubble is not None:
+        assert measured == pytest.approx(eval(entry.bubble, values(entry, p, m)), abs=1e-12)
+
+
 def pictured() -> list[tuple[Callable[..., Schedule], tuple[int, ...]]]:
     """Each exported generator that draws itself, with the numbers that the docstring names."""
     found = []

@@ -9,17 +9,14 @@ from hypothesis import strategies as st
 from penstock.costs import LinkCost, StageCost
 from penstock.errors import ArgumentError, ScheduleError
 from penstock.schedule import (
-    Action,
-    Op,
     Schedule,
     add_communication,
     generate,
-    linearize,
-    names,
     reduce_ties,
     split_backward,
 )
 from penstock.simulate import simulate
+from some_schedules import generated
 
 # Whole numbers: sums of them are exact.
 costs = st.builds(StageCost, *[st.integers(1, 50).map(float)] * 3)
@@ -92,34 +89,11 @@ def test_gpipes_table_2_bubble(p: int, speedup: float) -> None:
 
 
 @settings(max_examples=50)
-@given(st.sampled_from(names()), small, microbatches, costs, st.booleans())
-def test_messages_and_reductions_change_nothing(name: str, p: int, m: int, cost: StageCost, split: bool) -> None:
-    schedule = generate(name, p, m)
+@given(generated(), costs, st.booleans())
+def test_messages_and_reductions_change_nothing(schedule: Schedule, cost: StageCost, split: bool) -> None:
     schedule = split_backward(schedule) if split else schedule
-    lowered = reduce_ties(add_communication(schedule), [range(p)])
+    lowered = reduce_ties(add_communication(schedule), [range(schedule.stages)])
     assert simulate(lowered, cost, LinkCost(3)) == simulate(schedule, cost, LinkCost(3))
-
-
-@settings(max_examples=50)
-@given(st.sampled_from(names()), st.integers(1, 5), st.integers(1, 10), st.data())
-def test_each_action_starts_as_soon_as_it_can_and_no_sooner(name: str, p: int, m: int, data: st.DataObject) -> None:
-    schedule = split_backward(generate(name, p, m))
-    cost, c = data.draw(st.lists(costs, min_size=p, max_size=p)), 2.0
-    timeline = simulate(schedule, cost, LinkCost(c))
-    spans = {span.action: span for span in timeline}
-    free = [0.0] * p
-    for rank, action in linearize(schedule):
-        k, s = action.microbatch, action.stage
-        needs = {
-            Op.F: [(s - 1, Op.F)] if s else [],
-            Op.I: [(s, Op.F), *([(s + 1, Op.I)] if s + 1 < p else [])],
-            Op.W: [(s, Op.I)],
-        }[action.op]
-        arrivals = [spans[Action(t, op, k)].end_seconds + (c if t != s else 0) for t, op in needs]
-        span = spans[action]
-        assert span.start_seconds == max([free[rank], *arrivals])
-        assert span.waited_seconds == span.start_seconds - free[rank]
-        free[rank] = span.end_seconds
 
 
 def test_bytes_take_time_in_both_directions() -> None:

@@ -31,7 +31,7 @@ class Bubble:
 
 def compare(schedule: Schedule, timelines: Sequence[Timeline]) -> Bubble:
     """What the timelines of a few steps of one schedule say of its bubble."""
-    formulas = {generator.name: generator.bubble for generator in generators()}
+    formulas = {generator.name: generator.bubble or "" for generator in generators()}
     return Bubble(
         median(timeline.bubble_rate for timeline in timelines),
         simulate(schedule, stage_costs(schedule, timelines)).bubble_rate,

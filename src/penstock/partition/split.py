@@ -191,6 +191,11 @@ class Split:
                     "uses are on one stage"
                 )
 
+    @cached_property
+    def updated(self) -> set[str]:
+        """Canonical names of the parameters and buffers that the forward updates in place."""
+        return {name for storage, name in self.recording.memory.items() if storage in self.written}
+
     def held_by(self, node: fx.Node) -> list[str]:
         """Canonical names of the parameters and buffers that a node uses."""
         fact = self.facts[node]

@@ -87,6 +87,7 @@ def build_stage(split: Split, plan: Plan, index: int, streams: RandomSource) -> 
         parameters=tuple(parameters),
         buffers=tuple(buffers),
         trainable=any(p.requires_grad for p in parameters.values()),
+        updated=tuple(public[name] for name in names if name in split.updated),
     )
     streams_name = free_name(model, "streams")
     graph = _graph(split, plan, streams_name)

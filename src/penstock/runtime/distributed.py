@@ -49,6 +49,7 @@ class Groups:
         self.down = self._new(range(len(members)))
         self.control = self._new(range(len(members)), "gloo")
         self._ties: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._made: set[tuple[int, ...]] = set()
 
     def of(self, holders: Sequence[int]) -> dist.ProcessGroup:
         """A group that `make` has made; this rank is one of `holders`."""
@@ -57,8 +58,9 @@ class Groups:
     def make(self, holders: Sequence[int]) -> None:
         """Makes the group of some of the pipeline's ranks. Called by all ranks of the pipeline, in the same order."""
         key = tuple(sorted(holders))
-        if key in self._ties:
+        if key in self._made:
             return
+        self._made.add(key)
         if self._rank in key:
             self._ties[key] = self._new(key)
         elif not self._local:

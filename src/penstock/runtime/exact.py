@@ -5,7 +5,9 @@ Every rule was found by experiment; break it, and bits change (tests/runtime/tes
 1. A stage's weight gradients accumulate in ascending order of microbatch. The schedule decides this;
    `penstock.schedule.check` reports one that does not as inexact.
 2. All uses of a parameter within one microbatch are summed first and then added once to `.grad`: one `backward` call
-   takes all roots of a stage together.
+   takes all roots of a stage together. Where the backward is split, a parameter with any use that cannot wait for W
+   does not wait at all, and the terms of those that wait are added in autograd's order
+   (`penstock.runtime.split_backward`).
 3. The loss is scaled by the seed of its backward (`seeds`), never by dividing gradients afterwards.
 4. The gradient of a value that several stages use comes back from the last consumer to the one before it, and is a
    root of that stage's backward, so that it is the first term of the sum there (`backward`).
@@ -135,7 +137,7 @@ def allocate(layout: Layout, device: torch.device) -> Buffer:
         return Buffer(tensor, tensor.as_strided((tensor.numel(),), (1,)), packed=False)
     if is_dense(shape, stride):
         flat = torch.empty(_numel(shape) + skip, dtype=dtype, device=device)
-        tensor = _on_memory_of(flat, skip, shape, stride)
+        tensor = on_memory_of(flat, skip, shape, stride)
         return Buffer(tensor, flat[skip:], packed=False)
     narrow = _narrow(shape, stride)
     if is_overlapping(narrow, stride):  # nothing can be written into such a tensor; contiguous is the nearest
@@ -147,10 +149,10 @@ def allocate(layout: Layout, device: torch.device) -> Buffer:
     reach = 1 + sum(step * (size - 1) for size, step in zip(narrow, stride, strict=True))
     memory = torch.empty(reach + skip, dtype=dtype, device=device)
     flat = torch.empty(_numel(narrow), dtype=dtype, device=device)
-    return Buffer(_on_memory_of(memory, skip, shape, stride), flat, packed=True)
+    return Buffer(on_memory_of(memory, skip, shape, stride), flat, packed=True)
 
 
-def _on_memory_of(memory: Tensor, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
+def on_memory_of(memory: Tensor, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
     """A tensor on the memory of another, but no view of it: autograd refuses to update views that `Receive` returns."""
     return torch.empty(0, dtype=memory.dtype, device=memory.device).set_(
         memory.untyped_storage(), offset, shape, stride

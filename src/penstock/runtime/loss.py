@@ -119,6 +119,12 @@ class LossHead:
             seed = self._seeds[key] = torch.full_like(loss, self._weights[microbatch])
         return seed
 
+    def terms(self, microbatches: range) -> list[Tensor | None]:
+        """What some microbatches add to the batch's loss, in order; None for one whose loss is elsewhere."""
+        if not self.losses:
+            return [None] * len(microbatches)
+        return [weighted_sum([self.losses[k]], [self._weights[k]]) for k in microbatches]
+
     def total(self) -> Tensor | None:
         """The batch's loss: the weighted sum, ascending by microbatch."""
         return weighted_sum(self.losses, self._weights)

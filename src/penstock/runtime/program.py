@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ScheduleError
-from penstock.partition import Partition
+from penstock.partition import Partition, Stage
 from penstock.runtime.failure import OUTSIDE, Position
 from penstock.runtime.loss import LossHead
 from penstock.runtime.routes import Route, RouteBuilder, route_of
+from penstock.runtime.split_backward import SplitBackward
 from penstock.runtime.stage import StageRunner
 from penstock.runtime.streams import Streams
 from penstock.runtime.ties import TieReducer
@@ -128,7 +129,7 @@ class Program:
         metas = [stage.meta for stage in partitions[0].stages]
         rank = transport.rank
         builder = RouteBuilder(number, metas, placement, transport, training=training)
-        self.head = head if placement.rank_of[len(metas) - 1] == rank else None
+        self.head = head if any(map(placement.is_last, placement.stages_on(rank))) else None
         self.runners: dict[int, StageRunner] = {}
         for index in placement.stages_on(rank):
             self.runners[index] = StageRunner(
@@ -136,11 +137,12 @@ class Program:
                 [partition.stages[index].module.forward for partition in partitions],
                 builder.roots(index),
                 builder.routes(index),
-                head if index == len(metas) - 1 else None,
+                head if placement.is_last(index) else None,
                 streams,
                 partitions[0].draw_offsets[index],
                 device,
                 training,
+                _split(partitions[0].stages[index], row, device),
             )
         self._reducers = reducers
         self._placement = placement
@@ -149,11 +151,9 @@ class Program:
     def start(self, feed: Feed) -> None:
         """Gives a step's inputs to the first stage, if it is here."""
         for index, runner in self.runners.items():
-            runner.begin_step(feed.inputs if index == 0 else ())
+            runner.begin_step(feed.inputs if self._placement.is_first(index) else ())
 
     def _entry(self, rank: int, action: Action) -> Entry:
-        if not isinstance(action, Action):
-            raise ScheduleError(f"action {action} of rank {rank} cannot be run yet: give its parts one after the other")
         text = str(action)
         running = Position(text)
         if action.op is Op.REDUCE_GRAD:
@@ -167,9 +167,12 @@ class Program:
             case Op.F:
                 waiting = self._waiting("RECV_F", action, routes.values_in)
                 return Entry(rank, action, action.microbatch, runner.gather, runner.forward, waiting, running)
-            case Op.B:
+            case Op.B | Op.I:
                 waiting = self._waiting("RECV_B", action, routes.grads_in)
                 return Entry(rank, action, action.microbatch, runner.collect, runner.backward, waiting, running)
+            case Op.W:
+                weights = runner.weight_backward
+                return Entry(rank, action, action.microbatch, None, lambda k, _: weights(k), running, running)
             case Op.SEND_F | Op.SEND_B:
                 forward = action.op is Op.SEND_F
                 route = route_of(action, routes.values_out if forward else routes.grads_out)
@@ -181,14 +184,24 @@ class Program:
                 post = route.channel.post
                 return Entry(rank, action, action.microbatch, None, lambda k, _: post(k), running, running)
             case _:
-                raise ScheduleError(
-                    f"action {text} of rank {rank}: {action.op.value} cannot be run yet; "
-                    "merge the backward (I and W) into B with `penstock.schedule.merge_backward`"
-                )
+                raise ScheduleError(f"action {text} of rank {rank}: {action.op.value} cannot be run; leave it out")
 
     def _waiting(self, what: str, action: Action, routes: Sequence[Route]) -> Position:
         peers = sorted({self._placement.rank_of[route.stage] for route in routes if route.remote})
         return Position(f"{action.stage}{what}{action.microbatch}", tuple(peers))
+
+
+def _split(stage: Stage, row: Sequence[Action], device: torch.device) -> SplitBackward | None:
+    """What runs the backwards that the row splits, if it splits any of this stage."""
+
+    def microbatches(*ops: Op) -> list[int]:
+        own = (action for action in row if action.stage == stage.meta.index and action.op in ops)
+        return [action.microbatch for action in own if action.microbatch is not None]
+
+    split = microbatches(Op.I)
+    orders = (microbatches(Op.F), microbatches(Op.B, Op.I))
+    in_order = all(order == sorted(order) for order in orders)
+    return SplitBackward(stage.parameters, stage.module, device, split, in_order=in_order) if split else None
 
 
 def model_inputs(meta: StageMeta) -> list[int]:

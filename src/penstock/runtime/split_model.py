@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
 from penstock.partition import Balance, Partition, Partitioner, Stage, default_kwargs, retarget
+from penstock.runtime.copies import with_copies
 from penstock.runtime.engine import Engine
 from penstock.runtime.materialize import Materialize, materialize
 from penstock.runtime.ties import tie_groups
@@ -47,11 +48,12 @@ class SplitModel:
         self._engine = engine
         self._placement = placement
         self._partitioner = Partitioner(
-            model, stages=placement.stages, cuts=cuts, leaves=leaves, balance=balance, streams=engine.streams
+            model, stages=placement.depth, cuts=cuts, leaves=leaves, balance=balance, streams=engine.streams
         )
         self.model = self._partitioner.model
         self._modules = list(self.model.modules())
         self._examples = engine.give(list(examples))  # a forward may branch on their values: all ranks record the same
+        self._copied: dict[int, tuple[Partition, Partition]] = {}
         self._placed: dict[int, tuple[Partition, Partition]] = {}
         shared = ties([stage.meta for stage in self._record(training=True)[0].stages])
         self._refuse_copies(shared)
@@ -110,13 +112,19 @@ class SplitModel:
 
     def _record(self, *, training: bool) -> list[Partition]:
         with torch.set_grad_enabled(training):
-            return [self._partitioner(args, kwargs) for args, kwargs in self._examples]
+            return [self._copy(self._partitioner(args, kwargs)) for args, kwargs in self._examples]
+
+    def _copy(self, partition: Partition) -> Partition:
+        """The partition with the stages of all pipelines."""
+        if id(partition) not in self._copied:
+            # Kept together with the original: an id is unique only while its object lives.
+            self._copied[id(partition)] = partition, with_copies(partition, self._placement.pipelines)
+        return self._copied[id(partition)][1]
 
     def _place(self, partition: Partition) -> Partition:
         """The partition with this process's stages on their devices."""
         if id(partition) not in self._placed:
             stages = tuple(self._place_stage(stage) for stage in partition.stages)
-            # Kept together with the original: an id is unique only while its object lives.
             self._placed[id(partition)] = partition, replace(partition, stages=stages)
         return self._placed[id(partition)][1]
 
@@ -172,6 +180,7 @@ class SplitModel:
             }
             materialize(modules, engine.devices[rank], engine.streams.seed, rule)
         if not engine.world.is_local:
+            self._copied.clear()
             self._partitioner.forget()  # what was recorded so far keeps the memory of other ranks' parameters
 
 

@@ -1,4 +1,4 @@
-"""Forward and backward of one microbatch on one stage.
+"""Forward and backward of one microbatch on one stage; the backward whole (B) or split (I and W).
 
 What a stage keeps for a microbatch between the two is no more than autograd itself keeps: the edges to start backward
 from, and a slot for the gradient of each input. Values and gradients are dropped as soon as they are handed on.
@@ -18,6 +18,7 @@ from penstock.errors import ArgumentError, PartitionError
 from penstock.runtime import exact
 from penstock.runtime.loss import LossHead
 from penstock.runtime.routes import Root, Route, Routes
+from penstock.runtime.split_backward import SplitBackward
 from penstock.runtime.streams import Streams
 from penstock.stages import StageMeta, needs_backward
 
@@ -51,6 +52,7 @@ class StageRunner:
         head: what stands behind the last stage; None on others.
         streams: random streams, if anything on this stage draws.
         draw_offsets: how often each module that draws was called on earlier stages.
+        split: runs the backward of some microbatches in two parts; None where all are whole.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class StageRunner:
         draw_offsets: Mapping[str, int],
         device: torch.device,
         training: bool,
+        split: SplitBackward | None = None,
     ) -> None:
         self.meta = meta
         self.routes = routes
@@ -77,6 +80,7 @@ class StageRunner:
         self._untracked_outputs = [p for p, o in enumerate(meta.outputs) if training and not o.meta.requires_grad]
         self._root_outputs = [root.position for root in roots if root.is_output]
         self._root_inputs = [root.position for root in roots if not root.is_output]
+        self.split = split
         self._saved: dict[int, _Saved] = {}
         self._values = _Outbox()
         self._grads = _Outbox()
@@ -89,6 +93,8 @@ class StageRunner:
         self._saved.clear()
         self._values.mail.clear()
         self._grads.mail.clear()
+        if self.split is not None:
+            self.split.begin_step()
 
     def gather(self, microbatch: int) -> list[Any]:
         """Waits for everything that the forward of a microbatch needs."""
@@ -110,7 +116,12 @@ class StageRunner:
         for position in self._tracked:
             args[position], slots[position] = exact.receive(self._anchor, args[position])
         passed_on = [get_gradient_edge(args[position]) for position in self._root_inputs]
-        outputs = self._functions[microbatch](*args)
+        split = self._split_of(microbatch)
+        if split is None:
+            outputs = self._functions[microbatch](*args)
+        else:
+            with split.forward(microbatch):
+                outputs = self._functions[microbatch](*args)
         args.clear()
         if self._training:
             self._check_untracked(outputs)
@@ -121,6 +132,8 @@ class StageRunner:
             roots = [_edge(outputs[position]) for position in self._root_outputs]
         if self._training:
             self._saved[microbatch] = _Saved([*roots, *passed_on], slots)
+        if split is not None:
+            split.learn(microbatch, roots)
         self._values.dispatch(self.routes.values_out, microbatch, [exact.settled(output) for output in outputs])
 
     def collect(self, microbatch: int) -> list[Tensor | None]:
@@ -134,17 +147,26 @@ class StageRunner:
         return grads
 
     def backward(self, microbatch: int, grads: list[Tensor | None]) -> None:
-        """Runs the full backward; hands the gradients of the inputs on."""
+        """Runs B or I; hands the gradients of the inputs on."""
         saved = self._saved.pop(microbatch)
         if self._streams is not None:
             self._streams.begin(microbatch, self._draw_offsets, again=True)
         present = [(r, g) for r, g in zip(saved.roots, grads, strict=True) if r is not None and g is not None]
         grads.clear()
-        if present:
+        split = self._split_of(microbatch)
+        if present and split is None:
             exact.backward([root for root, _ in present], [grad for _, grad in present])
+        elif present and split is not None:
+            with split.input_gradients(microbatch):
+                exact.backward([root for root, _ in present], [grad for _, grad in present])
         slots = saved.slots
         given = [exact.settled(slots[p][0]) if slots.get(p) else None for p in range(len(self.meta.inputs))]
         self._grads.dispatch(self.routes.grads_out, microbatch, given)
+
+    def weight_backward(self, microbatch: int) -> None:
+        """Runs W: what I left of a microbatch's backward."""
+        assert self.split is not None
+        self.split.weight_gradients(microbatch)
 
     def send_values(self, microbatch: int, route: Route) -> None:
         """Sends the outputs of a microbatch to a stage on another rank."""
@@ -153,6 +175,9 @@ class StageRunner:
     def send_grads(self, microbatch: int, route: Route) -> None:
         """Sends the gradients of a microbatch's inputs to a stage on another rank."""
         route.channel.send(microbatch, self._grads.mail.pop((route.stage, microbatch)))
+
+    def _split_of(self, microbatch: int) -> SplitBackward | None:
+        return self.split if self.split is not None and microbatch in self.split.microbatches else None
 
     def _loss_edge(self, loss: Tensor) -> GradientEdge | None:
         if loss.requires_grad:

@@ -10,10 +10,17 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from penstock.schedule.action import Action, Op
+from penstock.schedule.action import OPS, Action, Op
 from penstock.schedule.dependencies import Dependencies, stages_with_backward
-from penstock.schedule.order import advance, describe_cycle
+from penstock.schedule.order import Advance, advance, describe_cycle
+from penstock.schedule.row import Row
 from penstock.schedule.schedule import Schedule
+
+# As in the columns of rows, which the checks run on: an `Action` is made only for what is reported.
+_F, _REDUCE = Op.F.code, Op.REDUCE_GRAD.code
+_ADDS_WEIGHT_GRADIENTS = (Op.B.code, Op.W.code)
+_SENDS = frozenset(op.code for op in Op if op.is_send)
+_SHARDING = {Op.UNSHARD: Op.RESHARD, Op.RESHARD: Op.UNSHARD}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +57,19 @@ def check(schedule: Schedule, memory_limit: int | None = None) -> list[Violation
         memory_limit: the most activations that a rank may hold at a time, as `peak_activations` counts them.
     """
     dependencies = Dependencies(schedule)
+    buffered = advance(dependencies)
     found = [
         *_places(schedule),
         *_repeated(dependencies),
+        *_sharding(schedule),
         *_missing(schedule, dependencies),
-        *_row_order(dependencies),
-        *_unmatched(schedule, dependencies),
+        *_row_order(dependencies, buffered),
+        *_unmatched(dependencies),
         *_message_order(schedule),
         *_reduction_order(schedule),
     ]
     if not found:
-        found += _deadlock(dependencies)
+        found += _deadlock(dependencies, buffered)
     found += _inexact(schedule)
     if memory_limit is not None:
         found += _memory(schedule, memory_limit)
@@ -73,110 +82,132 @@ def peak_activations(schedule: Schedule) -> list[int]:
     The unit is what one microbatch keeps on one stage (with v chunks a rank, 1/v of a rank's microbatch). It is held
     from F until B or W; on a stage without backward, during F only.
     """
-    return [max((held for held, _ in held_by), default=0) for held_by in _held_activations(schedule)]
-
-
-def _held_activations(schedule: Schedule) -> Iterator[list[tuple[int, Action]]]:
-    """For each rank, how many activations it holds during each F."""
     kept = stages_with_backward(schedule)
-    for row in schedule.rows:
-        held: set[tuple[int, int | None]] = set()
-        course = []
-        for action in row:
-            if action.op is Op.F:
-                held.add((action.stage, action.microbatch))
-                course.append((len(held), action))
-            if action.op in (Op.B, Op.W) or (action.op is Op.F and action.stage not in kept):
-                held.discard((action.stage, action.microbatch))
-        yield course
+    return [max((held for held, _ in _held_activations(row, kept)), default=0) for row in schedule.rows]
+
+
+def _held_activations(row: Row, kept: frozenset[int]) -> Iterator[tuple[int, int]]:
+    """How many activations a rank holds during each F, and which action of the row that is."""
+    held: set[tuple[int, int]] = set()
+    for index, (stage, op, number) in enumerate(zip(row.stage, row.op, row.microbatch, strict=True)):
+        if op == _F:
+            held.add((stage, number))
+            yield len(held), index
+            if stage not in kept:
+                held.discard((stage, number))
+        elif op in _ADDS_WEIGHT_GRADIENTS:
+            held.discard((stage, number))
 
 
 def _places(schedule: Schedule) -> Iterator[Violation]:
     """Numbers out of range, and actions on a rank that does not own their stage."""
     rank_of, stages = schedule.placement.rank_of, schedule.stages
+    numbers_on = [schedule.numbers_on(stage) for stage in range(stages)]
+    first, end = [numbers.start for numbers in numbers_on], [numbers.stop for numbers in numbers_on]
     for rank, row in enumerate(schedule.rows):
-        for action in row:
-            where = f"rank {rank} has {action}"
-            k = None if action.op is Op.REDUCE_GRAD else action.microbatch
-            if action.stage >= stages or (action.peer is not None and action.peer >= stages):
-                yield Violation(rank, action, "out of range", f"{where}; the stages are 0..{stages - 1}")
-            elif k is not None and k not in (numbers := schedule.numbers_on(action.stage)):
+        columns = zip(row.stage, row.op, row.microbatch, row.peer, strict=True)
+        for index, (stage, op, number, peer) in enumerate(columns):
+            if stage >= stages or peer >= stages:
+                kind, reason = "out of range", f"the stages are 0..{stages - 1}"
+            elif not first[stage] <= number < end[stage] and number >= 0 and op != _REDUCE:
                 what = "the microbatches" if schedule.slices == 1 else "the slices"
-                of = "" if schedule.placement.pipelines == 1 else f" of stage {action.stage}"
-                text = f"{where}; {what}{of} are {numbers.start}..{numbers.stop - 1}"
-                yield Violation(rank, action, "out of range", text)
-            elif (owner := rank_of[action.stage]) != rank:
-                yield Violation(rank, action, "misplaced", f"{where}; stage {action.stage} is on rank {owner}")
-            elif action.peer is not None and rank_of[action.peer] == rank:
-                text = f"{where}; stage {action.peer} is on the same rank, which needs no message"
-                yield Violation(rank, action, "misplaced", text)
+                of = "" if schedule.placement.pipelines == 1 else f" of stage {stage}"
+                kind, reason = "out of range", f"{what}{of} are {first[stage]}..{end[stage] - 1}"
+            elif rank_of[stage] != rank:
+                kind, reason = "misplaced", f"stage {stage} is on rank {rank_of[stage]}"
+            elif peer >= 0 and rank_of[peer] == rank:
+                kind, reason = "misplaced", f"stage {peer} is on the same rank, which needs no message"
+            else:
+                continue
+            yield Violation(rank, row[index], kind, f"rank {rank} has {row[index]}; {reason}")
 
 
 def _repeated(dependencies: Dependencies) -> Iterator[Violation]:
     """Actions that occur twice, and microbatches that go back twice on a stage, as B and as I or W."""
-    for node, action in enumerate(dependencies.actions):
-        rank, first = dependencies.rank_of[node], dependencies.node(action)
-        if first is not None and first != node:
-            text = f"rank {rank} has {action}, which rank {dependencies.rank_of[first]} has already"
+    actions, rank_of = dependencies.actions, dependencies.rank_of
+    if sum(map(len, dependencies.kinds.values())) < len(actions):
+        for node, action in enumerate(actions):
+            first = dependencies.node(action)
+            if first is not None and first != node and action.op not in _SHARDING:
+                text = f"rank {rank_of[node]} has {action}, which rank {rank_of[first]} has already"
+                yield Violation(rank_of[node], action, "repeated", text)
+    for stage, op in itertools.product(sorted({stage for stage, *_ in dependencies.kinds}), (Op.I, Op.W)):
+        nodes, whole = dependencies.nodes(stage, op), dependencies.nodes(stage, Op.B)
+        for number in sorted(nodes.keys() & whole.keys()):
+            action, including = actions[nodes[number]], actions[whole[number]]
+            rank = rank_of[nodes[number]]
+            text = f"rank {rank} has {action} besides {including}, which includes it; keep one of the two"
             yield Violation(rank, action, "repeated", text)
-        elif action.op in (Op.I, Op.W):
-            whole = Action(action.stage, Op.B, action.microbatch)
-            if dependencies.node(whole) is not None:
-                text = f"rank {rank} has {action} besides {whole}, which includes it; keep one of the two"
-                yield Violation(rank, action, "repeated", text)
+
+
+def _sharding(schedule: Schedule) -> Iterator[Violation]:
+    """A stage's parameters that are gathered, or let go, twice in succession: the two must take turns."""
+    codes = {op.code for op in _SHARDING}
+    for rank, row in enumerate(schedule.rows):
+        if codes.isdisjoint(row.op):
+            continue
+        latest: dict[int, Op] = {}
+        for action in row:
+            if action.op in _SHARDING:
+                if latest.get(action.stage) is action.op:
+                    between = Action(action.stage, _SHARDING[action.op])
+                    text = f"rank {rank} has {action} twice in succession; {between} must come in between"
+                    yield Violation(rank, action, "repeated", text)
+                latest[action.stage] = action.op
 
 
 def _missing(schedule: Schedule, dependencies: Dependencies) -> Iterator[Violation]:
     """Forwards, backwards, and messages of a link that other microbatches use."""
     with_backward = stages_with_backward(schedule)
     for stage, rank in enumerate(schedule.placement.rank_of):
+        forward, whole, split, weights = (dependencies.nodes(stage, op) for op in (Op.F, Op.B, Op.I, Op.W))
+        backward = stage in with_backward
         for k in schedule.numbers_on(stage):
-            forward, whole, split, weights = (Action(stage, op, k) for op in (Op.F, Op.B, Op.I, Op.W))
-            there = {a for a in (forward, whole, split, weights) if dependencies.node(a) is not None}
-            wanted = [forward]
-            if stage in with_backward and whole not in there:
-                wanted += [split, weights] if there & {split, weights} else [whole]
-            for action in wanted:
-                if action not in there:
-                    text = f"rank {rank} has no {action}; each microbatch goes through stage {stage} once"
-                    yield Violation(rank, action, "missing", text)
-    links: defaultdict[Action, set[int | None]] = defaultdict(set)
-    for action in dependencies.actions:
-        if action.op.is_send:
-            links[Action(action.stage, action.op, 0, action.peer)].add(action.microbatch)
-    for link, used in links.items():
-        if link.stage >= schedule.stages:
-            continue
-        for k in schedule.numbers_on(link.stage):
-            if k not in used:
-                rank, action = schedule.placement.rank_of[link.stage], Action(link.stage, link.op, k, link.peer)
+            if k in forward and (not backward or k in whole or (k in split and k in weights)):
+                continue
+            wanted = {Op.F: forward}
+            if backward and k not in whole:
+                wanted |= {Op.I: split, Op.W: weights} if k in split or k in weights else {Op.B: whole}
+            for action in (Action(stage, op, k) for op, nodes in wanted.items() if k not in nodes):
+                text = f"rank {rank} has no {action}; each microbatch goes through stage {stage} once"
+                yield Violation(rank, action, "missing", text)
+    for (stage, code, peer), nodes in dependencies.kinds.items():
+        if code in _SENDS and stage < schedule.stages:
+            rank = schedule.placement.rank_of[stage]
+            for k in sorted(set(schedule.numbers_on(stage)) - nodes.keys()):
+                action = Action(stage, OPS[code], k, peer)
                 text = f"rank {rank} has no {action}, though it sends other microbatches that way"
                 yield Violation(rank, action, "missing", text)
 
 
-def _row_order(dependencies: Dependencies) -> Iterator[Violation]:
-    """Actions that come before one that they wait for, in the same row."""
-    for node, action in enumerate(dependencies.actions):
-        rank = dependencies.rank_of[node]
-        for need in dependencies.before[node]:
-            if dependencies.rank_of[need] == rank and need >= node:
-                text = f"rank {rank} has {action} before {dependencies.actions[need]}, which it waits for"
-                yield Violation(rank, action, "order", text)
+def _row_order(dependencies: Dependencies, buffered: Advance) -> Iterator[Violation]:
+    """Actions that come before one that they wait for, in the same row. They stop their rank."""
+    actions, rank_of = dependencies.actions, dependencies.rank_of
+    for node in range(len(actions)) if buffered.blocked else ():
+        rank = rank_of[node]
+        for need in dependencies.before(node):
+            if rank_of[need] == rank and need >= node:
+                text = f"rank {rank} has {actions[node]} before {actions[need]}, which it waits for"
+                yield Violation(rank, actions[node], "order", text)
 
 
-def _unmatched(schedule: Schedule, dependencies: Dependencies) -> Iterator[Violation]:
+def _unmatched(dependencies: Dependencies) -> Iterator[Violation]:
     """Messages without their other end, and reductions with nobody else."""
-    reducing: defaultdict[int, list[tuple[int, Action]]] = defaultdict(list)
-    for node, action in enumerate(dependencies.actions):
-        rank = dependencies.rank_of[node]
-        if action.op.is_communication and dependencies.node(action.other_end) is None:
-            text = f"rank {rank} has {action}, but no rank has {action.other_end}"
-            yield Violation(rank, action, "unmatched", text)
-        elif action.op is Op.REDUCE_GRAD and action.microbatch is not None:
-            reducing[action.microbatch].append((rank, action))
+    actions, rank_of = dependencies.actions, dependencies.rank_of
+    reducing: defaultdict[int, list[int]] = defaultdict(list)
+    for (_, code, _), nodes in dependencies.kinds.items():
+        if OPS[code].is_communication:
+            for node in nodes.values():
+                if dependencies.other_end(node) is None:
+                    rank, action = rank_of[node], actions[node]
+                    text = f"rank {rank} has {action}, but no rank has {action.other_end}"
+                    yield Violation(rank, action, "unmatched", text)
+        elif code == _REDUCE:
+            for group, node in nodes.items():
+                reducing[group].append(node)
     for group, members in reducing.items():
-        if len(members) == 1:
-            rank, action = members[0]
+        if len(members) == 1 and group >= 0:
+            rank, action = rank_of[members[0]], actions[members[0]]
             text = f"rank {rank} has {action}, but no other rank reduces group {group}"
             yield Violation(rank, action, "unmatched", text)
 
@@ -187,12 +218,12 @@ def _message_order(schedule: Schedule) -> Iterator[Violation]:
     sent: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
     posted: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
     for rank, row in enumerate(schedule.rows):
-        for action in row:
-            if action.peer is not None and action.peer < schedule.stages:
-                if action.op.is_send:
-                    sent[rank, rank_of[action.peer]].append(action)
+        for index, peer in enumerate(row.peer):
+            if 0 <= peer < schedule.stages:
+                if row.op[index] in _SENDS:
+                    sent[rank, rank_of[peer]].append(row[index])
                 else:
-                    posted[rank_of[action.peer], rank].append(action)
+                    posted[rank_of[peer], rank].append(row[index])
     for (source, target), sends in sorted(sent.items()):
         for send, receive in zip(sends, posted[source, target], strict=False):
             if send.other_end != receive:
@@ -204,16 +235,16 @@ def _message_order(schedule: Schedule) -> Iterator[Violation]:
 def _reduction_order(schedule: Schedule) -> Iterator[Violation]:
     """Groups that ranks reduce in different orders."""
     sorter: graphlib.TopologicalSorter[int] = graphlib.TopologicalSorter()
-    rows = [[a for a in row if a.op is Op.REDUCE_GRAD and a.microbatch is not None] for row in schedule.rows]
+    rows = [[(k, i) for i, k in enumerate(row.microbatch) if row.op[i] == _REDUCE and k >= 0] for row in schedule.rows]
     for reductions in rows:
-        groups = [a.microbatch for a in reductions if a.microbatch is not None]
-        for earlier, later in itertools.pairwise(groups):
+        for (earlier, _), (later, _) in itertools.pairwise(reductions):
             sorter.add(later, earlier)
     try:
         sorter.prepare()
     except graphlib.CycleError as error:
         cycle = error.args[1]
-        rank, action = next((r, a) for r, reductions in enumerate(rows) for a in reductions if a.microbatch in cycle)
+        rank, index = next((r, i) for r, reductions in enumerate(rows) for k, i in reductions if k in cycle)
+        action = schedule.rows[rank][index]
         text = (
             f"rank {rank} has {action}, but ranks start the groups {sorted(set(cycle))} in different orders; "
             "every rank must start them in the same one"
@@ -221,9 +252,12 @@ def _reduction_order(schedule: Schedule) -> Iterator[Violation]:
         yield Violation(rank, action, "reduction order", text)
 
 
-def _deadlock(dependencies: Dependencies) -> Iterator[Violation]:
+def _deadlock(dependencies: Dependencies, buffered: Advance) -> Iterator[Violation]:
+    sending = not _SENDS.isdisjoint(dependencies.actions.op)
     for sends, rendezvous in (("buffered sends", False), ("sends that wait for their receive", True)):
-        blocked = advance(dependencies, rendezvous).blocked
+        if rendezvous and not sending:
+            return
+        blocked = advance(dependencies, rendezvous).blocked if rendezvous else buffered.blocked
         if blocked:
             rank, text = describe_cycle(dependencies, blocked)
             yield Violation(rank, dependencies.actions[blocked[rank][0]], "deadlock", f"with {sends}, {text}")
@@ -233,23 +267,23 @@ def _deadlock(dependencies: Dependencies) -> Iterator[Violation]:
 def _inexact(schedule: Schedule) -> Iterator[Violation]:
     """Weight gradients that are not added up in ascending order of microbatch, as one device does."""
     for rank, row in enumerate(schedule.rows):
-        latest: dict[int, Action] = {}
-        for action in row:
-            if action.op not in (Op.B, Op.W):
+        latest: dict[int, tuple[int, int]] = {}  # by stage, the last weight gradient: its microbatch and place
+        for index, (stage, op, number) in enumerate(zip(row.stage, row.op, row.microbatch, strict=True)):
+            if op not in _ADDS_WEIGHT_GRADIENTS:
                 continue
-            before = latest.get(action.stage)
-            if before is not None and (before.microbatch or 0) > (action.microbatch or 0):
+            if stage in latest and latest[stage][0] > number:
                 text = (
-                    f"rank {rank} has {action} after {before}: weight gradients that are not added in ascending order "
-                    "of microbatch have other bits than those of one device"
+                    f"rank {rank} has {row[index]} after {row[latest[stage][1]]}: weight gradients that are not added "
+                    "in ascending order of microbatch have other bits than those of one device"
                 )
-                yield Violation(rank, action, "inexact", text, fatal=False)
-            latest[action.stage] = action
+                yield Violation(rank, row[index], "inexact", text, fatal=False)
+            latest[stage] = (number, index)
 
 
 def _memory(schedule: Schedule, limit: int) -> Iterator[Violation]:
-    for rank, course in enumerate(_held_activations(schedule)):
-        over = next(((held, action) for held, action in course if held > limit), None)
+    kept = stages_with_backward(schedule)
+    for rank, row in enumerate(schedule.rows):
+        over = next(((held, row[index]) for held, index in _held_activations(row, kept) if held > limit), None)
         if over is not None:
             text = f"rank {rank} holds {over[0]} activations at {over[1]}; the limit is {limit}"
             yield Violation(rank, over[1], "memory", text)

@@ -235,7 +235,7 @@ class _Writer:
             return False
         first = self._node[rank]
         nodes = range(first, first + len(self._items[rank][self._at[rank]].parts))
-        needed = (need for node in nodes for need in self._dependencies.before[node] if need not in nodes)
+        needed = (need for node in nodes for need in self._dependencies.before(node) if need not in nodes)
         arriving = (arrival for node in nodes for arrival in self._arriving.get(node, ()))
         return all(self._done[need] for need in needed) and all(place < channel.sent for channel, place in arriving)
 

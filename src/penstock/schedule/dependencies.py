@@ -26,12 +26,15 @@ stays, and makes every producer come first, transitively.
 
 from __future__ import annotations
 
+import itertools
+from array import array
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from penstock.schedule.action import Action, Op
+from penstock.schedule.action import OPS, Action, Op
+from penstock.schedule.row import Row
 from penstock.schedule.schedule import Schedule
 
 
@@ -100,7 +103,19 @@ class Neighbours:
                 return stage, number + 1 if (number + 1) % self.slices else -1
 
 
-_RECEIVE = {Op.F: Op.RECV_F, Op.B: Op.RECV_B, Op.I: Op.RECV_B}
+_OPPOSITE = {Where.EARLIER: Where.LATER, Where.LATER: Where.EARLIER}
+_MESSAGES = ((Op.SEND_F, Op.RECV_F), (Op.SEND_B, Op.RECV_B))
+_SENDS = frozenset(send.code for send, _ in _MESSAGES)
+_OTHER_END = {one.code: other for pair in _MESSAGES for one, other in (pair, pair[::-1])}
+_BROUGHT_BY = {Op.F: _MESSAGES[0], Op.B: _MESSAGES[1], Op.I: _MESSAGES[1]}
+_REDUCE = Op.REDUCE_GRAD.code
+_NONE = -1
+
+Kind = tuple[int, int, int]
+"""The stage, `Op.code` and peer (or -1) of actions that differ in their microbatch only."""
+
+Nodes = Mapping[int, int]
+"""By the number of the microbatch (or slice), the node of its action."""
 
 
 def stages_with_backward(schedule: Schedule) -> frozenset[int]:
@@ -113,74 +128,106 @@ def stages_with_backward(schedule: Schedule) -> frozenset[int]:
 class Dependencies:
     """The dependencies of one schedule, legal or not. A node is an action's number, counted through the rows.
 
+    Of an action that occurs several times, the first counts.
+
     Attributes:
-        actions: the action of each node.
+        actions: the action of each node: all rows, one after the other.
         rank_of: the rank of each node.
         first: the first node of each rank, and the number of nodes at the end.
-        before: for each node, the nodes that it waits for, besides the one before it in its row. Of an action that
-            occurs several times, the first counts.
-        missing: by node, the actions that it waits for and that no rank has.
+        kinds: the nodes of each kind of action, by microbatch.
     """
 
     def __init__(self, schedule: Schedule) -> None:
-        self.actions = [action for row in schedule.rows for action in row]
-        self.rank_of = [rank for rank, row in enumerate(schedule.rows) for _ in row]
-        self.first = [0]
-        for row in schedule.rows:
-            self.first.append(self.first[-1] + len(row))
-        self._nodes: dict[Action, int] = {}
-        self._receives: defaultdict[tuple[Op, int, int | None], list[Action]] = defaultdict(list)
-        self._gradients: defaultdict[int, list[Action]] = defaultdict(list)
-        for node, action in enumerate(self.actions):
-            if self._nodes.setdefault(action, node) != node:
-                continue
-            if action.op.is_receive:
-                self._receives[action.op, action.stage, action.microbatch].append(action)
-            elif action.op in (Op.B, Op.W):
-                self._gradients[action.stage].append(action)
+        self.actions, self.rank_of, self.first = _joined(schedule.rows)
+        self.kinds: defaultdict[Kind, dict[int, int]] = defaultdict(dict)
+        for node, (kind, number) in enumerate(zip(self._kind_of_each(), self.actions.microbatch, strict=True)):
+            self.kinds[kind].setdefault(number, node)
         self._neighbours = Neighbours(schedule)
-        self._stages = schedule.stages
-        self.before: list[list[int]] = []
-        self.missing: dict[int, list[Action]] = {}
-        for node, action in enumerate(self.actions):
-            needed = {need: self._nodes.get(need) for need in self._needs(action)}
-            self.before.append([found for found in needed.values() if found is not None])
-            if len(self.before[-1]) < len(needed):
-                self.missing[node] = [need for need, found in needed.items() if found is None]
+        self._peers: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        for stage, code, peer in self.kinds:
+            self._peers[stage, code].append(peer)
+        # What a kind of action waits for is looked up once; an action's own needs are then found by its number.
+        self._needs = {kind: tuple(self._made_for(*kind)) for kind in self.kinds}
+        self._arrivals = {kind: tuple(self._brought_to(*kind)) for kind in self.kinds}
+        needed = {
+            kind: (*(nodes for _, nodes in self._needs[kind]), *itertools.chain(*self._arrivals[kind]))
+            for kind in self.kinds
+        }
+        self._needed = [needed[kind] for kind in self._kind_of_each()]
+
+    def before(self, node: int) -> list[int]:
+        """The nodes that a node waits for, besides the one before it in its row."""
+        if self.actions.op[node] == _REDUCE:
+            stage = self.actions.stage[node]
+            return sorted((*self.nodes(stage, Op.B).values(), *self.nodes(stage, Op.W).values()))
+        number = self.actions.microbatch[node]
+        return [nodes[number] for nodes in self._needed[node] if number in nodes]
+
+    def missing(self) -> Iterator[tuple[int, Action]]:
+        """Nodes that wait for an action that no rank has, each with that action."""
+        for kind, own in self.kinds.items():
+            for need, nodes in self._needs[kind]:
+                for number in own.keys() - nodes.keys():
+                    stage, other = self._neighbours.find(need.where, kind[0], number)
+                    if other >= 0:
+                        yield own[number], Action(stage, need.ops[-1], other)
+            for posted, sent in self._arrivals[kind]:
+                for number in (own.keys() & posted.keys()) - sent.keys():
+                    yield own[number], self.actions[posted[number]].other_end
+
+    def nodes(self, stage: int, op: Op, peer: int = _NONE) -> Nodes:
+        """The nodes of one kind of action; empty if no rank has any."""
+        return self.kinds.get((stage, op.code, peer), {})
 
     def node(self, action: Action) -> int | None:
-        """The action's first node, or None if no rank has it."""
-        return self._nodes.get(action)
+        """The action's node, or None if no rank has it."""
+        nodes = self.nodes(action.stage, action.op, _NONE if action.peer is None else action.peer)
+        return nodes.get(_NONE if action.microbatch is None else action.microbatch)
+
+    def other_end(self, node: int) -> int | None:
+        """Of a message: the receive of a send, or the send of a receive. None if no rank has it, and for all else."""
+        actions = self.actions
+        other = _OTHER_END.get(actions.op[node])
+        if other is None:
+            return None
+        return self.nodes(actions.peer[node], other, actions.stage[node]).get(actions.microbatch[node])
 
     def rendezvous(self, node: int) -> int | None:
         """The receive that a send waits for where sends are not buffered; None for all else."""
-        action = self.actions[node]
-        return self._nodes.get(action.other_end) if action.op.is_send else None
+        return self.other_end(node) if self.actions.op[node] in _SENDS else None
 
-    def receives(self, action: Action) -> list[Action]:
-        """The receives that are posted for a compute action."""
-        op = _RECEIVE.get(action.op)
-        return [] if op is None else self._receives.get((op, action.stage, action.microbatch), [])
+    def _kind_of_each(self) -> Iterator[Kind]:
+        return zip(self.actions.stage, self.actions.op, self.actions.peer, strict=True)
 
-    def _needs(self, action: Action) -> Iterator[Action]:
-        if action.stage >= self._stages:
+    def _made_for(self, stage: int, code: int, peer: int) -> Iterator[tuple[Need, Nodes]]:
+        """For each need in the table: the nodes that fill it, by the number of the action that waits."""
+        if stage >= len(self._neighbours.below):
             return  # out of range: `check` says so
-        for need in NEEDS.get(action.op, ()):
-            assert action.microbatch is not None
-            stage, number = self._neighbours.find(need.where, action.stage, action.microbatch)
-            if stage >= 0 and number >= 0:
-                yield self._first_of(need.ops, stage, number)
-        if action.op is Op.REDUCE_GRAD:
-            yield from self._gradients.get(action.stage, [])
-        else:
-            yield from self._arrivals(action)
+        for need in NEEDS.get(OPS[code], ()):
+            other, _ = self._neighbours.find(need.where, stage, 0)
+            if other < 0 or (need.where in _OPPOSITE and self._neighbours.slices == 1):
+                continue
+            tables = [nodes for op in need.ops if (nodes := self.nodes(other, op))] or [{}]
+            nodes = tables[0] if len(tables) == 1 else dict(itertools.chain(*(t.items() for t in reversed(tables))))
+            if need.where in _OPPOSITE:
+                by_waiting = ((self._neighbours.find(_OPPOSITE[need.where], stage, n)[1], nodes[n]) for n in nodes)
+                nodes = {number: node for number, node in by_waiting if number >= 0}
+            yield need, nodes
 
-    def _arrivals(self, action: Action) -> Iterator[Action]:
-        for receive in self.receives(action):
-            yield receive
-            yield receive.other_end
+    def _brought_to(self, stage: int, code: int, peer: int) -> Iterator[tuple[Nodes, Nodes]]:
+        """For each link to this kind of action: the receives, and the sends that fill them."""
+        if OPS[code] in _BROUGHT_BY:
+            send, receive = _BROUGHT_BY[OPS[code]]
+            for source in self._peers.get((stage, receive.code), ()):
+                yield self.nodes(stage, receive, source), self.nodes(source, send, stage)
 
-    def _first_of(self, ops: tuple[Op, ...], stage: int, number: int) -> Action:
-        """The action that the schedule has; if none, the one that is missing."""
-        made = [Action(stage, op, number) for op in ops]
-        return next((action for action in made if action in self._nodes), made[-1])
+
+def _joined(rows: Sequence[Row]) -> tuple[Row, array[int], list[int]]:
+    """All rows as one, the rank of each of its actions, and where each rank's begin."""
+    actions, rank_of, first = Row(), array("i"), [0]
+    for rank, row in enumerate(rows):
+        for name in Row.__slots__:
+            getattr(actions, name).extend(getattr(row, name))
+        rank_of.extend(array("i", [rank]) * len(row))
+        first.append(len(actions))
+    return actions, rank_of, first

@@ -41,21 +41,22 @@ def advance(dependencies: Dependencies, rendezvous: bool = False) -> Advance:
         rank = turns.popleft()
         if (node := at[rank]) == end[rank]:
             continue
-        needed = dependencies.before[node]
+        needed = dependencies.before(node)
         if rendezvous and (receive := dependencies.rendezvous(node)) is not None:
-            needed = [*needed, receive]
-        obstacle = next((need for need in needed if not done[need]), None)
-        if obstacle is not None:
-            blocked[rank] = (node, obstacle)
-            waiting[obstacle].append(rank)
-            continue
-        done[node] = True
-        order.append(node)
-        at[rank] += 1
-        turns.append(rank)
-        for woken in waiting.pop(node, ()):
-            del blocked[woken]
-            turns.append(woken)
+            needed.append(receive)
+        for need in needed:
+            if not done[need]:
+                blocked[rank] = (node, need)
+                waiting[need].append(rank)
+                break
+        else:
+            done[node] = True
+            order.append(node)
+            at[rank] += 1
+            turns.append(rank)
+            for woken in waiting.pop(node, ()):
+                del blocked[woken]
+                turns.append(woken)
     return Advance(order, blocked)
 
 
@@ -87,9 +88,11 @@ def linearize(schedule: Schedule) -> list[tuple[int, Action]]:
 
 def runnable_order(dependencies: Dependencies) -> list[int]:
     """`linearize` in nodes. Raises ScheduleError as it does."""
-    for node, needs in dependencies.missing.items():
+    first = min(dependencies.missing(), key=lambda found: found[0], default=None)
+    if first is not None:
+        node, need = first
         rank, action = dependencies.rank_of[node], dependencies.actions[node]
-        raise ScheduleError(f"rank {rank} waits at {action} for {needs[0]}, which no rank has; add it to the schedule")
+        raise ScheduleError(f"rank {rank} waits at {action} for {need}, which no rank has; add it to the schedule")
     result = advance(dependencies)
     if result.blocked:
         raise ScheduleError(f"deadlock: {describe_cycle(dependencies, result.blocked)[1]}")
@@ -116,7 +119,7 @@ def earliest_times(
     free = [0.0] * (len(dependencies.first) - 1)
     for node in runnable_order(dependencies):
         rank = dependencies.rank_of[node]
-        arrivals = (ends[need] + delay(need, node) for need in dependencies.before[node])
+        arrivals = (ends[need] + delay(need, node) for need in dependencies.before(node))
         starts[node] = max(free[rank], max(arrivals, default=0.0))
         free[rank] = ends[node] = starts[node] + duration(node)
     return starts, ends

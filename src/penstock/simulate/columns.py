@@ -32,7 +32,8 @@ class Columns:
         first: the first node of each rank, and the number of nodes at the end.
         rank, op, stage: of each node; `op` holds `Op.code`.
         joined: whether a node overlaps with the next one.
-        need: the node on another rank that each node waits for; -1 if there is none. There is never more than one.
+        need: the node on another rank that each node waits for; -1 if there is none. There is never more than one, and
+            no two ranks wait for the same node: a forward goes to one stage, and so does a gradient.
     """
 
     rows: tuple[Row, ...]
@@ -45,7 +46,9 @@ class Columns:
 
     @classmethod
     def of(cls, schedule: Schedule) -> Columns:
-        """Raises ScheduleError if an action waits for one that is missing, or that comes later on the same rank."""
+        """Raises ScheduleError if an action waits for one that is missing, or that comes later on the same rank, and if
+        an action is out of range or on a rank that does not own its stage.
+        """
         rows = tuple(map(_compute_only, schedule.rows))
         lengths = np.array([len(row) for row in rows], dtype=np.int64)
         first = np.concatenate([[0], np.cumsum(lengths)])
@@ -55,11 +58,15 @@ class Columns:
             for name in ("op", "stage", "microbatch", "joined")
         )
         stage, number = stage.astype(np.int64), number.astype(np.int64)
-        in_range = (stage < schedule.stages) & (number < schedule.numbers)
-        need = _needs(schedule, rank, op, stage, number) if in_range.all() else None
+        placed = bool(((stage < schedule.stages) & (number < schedule.numbers)).all())
+        placed = placed and bool((np.array(schedule.placement.rank_of)[stage] == rank).all())
+        need = _needs(schedule, rank, op, stage, number) if placed else None
         if need is None:
-            runnable_order(Dependencies(schedule.with_rows(rows)))  # says what is wrong
-            raise ScheduleError(f"schedule {schedule.name!r} has actions out of range; see penstock.schedule.check")
+            runnable_order(Dependencies(schedule.with_rows(rows)))  # says what is missing, or waits for itself
+            raise ScheduleError(
+                f"schedule {schedule.name!r} has actions out of range or on a rank that does not own their stage; "
+                "penstock.schedule.check says which"
+            )
         return cls(rows, first, rank, op.astype(np.int64), stage, joined.astype(bool), need)
 
 

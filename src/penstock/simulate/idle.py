@@ -45,7 +45,9 @@ def idle(schedule: Schedule, timeline: Timeline) -> list[dict[Cause, float]]:
     before = _ends_before(columns, ends)
     gap = np.maximum(starts - before, 0.0)
     need = _binding(columns, ends)
-    reached = np.clip(np.where(need >= 0, ends[need], before), before, starts)
+    made = _leaving(columns, ends)[need]
+    made = np.where(made > starts, ends[need], made)  # a real rank may send before the other of two has ended
+    reached = np.clip(np.where(need >= 0, made, before), before, starts)
     until, rest = reached - before, gap - (reached - before)
     forward = np.isin(columns.op[need], [Op.F.code])
     makespan = timeline.makespan_seconds
@@ -105,6 +107,8 @@ def critical_path(schedule: Schedule, timeline: Timeline) -> CriticalPath:
         # The rank was busy with the action before until it could start, or else it waited for the other rank's.
         waited = other >= 0 and (node in first or starts[node] > before[node] or ends[other] > before[node])
         previous = other if waited else node - 1 if node not in first else -1
+        if waited and columns.joined[other] and ends[other + 1] <= starts[node]:
+            previous += 1  # its output left when both had ended
         link += float(starts[node] - (ends[previous] if previous >= 0 else 0.0))
         node = previous
     spans = []
@@ -131,6 +135,14 @@ def _ends_before(columns: Columns, ends: Floats) -> Floats:
     before = np.concatenate([[0.0], ends[:-1]])[: len(ends)]
     before[columns.first[:-1][np.diff(columns.first) > 0]] = 0.0
     return np.asarray(before)
+
+
+def _leaving(columns: Columns, ends: Floats) -> Floats:
+    """When the output of each node leaves: at its end, or when the one that overlaps with it has ended too."""
+    pairs = np.flatnonzero(columns.joined)
+    leaving = ends.copy()
+    leaving[pairs] = ends[pairs + 1]
+    return leaving
 
 
 def _binding(columns: Columns, ends: Floats) -> Ints:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,9 @@ from penstock.timeline import Timeline, Track
 
 NO_COST = LinkCost(0.0)
 """Messages that arrive as they are sent."""
+
+_NOT_RUN = -1.0
+"""In place of the time at which a node's output has left: it has not run. Below that: so has not, and a rank sleeps."""
 
 Links = LinkCost | Mapping[tuple[int, int], LinkCost]
 """One cost for all links, or one for each that is used, by (rank that sends, rank that receives)."""
@@ -52,7 +56,10 @@ def simulate(
     ran = _run(columns, _durations(columns, by_stage), wire, latency, contended=contended)
     if ran is None:
         runnable_order(Dependencies(schedule.with_rows(columns.rows)))  # says who waits for whom
-        raise ScheduleError(f"schedule {schedule.name!r} has a deadlock")
+        raise ScheduleError(
+            f"schedule {schedule.name!r} has a deadlock: the backward of an overlap waits for what its own forward must "
+            "come before; write the two as separate actions"
+        )
     starts, ends = ran
     tracks = []
     for rank, row in enumerate(columns.rows):
@@ -89,7 +96,9 @@ def _durations(columns: Columns, costs: Sequence[StageCost]) -> Floats:
     both = seconds[pairs] + seconds[pairs + 1]
     share = np.divide(seconds[pairs], both, out=np.full(len(pairs), 0.5), where=both > 0)
     total = fused[columns.stage[pairs]]
-    seconds[pairs], seconds[pairs + 1] = total * share, total * (1 - share)
+    # In half as many digits, so that the two add up to the total without rounding, as whole numbers of seconds do.
+    seconds[pairs] = (total * share).astype(np.float32)
+    seconds[pairs + 1] = total - seconds[pairs]
     return np.asarray(seconds)
 
 
@@ -121,42 +130,43 @@ def _run(
     """When each node starts and ends; None if the ranks wait for each other in a circle.
 
     Each rank is a coroutine, which runs ahead until it comes to an action whose need has not been run, and is resumed
-    by whoever runs that. On plain lists, which Python reads and writes faster than arrays.
+    by whoever runs that. All that it reads and writes for each node is in arrays: lists of millions of numbers would
+    lie all over the memory, and the processor would wait for them most of the time.
     """
     first = columns.first.tolist()
     second, hold = _overlaps(columns, durations)
     crossing = columns.need >= 0
     lag = np.zeros(first[-1])  # from the moment in `left` until the message is there
     lag[crossing] = (latency if contended else latency + wire + hold)[columns.need[crossing]]
-    lags = lag.tolist()
-    ends = [-1.0] * first[-1]
-    left = [-1.0] * first[-1] if contended else ends
-    send = _contended(columns, wire, hold, left) if contended else None
-    sleeper: list[Iterator[None] | None] = [None] * first[-1]
+    needs, lags, seconds = (_array(column) for column in (columns.need, lag, durations))
+    left = array("d", [_NOT_RUN]) * first[-1]
+    ends = array("d", left) if contended else left
+    send = _contended(columns, wire, hold) if contended else None
     turns: list[Iterator[None]] = []
     unfinished = set(range(len(first) - 1))
 
     def run_rank(rank: int) -> Iterator[None]:
-        now = 0.0
-        here = slice(first[rank], first[rank + 1])
-        row = zip(range(*here.indices(first[-1])), columns.need[here].tolist(), durations[here].tolist(), strict=True)
-        for node, need, seconds in row:
+        here, node, now = slice(first[rank], first[rank + 1]), first[rank], 0.0
+        sleeper = _NOT_RUN - 1 - rank
+        for need, delay, duration in zip(needs[here], lags[here], seconds[here], strict=True):
             if need >= 0:
                 while (sent := left[need]) < 0:
-                    sleeper[need] = ranks[rank]
+                    left[need] = sleeper
                     yield
-                if (sent := sent + lags[node]) > now:
+                if (sent := sent + delay) > now:
                     now = sent
             if second and (need := second.get(node, -1)) >= 0:
                 while (sent := left[need]) < 0:
-                    sleeper[need] = ranks[rank]
+                    left[need] = sleeper
                     yield
                 now = max(now, sent + lags[node + 1])
-            ends[node] = now = now + seconds
+            now += duration
+            if (woken := left[node]) != _NOT_RUN:
+                turns.append(ranks[int(_NOT_RUN - 1 - woken)])
+            ends[node] = now
             if send is not None:
-                send(node, now)
-            if (woken := sleeper[node]) is not None:
-                turns.append(woken)
+                left[node] = send(node, now)
+            node += 1
         unfinished.discard(rank)
 
     ranks = [run_rank(rank) for rank in range(len(first) - 1)]
@@ -169,6 +179,11 @@ def _run(
     return _starts(columns, end, np.array(left), lag), end
 
 
+def _array(column: Ints | Floats) -> array[Any]:
+    """The same numbers for Python, which reads single ones from arrays of its own faster than from numpy's."""
+    return array(column.dtype.char, column.tobytes())
+
+
 def _starts(columns: Columns, ends: Floats, left: Floats, lag: Floats) -> Floats:
     """When each node started: when its rank was free and what it, and what overlaps with it, waits for was there."""
     ready = np.where(columns.need >= 0, left[columns.need] + lag, 0.0)
@@ -179,16 +194,16 @@ def _starts(columns: Columns, ends: Floats, left: Floats, lag: Floats) -> Floats
     return np.asarray(np.maximum(before, ready))
 
 
-def _contended(columns: Columns, wire: Floats, hold: Floats, left: list[float]) -> Callable[[int, float], None]:
-    """What sends the message of a node that has just ended: when its link is free. Notes in `left` when it has left."""
-    channel, wires, held = _channels(columns).tolist(), wire.tolist(), hold.tolist()
+def _contended(columns: Columns, wire: Floats, hold: Floats) -> Callable[[int, float], float]:
+    """What tells when the message of a node that has just ended has left: its link must be free to take it."""
+    channel, wires, held = (_array(column) for column in (_channels(columns), wire, hold))
     free: defaultdict[int, float] = defaultdict(float)
 
-    def send(node: int, now: float) -> None:
-        link = channel[node]
-        left[node] = now + held[node]
-        if link >= 0:
-            left[node] = free[link] = max(left[node], free[link]) + wires[node]
+    def send(node: int, now: float) -> float:
+        now += held[node]
+        if (link := channel[node]) >= 0:
+            free[link] = now = max(now, free[link]) + wires[node]
+        return now
 
     return send
 

@@ -93,6 +93,7 @@ class Generator:
         rule: the order of work, in a line.
         memory: the largest number of microbatches whose activations rank r holds; None if there is no formula.
         idle: how long a rank waits within its span; None if there is no formula.
+        bubble: the share of its span in which a rank waits, where F, I and W take equally long; None likewise.
         rules: which numbers it works for.
         chunks, slices: what it is generated with where nothing is said.
         placement: where stages are: "loop", "V", "wave" or "bidirectional".
@@ -104,6 +105,7 @@ class Generator:
     rule: str
     memory: str | None
     idle: str | None
+    bubble: str | None
     rules: tuple[Rule, ...] = (_WHOLE,)
     chunks: int = 1
     slices: int = 1
@@ -124,6 +126,7 @@ _GENERATORS = {
             rule="a microbatch goes all the way forward and back before the next one starts",
             memory="1",
             idle="(p - 1)*m*(F + I + W)",
+            bubble="(p - 1)/p",
         ),
         Generator(
             "gpipe",
@@ -131,6 +134,7 @@ _GENERATORS = {
             rule="all forwards, then all backwards",
             memory="m",
             idle="(p - 1)*(F + I + W)/v",
+            bubble="(p - 1)/(v*m + p - 1)",
         ),
         Generator(
             "1f1b",
@@ -138,6 +142,7 @@ _GENERATORS = {
             rule="p - 1 - r forwards, then a forward and a backward in turn, then the backwards left over",
             memory="min(p - r, m)",
             idle="(p - 1)*(F + I + W)",
+            bubble="(p - 1)/(m + p - 1)",
             rules=(_WHOLE, _ONE_CHUNK),
         ),
         Generator(
@@ -146,6 +151,7 @@ _GENERATORS = {
             rule="1F1B over several chunks a rank, in groups of p microbatches",
             memory="(2*(p - 1 - r) + (v - 1)*p + 1)/v",
             idle="(p - 1)*(F + I + W)/v",
+            bubble="(p - 1)/(v*m + p - 1)",
             chunks=2,
         ),
         Generator(
@@ -154,6 +160,7 @@ _GENERATORS = {
             rule="all microbatches through a chunk before the next chunk, forward and then back",
             memory="m",
             idle="(p - 1)*(F + I + W)/v",
+            bubble="(p - 1)/(v*m + p - 1)",
             chunks=2,
         ),
         Generator(
@@ -162,6 +169,7 @@ _GENERATORS = {
             rule="1F1B with split backwards; weight gradients r microbatches late",
             memory="min(p, m)",
             idle="(p - 1)*(F + I - W)",
+            bubble="(p - 1)/(3*m + p - 1)",
             rules=(_WHOLE, _ONE_CHUNK),
             splits=True,
         ),
@@ -171,6 +179,7 @@ _GENERATORS = {
             rule="ZB-H1 with twice the distance between ranks; weight gradients 2r microbatches late",
             memory="min(2*p - 1, m)",
             idle="(p - 1)*(F + I - 2*W)",
+            bubble="0",
             rules=(_WHOLE, _ONE_CHUNK),
             splits=True,
         ),
@@ -180,6 +189,7 @@ _GENERATORS = {
             rule="two chunks on a V, F, I and W of either in turn",
             memory="min(p, m)",
             idle="0 if F == I == W else None",
+            bubble="0",
             rules=(_WHOLE, _TWO_CHUNKS),
             chunks=2,
             placement="V",
@@ -191,6 +201,7 @@ _GENERATORS = {
             rule="two chunks on a V, in a block that holds half of 1F1B's memory",
             memory="(p + 2)//2",
             idle=None,
+            bubble=None,
             rules=(_WHOLE, _TWO_CHUNKS),
             chunks=2,
             placement="V",
@@ -202,6 +213,7 @@ _GENERATORS = {
             rule="two chunks on a V, in a block that holds a third of 1F1B's memory",
             memory="(p + 4)//3",
             idle=None,
+            bubble=None,
             rules=(_WHOLE, _TWO_CHUNKS),
             chunks=2,
             placement="V",
@@ -213,6 +225,7 @@ _GENERATORS = {
             rule="1F1B on a V, in a block that holds two thirds of 1F1B's memory",
             memory=None,
             idle=None,
+            bubble=None,
             rules=(_WHOLE, _TWO_CHUNKS),
             chunks=2,
             placement="V",
@@ -223,6 +236,7 @@ _GENERATORS = {
             rule="down the ranks and up again in waves; backwards first, then the highest forward",
             memory=None,
             idle=None,
+            bubble=None,
             rules=(_WHOLE, _WAVES),
             chunks=2,
             placement="wave",
@@ -233,6 +247,7 @@ _GENERATORS = {
             rule="two copies of the model in opposite directions, each in the other's bubbles",
             memory="p//2 + 1 + min(r, p - 1 - r)",
             idle=None,
+            bubble=None,
             rules=(_WHOLE, _ONE_CHUNK, _EVEN_RANKS, _EVEN_MICROBATCHES),
             placement="bidirectional",
         ),
@@ -242,6 +257,7 @@ _GENERATORS = {
             rule="two copies in opposite directions, forwards of one together with backwards of the other",
             memory="p + 1",
             idle="(p/2 - 1)*(F + 2*I - W) if F == I else None",
+            bubble="(p - 2)/(3*m + p - 2)",
             rules=(_WHOLE, _ONE_CHUNK, _EVEN_RANKS, _EVEN_MICROBATCHES),
             placement="bidirectional",
             splits=True,
@@ -252,6 +268,7 @@ _GENERATORS = {
             rule="DualPipe cut in half: one copy, two chunks on a V",
             memory="(2*p + 1)/2",
             idle="(p - 1)*(F + 2*I - W)/2 if F == I else None",
+            bubble="(p - 1)/(3*m + p - 1)",
             rules=(_WHOLE, _TWO_CHUNKS),
             chunks=2,
             placement="V",
@@ -263,6 +280,7 @@ _GENERATORS = {
             rule="1F1B over slices of the sequence; generated, checked and timed, but not run",
             memory="(p - 1 - r + j)/j",
             idle="(p - 1)*(F + I + W)/j",
+            bubble="(p - 1)/(j*m + p - 1)",
             rules=(_ONE_CHUNK,),
             slices=2,
         ),

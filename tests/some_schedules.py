@@ -1,12 +1,13 @@
-"""Hypothesis strategies that the schedule tests share."""
+"""Hypothesis strategies and references that the tests of schedules and of their simulation share."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
-from penstock.schedule import Action, Op, Placement, Schedule, generate, generators, names
+from penstock.schedule import Action, Op, Overlap, Placement, Schedule, generate, generators, names
 from penstock.schedule.generators import Numbers
 
 
@@ -44,10 +45,10 @@ def arbitrary(draw: st.DrawFn) -> Schedule:
     ops = draw(st.sampled_from(["FB", "FIW"]))
     waiting = {Action(s, Op(op), k) for s in range(len(rank_of)) for op in ops for k in range(microbatches)}
     rows: list[list[Action]] = [[] for _ in range(ranks)]
-    back = Op(ops[1])
+    needs = needs_by_hand(Schedule("all", Placement(1, (0,) * len(rank_of)), microbatches, [waiting]))
     done: set[Action] = set()
     while waiting:
-        ready = [a for a in waiting if _needs(a, back, len(rank_of)) <= done]
+        ready = [a for a in waiting if needs[a] <= done]
         action = draw(st.sampled_from(sorted(ready, key=str)))
         waiting.remove(action)
         done.add(action)
@@ -55,14 +56,46 @@ def arbitrary(draw: st.DrawFn) -> Schedule:
     return Schedule("arbitrary", Placement(ranks, rank_of), microbatches, rows)
 
 
-def _needs(a: Action, back: Op, stages: int) -> set[Action]:
-    """The dependencies, written a second time and by hand, to hold the library's against."""
-    if a.op is Op.F:
-        return {Action(a.stage - 1, Op.F, a.microbatch)} if a.stage else set()
-    if a.op is Op.W:
-        return {Action(a.stage, Op.I, a.microbatch)}
-    above = {Action(a.stage + 1, back, a.microbatch)} if a.stage + 1 < stages else set()
-    return {Action(a.stage, Op.F, a.microbatch)} | above
+def needs_by_hand(schedule: Schedule) -> dict[Action, set[Action]]:
+    """What each computation waits for, written a second time, to hold the library's against."""
+    place, slices = schedule.placement, schedule.slices
+    there = {action for row in schedule.rows for action in row if action.op.is_compute}
+
+    def gradient(stage: int, number: int) -> set[Action]:
+        return {Action(stage, op, number) for op in (Op.B, Op.I)} & there
+
+    def needed(action: Action) -> set[Action]:
+        stage, k = action.stage, action.microbatch or 0
+        if action.op is Op.F:
+            below = set() if place.is_first(stage) else {Action(stage - 1, Op.F, k)}
+            return below | ({Action(stage, Op.F, k - 1)} if k % slices else set())
+        if action.op is Op.W:
+            return {Action(stage, Op.I, k)}
+        found = {Action(stage, Op.F, k)} | (gradient(stage, k + 1) if (k + 1) % slices else set())
+        above: set[Action] = set()
+        while not above and not place.is_last(stage):
+            stage += 1
+            above = gradient(stage, k)
+        return found | above
+
+    return {action: needed(action) for action in there}
+
+
+def with_overlaps(schedule: Schedule, chosen: Iterator[bool]) -> Schedule:
+    """Some forwards that a backward of another microbatch follows, together with it."""
+    rows = []
+    for row in schedule.rows:
+        items: list[Action | Overlap] = []
+        for item in row.items():
+            before = items[-1] if items else None
+            backward = isinstance(item, Action) and item.op in (Op.B, Op.I)
+            forward = isinstance(before, Action) and before.op is Op.F and before.microbatch != item.parts[0].microbatch
+            if backward and forward and next(chosen):
+                items[-1] = Overlap(before, item)
+            else:
+                items.append(item)
+        rows.append(items)
+    return schedule.with_rows(rows)
 
 
 @st.composite

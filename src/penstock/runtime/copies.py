@@ -1,0 +1,35 @@
+"""Several copies of a model in one pipeline, as bidirectional schedules have them: so many more stages.
+
+The stages of a copy run the same code on the same parameters. Where a rank holds a stage's copy and another its
+original, the two are tied like any parameter that several stages hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from penstock.errors import PartitionError
+from penstock.partition import Partition
+from penstock.stages import shifted
+
+
+def with_copies(partition: Partition, pipelines: int) -> Partition:
+    """The partition with its stages repeated for each pipeline, numbered on.
+
+    Raises:
+        PartitionError: the forward updates a buffer, of which each copy would see a part of the batch only.
+    """
+    if pipelines == 1:
+        return partition
+    stages = partition.stages
+    for stage in stages:
+        if stage.meta.updated:
+            raise PartitionError(
+                f"the forward updates {stage.meta.updated[0]!r} of stage {stage.meta.index}, but this schedule runs "
+                f"{pipelines} copies of the stage, each of which would see a part of the batch only; take a schedule "
+                "with one copy (dualpipe-v for dualpipe), or keep the buffer fixed (a batch norm in eval mode)"
+            )
+    copied = [
+        replace(stage, meta=shifted(stage.meta, copy * len(stages))) for copy in range(pipelines) for stage in stages
+    ]
+    return replace(partition, stages=tuple(copied), draw_offsets=partition.draw_offsets * pipelines)

@@ -1,0 +1,419 @@
+"""A legal schedule of each generator is broken in each way, and every break is reported.
+
+And the other way round: what is not reported runs to its end, by the hand of an executor that is written here once
+more, with sends that are buffered and with sends that wait for their receive; what is reported as a deadlock does not.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from penstock.schedule import (
+    Action,
+    Op,
+    Schedule,
+    add_communication,
+    check,
+    generate,
+    peak_activations,
+    reduce_ties,
+    split_backward,
+)
+from some_schedules import NAMES, needs_by_hand
+
+Rows = list[list[Action]]
+Break = Callable[[st.DataObject, Schedule, Rows], set[str]]
+"""Breaks the rows in place. Returns the kinds of which one must be reported."""
+
+BREAKS: list[Break] = []
+MESSAGES = {Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B}
+RECEIVES = {Op.RECV_F, Op.RECV_B}
+
+
+def breaks(function: Break) -> Break:
+    BREAKS.append(function)
+    return function
+
+
+# -- an executor ------------------------------------------------------------------------------------------------------
+
+
+def runs_to_the_end(schedule: Schedule, buffered: bool) -> bool:
+    """Whether ranks that go through their rows, each as far as it can, all come to the end."""
+    rows = [list(row) for row in schedule.rows]
+    needs = needs_by_hand(schedule)
+    has_message = {action for row in rows for action in row if action.op in MESSAGES}
+    bringing = {Op.F: Op.RECV_F, Op.B: Op.RECV_B, Op.I: Op.RECV_B}
+    done: set[Action] = set()
+    at = [0] * len(rows)
+
+    def may_run(action: Action) -> bool:
+        if action.op in RECEIVES:
+            return True
+        if action.op in MESSAGES:
+            made = [Op.F] if action.op is Op.SEND_F else [Op.B, Op.I]
+            ready = any(Action(action.stage, op, action.microbatch) in done for op in made)
+            return ready and (buffered or action.other_end in done)
+        if action.op is Op.REDUCE_GRAD:
+            ends = {a for row in rows for a in row if a.stage == action.stage and a.op in (Op.B, Op.W)}
+            return ends <= done
+        receives = {
+            a for a in has_message
+            if (a.op, a.stage, a.microbatch) == (bringing.get(action.op), action.stage, action.microbatch)
+        }  # fmt: skip
+        return needs[action] <= done and receives <= done and {a.other_end for a in receives} <= done
+
+    advanced = True
+    while advanced:
+        advanced = False
+        for rank, row in enumerate(rows):
+            while at[rank] < len(row) and may_run(row[at[rank]]):
+                done.add(row[at[rank]])
+                at[rank] += 1
+                advanced = True
+    return all(place == len(row) for place, row in zip(at, rows, strict=True))
+
+
+def is_complete(schedule: Schedule) -> bool:
+    """Every microbatch forward and back on every stage, on its rank; messages in pairs, in one order at both ends."""
+    counts = Counter(action for row in schedule.rows for action in row)
+    sent, posted = defaultdict(list), defaultdict(list)
+    for rank, row in enumerate(schedule.rows):
+        for action in row:
+            if schedule.placement.rank_of[action.stage] != rank or counts[action] != 1:
+                return False
+            if action.op in MESSAGES:
+                assert action.peer is not None
+                other = schedule.placement.rank_of[action.peer]
+                if action.op in RECEIVES:
+                    posted[other, rank].append(action.other_end)
+                else:
+                    sent[rank, other].append(action)
+    back = {stage: any(a.stage == stage and a.op.is_backward for a in counts) for stage in range(schedule.stages)}
+    for stage in range(schedule.stages):
+        for k in schedule.numbers_on(stage):
+            ops = {op for op in (Op.F, Op.B, Op.I, Op.W) if Action(stage, op, k) in counts}
+            if ops not in ([{Op.F, Op.B}, {Op.F, Op.I, Op.W}] if back[stage] else [{Op.F}]):
+                return False
+    return sent == posted
+
+
+# -- ways to break a schedule -----------------------------------------------------------------------------------------
+
+
+def place(data: st.DataObject, rows: Rows, wanted: Callable[[Action], bool] = lambda _: True) -> tuple[int, int]:
+    """Where an action is that is as wanted: rank and index."""
+    places = [(rank, index) for rank, row in enumerate(rows) for index, action in enumerate(row) if wanted(action)]
+    assume(places)
+    return data.draw(st.sampled_from(places))
+
+
+def swap(rows: Rows, one: tuple[int, int], two: tuple[int, int]) -> None:
+    (r, i), (s, j) = one, two
+    rows[r][i], rows[s][j] = rows[s][j], rows[r][i]
+
+
+@breaks
+def repeat(data: st.DataObject, schedule: Schedule, rows: Rows) -> set[str]:
+    rank, index = place(data, rows)
+    rows[rank].insert(data.draw(st.integers(0, len(rows[rank]))), rows[rank][index])
+    return {"repeated"}
+
+
+@breaks
+def drop(data: st.DataObject, schedule: Schedule, rows: Rows) -> set[str]:
+    rank, index = place(data, rows)
+    return {"missing"} if rows[rank].pop(index).op.is_compute else {"unmatched"}
+
+
+@breaks
+def drop_both_ends(data: st.DataObject, schedule: Schedule, rows: Rows) -> set[str]:
+    rank, index = place(data, rows, lambda a: a.op in MESSAGES)
+    gone = rows[rank][index]
+    rows[:] = [[a for a in row if a not in (gone, gone.other_end)] for row in rows]
+    return {"missing"}
+
+
+@breaks
+def put_before_what_it_waits_for(data: st.DataObject, schedule: Schedule, rows: Rows) -> set[str]:
+    needs = needs_by_hand(schedule)
+    local = [
+        (rank, row.index(need), index)
+        for rank, row in enumerate(rows)
+        for index, action in enumerate(row)
+        for need in needs.get(action, ())
+        if need in row
+    ]
+    rank, before, after = data.draw(st.sampled_from(sorted(local)))
+    if data.draw(st.booleans()):
+        swap(rows, (rank, before), (rank, after))
+    else:
+        rows[rank].insert(before, rows[rank].pop(after))
+    return {"order"}
+
+
+@breaks
+def put_a_message_on_the_wrong_side(data: st.DataObject, schedule: Schedule, rows: Rows) -> set[str]:
+    rank, index = place(data, rows, lambda a: a.op in MESSAGES)
+    message = rows[rank].pop(index)
+    rows[rank].insert(len(rows[rank]) if message.op in RECEIVES else 0, message)
+    return {"order"}
+
+
+@breaks
+def move_to_another_rank(data: st.DataObject, schedule: Schedule, rows: Rows) -> set[str]:
+    rank, index = place(data, rows)
+    other = data.draw(st.sampled_from([r for r in range(schedule.ranks) if r != rank]))
+    rows[other].insert(data.draw(st.integers(0, len(rows[other]))), rows[rank].pop(index))
+    return {"misplaced"}
+
+
+@breaks
+def swap_between_ranks(data: st.DataObject, schedule: Schedule, rows: Rows) -> set[str]:
+    one = place(data, rows)
+    two = data.draw(st.sampled_from([(r, i) for r, row in enumerate(rows) for i in range(len(row)) if r != one[0]]))
+    swap(rows, one, two)
+    return {"misplaced"}
+
+
+@breaks
+def number_out_of_range(data: st.DataObject, schedule: Schedule, rows: Rows) -> set[str]:
+    rank, index = place(data, rows, lambda a: a.op is not Op.REDUCE_GRAD)
+    action = rows[rank][index]
+    others = set(range(schedule.numbers + 1)) - set(schedule.numbers_on(action.stage))
+    rows[rank][index] = replace(action, microbatch=data.draw(st.sampled_from(sorted(others))))
+    return {"out of range"}
+
+
+@breaks
+def number_of_another(data: st.DataObject, schedule: Schedule, rows: Rows) -> set[str]:
+    rank, index = place(data, rows, lambda a: a.op is not Op.REDUCE_GRAD)
+    action = rows[rank][index]
+    others = set(schedule.numbers_on(action.stage)) - {action.microbatch}
+    rows[rank][index] = replace(action, microbatch=data.draw(st.sampled_from(sorted(others))))
+    return {"repeated"}
+
+
+@breaks
+def stage_out_of_range(data: st.DataObject, schedule: Schedule, rows: Rows) -> set[str]:
+    rank, index = place(data, rows)
+    # One more than the peer is no stage's message to itself.
+    rows[rank][index] = replace(rows[rank][index], stage=schedule.stages + 1)
+    return {"out of range"}
+
+
+@breaks
+def stage_of_another(data: st.DataObject, schedule: Schedule, rows: Rows) -> set[str]:
+    rank, index = place(data, rows, lambda a: a.op.is_compute)
+    action = rows[rank][index]
+    others = set(range(schedule.stages)) - {action.stage}
+    rows[rank][index] = replace(action, stage=data.draw(st.sampled_from(sorted(others))))
+    return {"missing"}
+
+
+@breaks
+def op_of_another(data: st.DataObject, schedule: Schedule, rows: Rows) -> set[str]:
+    rank, index = place(data, rows, lambda a: a.op.is_compute)
+    action = rows[rank][index]
+    rows[rank][index] = replace(action, op=data.draw(st.sampled_from(sorted({*"FBIW"} - {action.op.value})).map(Op)))
+    return {"missing", "repeated"}  # I and W need each other; B includes both
+
+
+@breaks
+def swap_messages(data: st.DataObject, schedule: Schedule, rows: Rows) -> set[str]:
+    """Two receives, or two sends, of one pair of ranks."""
+    one = place(data, rows, lambda a: a.op in MESSAGES)
+    first, owner = rows[one[0]][one[1]], schedule.placement.rank_of
+
+    def beside(a: Action) -> bool:
+        return a.op.is_send == first.op.is_send and a.peer is not None and owner[a.peer] == owner[first.peer or 0]
+
+    twins = [(one[0], i) for i, a in enumerate(rows[one[0]]) if a != first and a.op in MESSAGES and beside(a)]
+    assume(twins)
+    swap(rows, one, data.draw(st.sampled_from(twins)))
+    return {"message order", "order"}
+
+
+@breaks
+def wait_for_each_other(data: st.DataObject, schedule: Schedule, rows: Rows) -> set[str]:
+    """One rank takes microbatch i back before it sends j forward, and the next one wants j before it takes i back."""
+    rank_of, pipelines = schedule.placement.rank_of, schedule.placement.pipeline_of
+    cuts = [
+        s for s in range(schedule.stages - 1)
+        if rank_of[s] != rank_of[s + 1] and pipelines(s) == pipelines(s + 1)
+    ]  # fmt: skip
+    stage = data.draw(st.sampled_from(cuts))
+    numbers = schedule.numbers_on(stage)
+    i, j = sorted(data.draw(st.lists(st.sampled_from(numbers), min_size=2, max_size=2, unique=True)))
+    if schedule.slices > 1:
+        assume(i // schedule.slices < j // schedule.slices)
+    here, there = rows[rank_of[stage]], rows[rank_of[stage + 1]]
+    back = next(op for op in (Op.B, Op.I) if Action(stage, op, i) in here)
+    move(here, Action(stage, Op.F, j), behind=Action(stage, back, i))
+    back = next(op for op in (Op.B, Op.I) if Action(stage + 1, op, i) in there)
+    move(there, Action(stage + 1, back, i), behind=Action(stage + 1, Op.F, j))
+    return {"deadlock", "order"}
+
+
+def move(row: list[Action], action: Action, behind: Action) -> None:
+    if row.index(action) < row.index(behind):
+        row.remove(action)
+        row.insert(row.index(behind) + 1, action)
+
+
+# -- every break is reported ------------------------------------------------------------------------------------------
+
+
+def ties(schedule: Schedule) -> Schedule:
+    """The first and the last stage of the model tied to each other, as embedding and projection often are."""
+    last = schedule.placement.depth - 1
+    return reduce_ties(schedule, [[0, last]] if last else [])
+
+
+VARIANTS: dict[str, Callable[[Schedule], Schedule]] = {
+    "as generated": lambda s: s,
+    "split": split_backward,
+    "with messages": add_communication,
+    "with messages and ties": lambda s: ties(add_communication(split_backward(s))),
+}
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def made(request: pytest.FixtureRequest) -> dict[str, Schedule]:
+    schedule = generate(request.param, 4, 4)
+    return {name: variant(schedule) for name, variant in VARIANTS.items()}
+
+
+def kinds(schedule: Schedule, memory_limit: int | None = None) -> set[str]:
+    return {violation.kind for violation in check(schedule, memory_limit)}
+
+
+@pytest.mark.parametrize("broken", BREAKS, ids=lambda function: function.__name__)
+@settings(max_examples=12)
+@given(data=st.data())
+def test_every_break_is_reported(made: dict[str, Schedule], broken: Break, data: st.DataObject) -> None:
+    schedule = made[data.draw(st.sampled_from(sorted(made)))]
+    rows = [list(row) for row in schedule.rows]
+    expected = broken(data, schedule, rows)
+    assert kinds(schedule.with_rows(rows)) & expected
+
+
+def test_what_is_not_broken_is_not_reported(made: dict[str, Schedule]) -> None:
+    for schedule in made.values():
+        assert kinds(schedule) <= {"inexact"}
+        assert is_complete(schedule)
+        assert runs_to_the_end(schedule, buffered=True)
+        assert runs_to_the_end(schedule, buffered=False)
+
+
+def test_one_less_than_it_needs_is_reported(made: dict[str, Schedule]) -> None:
+    for schedule in made.values():
+        peak = max(peak_activations(schedule))
+        assert "memory" not in kinds(schedule, peak)
+        assert "memory" in kinds(schedule, peak - 1)
+
+
+@settings(max_examples=12)
+@given(data=st.data())
+def test_weight_gradients_out_of_order_are_reported(made: dict[str, Schedule], data: st.DataObject) -> None:
+    schedule = made["split"]
+    assume(schedule.slices == 1)  # the slices of a microbatch go back in descending order, which is never exact
+    rows = [list(row) for row in schedule.rows]
+    rank, index = place(data, rows, lambda a: a.op is Op.W)
+    stage = rows[rank][index].stage
+    later = [i for i, a in enumerate(rows[rank]) if a.op is Op.W and a.stage == stage and i > index]
+    assume(later)
+    # The later one, which its I precedes, stays where it is; the earlier one comes after it.
+    rows[rank].insert(later[0], rows[rank].pop(index))
+    found = check(schedule.with_rows(rows))
+    assert [v for v in found if v.kind == "inexact" and v.rank == rank and v.action == rows[rank][later[0]]]
+    assert not any(v.fatal for v in found)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
+@settings(max_examples=12)
+@given(data=st.data())
+def test_ranks_that_wait_for_each_other_are_a_deadlock_and_nothing_else(name: str, data: st.DataObject) -> None:
+    schedule = generate(name, 4, 8)
+    rows = [list(row) for row in schedule.rows]
+    wait_for_each_other(data, schedule, rows)
+    found = [violation for violation in check(schedule.with_rows(rows)) if violation.fatal]
+    assume("order" not in {violation.kind for violation in found})
+    assert [violation.kind for violation in found] == ["deadlock"]
+    assert found[0].text.startswith(f"with buffered sends, rank {found[0].rank} waits at ")
+
+
+# -- what is not reported runs ----------------------------------------------------------------------------------------
+
+
+def shuffle_a_little(data: st.DataObject, rows: Rows) -> None:
+    """Moves one action within its row: near, where much stays legal, or anywhere."""
+    rank, index = place(data, rows)
+    action = rows[rank].pop(index)
+    near = st.integers(max(0, index - 2), min(len(rows[rank]), index + 2))
+    rows[rank].insert(data.draw(st.one_of(near, st.integers(0, len(rows[rank])))), action)
+
+
+@settings(max_examples=25)
+@given(data=st.data())
+def test_what_is_not_reported_runs_and_what_is_reported_does_not(
+    made: dict[str, Schedule], data: st.DataObject
+) -> None:
+    schedule = made[data.draw(st.sampled_from(sorted(made)))]
+    rows = [list(row) for row in schedule.rows]
+    for _ in range(data.draw(st.integers(1, 3))):
+        shuffle_a_little(data, rows)
+    if data.draw(st.booleans()):
+        data.draw(st.sampled_from(BREAKS))(data, schedule, rows)
+    assume(all(a.stage < schedule.stages and (a.peer or 0) < schedule.stages for row in rows for a in row))
+    broken = schedule.with_rows(rows)
+    fatal = {violation.kind for violation in check(broken) if violation.fatal}
+    runs = is_complete(broken) and runs_to_the_end(broken, buffered=True) and runs_to_the_end(broken, buffered=False)
+    if not fatal:
+        assert runs
+    elif fatal <= {"order", "deadlock", "message order", "misplaced", "out of range", "repeated"}:
+        assert not runs
+
+
+@settings(max_examples=10)
+@given(st.integers(2, 5), st.integers(2, 8))
+def test_receives_posted_at_the_last_moment(p: int, m: int) -> None:
+    """With sends that wait for their receive, 1F1B's neighbours both stand at a send."""
+    rows = []
+    for row in add_communication(generate("1f1b", p, m)).rows:
+        waiting: list[Action] = []
+        late: list[Action] = []
+        for action in row:
+            if action.op in RECEIVES:
+                waiting.append(action)
+                continue
+            brought = Op.RECV_F if action.op is Op.F else Op.RECV_B
+            for receive in [a for a in waiting if (a.op, a.microbatch) == (brought, action.microbatch)]:
+                if action.op.is_compute:
+                    waiting.remove(receive)
+                    late.append(receive)
+            late.append(action)
+        rows.append(late)
+    schedule = add_communication(generate("1f1b", p, m)).with_rows(rows)
+    (found,) = check(schedule)
+    assert found.kind == "deadlock"
+    assert found.text.startswith(f"with sends that wait for their receive, rank {found.rank} waits at {found.action} for ")
+    assert runs_to_the_end(schedule, buffered=True)
+    assert not runs_to_the_end(schedule, buffered=False)
+
+
+def test_parameters_may_be_gathered_and_let_go_several_times_but_in_turns() -> None:
+    def stage(row: str) -> Schedule:
+        return Schedule.parse(f"x: 1 microbatch, stages on ranks 0\nrank 0: {row}")
+
+    assert check(stage("0UNSHARD 0F0 0RESHARD 0UNSHARD 0B0 0RESHARD")) == []
+    (found,) = check(stage("0UNSHARD 0F0 0UNSHARD 0B0 0RESHARD"))
+    assert str(found) == "repeated: rank 0 has 0UNSHARD twice in succession; 0RESHARD must come in between"
+    (found,) = check(stage("0UNSHARD 0F0 0B0 0RESHARD 0RESHARD"))
+    assert (found.rank, str(found.action), found.kind, found.fatal) == (0, "0RESHARD", "repeated", True)

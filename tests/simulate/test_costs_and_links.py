@@ -1,0 +1,167 @@
+"""Any schedule with any costs of stages and links, held against simulations that are too plain to be wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slow import seconds, tick
+
+from penstock.costs import LinkCost, StageCost
+from penstock.errors import ArgumentError, ScheduleError
+from penstock.schedule import (
+    Action,
+    Dependencies,
+    Op,
+    Placement,
+    Schedule,
+    add_communication,
+    drop_backward,
+    forward_only,
+    generate,
+    reduce_ties,
+    split_backward,
+)
+from penstock.schedule.order import earliest_times
+from penstock.simulate import Links, simulate
+from some_schedules import arbitrary, generated, with_overlaps
+
+# Whole numbers: sums of them are exact.
+from_zero, from_one = st.integers(0, 9).map(float), st.integers(1, 5).map(float)
+schedules = st.one_of(
+    arbitrary(),
+    generated(max_ranks=5, max_microbatches=8),
+    generated(max_ranks=5, max_microbatches=8).map(split_backward),
+)
+
+
+def without_overlaps(schedule: Schedule) -> Schedule:
+    return schedule.with_rows([list(row) for row in schedule.rows])
+
+
+def draw_costs(data: st.DataObject, schedule: Schedule, number: st.SearchStrategy[float]) -> list[StageCost]:
+    one = st.builds(StageCost, number, number, number, output_bytes=from_zero)
+    return data.draw(st.lists(one, min_size=schedule.stages, max_size=schedule.stages))
+
+
+def draw_links(data: st.DataObject, schedule: Schedule) -> dict[tuple[int, int], LinkCost]:
+    link = st.builds(LinkCost, from_zero, st.sampled_from([0.25, 0.5, 1.0]))
+    pairs = [(a, b) for a in range(schedule.ranks) for b in range(schedule.ranks) if a != b]
+    return {pair: data.draw(link) for pair in pairs}
+
+
+@settings(max_examples=200)
+@given(schedules.map(without_overlaps), st.data())
+def test_the_plain_definition_of_earliest_times(schedule: Schedule, data: st.DataObject) -> None:
+    if data.draw(st.booleans()):
+        frozen = data.draw(st.sets(st.integers(0, schedule.stages - 1)))
+        schedule = drop_backward(schedule, frozen)
+    costs, links = draw_costs(data, schedule, from_zero), draw_links(data, schedule)
+    dependencies = Dependencies(schedule)
+    actions, rank_of = dependencies.actions, dependencies.rank_of
+
+    def delay(made: int, used: int) -> float:
+        if rank_of[made] == rank_of[used]:
+            return 0.0
+        lower = min(actions[made].stage, actions[used].stage)
+        return links[rank_of[made], rank_of[used]].seconds(costs[lower].output_bytes)
+
+    starts, ends = earliest_times(dependencies, lambda node: seconds(actions[node], costs[actions[node].stage]), delay)
+    timeline = simulate(schedule, costs, links)
+    assert [(s.rank, s.action, s.start_seconds, s.end_seconds) for s in timeline] == list(
+        zip(rank_of, actions, starts, ends, strict=True)
+    )
+    lowered = reduce_ties(add_communication(schedule), [range(schedule.stages)])
+    assert simulate(lowered, costs, links) == timeline
+
+
+@settings(max_examples=200)
+@given(schedules, st.data(), st.booleans())
+def test_the_clock_that_ticks(schedule: Schedule, data: st.DataObject, contended: bool) -> None:
+    schedule = with_overlaps(schedule, iter(lambda: data.draw(st.booleans()), None))
+    overlapped = st.one_of(st.none(), from_one)
+    costs = [replace(cost, overlapped_seconds=data.draw(overlapped)) for cost in draw_costs(data, schedule, from_one)]
+    links = draw_links(data, schedule)
+    ticked = tick(schedule, costs, links, contended)
+    if ticked is None:
+        with pytest.raises(ScheduleError, match="deadlock"):
+            simulate(schedule, costs, links, contended=contended)
+        return
+    timeline = simulate(schedule, costs, links, contended=contended)
+    times = {span.action: (span.start_seconds, span.end_seconds) for span in timeline}
+    items = [item.parts for row in schedule.rows for item in row.items()]
+    assert {parts: (times[parts[0]][0], times[parts[-1]][1]) for parts in items} == {
+        parts: ticked[parts[0]] for parts in items
+    }
+    assert all(times[one][1] == times[two][0] for one, *others in items for two in others)
+
+
+def starts(schedule: Schedule, rank: int, cost: StageCost, links: Links, contended: bool = False) -> list[float]:
+    return list(simulate(schedule, cost, links, contended=contended).tracks[rank].start)
+
+
+def test_a_contended_link_carries_one_message_at_a_time_and_latencies_pass_together() -> None:
+    forward = forward_only(generate("gpipe", 2, 3))
+    cost, link = StageCost(1, 1, 1, output_bytes=3), LinkCost(2, 1)
+    assert starts(forward, 1, cost, link) == [6, 7, 8]
+    assert starts(forward, 1, cost, link, contended=True) == [6, 9, 12]
+
+
+def test_each_direction_and_each_pair_has_a_link_of_its_own() -> None:
+    links = {(0, 1): LinkCost(1), (1, 2): LinkCost(10), (2, 1): LinkCost(100), (1, 0): LinkCost(1000)}
+    timeline = simulate(generate("gpipe", 3, 1), StageCost(0, 0, 0), links)
+    assert [list(track.start) for track in timeline.tracks] == [[0, 1111], [1, 111], [11, 11]]
+    del links[2, 1]
+    with pytest.raises(ArgumentError, match="no cost from rank 2 to rank 1"):
+        simulate(generate("gpipe", 3, 1), StageCost(0, 0, 0), links)
+
+
+def test_a_gradient_is_as_large_as_the_output_that_it_is_of() -> None:
+    costs = [StageCost(1, 1, 1, output_bytes=5), StageCost(1, 1, 1, output_bytes=77)]
+    assert simulate(generate("gpipe", 2, 1), costs, LinkCost(0, 1)).makespan_seconds == 6 + 2 * 5
+
+
+def test_of_two_that_overlap_the_outputs_leave_when_both_have_ended() -> None:
+    schedule = Schedule.parse(
+        "x: 2 microbatches, stages on ranks 0 1\nrank 0: 0F0 (0F1;0B0)OVERLAP_F_B 0B1\nrank 1: 1F0 1B0 1F1 1B1"
+    )
+    cost = StageCost(2, 2, 2, overlapped_seconds=3)
+    timeline = simulate(schedule, cost)
+    # 0B0 waits for 1B0, which ends at 8, and 0F1 with it; both are done at 11, and 1F1 starts.
+    assert list(timeline.tracks[0].start) == [0, 8, 9, 17]
+    assert list(timeline.tracks[1].start) == [2, 4, 11, 13]
+    apart = simulate(schedule, replace(cost, overlapped_seconds=None))
+    assert list(apart.tracks[1].start) == [2, 4, 14, 16]
+
+
+def test_an_overlap_that_waits_for_its_own_output_is_refused() -> None:
+    schedule = Schedule.parse(
+        "x: 2 microbatches, stages on ranks 0 1\nrank 0: 0F1 (0F0;0B1)OVERLAP_F_B 0B0\nrank 1: 1F0 1F1 1B1 1B0"
+    )
+    with pytest.raises(ScheduleError, match="write the two as separate actions"):
+        simulate(schedule, StageCost(1, 1, 1))
+
+
+@given(st.integers(1, 1000), st.integers(1, 1000), st.integers(0, 3000))
+def test_two_that_overlap_take_what_is_given_without_rounding(f: int, b: int, total: int) -> None:
+    row = "(0F1;0B0)OVERLAP_F_B"
+    schedule = Schedule.parse(f"x: 2 microbatches, stages on ranks 0\nrank 0: 0F0 {row} 0B1")
+    timeline = simulate(schedule, StageCost(f, b, 0, overlapped_seconds=total))
+    assert timeline.makespan_seconds == f + total + b
+
+
+def test_actions_on_a_rank_that_does_not_own_their_stage_are_refused() -> None:
+    schedule = Schedule("x", Placement.loop(2), 1, [[Action(1, Op.F, 0)], [Action(0, Op.F, 0)]])
+    with pytest.raises(ScheduleError, match="does not own their stage"):
+        simulate(schedule, StageCost(1, 1, 1))
+    with pytest.raises(ScheduleError, match="out of range"):
+        simulate(Schedule.parse("x: 1 microbatch, stages on ranks 0\nrank 0: 0F0 0F1"), StageCost(1, 1, 1))
+
+
+def test_a_copy_of_the_model_costs_what_the_model_costs() -> None:
+    schedule, costs = generate("chimera", 2, 2), [StageCost(1, 2, 3), StageCost(4, 5, 6)]
+    assert simulate(schedule, costs) == simulate(schedule, costs * 2)
+    with pytest.raises(ArgumentError, match="3 costs for 4 stages"):
+        simulate(schedule, [*costs, costs[0]])
