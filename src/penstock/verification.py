@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -66,7 +66,7 @@ class Row:
 class Report:
     """What `verify` found: a row for every output, the loss, every parameter and every buffer of the unsplit model."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[Row, ...] = field(repr=False)
     schedule: str
     ranks: int
     stages: int
