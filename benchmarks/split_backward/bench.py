@@ -49,9 +49,9 @@ class Size:
 SIZES = {
     size.name: size
     for size in (
-        Size("small", dim=32, seq=8, rounds=200),
-        Size("medium", dim=256, seq=128, rounds=60),
-        Size("large", dim=384, seq=256, rounds=30),
+        Size("small", dim=32, seq=8, rounds=100),
+        Size("medium", dim=256, seq=128, rounds=40),
+        Size("large", dim=384, seq=256, rounds=12),
     )
 }
 
@@ -278,7 +278,7 @@ def environment() -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--rounds", type=int, help="rounds of each size (default: 200, 60 and 30; at least 2)")
+    parser.add_argument("--rounds", type=int, help="rounds of each size (default: 100, 40 and 12; at least 2)")
     parser.add_argument("--json", type=Path, default=Path(__file__).with_name("results.json"))
     chosen = parser.parse_args()
     torch.set_num_threads(1)
