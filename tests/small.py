@@ -9,6 +9,9 @@ torch.set_num_threads(1)  # bits are compared
 
 ROWS, WIDTH = 11, 9
 
+ONE_STAGE = ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2")
+"""With one stage a rank, for any number of ranks and microbatches. `test_verify_matrix` runs every schedule."""
+
 
 def mlp(layers: int = 6, seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)

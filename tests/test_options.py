@@ -16,8 +16,8 @@ import penstock
 from by_hand import assert_same_gradients, step_by_hand
 from models import GPT, SkipsTwice, squared_error, token_error
 from penstock import ArgumentError, PartitionError, ShapeError, pipeline, verify
-from penstock.schedule import generate, names
-from small import WIDTH, batch, mlp, tokens
+from penstock.schedule import generate
+from small import ONE_STAGE, WIDTH, batch, mlp, tokens
 
 # -- 17: options ------------------------------------------------------------------------------------------------------
 
@@ -146,7 +146,7 @@ def test_a_loss_that_draws_has_a_stream_of_its_own(dropout: bool) -> None:
     first = losses(1, "naive")
     assert len(set(first)) == 6  # no two microbatches, and no two steps, are given the same noise
     for ranks in (2, 4):
-        for schedule in names():
+        for schedule in ONE_STAGE:
             assert losses(ranks, schedule) == first
     x, y = batch()
     assert verify(mlp(), (x,), y, noisy_loss, ranks=3, microbatches=3, exact=True).ok

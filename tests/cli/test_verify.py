@@ -55,6 +55,9 @@ class OwnLoss(nn.Module):
 def own_loss():
     return OwnLoss(), ((torch.randn(12, 5),), {"scale": 2.0, "labels": torch.randint(4, (12,))}), None, None
 
+def summed():
+    return mlp(), (torch.randn(12, 5),), torch.randint(4, (12,)), nn.CrossEntropyLoss(reduction="sum")
+
 def failing_loss():
     def loss(output, target):
         raise ZeroDivisionError("no\\n  such loss")
@@ -162,6 +165,24 @@ def test_chunks_and_cuts_reach_the_pipeline() -> None:
     assert report["stages"] == 4
     assert (stage_of["0.weight"], stage_of["1.0.weight"], stage_of["3.0.weight"]) == ([0], [1], [2])
     assert stage_of["4.weight"] == [3]
+
+
+def test_reduction_reaches_the_pipeline() -> None:
+    """The loss of a batch is then the sum of its microbatches' losses, not their mean."""
+    losses = []
+    for reduction in ("sum", "mean"):
+        done = verify("cases.py:summed", "--json", "--microbatches", "4", "--reduction", reduction)
+        assert done.exit_code == 0, done.output
+        losses.append(json.loads(done.stdout)["loss"])
+    assert losses[0] == pytest.approx(4 * losses[1])
+
+
+def test_chunks_are_what_the_schedule_is_known_for() -> None:
+    options = ("cases.py:good", "--json", "--ranks", "2", "--microbatches", "4", "--schedule", "interleaved-1f1b")
+    done = verify(*options, "--cuts", "1,2,4")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["stages"] == 4
+    assert verify("cases.py:good", "--schedule", "zb-v", "--chunks", "1").exit_code == 2
 
 
 def test_long_table_is_folded_unless_all_is_asked_for() -> None:

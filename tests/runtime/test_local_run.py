@@ -13,9 +13,10 @@ from models import GPT, squared_error, token_error
 from penstock.errors import ArgumentError
 from penstock.runtime.local import LocalHub, LocalTransport
 from penstock.runtime.world import World, device_of, join
-from penstock.schedule import forward_only, generate, names
+from penstock.schedule import forward_only, generate
 from penstock.testing import check_transport
 from penstock.testing.transports import SCRIPTS
+from small import ONE_STAGE
 
 CPU = torch.device("cpu")
 
@@ -66,7 +67,7 @@ def test_devices_of_a_machine_with_several(monkeypatch: pytest.MonkeyPatch) -> N
     assert device_of(None, world, 1, torch.device("cuda", 2)) == torch.device("cuda", 2)
 
 
-@pytest.mark.parametrize("schedule", names())
+@pytest.mark.parametrize("schedule", ONE_STAGE)
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_the_timeline_of_a_step_is_its_schedule(schedule: str, ranks: int) -> None:
     torch.manual_seed(0)

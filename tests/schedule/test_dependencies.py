@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given, settings
-from some_schedules import arbitrary, generated
 
 from penstock.errors import ScheduleError
 from penstock.schedule import Dependencies, Schedule, add_communication, drop_backward, generate, linearize
+from some_schedules import arbitrary, generated
 
 
 def before(schedule: Schedule, text: str) -> set[str]:
@@ -82,3 +82,35 @@ def test_a_deadlock_is_named() -> None:
 def test_a_missing_action_is_named() -> None:
     with pytest.raises(ScheduleError, match="rank 1 waits at 1F0 for 0F0, which no rank has"):
         linearize(parse("0 1", "", "1F0"))
+    with pytest.raises(ScheduleError, match="rank 0 waits at 0I0 for 1B0, which no rank has"):
+        linearize(parse("0 1", "0F0 0I0 0W0", "1F0 1W0"))
+    with pytest.raises(ScheduleError, match="rank 1 waits at 1F0 for 0SEND_F0, which no rank has"):
+        linearize(parse("0 1", "0F0", "1RECV_F0 1F0"))
+
+
+@pytest.mark.parametrize(("dropped", "waiting"), [("0F2", "0F3"), ("0B3", "0B2")])
+def test_a_missing_slice_is_named(dropped: str, waiting: str) -> None:
+    row = "0F0 0F1 0B1 0B0 0F2 0F3 0B3 0B2".replace(f"{dropped} ", "")
+    schedule = Schedule.parse(f"x: 2 microbatches of 2 slices, stages on ranks 0\nrank 0: {row}")
+    with pytest.raises(ScheduleError, match=f"waits at {waiting} for {dropped}, which no rank has"):
+        linearize(schedule)
+
+
+def test_slices_wait_for_slices_of_their_microbatch_only() -> None:
+    row = "0F0 0F1 0B1 0B0 0F2 0F3 0B3 0B2"
+    schedule = Schedule.parse(f"x: 2 microbatches of 2 slices, stages on ranks 0\nrank 0: {row}")
+    found = {action: before(schedule, action) for action in row.split()}
+    assert found == {
+        "0F0": set(), "0F1": {"0F0"}, "0F2": set(), "0F3": {"0F2"},
+        "0B0": {"0F0", "0B1"}, "0B1": {"0F1"}, "0B2": {"0F2", "0B3"}, "0B3": {"0F3"},
+    }  # fmt: skip
+
+
+def test_of_a_whole_and_a_split_backward_the_split_one_is_waited_for() -> None:
+    assert before(parse("0 1", "0F0 0B0", "1F0 1B0 1I0 1W0"), "0B0") == {"0F0", "1I0"}
+
+
+def test_of_an_action_that_occurs_twice_the_first_is_waited_for() -> None:
+    schedule = parse("0 1", "0F0 0F0 0B0", "1F0 1B0 1B0")
+    dependencies = Dependencies(schedule)
+    assert [dependencies.before(node) for node in range(6)] == [[], [], [0, 4], [0], [3], [3]]

@@ -1,16 +1,16 @@
 """A legal schedule of each generator is broken in each way, and every break is reported.
 
-And the other way round: what is not reported runs to its end, by the hand of an executor that is written here once
-more, with sends that are buffered and with sends that wait for their receive; what is reported as a deadlock does not.
+And the other way round: what is not reported runs to its end, by the hand of an executor that is written once more,
+with sends that are buffered and with sends that wait for their receive; what is reported as a deadlock does not.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from executor import MESSAGES, RECEIVES, is_complete, runs_to_the_end
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -32,8 +32,8 @@ Break = Callable[[st.DataObject, Schedule, Rows], set[str]]
 """Breaks the rows in place. Returns the kinds of which one must be reported."""
 
 BREAKS: list[Break] = []
-MESSAGES = {Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B}
-RECEIVES = {Op.RECV_F, Op.RECV_B}
+OF_MESSAGES: list[Break] = []
+"""Those that need a schedule with messages."""
 
 
 def breaks(function: Break) -> Break:
@@ -41,67 +41,9 @@ def breaks(function: Break) -> Break:
     return function
 
 
-# -- an executor ------------------------------------------------------------------------------------------------------
-
-
-def runs_to_the_end(schedule: Schedule, buffered: bool) -> bool:
-    """Whether ranks that go through their rows, each as far as it can, all come to the end."""
-    rows = [list(row) for row in schedule.rows]
-    needs = needs_by_hand(schedule)
-    has_message = {action for row in rows for action in row if action.op in MESSAGES}
-    bringing = {Op.F: Op.RECV_F, Op.B: Op.RECV_B, Op.I: Op.RECV_B}
-    done: set[Action] = set()
-    at = [0] * len(rows)
-
-    def may_run(action: Action) -> bool:
-        if action.op in RECEIVES:
-            return True
-        if action.op in MESSAGES:
-            made = [Op.F] if action.op is Op.SEND_F else [Op.B, Op.I]
-            ready = any(Action(action.stage, op, action.microbatch) in done for op in made)
-            return ready and (buffered or action.other_end in done)
-        if action.op is Op.REDUCE_GRAD:
-            ends = {a for row in rows for a in row if a.stage == action.stage and a.op in (Op.B, Op.W)}
-            return ends <= done
-        receives = {
-            a for a in has_message
-            if (a.op, a.stage, a.microbatch) == (bringing.get(action.op), action.stage, action.microbatch)
-        }  # fmt: skip
-        return needs[action] <= done and receives <= done and {a.other_end for a in receives} <= done
-
-    advanced = True
-    while advanced:
-        advanced = False
-        for rank, row in enumerate(rows):
-            while at[rank] < len(row) and may_run(row[at[rank]]):
-                done.add(row[at[rank]])
-                at[rank] += 1
-                advanced = True
-    return all(place == len(row) for place, row in zip(at, rows, strict=True))
-
-
-def is_complete(schedule: Schedule) -> bool:
-    """Every microbatch forward and back on every stage, on its rank; messages in pairs, in one order at both ends."""
-    counts = Counter(action for row in schedule.rows for action in row)
-    sent, posted = defaultdict(list), defaultdict(list)
-    for rank, row in enumerate(schedule.rows):
-        for action in row:
-            if schedule.placement.rank_of[action.stage] != rank or counts[action] != 1:
-                return False
-            if action.op in MESSAGES:
-                assert action.peer is not None
-                other = schedule.placement.rank_of[action.peer]
-                if action.op in RECEIVES:
-                    posted[other, rank].append(action.other_end)
-                else:
-                    sent[rank, other].append(action)
-    back = {stage: any(a.stage == stage and a.op.is_backward for a in counts) for stage in range(schedule.stages)}
-    for stage in range(schedule.stages):
-        for k in schedule.numbers_on(stage):
-            ops = {op for op in (Op.F, Op.B, Op.I, Op.W) if Action(stage, op, k) in counts}
-            if ops not in ([{Op.F, Op.B}, {Op.F, Op.I, Op.W}] if back[stage] else [{Op.F}]):
-                return False
-    return sent == posted
+def breaks_messages(function: Break) -> Break:
+    OF_MESSAGES.append(function)
+    return breaks(function)
 
 
 # -- ways to break a schedule -----------------------------------------------------------------------------------------
@@ -132,7 +74,7 @@ def drop(data: st.DataObject, schedule: Schedule, rows: Rows) -> set[str]:
     return {"missing"} if rows[rank].pop(index).op.is_compute else {"unmatched"}
 
 
-@breaks
+@breaks_messages
 def drop_both_ends(data: st.DataObject, schedule: Schedule, rows: Rows) -> set[str]:
     rank, index = place(data, rows, lambda a: a.op in MESSAGES)
     gone = rows[rank][index]
@@ -158,7 +100,7 @@ def put_before_what_it_waits_for(data: st.DataObject, schedule: Schedule, rows: 
     return {"order"}
 
 
-@breaks
+@breaks_messages
 def put_a_message_on_the_wrong_side(data: st.DataObject, schedule: Schedule, rows: Rows) -> set[str]:
     rank, index = place(data, rows, lambda a: a.op in MESSAGES)
     message = rows[rank].pop(index)
@@ -225,7 +167,7 @@ def op_of_another(data: st.DataObject, schedule: Schedule, rows: Rows) -> set[st
     return {"missing", "repeated"}  # I and W need each other; B includes both
 
 
-@breaks
+@breaks_messages
 def swap_messages(data: st.DataObject, schedule: Schedule, rows: Rows) -> set[str]:
     """Two receives, or two sends, of one pair of ranks."""
     one = place(data, rows, lambda a: a.op in MESSAGES)
@@ -298,7 +240,8 @@ def kinds(schedule: Schedule, memory_limit: int | None = None) -> set[str]:
 @settings(max_examples=12)
 @given(data=st.data())
 def test_every_break_is_reported(made: dict[str, Schedule], broken: Break, data: st.DataObject) -> None:
-    schedule = made[data.draw(st.sampled_from(sorted(made)))]
+    variants = [name for name in made if "messages" in name or broken not in OF_MESSAGES]
+    schedule = made[data.draw(st.sampled_from(variants))]
     rows = [list(row) for row in schedule.rows]
     expected = broken(data, schedule, rows)
     assert kinds(schedule.with_rows(rows)) & expected
@@ -323,7 +266,8 @@ def test_one_less_than_it_needs_is_reported(made: dict[str, Schedule]) -> None:
 @given(data=st.data())
 def test_weight_gradients_out_of_order_are_reported(made: dict[str, Schedule], data: st.DataObject) -> None:
     schedule = made["split"]
-    assume(schedule.slices == 1)  # the slices of a microbatch go back in descending order, which is never exact
+    if schedule.slices > 1:
+        return  # the slices of a microbatch go back in descending order, which is never exact
     rows = [list(row) for row in schedule.rows]
     rank, index = place(data, rows, lambda a: a.op is Op.W)
     stage = rows[rank][index].stage
@@ -403,9 +347,26 @@ def test_receives_posted_at_the_last_moment(p: int, m: int) -> None:
     schedule = add_communication(generate("1f1b", p, m)).with_rows(rows)
     (found,) = check(schedule)
     assert found.kind == "deadlock"
-    assert found.text.startswith(f"with sends that wait for their receive, rank {found.rank} waits at {found.action} for ")
+    assert found.text.startswith(
+        f"with sends that wait for their receive, rank {found.rank} waits at {found.action} for "
+    )
     assert runs_to_the_end(schedule, buffered=True)
     assert not runs_to_the_end(schedule, buffered=False)
+
+
+def test_a_deadlock_that_buffered_sends_have_too_is_told_of_these() -> None:
+    """With sends that wait, the ranks stand at an earlier place already: both send before they post."""
+    schedule = Schedule.parse(
+        "x: 2 microbatches, stages on ranks 0 1 1 0\n"
+        "rank 0: 0F0 0SEND_F0 0F1 0SEND_F1 3RECV_F0 3F0 3RECV_F1 3F1 "
+        "3B0 3SEND_B0 0RECV_B0 0B0 3B1 3SEND_B1 0RECV_B1 0B1\n"
+        "rank 1: 1RECV_F0 1F0 2F0 2SEND_F0 1RECV_F1 1F1 2F1 2SEND_F1 "
+        "2RECV_B0 2RECV_B1 2B1 2B0 1B0 1SEND_B0 1B1 1SEND_B1"
+    )
+    (found,) = [violation for violation in check(schedule) if violation.fatal]
+    assert found.text == (
+        "with buffered sends, rank 0 waits at 0B0 for 1B0 of rank 1, which waits at 2B1 for 3B1 of rank 0"
+    )
 
 
 def test_parameters_may_be_gathered_and_let_go_several_times_but_in_turns() -> None:

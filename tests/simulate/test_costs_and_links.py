@@ -146,10 +146,11 @@ def test_an_overlap_that_waits_for_its_own_output_is_refused() -> None:
 
 @given(st.integers(1, 1000), st.integers(1, 1000), st.integers(0, 3000))
 def test_two_that_overlap_take_what_is_given_without_rounding(f: int, b: int, total: int) -> None:
-    row = "(0F1;0B0)OVERLAP_F_B"
-    schedule = Schedule.parse(f"x: 2 microbatches, stages on ranks 0\nrank 0: 0F0 {row} 0B1")
+    m = 20
+    pairs = " ".join(f"(0F{k + 1};0B{k})OVERLAP_F_B" for k in range(m - 1))
+    schedule = Schedule.parse(f"x: {m} microbatches, stages on ranks 0\nrank 0: 0F0 {pairs} 0B{m - 1}")
     timeline = simulate(schedule, StageCost(f, b, 0, overlapped_seconds=total))
-    assert timeline.makespan_seconds == f + total + b
+    assert timeline.makespan_seconds == timeline.busy_seconds(0) == f + (m - 1) * total + b
 
 
 def test_actions_on_a_rank_that_does_not_own_their_stage_are_refused() -> None:

@@ -95,10 +95,20 @@ def test_each_cause_in_a_case_made_by_hand() -> None:
 
 def test_a_rank_waits_for_the_later_of_what_two_that_overlap_need() -> None:
     schedule = Schedule.parse(
-        "x: 2 microbatches, stages on ranks 0 1\nrank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 (1F1;1B0)OVERLAP_F_B 1B1"
+        "x: 2 microbatches, stages on ranks 0 1 2\n"
+        "rank 0: 0F0 0F1 0B0 0B1\n"
+        "rank 1: 1F0 (1F1;1B0)OVERLAP_F_B 1B1\n"
+        "rank 2: 2F0 2B0 2F1 2B1"
     )
-    timeline = simulate(schedule, [StageCost(5, 1, 0), StageCost(1, 1, 0)])
-    assert causes(schedule, timeline)[1] == {"warm-up": 5, "waiting for forward": 4, "cool-down": 1}
+    cost = StageCost(1, 1, 0)
+    timeline = simulate(schedule, [replace(cost, forward_seconds=9), cost, cost])  # 0F1 ends at 18, 2B0 at 12
+    assert idle(schedule, timeline)[1][Cause.FORWARD] == 8
+    assert "0F1" in [str(span.action) for span in critical_path(schedule, timeline).spans]
+    timeline = simulate(
+        schedule, [cost, cost, replace(cost, backward_input_seconds=20)]
+    )  # 0F1 ends at 2, 2B0 at 23, 2B1 at 46
+    assert idle(schedule, timeline)[1][Cause.BACKWARD] == 21 + 21
+    assert "2B0" in [str(span.action) for span in critical_path(schedule, timeline).spans]
 
 
 def test_what_overlaps_is_not_the_link() -> None:

@@ -1,6 +1,7 @@
 """The command `penstock`: a verb a file, imported when it is asked for. No verb loads torch before it runs.
 
 To add a verb: write `cli/<verb>.py` with a function `<verb>` that has Typer's annotations, and name it in `VERBS`.
+What its `EPILOG` says, if it has one, stands below its options.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ VERBS: dict[str, dict[str, Any]] = {
     "run": {"context_settings": {"allow_interspersed_args": False}},
     "demo": {},
     "verify": {},
+    "schedules": {},
+    "simulate": {},
+    "search": {},
+    "show": {},
 }
 """Each verb, in the order of `--help`, and what `Typer.command` gets besides its function."""
 
@@ -33,7 +38,9 @@ class _Verbs(TyperGroup):
         if cmd_name not in VERBS:
             return None
         verb = typer.Typer(add_completion=False)
-        verb.command(cmd_name, **VERBS[cmd_name])(getattr(import_module(f"penstock.cli.{cmd_name}"), cmd_name))
+        module = import_module(f"penstock.cli.{cmd_name}")
+        epilog = getattr(module, "EPILOG", None)
+        verb.command(cmd_name, epilog=epilog, **VERBS[cmd_name])(getattr(module, cmd_name))
         return typer.main.get_command(verb)
 
     def invoke(self, ctx: Any) -> Any:

@@ -17,7 +17,7 @@ from penstock.schedule import grid
 
 def demo(
     ranks: Annotated[int, typer.Option("--ranks", "-n", help="How many processes share the model, 1 to 4.")] = 2,
-    schedule: Annotated[str, typer.Option(help="The order of work: 1f1b, gpipe or naive.")] = "1f1b",
+    schedule: Annotated[str, typer.Option(help="The order of work; `penstock schedules` lists them.")] = "1f1b",
     microbatches: Annotated[int, typer.Option(help="Into how many pieces each batch is cut.")] = 8,
     steps: Annotated[int, typer.Option(help="How many batches to train on.")] = 60,
     out: Annotated[Path, typer.Option(help="The folder for the timeline and the metrics.")] = Path("runs/demo"),

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -40,15 +40,20 @@ class TransportName(Enum):
     distributed = "distributed"
 
 
+ReductionName = Literal["mean", "sum"]
+"""How the loss reduces a batch."""
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What to verify. `exact` None: wherever it can be promised."""
+    """What to verify. `chunks` None: what the schedule is known for. `exact` None: wherever it can be promised."""
 
     target: str
     ranks: int
-    chunks: int
+    chunks: int | None
     microbatches: int
     schedule: str
+    reduction: ReductionName
     cuts: Sequence[str] | None
     exact: bool | None
 
@@ -56,9 +61,14 @@ class Case:
 def verify(
     target: Annotated[str, typer.Argument(metavar="TARGET", help="module:function or file.py:function.")],
     ranks: Annotated[int, typer.Option("--ranks", "-n", help="How many ranks.")] = 2,
-    chunks: Annotated[int, typer.Option(help="Stages a rank.")] = 1,
+    chunks: Annotated[
+        int | None, typer.Option(help="Stages a rank; by default what the schedule is known for.")
+    ] = None,
     microbatches: Annotated[int, typer.Option(help="Into how many pieces the batch is cut.")] = 8,
-    schedule: Annotated[str, typer.Option(help="The order of work: 1f1b, gpipe or naive.")] = "1f1b",
+    schedule: Annotated[str, typer.Option(help="The order of work; `penstock schedules` lists them.")] = "1f1b",
+    reduction: Annotated[
+        ReductionName, typer.Option(help="Whether the loss is a mean over the batch's rows or a sum.")
+    ] = "mean",
     cuts: Annotated[
         str | None, typer.Option(help="The modules that begin a new stage, a,b,c; by default balanced.")
     ] = None,
@@ -82,7 +92,7 @@ def verify(
     something else is wrong.
     """
     names = [name.strip() for name in cuts.split(",")] if cuts else None
-    case = Case(target, ranks, chunks, microbatches, schedule, names, exact)
+    case = Case(target, ranks, chunks, microbatches, schedule, reduction, names, exact)
     generate(schedule, ranks, microbatches, chunks)  # says what is wrong before anything is loaded
     try:
         report = prove(case) if transport is TransportName.local else prove_distributed(case)
@@ -119,6 +129,7 @@ def prove(case: Case) -> dict[str, Any]:
                 given.target,
                 given.loss,
                 kwargs=given.kwargs,
+                reduction=case.reduction,
                 exact=case.exact,
                 schedule=case.schedule,
                 ranks=case.ranks,

@@ -57,19 +57,20 @@ def check(schedule: Schedule, memory_limit: int | None = None) -> list[Violation
         memory_limit: the most activations that a rank may hold at a time, as `peak_activations` counts them.
     """
     dependencies = Dependencies(schedule)
-    buffered = advance(dependencies)
+    # What runs to its end with sends that wait also does with buffered ones, and has its rows in order.
+    unbuffered = advance(dependencies, rendezvous=True)
     found = [
         *_places(schedule),
         *_repeated(dependencies),
         *_sharding(schedule),
         *_missing(schedule, dependencies),
-        *_row_order(dependencies, buffered),
+        *_row_order(dependencies, unbuffered),
         *_unmatched(dependencies),
-        *_message_order(schedule),
+        *_message_order(schedule, dependencies),
         *_reduction_order(schedule),
     ]
     if not found:
-        found += _deadlock(dependencies, buffered)
+        found += _deadlock(dependencies, unbuffered)
     found += _inexact(schedule)
     if memory_limit is not None:
         found += _memory(schedule, memory_limit)
@@ -180,10 +181,10 @@ def _missing(schedule: Schedule, dependencies: Dependencies) -> Iterator[Violati
                 yield Violation(rank, action, "missing", text)
 
 
-def _row_order(dependencies: Dependencies, buffered: Advance) -> Iterator[Violation]:
+def _row_order(dependencies: Dependencies, unbuffered: Advance) -> Iterator[Violation]:
     """Actions that come before one that they wait for, in the same row. They stop their rank."""
     actions, rank_of = dependencies.actions, dependencies.rank_of
-    for node in range(len(actions)) if buffered.blocked else ():
+    for node in range(len(actions)) if unbuffered.blocked else ():
         rank = rank_of[node]
         for need in dependencies.before(node):
             if rank_of[need] == rank and need >= node:
@@ -212,23 +213,26 @@ def _unmatched(dependencies: Dependencies) -> Iterator[Violation]:
             yield Violation(rank, action, "unmatched", text)
 
 
-def _message_order(schedule: Schedule) -> Iterator[Violation]:
+def _message_order(schedule: Schedule, dependencies: Dependencies) -> Iterator[Violation]:
     """Pairs of ranks where receives are posted in another order than messages are sent."""
-    rank_of = schedule.placement.rank_of
-    sent: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
-    posted: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
-    for rank, row in enumerate(schedule.rows):
-        for index, peer in enumerate(row.peer):
-            if 0 <= peer < schedule.stages:
-                if row.op[index] in _SENDS:
-                    sent[rank, rank_of[peer]].append(row[index])
-                else:
-                    posted[rank_of[peer], rank].append(row[index])
+    actions, rank_of = dependencies.actions, dependencies.rank_of
+    sent: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    posted: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    for node, (op, peer) in enumerate(zip(actions.op, actions.peer, strict=True)):
+        if 0 <= peer < schedule.stages:
+            other = schedule.placement.rank_of[peer]
+            if op in _SENDS:
+                sent[rank_of[node], other].append(node)
+            else:
+                posted[other, rank_of[node]].append(node)
     for (source, target), sends in sorted(sent.items()):
         for send, receive in zip(sends, posted[source, target], strict=False):
-            if send.other_end != receive:
-                text = f"rank {target} posts {receive} where rank {source} sends {send}; messages must match in order"
-                yield Violation(target, receive, "message order", text)
+            if dependencies.other_end(send) != receive:
+                text = (
+                    f"rank {target} posts {actions[receive]} where rank {source} sends {actions[send]}; "
+                    "messages must match in order"
+                )
+                yield Violation(target, actions[receive], "message order", text)
                 break
 
 
@@ -252,16 +256,14 @@ def _reduction_order(schedule: Schedule) -> Iterator[Violation]:
         yield Violation(rank, action, "reduction order", text)
 
 
-def _deadlock(dependencies: Dependencies, buffered: Advance) -> Iterator[Violation]:
-    sending = not _SENDS.isdisjoint(dependencies.actions.op)
-    for sends, rendezvous in (("buffered sends", False), ("sends that wait for their receive", True)):
-        if rendezvous and not sending:
-            return
-        blocked = advance(dependencies, rendezvous).blocked if rendezvous else buffered.blocked
-        if blocked:
-            rank, text = describe_cycle(dependencies, blocked)
-            yield Violation(rank, dependencies.actions[blocked[rank][0]], "deadlock", f"with {sends}, {text}")
-            return
+def _deadlock(dependencies: Dependencies, unbuffered: Advance) -> Iterator[Violation]:
+    if not unbuffered.blocked:
+        return
+    buffered = advance(dependencies).blocked
+    blocked = buffered or unbuffered.blocked
+    sends = "buffered sends" if buffered else "sends that wait for their receive"
+    rank, text = describe_cycle(dependencies, blocked)
+    yield Violation(rank, dependencies.actions[blocked[rank][0]], "deadlock", f"with {sends}, {text}")
 
 
 def _inexact(schedule: Schedule) -> Iterator[Violation]:

@@ -45,9 +45,7 @@ def idle(schedule: Schedule, timeline: Timeline) -> list[dict[Cause, float]]:
     before = _ends_before(columns, ends)
     gap = np.maximum(starts - before, 0.0)
     need = _binding(columns, ends)
-    made = _leaving(columns, ends)[need]
-    made = np.where(made > starts, ends[need], made)  # a real rank may send before the other of two has ended
-    reached = np.clip(np.where(need >= 0, made, before), before, starts)
+    reached = np.clip(np.where(need >= 0, _leaving(columns, ends)[need], before), before, starts)
     until, rest = reached - before, gap - (reached - before)
     forward = np.isin(columns.op[need], [Op.F.code])
     makespan = timeline.makespan_seconds
@@ -105,10 +103,10 @@ def critical_path(schedule: Schedule, timeline: Timeline) -> CriticalPath:
         path.append(node)
         other = int(need[node])
         # The rank was busy with the action before until it could start, or else it waited for the other rank's.
-        waited = other >= 0 and (node in first or starts[node] > before[node] or ends[other] > before[node])
+        waited = other >= 0 and starts[node] > before[node]
         previous = other if waited else node - 1 if node not in first else -1
-        if waited and columns.joined[other] and ends[other + 1] <= starts[node]:
-            previous += 1  # its output left when both had ended
+        if waited and columns.joined[other]:
+            previous += 1  # the output of two that overlap left when both had ended
         link += float(starts[node] - (ends[previous] if previous >= 0 else 0.0))
         node = previous
     spans = []

@@ -57,8 +57,8 @@ def simulate(
     if ran is None:
         runnable_order(Dependencies(schedule.with_rows(columns.rows)))  # says who waits for whom
         raise ScheduleError(
-            f"schedule {schedule.name!r} has a deadlock: the backward of an overlap waits for what its own forward must "
-            "come before; write the two as separate actions"
+            f"schedule {schedule.name!r} has a deadlock: the backward of an overlap waits for what its own "
+            "forward must come before; write the two as separate actions"
         )
     starts, ends = ran
     tracks = []
@@ -96,9 +96,8 @@ def _durations(columns: Columns, costs: Sequence[StageCost]) -> Floats:
     both = seconds[pairs] + seconds[pairs + 1]
     share = np.divide(seconds[pairs], both, out=np.full(len(pairs), 0.5), where=both > 0)
     total = fused[columns.stage[pairs]]
-    # In half as many digits, so that the two add up to the total without rounding, as whole numbers of seconds do.
-    seconds[pairs] = (total * share).astype(np.float32)
-    seconds[pairs + 1] = total - seconds[pairs]
+    seconds[pairs] = total * share
+    seconds[pairs + 1] = total - seconds[pairs]  # so that the end of both does not depend on how the share was rounded
     return np.asarray(seconds)
 
 

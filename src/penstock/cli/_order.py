@@ -1,0 +1,145 @@
+"""The options that say which schedule a verb is about: a name and its numbers, or a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.errors import ArgumentError, ScheduleError
+from penstock.schedule import Op, Schedule, check, from_csv, generate, generators
+from penstock.schedule.generators import Numbers
+
+ALL = "all"
+"""In a name's place: every schedule that the numbers allow."""
+
+_PANEL = "Which schedule"
+_OWN_TEXT = ", stages on ranks "
+_SHARDING = (Op.UNSHARD, Op.RESHARD)
+"""Torch's files have them. They take no time here, and mean nothing without sharded stages."""
+
+
+@dataclass(frozen=True, slots=True)
+class OrderOptions:
+    """Which schedule."""
+
+    schedule: Annotated[
+        str | None, typer.Option(help="Its name; `penstock schedules` lists them.", rich_help_panel=_PANEL)
+    ] = None
+    ranks: Annotated[int | None, typer.Option("--ranks", "-n", help="How many ranks.", rich_help_panel=_PANEL)] = None
+    microbatches: Annotated[
+        int | None, typer.Option(help="Into how many pieces the batch is cut.", rich_help_panel=_PANEL)
+    ] = None
+    chunks: Annotated[
+        int | None,
+        typer.Option(help="Stages a rank; by default what the schedule is known for.", rich_help_panel=_PANEL),
+    ] = None
+    slices: Annotated[
+        int | None,
+        typer.Option(
+            help="Pieces of each microbatch along the sequence, for seq1f1b; each costs its share.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    csv: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A schedule of your own instead of a name, with its own ranks and microbatches: torch's CSV (a line "
+            "a rank, a cell an action, 0F1), or the text that `penstock show --text` prints.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+
+    def one(self) -> Schedule:
+        """The schedule.
+
+        Raises:
+            ArgumentError: options are missing, contradict each other, or are not allowed; or there is no such file.
+            ScheduleError: the file holds no schedule, or one that is not legal.
+        """
+        if self.csv is not None:
+            given = [name for name in ("schedule", *_NUMBERS) if getattr(self, name) is not None]
+            if given:
+                raise ArgumentError(f"--csv {self.csv}: the file says what --{given[0]} would; give one of the two")
+            return read(self.csv)
+        name = self._name()
+        if name == ALL:
+            raise ArgumentError(f"--schedule {ALL}: one schedule at a time here; `penstock schedules` lists them")
+        ranks, microbatches = self._numbers()
+        return generate(name, ranks, microbatches, self.chunks, self.slices)
+
+    def all(self) -> tuple[list[Schedule], Mapping[str, str]]:
+        """Every schedule that the numbers allow, and what the others ask for instead, by name.
+
+        Raises:
+            ArgumentError: a number is missing or less than 1.
+        """
+        ranks, microbatches = self._numbers()
+        allowed: list[Schedule] = []
+        refused: dict[str, str] = {}
+        for entry in generators():
+            chunks = entry.chunks if self.chunks is None else self.chunks
+            slices = entry.slices if self.slices is None else self.slices
+            if (rule := entry.broken(Numbers(ranks, microbatches, chunks, slices))) is not None:
+                refused[entry.name] = f"works with {rule.text}"
+            else:
+                allowed.append(generate(entry.name, ranks, microbatches, chunks, slices))
+        if not allowed:
+            raise ArgumentError(
+                f"--slices {self.slices} --chunks {self.chunks}: no schedule works with both; leave one out"
+            )
+        return allowed, refused
+
+    @property
+    def is_all(self) -> bool:
+        return self.csv is None and self._name() == ALL
+
+    def _name(self) -> str:
+        if self.schedule is None:
+            raise ArgumentError(
+                "no schedule: give --schedule with a name (`penstock schedules` lists them), or --csv with a file"
+            )
+        return self.schedule
+
+    def _numbers(self) -> tuple[int, int]:
+        if self.ranks is None or self.microbatches is None:
+            missing = "--ranks" if self.ranks is None else "--microbatches"
+            raise ArgumentError(f"--schedule {self.schedule} needs {missing}: give both --ranks and --microbatches")
+        return self.ranks, self.microbatches
+
+
+_NUMBERS = ("ranks", "microbatches", "chunks", "slices")
+
+
+def read(path: Path) -> Schedule:
+    """The schedule in a file: in torch's format, or as `str(schedule)` writes it.
+
+    Raises:
+        ArgumentError: there is no such file.
+        ScheduleError: it holds no schedule, or one that is not legal.
+    """
+    text = read_text(path, "--csv")
+    try:
+        own = _OWN_TEXT in text.partition("\n")[0]
+        schedule = Schedule.parse(text) if own else from_csv(text, path.stem, drop=_SHARDING)
+    except ScheduleError as error:
+        raise ScheduleError(f"{path}: {error}") from None
+    wrong = [violation for violation in check(schedule) if violation.fatal]
+    if wrong:
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        raise ScheduleError(f"{path} holds no legal schedule: {wrong[0]}{more}")
+    return schedule
+
+
+def read_text(path: Path, option: str) -> str:
+    """What is in a file that an option names. Raises ArgumentError."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ArgumentError(f"{option} {path}: the file is not text in UTF-8") from None
+    except OSError as error:
+        raise ArgumentError(f"{option} {path}: {error.strerror or error}; give a file that can be read") from None

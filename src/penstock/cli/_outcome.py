@@ -1,0 +1,243 @@
+"""What simulating a schedule comes to, as a value for JSON and as tables for people."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from penstock.cli._costs import Costs
+from penstock.costs import StageCost
+from penstock.schedule import Op, Placement, Schedule
+from penstock.simulate import Cause, Memory, critical_path, idle, memory, simulate
+from penstock.timeline import Timeline
+
+HEADS = {
+    Cause.WARM_UP: "warm\nup",
+    Cause.FORWARD: "for\nward",
+    Cause.BACKWARD: "back\nward",
+    Cause.LINK: "link",
+    Cause.OTHER: "other",
+    Cause.COOL_DOWN: "cool\ndown",
+}
+"""Of the columns of idle times: narrow; `IDLE_NOTE`, below the table, explains them."""
+
+IDLE_NOTE = (
+    "Idle by cause: warm-up, before a rank's first action; forward and backward, until another rank has made what it "
+    "waits for; link, until that has arrived; cool-down, after its last action."
+)
+PEAK_NOTE = "Peak: the activations that a rank holds at a time, in those of one microbatch on all its stages."
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A schedule, timed. Numbers are in the units of the costs."""
+
+    schedule: Schedule
+    costs: Costs
+    timeline: Timeline
+
+    @classmethod
+    def of(cls, schedule: Schedule, costs: Costs) -> Outcome:
+        """Simulates. Raises ArgumentError where the costs are not those of the schedule's stages and links."""
+        return cls(schedule, costs, simulate(schedule, costs.of(schedule), costs.links, contended=costs.contended))
+
+    @cached_property
+    def by_stage(self) -> list[StageCost]:
+        return self.costs.of(self.schedule)
+
+    @cached_property
+    def memory(self) -> list[Memory]:
+        return memory(self.schedule, self.by_stage, self.timeline)
+
+    @cached_property
+    def peak_activations(self) -> list[float]:
+        """By rank, in activations of one microbatch on all of the rank's stages."""
+        placement, slices = self.schedule.placement, self.schedule.slices
+        costs = with_activations(placement, self.by_stage, slices)
+        held = memory(self.schedule, costs, self.timeline)
+        units = units_of_memory(placement, costs, slices)
+        return [one.peak_activations / unit for one, unit in zip(held, units, strict=True)]
+
+    @cached_property
+    def idle(self) -> list[dict[Cause, float]]:
+        return idle(self.schedule, self.timeline)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        path = critical_path(self.schedule, self.timeline)
+        on_path = {op.value: path.seconds(op) for op in _OPS if path.seconds(op)}
+        found = {
+            "name": self.schedule.name,
+            "ranks": self.schedule.ranks,
+            "microbatches": self.schedule.microbatches,
+            "chunks": chunks(self.schedule),
+            "slices": self.schedule.slices,
+            "makespan": self.timeline.makespan_seconds,
+            "span": self.timeline.span_seconds,
+            "bubble_rate": self.timeline.bubble_rate,
+            "peak_activations": self.peak_activations,
+            "idle": [{cause.value: time for cause, time in by_cause.items()} for by_cause in self.idle],
+            "critical_path": {"actions": len(path.spans), **on_path, "link": path.link_seconds},
+        }
+        if self.costs.has_memory:
+            found["memory"] = [
+                {
+                    "parameters": held.parameters,
+                    "gradients": held.gradients,
+                    "optimizer": held.optimizer,
+                    "activations": held.peak_activations,
+                    "peak": held.peak,
+                }
+                for held in self.memory
+            ]
+        return found
+
+
+_OPS = (Op.F, Op.B, Op.I, Op.W)
+
+
+def chunks(schedule: Schedule) -> int:
+    """Stages a rank, of one copy of the model; the most that any has, where a file shares them out unevenly."""
+    placement = schedule.placement
+    return max(-(-len(placement.stages_on(rank)) // placement.pipelines) for rank in range(placement.ranks))
+
+
+def title(schedule: Schedule) -> str:
+    """What the schedule is, in a line."""
+    counts = [
+        (schedule.ranks, "rank", "s"),
+        (schedule.microbatches, "microbatch", "es"),
+        (chunks(schedule), "chunk", "s"),
+    ]
+    text = ", ".join(f"{count:,} {what}{plural if count > 1 else ''}" for count, what, plural in counts)
+    slices = f", {schedule.slices} slices a microbatch" if schedule.slices > 1 else ""
+    copies = ", two copies of the model" if schedule.placement.pipelines > 1 else ""
+    return f"{schedule.name}: {text} a rank{slices}{copies}"
+
+
+def with_activations(placement: Placement, costs: Sequence[StageCost], slices: int = 1) -> list[StageCost]:
+    """The costs; on a rank of whose activations nothing is known, each counts 1, from the start of F until W ends."""
+    known = {rank for rank, cost in zip(placement.rank_of, costs, strict=True) if cost.activation_bytes}
+    return [
+        cost if rank in known else replace(cost, activation_bytes=1 / slices, weight_gradient_bytes=1 / slices)
+        for rank, cost in zip(placement.rank_of, costs, strict=True)
+    ]
+
+
+def units_of_memory(placement: Placement, costs: Sequence[StageCost], slices: int = 1) -> list[float]:
+    """By rank, what a microbatch keeps on all of its stages; each microbatch goes through one copy of the model."""
+    held = [0.0] * placement.ranks
+    for rank, cost in zip(placement.rank_of, costs, strict=True):
+        held[rank] += cost.activation_bytes * slices / placement.pipelines
+    return held
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def show(outcome: Outcome, console: Console, more: Mapping[str, str] | None = None) -> None:
+    """The figures of one schedule, with more of them by name, and a table of its ranks."""
+    timeline = outcome.timeline
+    times = format_of([timeline.makespan_seconds, *_times(outcome)])
+    console.print(Text(title(outcome.schedule), "bold"), end="\n\n")
+    for name, value in (("makespan", timeline.makespan_seconds), ("span", timeline.span_seconds)):
+        console.print(f"{name:<15}{times(value):>{len(times(timeline.makespan_seconds))}}")
+    console.print(f"{'bubble rate':<15}{timeline.bubble_rate:.2%} of the span")
+    console.print(f"{'critical path':<15}{_path(outcome)}")
+    for name, text in (more or {}).items():
+        console.print(f"{name:<15}{text}")
+    console.print()
+    print_unbroken(console, _ranks(outcome, times))
+    if outcome.costs.has_memory:
+        console.print()
+        print_unbroken(console, _memory(outcome))
+    console.print(f"\n{IDLE_NOTE}\n{PEAK_NOTE}", style="dim")
+
+
+def _times(outcome: Outcome) -> list[float]:
+    """Every time that the table of ranks shows."""
+    busy = [outcome.timeline.busy_seconds(rank) for rank in range(outcome.schedule.ranks)]
+    return [*busy, *(time for by_cause in outcome.idle for time in by_cause.values())]
+
+
+def table(*columns: str, left: int = 1) -> Table:
+    """A table without lines, its first columns left-aligned and the others right-aligned."""
+    made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+    lines = max(column.count("\n") for column in columns)
+    for index, column in enumerate(columns):
+        head = "\n" * (lines - column.count("\n")) + column
+        made.add_column(head, justify="left" if index < left else "right")
+    return made
+
+
+def print_unbroken(console: Console, made: Table) -> None:
+    """Prints a table whose cells stay on one line: closer together where there is little room, never cut off."""
+    unlimited = console.options.update(max_width=10_000)
+    if Measurement.get(console, unlimited, made).maximum > console.width:
+        made.padding = (0, 1, 0, 0)
+    needed = Measurement.get(console, unlimited, made).maximum
+    roomy = Console(file=console.file, highlight=False, width=max(needed, console.width))
+    roomy.print(made)
+
+
+def format_of(values: Sequence[float], most: int | None = None) -> Number:
+    """Writes all of them with as many decimals as they have, up to `most`: five significant digits of the largest."""
+    largest = max(map(abs, values), default=0.0)
+    if most is None:
+        most = max(0, 4 - math.floor(math.log10(largest))) if largest else 0
+    slack = largest * 1e-9
+    decimals = next((d for d in range(most) if all(abs(round(value, d) - value) <= slack for value in values)), most)
+    return Number(decimals)
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """How numbers of one kind are written."""
+
+    decimals: int
+
+    def __call__(self, value: float) -> str:
+        return f"{value:,.{self.decimals}f}"
+
+
+def shown_causes(outcomes: Sequence[Outcome]) -> list[Cause]:
+    """The causes for which any rank idles."""
+    return [cause for cause in Cause if any(by_cause[cause] for one in outcomes for by_cause in one.idle)]
+
+
+def _ranks(outcome: Outcome, times: Number) -> Table:
+    causes = shown_causes([outcome])
+    made = table("rank", "busy", *(HEADS[cause] for cause in causes), "peak")
+    peaks = format_of(outcome.peak_activations, most=2)
+    for rank, by_cause in enumerate(outcome.idle):
+        idle_times = (times(by_cause[cause]) for cause in causes)
+        busy = times(outcome.timeline.busy_seconds(rank))
+        made.add_row(str(rank), busy, *idle_times, peaks(outcome.peak_activations[rank]))
+    return made
+
+
+def _memory(outcome: Outcome) -> Table:
+    made = table("memory of rank", "parameters", "gradients", "optimizer", "activations", "peak")
+    lines = [(m.parameters, m.gradients, m.optimizer, m.peak_activations, m.peak) for m in outcome.memory]
+    sizes = format_of([size for line in lines for size in line])
+    for rank, line in enumerate(lines):
+        made.add_row(str(rank), *map(sizes, line))
+    return made
+
+
+def _path(outcome: Outcome) -> str:
+    path = critical_path(outcome.schedule, outcome.timeline)
+    makespan = outcome.timeline.makespan_seconds
+    if not makespan:
+        return "all is instant"
+    parts = {op.value: path.seconds(op) for op in _OPS} | {"links": path.link_seconds}
+    shares = ", ".join(f"{name} {time / makespan:.1%}" for name, time in parts.items() if time)
+    return f"{len(path.spans):,} actions: {shares}"

@@ -1,0 +1,147 @@
+"""A schedule as a picture: a colour an op, lighter on a rank's later chunks. Without colours it reads as well."""
+
+from __future__ import annotations
+
+import re
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator
+from enum import Enum
+from itertools import groupby
+
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
+
+from penstock.schedule import Action, Op, Schedule, grid
+from penstock.timeline import Timeline, Track
+
+
+class Palette(Enum):
+    """What the terminal can show. None: letters alone. Few: the sixteen colours that every coloured terminal has."""
+
+    NONE = 0
+    FEW = 1
+    MANY = 2
+
+    @classmethod
+    def of(cls, console: Console) -> Palette:
+        if console.color_system is None:
+            return cls.NONE
+        return cls.FEW if console.color_system in ("standard", "windows") else cls.MANY
+
+
+_FEW_COLOURS = {Op.F: "blue", Op.B: "green", Op.I: "cyan", Op.W: "yellow"}
+_COLOURS = {Op.F: (58, 110, 190), Op.B: (60, 145, 70), Op.I: (24, 150, 150), Op.W: (205, 135, 30)}
+_NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient"}
+_LIGHTER = 0.45
+"""Each further chunk goes so much of the way to white."""
+
+_DARKER = 0.82
+"""Every other microbatch, so that neighbours can be told apart without their names."""
+
+_CELL = re.compile(r"([0-9]*)(F|B|I|W)([0-9]+) *")
+_IDLE = "."
+
+
+def slots(schedule: Schedule, width: int, palette: Palette) -> Text:
+    """`grid` in colour: every F, B, I and W takes one slot.
+
+    Raises what `grid` raises.
+    """
+    place = _places(schedule)
+    picture = Text()
+    for line in grid(schedule, width).splitlines(keepends=True):
+        label, bar, cells = line.partition("|")
+        picture.append(label + bar)
+        at = 0
+        for cell in _CELL.finditer(cells):
+            picture.append(cells[at : cell.start()], "dim")
+            stage, op, microbatch = cell.groups()
+            # A grid names no stages where each rank has one.
+            chunk = place[int(stage)] if stage else 0
+            picture.append(cell[0], style(palette, Op(op), chunk, int(microbatch)))
+            at = cell.end()
+        picture.append(cells[at:], "dim")
+    return picture
+
+
+def proportional(schedule: Schedule, timeline: Timeline, width: int, zoom: int, palette: Palette) -> Text:
+    """The timeline as a picture of `width` characters for a `zoom`-th of the makespan; what is left goes on below.
+
+    A column shows the action that runs in its middle; one much shorter than a column may show nowhere. An action's name
+    stands where it begins, if there is room, and its letter fills the rest, or its colour where there are colours.
+    """
+    label = len(f"rank {schedule.ranks - 1}")
+    columns = max(1, width - label - 3)
+    unit = timeline.makespan_seconds / (columns * zoom)
+    place = _places(schedule)
+    bare = schedule.stages == schedule.ranks
+    picture = Text()
+    for part in range(zoom):
+        picture.append("\n" if part else "")
+        for rank, track in enumerate(timeline.tracks):
+            picture.append(f"{f'rank {rank}':<{label}} | ")
+            moments = [(part * columns + column + 0.5) * unit for column in range(columns)]
+            for action, cell in _runs(track, moments):
+                if action is None:
+                    picture.append(_IDLE * cell, "dim")
+                    continue
+                fill = action.op.value.lower() if palette is Palette.NONE else " "
+                text = _fitting(action, cell, bare=bare, fill=fill)
+                picture.append(text, style(palette, action.op, place[action.stage], action.microbatch or 0))
+            last = part == zoom - 1 and rank == schedule.ranks - 1
+            picture.append("" if last else "\n")
+    return picture
+
+
+def legend(schedule: Schedule, palette: Palette) -> Text:
+    """What the letters and colours stand for."""
+    codes = {code for row in schedule.rows for code in row.op}
+    text = Text()
+    for op in (op for op in _COLOURS if op.code in codes):
+        text.append(f" {op.value} ", style(palette, op, 0, 0)).append(f" {_NAMES[op]}  ")
+    text.append(f"{_IDLE} idle")
+    if schedule.stages > schedule.ranks and palette is not Palette.NONE:
+        text.append("; lighter: later chunks" if schedule.placement.pipelines == 1 else "; lighter: the copy")
+    return text
+
+
+def style(palette: Palette, op: Op, chunk: int, microbatch: int) -> Style:
+    """The colours of a cell."""
+    if palette is Palette.NONE:
+        return Style.null()
+    if palette is Palette.FEW:
+        return Style(color="black", bgcolor=f"{'bright_' if chunk else ''}{_FEW_COLOURS[op]}")
+    share = 1 - (1 - _LIGHTER) ** chunk
+    dark = _DARKER if microbatch % 2 else 1.0
+    red, green, blue = (round((value + (255 - value) * share) * dark) for value in _COLOURS[op])
+    bright = 0.3 * red + 0.59 * green + 0.11 * blue > 140
+    return Style(color="black" if bright else "bright_white", bgcolor=f"rgb({red},{green},{blue})")
+
+
+def _places(schedule: Schedule) -> dict[int, int]:
+    """The how-manieth of its rank's stages each stage is, from 0."""
+    placement = schedule.placement
+    return {stage: index for rank in range(placement.ranks) for index, stage in enumerate(placement.stages_on(rank))}
+
+
+def _runs(track: Track, moments: list[float]) -> Iterator[tuple[Action | None, int]]:
+    """The actions that run at these moments, None where none does, each with how many moments in a row it has."""
+    for node, run in groupby(_running(track.start, track.end, moment) for moment in moments):
+        yield (None if node < 0 else track.actions[node]), sum(1 for _ in run)
+
+
+def _running(start: array[float], end: array[float], moment: float) -> int:
+    node = bisect_right(start, moment) - 1
+    while node >= 0 and end[node] <= start[node]:
+        node -= 1  # an action that takes no time starts with the one that follows it
+    return node if node >= 0 and moment < end[node] else -1
+
+
+def _fitting(action: Action, cell: int, *, bare: bool, fill: str) -> str:
+    """The action's name in so many characters, if it fits; letters that fill must keep it from the next name."""
+    name = f"{action.op.value}{action.microbatch}" if bare else str(action)
+    if fill == " ":
+        return (name if len(name) <= cell else "").ljust(cell)
+    return (name if len(name) < cell else action.op.value).ljust(cell, fill)

@@ -1,0 +1,48 @@
+"""Groups of options that several verbs have: a dataclass whose fields have Typer's annotations."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, fields, is_dataclass
+from functools import wraps
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+OUTPUT_PANEL = "Output"
+
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object, and nothing else.", rich_help_panel=OUTPUT_PANEL)
+]
+
+
+def spread(verb: Callable[..., None]) -> Callable[..., None]:
+    """The verb as Typer wants it: each parameter that is a dataclass is replaced by its fields, an option each."""
+    hints = get_type_hints(verb, include_extras=True)
+    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(verb).parameters.items():
+        if name in groups:
+            parameters += _options(groups[name])
+        else:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name]))
+
+    @wraps(verb)
+    def called(**given: Any) -> None:
+        made = {name: kind(**{f.name: given.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()}
+        verb(**made, **given)
+
+    vars(called)["__signature__"] = inspect.Signature(parameters)
+    return called
+
+
+def _options(group: Any) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    kind, required = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.empty
+    return [
+        inspect.Parameter(
+            f.name, kind, default=required if f.default is MISSING else f.default, annotation=hints[f.name]
+        )
+        for f in fields(group)
+    ]

@@ -1,0 +1,71 @@
+"""`penstock schedules`: what there is, what it asks for, and what to expect of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from penstock.cli._outcome import print_unbroken, table
+from penstock.schedule import Generator, generators
+
+_SYMBOLS = (
+    "p ranks, m microbatches, v chunks (stages) a rank, j slices of a microbatch, r the rank; F, I and W: the times of "
+    "the forward, the input-gradient backward and the weight-gradient backward of a microbatch on one rank; B = I + W; "
+    "// rounds down; - is no formula.\n"
+    "Memory: activations held, in those of one microbatch on all stages of a rank. Idle time: within the rank's span. "
+    "Bubble: its share of the span. They hold where links cost nothing and m is a multiple of p, at least 2p; "
+    "`penstock simulate` gives the figures for any numbers and costs."
+)
+
+
+def schedules(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list, and nothing else.")] = False,
+) -> None:
+    """List the schedules that go by a name: what they do and ask for, and formulas for their memory and bubble."""
+    if as_json:
+        print(json.dumps([describe(entry) for entry in generators()]))
+        return
+    console = Console(highlight=False)
+    what = table("schedule", "stages\na rank", "back-\nward", "order of work", left=4)
+    for entry in generators():
+        asks = [rule.text for rule in entry.rules if rule.argument != "slices"]
+        needs = f"; needs {', '.join(asks)}" if asks else ""
+        stages = f"{entry.chunks} {entry.placement}"
+        what.add_row(entry.name, stages, "I, W" if entry.splits else "B", f"{entry.rule}{needs}")
+    console.print(what)
+    console.print()
+    expect = table(
+        "schedule", "memory (peak,\nin microbatches)", "idle time\nof a rank", "bubble, where\nF = I = W", left=4
+    )
+    for entry in generators():
+        expect.add_row(entry.name, *map(formula, (entry.memory, entry.idle, entry.bubble)))
+    print_unbroken(console, expect)
+    console.print()
+    console.print(_SYMBOLS, style="dim", markup=False)
+
+
+def describe(entry: Generator) -> dict[str, Any]:
+    """An entry of the registry, for JSON. Formulas are Python expressions."""
+    return {
+        "name": entry.name,
+        "rule": entry.rule,
+        "placement": entry.placement,
+        "chunks": entry.chunks,
+        "slices": entry.slices,
+        "splits": entry.splits,
+        "rules": [{"argument": rule.argument, "text": rule.text} for rule in entry.rules],
+        "memory": entry.memory,
+        "idle": entry.idle,
+        "bubble": entry.bubble,
+    }
+
+
+def formula(text: str | None) -> str:
+    """A formula as people write it: products without a sign, sums without spaces."""
+    if text is None:
+        return "-"
+    short = text.replace(" else None", "").replace("*", "").replace(" == ", "=")
+    return short.replace(" + ", "+").replace(" - ", "-")

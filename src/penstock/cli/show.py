@@ -1,0 +1,104 @@
+"""`penstock show`: a schedule as a picture in the terminal, or as text."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from penstock.cli._costs import EPILOG as EPILOG
+from penstock.cli._costs import CostOptions
+from penstock.cli._order import OrderOptions
+from penstock.cli._outcome import Outcome, chunks, format_of, title
+from penstock.cli._picture import Palette, legend, proportional, slots
+from penstock.cli._spread import OUTPUT_PANEL, Json, spread
+from penstock.errors import ArgumentError
+from penstock.schedule import Schedule, add_communication
+
+
+@spread
+def show(
+    order: OrderOptions,
+    costs: CostOptions,
+    width: Annotated[
+        int | None, typer.Option(help="Characters a line; by default the terminal's.", rich_help_panel=OUTPUT_PANEL)
+    ] = None,
+    zoom: Annotated[
+        int | None,
+        typer.Option(help="With costs: so many times as many columns, on lines below.", rich_help_panel=OUTPUT_PANEL),
+    ] = None,
+    text: Annotated[
+        bool,
+        typer.Option("--text", help="Print each rank's actions, as --csv reads them.", rich_help_panel=OUTPUT_PANEL),
+    ] = False,
+    comms: Annotated[
+        bool,
+        typer.Option("--comms", help="As --text, with the messages that are added.", rich_help_panel=OUTPUT_PANEL),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Draw a schedule: a line a rank, a colour an op.
+
+    Without costs every F, B, I and W takes one slot. With costs the picture is
+    a timeline: lengths are in proportion to time.
+    """
+    schedule = order.one()
+    written = add_communication(schedule) if comms else schedule
+    has_costs = costs != CostOptions()
+    if as_json:
+        print(json.dumps(describe(Outcome.of(schedule, costs.read()), written)))
+        return
+    if text or comms:
+        print(written)
+        return
+    console = Console(highlight=False)
+    palette = Palette.of(console)
+    width = console.width if width is None else width
+    _check(schedule, width, zoom, has_costs=has_costs)
+    if has_costs:
+        timeline = Outcome.of(schedule, costs.read()).timeline
+        picture = proportional(schedule, timeline, width, zoom or 1, palette)
+        whole = format_of([timeline.makespan_seconds])(timeline.makespan_seconds)
+        note = f"The whole takes {whole}; time goes from left to right."
+    else:
+        picture, note = slots(schedule, width, palette), ""
+    console.print(Text(title(schedule), "bold"), end="\n\n")
+    console.print(picture, soft_wrap=True, end="\n\n")
+    console.print(legend(schedule, palette))
+    if note:
+        console.print(note, style="dim")
+
+
+def _check(schedule: Schedule, width: int, zoom: int | None, *, has_costs: bool) -> None:
+    least = len(f"rank {schedule.ranks - 1}") + 10
+    if width < least:
+        raise ArgumentError(f"--width {width}: give at least {least}")
+    if zoom is not None and not has_costs:
+        raise ArgumentError(f"--zoom {zoom}: without costs each action takes one slot, and all are shown; give costs")
+    if zoom is not None and zoom < 1:
+        raise ArgumentError(f"--zoom {zoom}: give at least 1")
+
+
+def describe(outcome: Outcome, written: Schedule) -> dict[str, Any]:
+    """When each action runs, in the unit of the costs, and the schedule's text, for JSON."""
+    rows = [
+        {
+            "actions": [str(action) for action in track.actions],
+            "start": list(track.start),
+            "end": list(track.end),
+        }
+        for track in outcome.timeline.tracks
+    ]
+    return {
+        "name": written.name,
+        "ranks": written.ranks,
+        "microbatches": written.microbatches,
+        "chunks": chunks(written),
+        "slices": written.slices,
+        "makespan": outcome.timeline.makespan_seconds,
+        "rows": rows,
+        "text": str(written),
+    }

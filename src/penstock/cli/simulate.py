@@ -1,0 +1,131 @@
+"""`penstock simulate`: given what work costs, how long a schedule takes, where its time goes, what memory it needs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from penstock.cli._costs import EPILOG as FILE_EPILOG
+from penstock.cli._costs import CostOptions, Costs
+from penstock.cli._order import OrderOptions
+from penstock.cli._outcome import (
+    HEADS,
+    IDLE_NOTE,
+    PEAK_NOTE,
+    Outcome,
+    chunks,
+    format_of,
+    print_unbroken,
+    show,
+    shown_causes,
+    table,
+)
+from penstock.cli._spread import OUTPUT_PANEL, Json, spread
+from penstock.errors import ArgumentError
+from penstock.report import write_perfetto
+
+EPILOG = f"""\
+Costs are of one microbatch on one stage. With --schedule all they are those of a rank, and each of its chunks has its \
+share (a message is as large as ever); of a file, neighbouring stages are put together where a schedule has fewer. So \
+every schedule trains the same model.
+
+{FILE_EPILOG}"""
+"""Below the options."""
+
+
+@spread
+def simulate(
+    order: OrderOptions,
+    costs: CostOptions,
+    perfetto: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write the timeline for ui.perfetto.dev, a unit of the costs as a second.",
+            rich_help_panel=OUTPUT_PANEL,
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Time a schedule without running it: makespan, bubbles by cause, and memory.
+
+    With --schedule all, a row a schedule, the shortest span first.
+    """
+    known = costs.read()
+    if order.is_all:
+        if perfetto is not None:
+            raise ArgumentError("--perfetto: a trace shows one schedule; give --schedule another name than all")
+        compare(order, known, as_json=as_json)
+        return
+    outcome = Outcome.of(order.one(), known)
+    if perfetto is not None:
+        try:
+            write_perfetto(outcome.timeline, perfetto)
+        except OSError as error:
+            raise ArgumentError(f"--perfetto {perfetto}: {error.strerror or error}") from None
+    if as_json:
+        print(json.dumps(outcome.to_dict()))
+    else:
+        show(outcome, Console(highlight=False))
+
+
+def compare(order: OrderOptions, costs: Costs, *, as_json: bool) -> None:
+    """Every schedule that the options allow, the one with the shortest span first."""
+    allowed, refused = order.all()
+    reasons = dict(refused)
+    outcomes = []
+    for schedule in allowed:
+        try:
+            outcomes.append(Outcome.of(schedule, costs.for_model_of(schedule)))
+        except ArgumentError as error:
+            reasons[schedule.name] = str(error)
+    if not outcomes:
+        raise ArgumentError(next(iter(reasons.values())))
+    outcomes.sort(key=lambda one: (one.timeline.span_seconds, one.timeline.makespan_seconds, one.schedule.name))
+    if as_json:
+        others = [{"name": name, "reason": reason} for name, reason in reasons.items()]
+        print(json.dumps({"schedules": [one.to_dict() for one in outcomes], "not_allowed": others}))
+    else:
+        show_all(outcomes, reasons, Console(highlight=False))
+
+
+def show_all(outcomes: Sequence[Outcome], reasons: Mapping[str, str], console: Console) -> None:
+    """A row a schedule, and below them those that do not work with the numbers, each with its reason."""
+    schedule = outcomes[0].schedule
+    numbers = f"p = {schedule.ranks:,} ranks, m = {schedule.microbatches:,} microbatches"
+    console.print(f"[bold]{numbers}; the shortest span first[/]\n")
+    causes = shown_causes(outcomes)
+    made = table("schedule", "v", "makespan", "span", "bubble", "peak", *(HEADS[cause] for cause in causes))
+    makespans = format_of([one.timeline.makespan_seconds for one in outcomes])
+    spans = format_of([one.timeline.span_seconds for one in outcomes])
+    peaks = format_of([max(one.peak_activations) for one in outcomes], most=2)
+    for one in outcomes:
+        available = one.timeline.makespan_seconds * one.schedule.ranks
+        idle = (sum(by_cause[cause] for by_cause in one.idle) for cause in causes)
+        made.add_row(
+            one.schedule.name,
+            str(chunks(one.schedule)),
+            makespans(one.timeline.makespan_seconds),
+            spans(one.timeline.span_seconds),
+            f"{one.timeline.bubble_rate:.1%}",
+            peaks(max(one.peak_activations)),
+            *(f"{100 * time / available:.1f}" if time else "-" for time in idle),
+        )
+    print_unbroken(console, made)
+    if reasons:
+        console.print("\n[bold]Not with these numbers[/]")
+        others = table("", "", left=2)
+        others.show_header = False
+        for name, reason in reasons.items():
+            others.add_row(name, reason)
+        console.print(others)
+    console.print(
+        f"\nv: chunks (stages) a rank. Bubble: the share of the span in which ranks do not compute.\n{PEAK_NOTE}\n"
+        f"{IDLE_NOTE} Here in percent of the makespan, on average over the ranks.",
+        style="dim",
+    )

@@ -1,0 +1,61 @@
+"""`penstock schedules` lists every generator with its rules and formulas."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from command_line import as_json, output
+
+from penstock.cli.schedules import formula
+from penstock.schedule import generators
+
+
+def test_json_has_every_schedule_with_rules_and_formulas() -> None:
+    listed = as_json("schedules")
+    assert [entry["name"] for entry in listed] == [entry.name for entry in generators()]
+    by_name = {entry["name"]: entry for entry in listed}
+    assert by_name["zb-v"] | {"rule": ""} == {
+        "name": "zb-v",
+        "rule": "",
+        "placement": "V",
+        "chunks": 2,
+        "slices": 1,
+        "splits": True,
+        "rules": [
+            {"argument": "slices", "text": "whole microbatches (1 slice)"},
+            {"argument": "chunks", "text": "exactly 2 chunks a rank, placed as a V"},
+        ],
+        "memory": "min(p, m)",
+        "idle": "0 if F == I == W else None",
+        "bubble": "0",
+    }
+    assert by_name["gpipe"]["idle"] == "(p - 1)*(F + I + W)/v"
+    assert by_name["hanayo"]["idle"] is None
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_table_has_every_word_and_fits(columns: int) -> None:
+    text = output("schedules", columns=columns)
+    assert max(map(len, text.splitlines())) <= columns
+    assert "…" not in text
+    words = " ".join(text.split())
+    for entry in generators():
+        rows = re.findall(rf"^{re.escape(entry.name)} .*", text, re.MULTILINE)
+        assert len(rows) == 2  # what it does, and what to expect of it
+        assert all(formula(one) in rows[1] for one in (entry.memory, entry.idle, entry.bubble))
+        assert f"{entry.chunks} {entry.placement} " in rows[0]
+    if columns == 120:
+        assert "1F1B with split backwards; weight gradients r microbatches late; needs exactly 1 chunk a" in words
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("(p/2 - 1)*(F + 2*I - W) if F == I else None", "(p/2-1)(F+2I-W) if F=I"),
+        ("(p + 2)//2", "(p+2)//2"),
+        (None, "-"),
+    ],
+)
+def test_formula(text: str | None, shown: str) -> None:
+    assert formula(text) == shown

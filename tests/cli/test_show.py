@@ -1,0 +1,163 @@
+"""`penstock show`: the picture says what the schedule and its timeline say, with colours and without."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import as_json, output, refusal
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from penstock.cli._costs import CostOptions
+from penstock.cli._outcome import Outcome
+from penstock.cli._picture import Palette, legend, proportional, slots, style
+from penstock.schedule import Op, Schedule, check, generate, grid, names
+from some_schedules import generated
+
+palettes = st.sampled_from(Palette)
+NUMBERS = ("--ranks", "4", "--microbatches", "8")
+
+
+def picture(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("rank ")]
+
+
+def timed(schedule: Schedule, forward: float = 2.0, comm: float = 0.5) -> Outcome:
+    return Outcome.of(schedule, CostOptions(forward=forward, backward_weight=1.5, comm=comm).read())
+
+
+@pytest.mark.parametrize("name", names())
+def test_without_costs_it_is_the_grid(name: str) -> None:
+    text = output("show", "--schedule", name, *NUMBERS)
+    assert picture(text) == picture(grid(generate(name, 4, 8), 80))
+    assert max(map(len, text.splitlines())) <= 80
+
+
+@given(generated(max_ranks=4, max_microbatches=6), st.integers(30, 140), palettes)
+def test_colours_change_no_character(schedule: Schedule, width: int, palette: Palette) -> None:
+    assert slots(schedule, width, palette).plain == grid(schedule, width)
+
+
+def test_cells_have_the_colour_of_op_and_chunk() -> None:
+    made = slots(generate("zb-v", 2, 4), 80, Palette.MANY)
+    plain = made.plain
+    for cell in re.finditer(r"(\d)(F|I|W)(\d)", plain):
+        (found,) = {span.style for span in made.spans if span.start <= cell.start() < span.end}
+        assert found == style(Palette.MANY, Op(cell[2]), int(cell[1]) // 2, int(cell[3]))
+    assert (
+        len(
+            {
+                style(Palette.MANY, op, chunk, number)
+                for op in (Op.F, Op.B, Op.I, Op.W)
+                for chunk in (0, 1)
+                for number in (0, 1)
+            }
+        )
+        == 16
+    )
+
+
+@given(generated(max_ranks=4, max_microbatches=6), st.integers(1, 3), palettes)
+def test_lengths_are_in_proportion_to_time(schedule: Schedule, zoom: int, palette: Palette) -> None:
+    outcome = timed(schedule)
+    made = proportional(schedule, outcome.timeline, 100, zoom, palette)
+    columns = (100 - len(f"rank {schedule.ranks - 1}") - 3) * zoom
+    unit = outcome.timeline.makespan_seconds / columns
+    lines = picture(made.plain)
+    assert len(lines) == zoom * schedule.ranks
+    assert max(map(len, lines)) <= 100
+    for rank in range(schedule.ranks):
+        cells = "".join(line.partition("| ")[2] for line in lines if line.startswith(f"rank {rank} "))
+        assert len(cells) == columns
+        idle = sum(cause for cause in outcome.idle[rank].values()) / unit
+        gaps = len(outcome.timeline.tracks[rank]) + 1  # each gap's ends fall between the middles of columns
+        assert abs(cells.count(".") - idle) <= gaps
+
+
+def test_names_stand_where_there_is_room() -> None:
+    schedule = generate("1f1b", 2, 2)
+    timeline = Outcome.of(schedule, CostOptions().read()).timeline  # of 9, F takes 1 and B 2
+
+    def drawn(columns: int, palette: Palette) -> str:
+        return proportional(schedule, timeline, len("rank 0 | ") + columns, 1, palette).plain
+
+    assert drawn(36, Palette.NONE) == (
+        "rank 0 | F0ffF1ff........B0bbbbbb....B1bbbbbb\nrank 1 | ....F0ffB0bbbbbbF1ffB1bbbbbb........"
+    )
+    assert drawn(36, Palette.MANY) == (
+        "rank 0 | F0  F1  ........B0      ....B1      \nrank 1 | ....F0  B0      F1  B1      ........"
+    )
+    # A name without room is left out; letters say the op all the same.
+    assert drawn(18, Palette.NONE) == "rank 0 | FfFf....B0bb..B1bb\nrank 1 | ..FfB0bbFfB1bb...."
+    assert drawn(9, Palette.MANY) == "rank 0 |   ..B0.B1\nrank 1 | . B0 B1.."
+
+
+def test_lines_of_the_command_fit() -> None:
+    options = ("show", "--schedule", "zb-v", *NUMBERS, "--comm", "0.5")
+    for width in (60, 120):
+        text = output(*options, "--width", str(width), "--zoom", "2", columns=150)
+        assert max(map(len, picture(text))) <= width
+        assert len(picture(text)) == 8
+
+
+def test_legend_has_the_ops_that_occur() -> None:
+    def text(name: str, palette: Palette = Palette.MANY) -> str:
+        return legend(generate(name, 2, 4), palette).plain
+
+    assert " B " not in text("zb-h1")
+    assert " W " not in text("1f1b")
+    assert text("zb-v").endswith("; lighter: later chunks")
+    assert text("chimera").endswith("; lighter: the copy")
+    assert text("chimera", Palette.NONE).endswith(". idle")
+
+
+@pytest.mark.parametrize(
+    ("color_system", "palette"), [(None, Palette.NONE), ("standard", Palette.FEW), ("256", Palette.MANY)]
+)
+def test_palette_of_a_terminal(color_system: Any, palette: Palette) -> None:
+    assert Palette.of(Console(color_system=color_system)) is palette
+    colours = {style(palette, op, chunk, 0) for op in (Op.F, Op.B, Op.I, Op.W) for chunk in (0, 1)}
+    assert len(colours) == (1 if palette is Palette.NONE else 8)
+
+
+@pytest.mark.parametrize("name", ["zb-v", "dualpipe", "seq1f1b"])
+def test_text_is_the_schedule_and_comms_add_its_messages(name: str) -> None:
+    schedule = generate(name, 4, 8)
+    assert Schedule.parse(output("show", "--schedule", name, *NUMBERS, "--text")) == schedule
+    with_messages = Schedule.parse(output("show", "--schedule", name, *NUMBERS, "--comms"))
+    assert any(action.op.is_send for row in with_messages.rows for action in row)
+    assert not [violation for violation in check(with_messages) if violation.fatal]
+
+
+def test_json_has_when_each_action_runs() -> None:
+    made = as_json("show", "--schedule", "zb-v", *NUMBERS, "--forward", "3", "--comm", "2")
+    outcome = Outcome.of(generate("zb-v", 4, 8), CostOptions(forward=3, comm=2).read())
+    assert made["makespan"] == outcome.timeline.makespan_seconds
+    for row, track in zip(made["rows"], outcome.timeline.tracks, strict=True):
+        assert row["actions"] == [str(action) for action in track.actions]
+        assert (row["start"], row["end"]) == (list(track.start), list(track.end))
+    assert Schedule.parse(made["text"]) == outcome.schedule
+
+
+def test_name_of_a_file_is_not_taken_for_markup(tmp_path: Path) -> None:
+    path = tmp_path / "[red]mine[-].csv"
+    path.write_text("0F0,0B0\n")
+    assert "[red]mine[-]: 1 rank, 1 microbatch, 1 chunk a rank" in output("show", "--csv", str(path))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--schedule", "all", *NUMBERS], "--schedule all: one schedule at a time here"),
+        (["--schedule", "1f1b", *NUMBERS, "--width", "10"], "--width 10: give at least 16"),
+        (["--schedule", "1f1b", *NUMBERS, "--zoom", "2"], "--zoom 2: without costs each action takes one slot"),
+        (["--schedule", "1f1b", *NUMBERS, "--comm", "1", "--zoom", "0"], "--zoom 0: give at least 1"),
+        (["--schedule", "1f1b", *NUMBERS, "--comm", "-1"], "--comm -1: expected a cost of 0 or more"),
+    ],
+)
+def test_bad_options_are_said_in_one_line(options: list[str], says: str) -> None:
+    assert says in refusal("show", *options)

@@ -1,0 +1,411 @@
+"""`penstock simulate`: the figures are the library's, the rows train one model, and what is wrong is said in a line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import as_json, output, refusal
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.cli._costs import CostOptions
+from penstock.cli._outcome import Outcome, format_of
+from penstock.costs import LinkCost, StageCost
+from penstock.schedule import Placement, Schedule, add_communication, generate, generators, names, write_csv
+from penstock.schedule.generators import Numbers
+from penstock.simulate import idle, memory
+from penstock.simulate import simulate as library
+
+PUBLISHED = json.loads((Path(__file__).parents[1] / "published.json").read_text())["tables5and6"]
+NUMBERS = ("--ranks", "8", "--microbatches", "24")
+COSTS = ("--forward", "18522", "--backward-input", "18086", "--backward-weight", "9337", "--comm", "601")
+STAGE = {"forward": 3, "backward_input": 4, "backward_weight": 2}
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Any:
+    """Writes a file and gives its path: text as it stands, all else as JSON."""
+
+    def write(name: str, content: Any) -> str:
+        path = tmp_path / name
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return str(path)
+
+    return write
+
+
+@pytest.mark.parametrize("row", PUBLISHED[::4], ids=lambda row: f"{row['model']}-m{row['microbatches']}")
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2"])
+def test_published_bubble_rates(row: dict[str, Any], name: str) -> None:
+    numbers = ("--ranks", str(row["ranks"]), "--microbatches", str(row["microbatches"]))
+    costs = [
+        f"--{key.replace('_', '-')}={row[key]}" for key in ("forward", "backward_input", "backward_weight", "comm")
+    ]
+    made = as_json("simulate", "--schedule", name, *numbers, *costs)
+    assert made["bubble_rate"] == pytest.approx(row["bubble_rate"][name], abs=0.5e-4)
+    assert (made["name"], made["ranks"], made["microbatches"], made["chunks"]) == (
+        name,
+        row["ranks"],
+        made["microbatches"],
+        1,
+    )
+
+
+def test_json_is_what_the_library_says() -> None:
+    made = as_json("simulate", "--schedule", "zb-v", *NUMBERS, *COSTS)
+    schedule = generate("zb-v", 8, 24)
+    timeline = library(schedule, StageCost(18522, 18086, 9337), LinkCost(601))
+    assert made["makespan"] == timeline.makespan_seconds
+    assert made["span"] == timeline.span_seconds
+    assert made["bubble_rate"] == timeline.bubble_rate
+    work = 24 * 2 * (18522 + 18086 + 9337)
+    assert made["bubble_rate"] == pytest.approx((made["span"] - work) / made["span"])
+    by_cause = idle(schedule, timeline)
+    assert made["idle"] == [{cause.value: time for cause, time in causes.items()} for causes in by_cause]
+    path = made["critical_path"]
+    assert sum(path[key] for key in ("F", "I", "W", "link")) == made["makespan"]
+    assert "memory" not in made
+
+
+def test_unit_costs_are_the_default() -> None:
+    assert as_json("simulate", "--schedule", "dualpipe", "--ranks", "8", "--microbatches", "20")["makespan"] == 66
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in generators() if entry.memory])
+def test_peaks_are_those_of_the_formulas(name: str) -> None:
+    """In microbatch activations of a rank, whatever the chunks, slices and copies of the model."""
+    made = as_json("simulate", "--schedule", name, "--ranks", "4", "--microbatches", "12")
+    entry = next(one for one in generators() if one.name == name)
+    known = {"p": 4, "m": 12, "v": entry.chunks, "j": entry.slices, "min": min}
+    expected = [eval(entry.memory or "", {}, {**known, "r": rank}) for rank in range(4)]
+    worst = name in ("v-half", "v-min", "zb-h1", "zb-h2", "zb-v")  # their formulas are of the largest
+    if worst:
+        assert max(made["peak_activations"]) <= max(expected)
+    else:
+        assert made["peak_activations"] == expected
+
+
+def test_memory_of_split_backwards_goes_in_two_parts() -> None:
+    memory_options = ("--memory-activation", "100", "--memory-weight-grad", "40")
+    made = as_json("simulate", "--schedule", "zb-h1", *NUMBERS, *memory_options)
+    schedule, stage = generate("zb-h1", 8, 24), StageCost(1, 1, 1, activation_bytes=100, weight_gradient_bytes=40)
+    held = [one.peak_activations for one in memory(schedule, stage, library(schedule, stage))]
+    assert [one["activations"] for one in made["memory"]] == [one["peak"] for one in made["memory"]] == held
+    assert made["peak_activations"] == [peak / 100 for peak in held]
+    whole = as_json("simulate", "--schedule", "zb-h1", *NUMBERS, "--memory-activation", "100")
+    counted = as_json("simulate", "--schedule", "zb-h1", *NUMBERS)
+    assert whole["peak_activations"] == counted["peak_activations"]  # all of it until W, if nothing else is said
+    assert sum(made["peak_activations"]) < sum(whole["peak_activations"])
+
+
+# -- --schedule all ---------------------------------------------------------------------------------------------------
+
+
+def test_all_has_a_row_for_each_schedule_the_shortest_span_first() -> None:
+    made = as_json("simulate", "--schedule", "all", *NUMBERS, *COSTS)
+    assert {row["name"] for row in made["schedules"]} == set(names())
+    assert made["not_allowed"] == []
+    spans = [row["span"] for row in made["schedules"]]
+    assert spans == sorted(spans)
+    by_name = {row["name"]: row for row in made["schedules"]}
+    assert by_name["zb-h1"] == as_json("simulate", "--schedule", "zb-h1", *NUMBERS, *COSTS)
+
+
+def test_shortest_span_is_first_where_makespans_say_otherwise() -> None:
+    rows = as_json("simulate", "--schedule", "all", "--ranks", "8", "--microbatches", "8")["schedules"]
+    spans, makespans = [row["span"] for row in rows], [row["makespan"] for row in rows]
+    assert spans == sorted(spans)
+    assert makespans != sorted(makespans)
+
+
+def test_rows_of_all_train_the_same_model() -> None:
+    """Every rank works as long in each of them, and a message takes as long."""
+    made = as_json("simulate", "--schedule", "all", *NUMBERS, *COSTS, "--memory-activation", "10")
+    work = 24 * (18522 + 18086 + 9337)
+    for row in made["schedules"]:
+        for causes in row["idle"]:
+            assert row["makespan"] - sum(causes.values()) == pytest.approx(work), row["name"]
+        held = [one["activations"] / 10 for one in row["memory"]]
+        assert row["peak_activations"] == pytest.approx(held), row["name"]
+    by_name = {row["name"]: row for row in made["schedules"]}
+    halves = StageCost(18522 / 2, 18086 / 2, 9337 / 2)
+    assert by_name["zb-v"]["span"] == library(generate("zb-v", 8, 24), halves, LinkCost(601)).span_seconds
+    assert by_name["seq1f1b"]["span"] == library(generate("seq1f1b", 8, 24), halves, LinkCost(601)).span_seconds
+
+
+def test_all_names_the_rule_that_a_schedule_breaks() -> None:
+    made = as_json("simulate", "--schedule", "all", "--ranks", "3", "--microbatches", "5")
+    reasons = {one["name"]: one["reason"] for one in made["not_allowed"]}
+    assert set(reasons) == {"chimera", "dualpipe"}
+    assert reasons["chimera"].startswith("works with an even number of ranks")
+    text = output("simulate", "--schedule", "all", "--ranks", "3", "--microbatches", "5")
+    assert "chimera   works with an even number of ranks" in text
+    two = as_json("simulate", "--schedule", "all", *NUMBERS, "--chunks", "2")
+    assert {row["chunks"] for row in two["schedules"]} == {2}
+    assert "1f1b" in {one["name"] for one in two["not_allowed"]}
+
+
+def test_all_puts_neighbouring_stages_of_a_file_together(write: Any) -> None:
+    stages = [
+        {**STAGE, "forward": 1 + stage, "output_bytes": 2 * stage, "activation": 1, "parameters": stage}
+        for stage in range(4)
+    ]
+    path = write("costs.json", {"stages": stages, "links": {"latency": 1, "bandwidth": 4}})
+    made = as_json("simulate", "--schedule", "all", "--ranks", "2", "--microbatches", "4", "--costs", path)
+    by_name = {row["name"]: row for row in made["schedules"]}
+    whole = [StageCost(3, 8, 4, output_bytes=2), StageCost(7, 8, 4, output_bytes=6)]
+    assert by_name["1f1b"]["span"] == library(generate("1f1b", 2, 4), whole, LinkCost(1, 4)).span_seconds
+    assert [one["parameters"] for one in by_name["1f1b"]["memory"]] == [1, 5]
+    parts = [StageCost(1 + stage, 4, 2, output_bytes=2 * stage) for stage in range(4)]
+    assert by_name["zb-v"]["span"] == library(generate("zb-v", 2, 4), parts, LinkCost(1, 4)).span_seconds
+    three = as_json("simulate", "--schedule", "all", "--ranks", "4", "--microbatches", "4", "--costs", path)
+    reasons = {one["name"]: one["reason"] for one in three["not_allowed"]}
+    assert "has 4 stages, which cannot be put together to 8" in reasons["zb-v"]
+
+
+def test_slices() -> None:
+    made = as_json("simulate", "--schedule", "seq1f1b", *NUMBERS, "--slices", "4", "--forward", "8")
+    quarters = StageCost(2, 0.25, 0.25)
+    assert made["slices"] == 4
+    assert made["span"] == library(generate("seq1f1b", 8, 24, slices=4), quarters).span_seconds
+
+
+# -- a file of costs --------------------------------------------------------------------------------------------------
+
+
+def test_each_stage_has_its_own_costs(write: Any) -> None:
+    stages = [
+        {**STAGE, "output_bytes": 6, "activation": 8, "weight_grad": 3, "parameters": 10, "gradients": 11},
+        {**STAGE, "forward": 5, "activation": 4, "optimizer": 20, "overlapped": 9},
+    ]
+    links = [{"from": 0, "to": 1, "latency": 1, "bandwidth": 2}, {"from": 1, "to": 0, "latency": 7}]
+    path = write("costs.json", {"stages": stages, "links": links})
+    made = as_json("simulate", "--schedule", "zb-h1", "--ranks", "2", "--microbatches", "6", "--costs", path)
+    known = [
+        StageCost(3, 4, 2, 6, 8, 3, 10, 11),
+        StageCost(5, 4, 2, activation_bytes=4, weight_gradient_bytes=4, optimizer_bytes=20, overlapped_seconds=9),
+    ]
+    schedule = generate("zb-h1", 2, 6)
+    timeline = library(schedule, known, {(0, 1): LinkCost(1, 2), (1, 0): LinkCost(7)})
+    held = memory(schedule, known, timeline)
+    assert made["makespan"] == timeline.makespan_seconds
+    assert [one["activations"] for one in made["memory"]] == [one.peak_activations for one in held]
+    assert [(one["parameters"], one["gradients"], one["optimizer"]) for one in made["memory"]] == [
+        (10, 11, 0),
+        (0, 0, 20),
+    ]
+    assert [one["peak"] for one in made["memory"]] == [one.peak for one in held]
+    assert made["peak_activations"] == [held[0].peak_activations / 8, held[1].peak_activations / 4]
+    text = output("simulate", "--schedule", "zb-h1", "--ranks", "2", "--microbatches", "6", "--costs", path)
+    heads = ["memory", "of", "rank", "parameters", "gradients", "optimizer", "activations", "peak"]
+    assert heads in [line.split() for line in text.splitlines()]
+
+
+def test_contended_links(write: Any) -> None:
+    slow = ("--output-bytes", "10", "--bandwidth", "1")
+    options = ("simulate", "--schedule", "gpipe", "--ranks", "2", "--microbatches", "4", *slow)
+    free, contended = as_json(*options), as_json(*options, "--contended")
+    assert free["makespan"] == library(generate("gpipe", 2, 4), StageCost(1, 1, 1, 10), LinkCost(0, 1)).makespan_seconds
+    assert contended["makespan"] > free["makespan"]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ([{**STAGE, "forwrd": 1}], "stage 0: unknown key 'forwrd'; known are forward, "),
+        ([STAGE, {"forward": 1, "backward_input": 1}], "stage 1: 'backward_weight' is missing"),
+        ([{**STAGE, "forward": -1}], "stage 0: forward=-1: expected 0 or more"),
+        ([{**STAGE, "forward": "1"}], "stage 0: forward='1': expected a number"),
+        ([{**STAGE, "activation": 1, "weight_grad": 2}], "stage 0: weight_grad=2 is a part of activation=1"),
+        ([3], "stage 0: expected an object of numbers by name"),
+        ([], "expected a list with an object for each stage"),
+        ({"stages": [STAGE], "link": {}}, "unknown key 'link'; known are stages, links"),
+        ({"stages": [STAGE], "links": {"latency": 1, "bandwith": 2}}, "links: unknown key 'bandwith'"),
+        ({"stages": [STAGE], "links": {"bandwidth": 0}}, "links: bandwidth=0: expected above 0"),
+        ({"stages": [STAGE], "links": [{"from": 0, "latency": 2}]}, "link 0: expected ranks, as in "),
+        ({"stages": [STAGE, STAGE], "links": [{"from": 0, "to": 1}]}, "links has no cost from rank 1 to rank 0"),
+        ([STAGE, STAGE, STAGE], "has 3 stages, but 1f1b 2; give as many"),
+        ("[\n1,", "line 2 is no JSON: "),
+        ("[NaN]", "stage 0: expected an object of numbers"),
+    ],
+)
+def test_bad_file_of_costs(write: Any, content: Any, says: str) -> None:
+    path = write("costs.json", content)
+    assert says in refusal("simulate", "--schedule", "1f1b", "--ranks", "2", "--microbatches", "2", "--costs", path)
+
+
+# -- a schedule from a file -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "interleaved-1f1b"])
+@pytest.mark.parametrize("form", ["compute_only", "compute_comms", "text", "text with messages"])
+def test_schedule_of_a_file_is_timed_as_the_one_of_the_name(tmp_path: Path, name: str, form: Any) -> None:
+    schedule, path = generate(name, 4, 8), tmp_path / "mine.csv"
+    if form.startswith("text"):
+        path.write_text(str(add_communication(schedule) if "messages" in form else schedule))
+    else:
+        write_csv(schedule, path, form)
+    made, named = (
+        as_json("simulate", *which, "--forward", "2", "--comm", "0.25")
+        for which in (("--csv", str(path)), ("--schedule", name, "--ranks", "4", "--microbatches", "8"))
+    )
+    assert made.pop("name") == (name if form.startswith("text") else "mine")
+    assert named.pop("name") == name
+    assert made == named
+
+
+def test_sharding_in_the_files_of_torch_takes_no_time(write: Any) -> None:
+    path = write("mine.csv", "0UNSHARD,0F0,0RESHARD,0UNSHARD,0B0,0RESHARD\n")
+    assert as_json("simulate", "--csv", path)["makespan"] == 3
+
+
+def test_text_keeps_two_copies_and_slices(write: Any) -> None:
+    for name in ("dualpipe", "seq1f1b"):
+        path = write("mine.txt", output("show", "--schedule", name, "--ranks", "4", "--microbatches", "8", "--text"))
+        assert as_json("simulate", "--csv", path) == as_json(
+            "simulate", "--schedule", name, "--ranks", "4", "--microbatches", "8"
+        )
+
+
+def test_uneven_ranks_count_their_own_stages(write: Any) -> None:
+    """Three stages on two ranks: a microbatch is two activations on rank 0 and one on rank 1."""
+    header = "mine: 1 microbatch, stages on ranks 0 0 1"
+    path = write("mine.txt", f"{header}\nrank 0: 0F0 1F0 1B0 0B0\nrank 1: 2F0 2B0")
+    made = as_json("simulate", "--csv", path)
+    assert (made["peak_activations"], made["chunks"]) == ([1, 1], 2)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("0F0,0B0\n1F0,1X0\n", "mine.csv: row 2, column 2, '1X0': expected stage, op and microbatch"),
+        ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1\n", "mine.csv holds no legal schedule: missing: rank 1 has no 1B1"),
+        ("0B0,0F0\n", "mine.csv holds no legal schedule: order: "),
+        ("a: 1 microbatch, stages on ranks 0\nrank 1: 0F0", "mine.csv: 'rank 1: 0F0': expected the actions of rank 0"),
+    ],
+)
+def test_bad_schedule_in_a_file(write: Any, content: str, says: str) -> None:
+    assert says in refusal("simulate", "--csv", write("mine.csv", content))
+
+
+def test_file_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "mine.csv").write_bytes(b"\xff\xfe0F0")
+    assert "the file is not text in UTF-8" in refusal("simulate", "--csv", str(tmp_path / "mine.csv"))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--schedule", "zbv", *NUMBERS], "did you mean 'zb-v'"),
+        (["--schedule", "zb-v", *NUMBERS, "--chunks", "3"], "zb-v works with exactly 2 chunks a rank"),
+        (["--schedule", "zb-v", "--ranks", "8"], "--schedule zb-v needs --microbatches"),
+        (["--schedule", "all", "--microbatches", "8"], "--schedule all needs --ranks"),
+        (["--schedule", "all", "--ranks", "0", "--microbatches", "8"], "ranks=0: expected a whole number"),
+        (["--schedule", "all", *NUMBERS, "--slices", "2", "--chunks", "2"], "no schedule works with both"),
+        ([*NUMBERS], "give --schedule with a name (`penstock schedules` lists them), or --csv"),
+        (["--csv", "mine.csv", "--ranks", "8"], "--csv mine.csv: the file says what --ranks would"),
+        (["--csv", "mine.csv", "--schedule", "1f1b"], "the file says what --schedule would"),
+        (["--csv", "no-such-file"], "--csv no-such-file: No such file"),
+        (["--schedule", "1f1b", *NUMBERS, "--costs", "no-such-file"], "--costs no-such-file: No such file"),
+        (["--schedule", "1f1b", *NUMBERS, "--costs", "c.json", "--comm", "1"], "the file says what --comm would"),
+        (["--schedule", "1f1b", *NUMBERS, "--backward-input", "-1"], "--backward-input -1: expected a cost of 0 or"),
+        (["--schedule", "1f1b", *NUMBERS, "--comm", "nan"], "--comm nan: expected a cost of 0 or more"),
+        (["--schedule", "1f1b", *NUMBERS, "--bandwidth", "2"], "--bandwidth means nothing without --output-bytes"),
+        (["--schedule", "1f1b", *NUMBERS, "--contended"], "--contended: no message holds up another"),
+        (["--schedule", "1f1b", *NUMBERS, "--memory-weight-grad", "1"], "--memory-weight-grad 1 of --memory-activ"),
+        (["--schedule", "all", *NUMBERS, "--perfetto", "x.json"], "--perfetto: a trace shows one schedule"),
+        (["--schedule", "1f1b", *NUMBERS, "--perfetto", "no/such/folder"], "--perfetto no/such/folder: No such file"),
+    ],
+)
+def test_bad_options_are_said_in_one_line(options: list[str], says: str) -> None:
+    assert says in refusal("simulate", *options)
+
+
+# -- what is printed --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("name", ["all", "zb-h1", "zb-v"])
+def test_table_fits_and_leaves_no_digit_out(name: str, columns: int) -> None:
+    text = output("simulate", "--schedule", name, *NUMBERS, *COSTS, columns=columns)
+    assert max(map(len, text.splitlines())) <= columns
+    assert "…" not in text
+    assert "1,310,405" in text or name == "zb-v"
+    assert "bubble" in text
+
+
+def test_narrow_terminal_gets_whole_numbers() -> None:
+    text = output("simulate", "--schedule", "1f1b", *NUMBERS, *COSTS, columns=30)
+    assert "1,102,680" in text
+    assert "…" not in text
+
+
+def test_row_of_a_rank() -> None:
+    text = output("simulate", "--schedule", "1f1b", "--ranks", "2", "--microbatches", "4", "--comm", "0.5")
+    lines = [line.split() for line in text.splitlines()]
+    assert ["makespan", "17.0"] in lines
+    assert ["rank", "busy", "up", "ward", "ward", "link", "down", "peak"] in lines
+    made = as_json("simulate", "--schedule", "1f1b", "--ranks", "2", "--microbatches", "4", "--comm", "0.5")
+    causes = ("warm-up", "waiting for forward", "waiting for backward", "link", "cool-down")
+    shown = [made["idle"][0][cause] for cause in causes]
+    assert ["0", "12.0", *(f"{time:.1f}" for time in shown), "2"] in lines
+
+
+def test_perfetto(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    output("simulate", "--schedule", "1f1b", "--ranks", "2", "--microbatches", "2", "--perfetto", str(path))
+    names = {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
+    assert {"F0", "F1", "B0", "B1", "wait"} <= names
+
+
+@given(st.lists(st.floats(0, 1e12), min_size=1))
+def test_numbers_are_written_with_enough_digits(values: list[float]) -> None:
+    write = format_of(values)
+    for value in values:
+        assert float(write(value).replace(",", "")) == pytest.approx(value, abs=max(values) * 1e-4)
+
+
+@given(st.lists(st.integers(0, 10**9), min_size=1))
+def test_whole_numbers_have_no_decimals(values: list[int]) -> None:
+    write = format_of(values)
+    assert [write(value).replace(",", "") for value in values] == list(map(str, values))
+
+
+@given(st.sampled_from(generators()), st.integers(1, 3), st.integers(1, 4))
+def test_peaks_do_not_depend_on_the_unit_of_memory(entry: Any, half_ranks: int, half_microbatches: int) -> None:
+    numbers = Numbers(2 * half_ranks, 2 * half_microbatches, entry.chunks, entry.slices)
+    schedule = entry.make(numbers)
+    counted = Outcome.of(schedule, CostOptions().read()).peak_activations
+    weighed = Outcome.of(schedule, CostOptions(memory_activation=7.0).read()).peak_activations
+    assert weighed == pytest.approx(counted)
+    assert max(counted) <= numbers.microbatches
+
+
+def test_activation_of_a_stage_without_backward_is_held_during_f_only() -> None:
+    schedule = Schedule("forward", Placement.loop(2), 3, [generate("gpipe", 2, 3).rows[rank][:3] for rank in range(2)])
+    assert Outcome.of(schedule, CostOptions().read()).peak_activations == [1, 1]
+
+
+VERBS = [
+    ["schedules"],
+    ["simulate", "--schedule", "all", "--ranks", "2", "--microbatches", "4"],
+    ["show", "--schedule", "zb-v", "--ranks", "2", "--microbatches", "4", "--comm", "1"],
+    ["search", "--ranks", "2", "--microbatches", "2", "--seconds", "1"],
+]
+
+
+@pytest.mark.parametrize("arguments", VERBS, ids=lambda arguments: arguments[0])
+def test_planning_never_loads_torch(arguments: list[str]) -> None:
+    look = (
+        f"import sys; from penstock.cli import app\ntry: app({arguments})\nfinally: assert 'torch' not in sys.modules"
+    )
+    command = [sys.executable, "-c", look]
+    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
