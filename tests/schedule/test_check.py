@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from some_schedules import arbitrary, generated
 
 from penstock.schedule import (
     Action,
@@ -20,6 +19,7 @@ from penstock.schedule import (
     reduce_ties,
     split_backward,
 )
+from some_schedules import arbitrary, generated
 
 legal = st.one_of(
     generated(max_ranks=4, max_microbatches=6),

@@ -5,7 +5,6 @@ from collections import Counter, defaultdict
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from some_schedules import Link, arbitrary, generated, skips
 
 from penstock.errors import ArgumentError, ScheduleError
 from penstock.schedule import (
@@ -22,6 +21,7 @@ from penstock.schedule import (
     generate,
     split_backward,
 )
+from some_schedules import Link, arbitrary, generated, skips
 
 one_pipeline = generated(max_ranks=6, max_microbatches=10).filter(lambda s: s.placement.pipelines == 1)
 """Nothing is sent between two copies of the model."""

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given
-from some_schedules import arbitrary, generated
 
 from penstock.errors import ArgumentError, ScheduleError
 from penstock.schedule import (
@@ -27,6 +26,7 @@ from penstock.schedule import (
     to_csv,
     write_csv,
 )
+from some_schedules import arbitrary, generated
 
 ONLY: Format = "compute_only"
 COMMS: Format = "compute_comms"

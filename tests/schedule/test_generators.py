@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from some_schedules import NAMES, generated
 
 from penstock.costs import StageCost
 from penstock.errors import ArgumentError
 from penstock.schedule import Op, Schedule, check, generate, generator, generators, grid, peak_activations
 from penstock.schedule.generators import Numbers, interleaved_1f1b, naive, one_f_one_b
 from penstock.simulate import simulate
+from some_schedules import NAMES, generated
 
 GENERATORS = generators()
 registry = import_module("penstock.schedule.generators")  # a function has the same name in penstock.schedule

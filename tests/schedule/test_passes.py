@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from some_schedules import arbitrary, generated
 
 from penstock.errors import ArgumentError
 from penstock.schedule import (
@@ -19,6 +18,7 @@ from penstock.schedule import (
     reduce_ties,
     split_backward,
 )
+from some_schedules import arbitrary, generated
 
 
 def reductions(schedule: Schedule) -> list[list[str]]:

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 from hypothesis import given
-from some_schedules import arbitrary, generated
 
 from penstock.errors import ArgumentError, ScheduleError
 from penstock.schedule import Action, Op, Overlap, Placement, Row, Schedule, generate
+from some_schedules import arbitrary, generated
 
 OVERLAP = Overlap(Action(0, Op.F, 1), Action(0, Op.B, 0))
 
