@@ -1,0 +1,142 @@
+"""`penstock search`: the best schedule that can be found for given costs, within a memory limit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+
+from penstock.cli._costs import EPILOG as EPILOG
+from penstock.cli._costs import CostOptions, Costs
+from penstock.cli._outcome import Outcome, format_of, show, units_of_memory, with_activations
+from penstock.cli._spread import OUTPUT_PANEL, Json, spread
+from penstock.errors import ArgumentError
+from penstock.schedule import Placement, write_csv
+
+if TYPE_CHECKING:
+    from penstock.search import Found
+
+_PANEL = "What to look for"
+
+
+def _option(text: str, *names: str) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=_PANEL)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What to look for."""
+
+    ranks: Annotated[int, _option("How many ranks.", "--ranks", "-n")]
+    microbatches: Annotated[int, _option("Into how many pieces the batch is cut.")]
+    placement: Annotated[
+        Literal["loop", "v"],
+        _option("Where stages are: stage s on rank s % ranks; or down the ranks and up again, two a rank."),
+    ] = "loop"
+    chunks: Annotated[int | None, _option("Stages a rank; by default 1 in a loop and 2 on a V.")] = None
+    memory_limit: Annotated[
+        float | None,
+        _option("The most activations that a rank may hold, in those of one microbatch on all its stages."),
+    ] = None
+    objective: Annotated[
+        Literal["span", "makespan"],
+        _option("What to make short: the longest time of a rank from its first F to its end, or the whole."),
+    ] = "span"
+    seconds: Annotated[float, _option("How long to look, at the most.")] = 5.0
+    seed: Annotated[int, _option("Of what is tried at random.")] = 0
+
+    def where(self) -> Placement:
+        """Which rank owns which stage. Raises ArgumentError."""
+        for option, value in (("ranks", self.ranks), ("chunks", self.chunks)):
+            if value is not None and value < 1:
+                raise ArgumentError(f"--{option} {value}: expected a whole number of at least 1")
+        if self.placement == "loop":
+            return Placement.loop(self.ranks, self.chunks or 1)
+        if self.chunks not in (None, 2):
+            raise ArgumentError(
+                f"--chunks {self.chunks}: a V has exactly 2 chunks a rank; leave --chunks out, or take the loop"
+            )
+        return Placement.v(self.ranks)
+
+
+@spread
+def search(
+    question: Question,
+    costs: CostOptions,
+    csv: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write the schedule, as torch and --csv read it.", rich_help_panel=OUTPUT_PANEL
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Find a good schedule for your costs within a memory limit, and say how far it may be from the best.
+
+    It is never worse than a schedule with a name that has the same placement
+    and fits. No schedule is below the lower bound; the gap is what is left to it.
+    """
+    known = costs.read()
+    found = answer(question, known)
+    if csv is not None:
+        try:
+            write_csv(found.schedule, csv)
+        except OSError as error:
+            raise ArgumentError(f"--csv {csv}: {error.strerror or error}") from None
+    outcome = Outcome(found.schedule, known, found.timeline)
+    if as_json:
+        figures = {
+            "objective": found.objective,
+            "lower_bound": found.lower_bound_seconds,
+            "gap": found.gap,
+            "seconds": found.search_seconds,
+            "best_by_name": found.known,
+        }
+        print(json.dumps(outcome.to_dict() | figures))
+    else:
+        show(outcome, Console(highlight=False), summary(found))
+
+
+def answer(question: Question, costs: Costs) -> Found:
+    """Searches, with the memory limit in the unit of the costs.
+
+    Raises:
+        ArgumentError: an option is wrong.
+    """
+    from penstock.search import search as find  # so that --help loads nothing of it
+
+    if costs.contended:
+        raise ArgumentError("--contended: the search lets messages of a link pass together; leave it out")
+    limit = question.memory_limit
+    if limit is not None and not limit >= 1:
+        raise ArgumentError(f"--memory-limit {limit:g}: a single microbatch needs 1; give at least that")
+    where = question.where()
+    stages = with_activations(where, costs.of_stages(where, f"this placement of {question.ranks} ranks"))
+    return find(
+        where,
+        question.microbatches,
+        stages,
+        costs.links,
+        memory_limit=None if limit is None else [limit * unit for unit in units_of_memory(where, stages)],
+        objective=question.objective,
+        seconds=question.seconds,
+        seed=question.seed,
+    )
+
+
+def summary(found: Found) -> dict[str, str]:
+    """What a search adds to the figures of its schedule, in a line each."""
+    bound = format_of([found.lower_bound_seconds])(found.lower_bound_seconds)
+    lines = {
+        "lower bound": f"{bound} for the {found.objective}; gap {found.gap:.2%}",
+        "found in": f"{found.search_seconds:.1f} s",
+    }
+    if found.known is not None:
+        shorter = found.objective_seconds < found.known_seconds
+        gain = f"{found.known_seconds / found.objective_seconds - 1:.1%} longer than this" if shorter else "as short"
+        lines["best by name"] = f"{found.known}: {gain}"
+    return lines

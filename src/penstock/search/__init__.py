@@ -1,0 +1,7 @@
+"""Better schedules than the known ones: under a memory limit for each rank, for stages that cost differently."""
+
+from penstock.search.bounds import lower_bound
+from penstock.search.problem import Objective, Problem, problem
+from penstock.search.search import Found, search
+
+__all__ = ["Found", "Objective", "Problem", "lower_bound", "problem", "search"]

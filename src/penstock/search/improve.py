@@ -1,0 +1,80 @@
+"""Rows -> better rows: single actions on the critical path are moved along their rank's row.
+
+Simulated annealing (Kirkpatrick et al., Science 1983) over the moves that job-shop search makes: the objective can only
+fall if an action on the critical path changes places with others (van Laarhoven et al., Operations Research 1992).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from random import Random
+
+from penstock.search.problem import Problem, Rows
+from penstock.search.timing import critical_path, fits, time_rows
+
+_HEAT = 0.1  # of an action's time: how much worse a step may be, at first
+_REACH = 3.0  # places that an action moves, on average
+_FILLING = 0.25  # the share of moves that bring a W from anywhere
+_TRIES = 30  # moves that are looked at for one that fits in memory
+_CRITICAL = 0.8  # the share of moves that are of the critical path; the others make room for them
+
+
+def improve(
+    problem: Problem, rows: Rows, random: Random, steps: int, done: Callable[[float], bool]
+) -> tuple[float, Rows]:
+    """The best objective found, and its rows.
+
+    Args:
+        problem: what is asked.
+        rows: to begin with; they can be run, and fit in memory.
+        random: decides which moves are tried.
+        steps: how many rows are timed.
+        done: asked before each; whether an objective is good enough, or the time is over.
+    """
+    rows = rows[:]
+    timing = time_rows(problem, rows)
+    assert timing is not None
+    best, kept = timing, rows[:]
+    path = critical_path(problem, rows, timing)
+    hot = _HEAT * sum(problem.seconds) / problem.lanes
+    for step in range(steps):
+        moved = None if done(best.cost) else _move(problem, rows, path, random)
+        if moved is None:
+            break
+        heat = hot * (1 - step / steps) ** 2
+        rank, row = moved
+        rows[rank], before = row, rows[rank]
+        tried = time_rows(problem, rows)
+        if tried is None or tried.score > timing.score - heat * math.log(1 - random.random()):
+            rows[rank] = before
+            continue
+        timing = tried
+        path = critical_path(problem, rows, timing)
+        if (timing.cost, timing.score) < (best.cost, best.score):
+            best, kept = timing, rows[:]
+    return best.cost, kept
+
+
+def _move(problem: Problem, rows: Rows, path: list[tuple[int, int]], random: Random) -> tuple[int, list[int]] | None:
+    """One row with an action moved, and its rank; None if no move is found that fits in memory."""
+    for _ in range(_TRIES):
+        if random.random() < _CRITICAL:
+            rank, i = random.choice(path)
+        else:
+            rank = random.randrange(len(rows))
+            i = random.randrange(len(rows[rank]))
+        row = rows[rank]
+        if random.random() < _FILLING:
+            # Here the rank may have waited: a W from elsewhere may fill the gap.
+            to, i = i, random.randrange(len(row))
+            if row[i] % 3 < 2:
+                continue
+        else:
+            reach = 1 + int(random.expovariate(1 / _REACH))
+            to = max(0, i - reach) if random.random() < 0.5 else min(len(row) - 1, i + reach)
+        made = row[:]
+        made.insert(to, made.pop(i))
+        if made != row and fits(problem, rank, made):
+            return rank, made
+    return None

@@ -1,0 +1,81 @@
+"""What is there already: the generators' schedules that answer the same question, and one that always does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.costs import StageCost
+from penstock.errors import ArgumentError
+from penstock.schedule import Op, Schedule, check, generate, generators, split_backward
+from penstock.search.problem import Problem, Rows
+from penstock.search.timing import fits, time_rows
+from penstock.simulate import Links, simulate
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A generator's schedule that fits in memory: its objective, and its rows.
+
+    None where it is more than rows: it overlaps forwards with backwards, or its microbatches do not ascend.
+    """
+
+    schedule: Schedule
+    seconds: float
+    rows: Rows | None
+
+
+def known_schedules(problem: Problem, costs: StageCost | Sequence[StageCost], links: Links) -> list[Known]:
+    """The schedules of all generators that have the problem's placement and fit in its memory."""
+    found = []
+    for generator in generators():
+        chunks = problem.placement.depth // problem.ranks or 1
+        try:
+            schedule = generate(generator.name, problem.ranks, problem.microbatches, chunks, 1)
+        except ArgumentError:  # not for these numbers
+            continue
+        if schedule.placement == problem.placement and (known := _known(problem, schedule, costs, links)):
+            found.append(known)
+    return found
+
+
+def one_by_one(problem: Problem) -> Rows:
+    """A microbatch at a time, there and back: what fits in memory if anything does."""
+    placement = problem.placement
+    rows: Rows = [[] for _ in range(problem.ranks)]
+    for first in range(0, problem.stages, placement.depth):
+        stages = range(first, first + placement.depth)
+        for _ in range(problem.count[3 * first]):
+            for stage in stages:
+                rows[placement.rank_of[stage]].append(3 * stage)
+            for stage in reversed(stages):
+                rows[placement.rank_of[stage]] += [3 * stage + 1, 3 * stage + 2]
+    return rows
+
+
+def _known(problem: Problem, schedule: Schedule, costs: StageCost | Sequence[StageCost], links: Links) -> Known | None:
+    """None if it does not fit, or is not exact."""
+    split = split_backward(schedule)
+    rows = None if any(any(row.joined) for row in split.rows) else problem.rows(split)
+    if rows is not None:
+        timing = time_rows(problem, rows)
+        if timing is None or not all(fits(problem, rank, row) for rank, row in enumerate(rows)):
+            return None
+        return Known(problem.schedule(schedule.name, rows), timing.cost, rows)
+    if not _fits(problem, schedule) or check(schedule):
+        return None
+    timeline = simulate(schedule, costs, links)
+    seconds = timeline.makespan_seconds if problem.objective == "makespan" else timeline.span_seconds
+    return Known(schedule, seconds, None)
+
+
+def _fits(problem: Problem, schedule: Schedule) -> bool:
+    """Whether a schedule of any computation stays within the memory limits."""
+    for row, limit in zip(schedule.rows, problem.limit, strict=True):
+        memory = 0.0
+        for stage, code in zip(row.stage, row.op, strict=True):
+            held, kept = problem.held[stage], problem.kept[stage]
+            memory += {Op.F.code: held, Op.B.code: -held, Op.I.code: kept - held, Op.W.code: -kept}[code]
+            if memory > limit:
+                return False
+    return True

@@ -1,0 +1,236 @@
+"""The question that a search answers, as plain numbers: lanes, how long they take, what waits for what, what is held.
+
+A lane is one op of one stage: F, I or W. Its microbatches run in ascending order, so that gradients are added as one
+device adds them. A rank's order of work is then no more than a row of lanes: the k-th time that a lane occurs, it is
+its k-th microbatch's turn.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from penstock.costs import LinkCost, StageCost
+from penstock.errors import ArgumentError
+from penstock.schedule import Op, Placement, Row, Schedule
+from penstock.simulate import Links
+
+Objective = Literal["makespan", "span"]
+"""What is made small: the last end of all from 0, or the largest, over ranks, from its first F to its last end."""
+
+Rows = list[list[int]]
+"""For each rank, its lanes in order."""
+
+OPS = (Op.F, Op.I, Op.W)
+_PLACE_OF_CODE = {op.code: place for place, op in enumerate(OPS)}
+_SLACK = 1e-9  # of the limit: sums of floats may differ in their last bits
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Lane 3 * stage + (0, 1, 2 for F, I, W).
+
+    Attributes:
+        placement, microbatches, objective: as asked.
+        seconds: of each lane.
+        need: the lane of another stage whose same microbatch comes first; -1 if there is none.
+        lag: from that one's end until the message is there, in seconds.
+        feeds: the lane that needs this one; -1 if there is none.
+        count: the microbatches of each lane.
+        held: of each stage, what a microbatch keeps from F's start on.
+        kept: of each stage, the part of it that W frees; I frees the rest.
+        limit: the most that each rank may hold.
+    """
+
+    placement: Placement
+    microbatches: int
+    objective: Objective
+    seconds: tuple[float, ...]
+    need: tuple[int, ...]
+    lag: tuple[float, ...]
+    feeds: tuple[int, ...]
+    count: tuple[int, ...]
+    held: tuple[float, ...]
+    kept: tuple[float, ...]
+    limit: tuple[float, ...]
+
+    @property
+    def ranks(self) -> int:
+        return self.placement.ranks
+
+    @property
+    def stages(self) -> int:
+        return self.placement.stages
+
+    @property
+    def lanes(self) -> int:
+        return len(self.seconds)
+
+    @property
+    def actions(self) -> int:
+        return sum(self.count)
+
+    @property
+    def stages_on(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each rank, ascending."""
+        return tuple(map(self.placement.stages_on, range(self.ranks)))
+
+    @property
+    def chunks(self) -> int:
+        """The most stages that a rank has."""
+        return max(map(len, self.stages_on))
+
+    @property
+    def work_seconds(self) -> tuple[float, ...]:
+        """How long each rank computes."""
+        spent = [seconds * count for seconds, count in zip(self.seconds, self.count, strict=True)]
+        return tuple(sum(sum(spent[3 * s : 3 * s + 3]) for s in stages) for stages in self.stages_on)
+
+    def rank_of(self, lane: int) -> int:
+        return self.placement.rank_of[lane // 3]
+
+    def with_microbatches(self, microbatches: int) -> Problem:
+        """The same question for another number of microbatches."""
+        parts = (self.placement, microbatches, self.objective, self.seconds, self.need, self.lag, self.feeds)
+        return Problem(*parts, _counts(self.placement, microbatches), self.held, self.kept, self.limit)
+
+    def schedule(self, name: str, rows: Rows) -> Schedule:
+        """The schedule that runs these rows."""
+        made = []
+        first = [self._numbers(stage).start for stage in range(self.stages)]
+        for row in rows:
+            taken = [0] * self.lanes
+            columns = array("i"), array("b"), array("i")
+            for lane in row:
+                stage = lane // 3
+                columns[0].append(stage)
+                columns[1].append(OPS[lane % 3].code)
+                columns[2].append(first[stage] + taken[lane])
+                taken[lane] += 1
+            made.append(Row.from_columns(*columns))
+        return Schedule(name, self.placement, self.microbatches, made)
+
+    def rows(self, schedule: Schedule) -> Rows | None:
+        """The rows of a schedule of F, I and W; None if it has other actions, or microbatches that do not ascend."""
+        rows = []
+        for row in schedule.rows:
+            if not set(row.op) <= _PLACE_OF_CODE.keys():
+                return None
+            lanes = [3 * stage + _PLACE_OF_CODE[op] for stage, op in zip(row.stage, row.op, strict=True)]
+            latest: dict[int, int] = {}
+            for lane, k in zip(lanes, row.microbatch, strict=True):
+                if k <= latest.get(lane, -1):
+                    return None
+                latest[lane] = k
+            rows.append(lanes)
+        return rows
+
+    def _numbers(self, stage: int) -> range:
+        return _numbers(self.placement, self.microbatches, stage)
+
+
+def problem(
+    placement: Placement,
+    microbatches: int,
+    costs: StageCost | Sequence[StageCost],
+    links: Links,
+    memory_limit: float | Sequence[float] | None,
+    objective: Objective,
+) -> Problem:
+    """Raises ArgumentError for each argument that is wrong, and for a limit in which not one microbatch fits."""
+    if not isinstance(microbatches, int) or microbatches < 1:
+        raise ArgumentError(f"microbatches={microbatches!r}: expected a whole number of at least 1")
+    if objective not in get_args(Objective):
+        raise ArgumentError(f"objective={objective!r}: expected one of {', '.join(get_args(Objective))}")
+    by_stage = _by_stage(placement, costs)
+    need, lag, feeds = _messages(placement, by_stage, links)
+    held = tuple(float(cost.activation_bytes) for cost in by_stage)
+    kept = tuple(float(cost.weight_gradient_bytes) for cost in by_stage)
+    if not any(held):  # nothing is known of the memory, so activations are counted
+        held = kept = (1.0,) * len(held)
+    return Problem(
+        placement,
+        microbatches,
+        objective,
+        tuple(
+            float(seconds)
+            for cost in by_stage
+            for seconds in (cost.forward_seconds, cost.backward_input_seconds, cost.backward_weight_seconds)
+        ),
+        need,
+        lag,
+        feeds,
+        _counts(placement, microbatches),
+        held,
+        kept,
+        _limits(placement, held, memory_limit),
+    )
+
+
+def _by_stage(placement: Placement, costs: StageCost | Sequence[StageCost]) -> list[StageCost]:
+    if isinstance(costs, StageCost):
+        return [costs] * placement.stages
+    given = list(costs) * (placement.pipelines if len(costs) == placement.depth else 1)
+    if len(given) != placement.stages:
+        raise ArgumentError(f"{len(given)} costs for {placement.stages} stages; give one, or one for each stage")
+    return given
+
+
+def _messages(
+    placement: Placement, costs: Sequence[StageCost], links: Links
+) -> tuple[tuple[int, ...], tuple[float, ...], tuple[int, ...]]:
+    """(need, lag, feeds) of each lane."""
+    lanes = 3 * placement.stages
+    need, lag, feeds = [-1] * lanes, [0.0] * lanes, [-1] * lanes
+    for stage in range(placement.stages):
+        if placement.is_last(stage):
+            continue
+        below, above = 3 * stage, 3 * stage + 3
+        for source, target in ((below, above), (above + 1, below + 1)):
+            need[target], feeds[source] = source, target
+            ends = placement.rank_of[source // 3], placement.rank_of[target // 3]
+            if ends[0] == ends[1]:
+                continue
+            link = links if isinstance(links, LinkCost) else links.get(ends)
+            if link is None:
+                raise ArgumentError(f"links has no cost from rank {ends[0]} to rank {ends[1]}, which is used; give one")
+            lag[target] = link.seconds(costs[stage].output_bytes)
+    return tuple(need), tuple(lag), tuple(feeds)
+
+
+def _limits(
+    placement: Placement, held: Sequence[float], memory_limit: float | Sequence[float] | None
+) -> tuple[float, ...]:
+    if memory_limit is None:
+        return (math.inf,) * placement.ranks
+    if isinstance(memory_limit, int | float):
+        limits = [float(memory_limit)] * placement.ranks
+    else:
+        limits = [float(limit) for limit in memory_limit]
+    if len(limits) != placement.ranks:
+        raise ArgumentError(f"{len(limits)} memory limits for {placement.ranks} ranks; give one, or one for each rank")
+    for rank, limit in enumerate(limits):
+        if math.isnan(limit):
+            raise ArgumentError(f"the memory limit of rank {rank} is not a number; leave it out where there is none")
+        for pipeline in range(placement.pipelines):
+            stages = [s for s in placement.stages_on(rank) if placement.pipeline_of(s) == pipeline]
+            least = sum(held[stage] for stage in stages)
+            if least > limit * (1 + _SLACK):
+                raise ArgumentError(
+                    f"memory limit {limit:g} of rank {rank}: a single microbatch holds {least:g} on its "
+                    f"{'stage' if len(stages) == 1 else 'stages'} {', '.join(map(str, stages))}; give it that at least"
+                )
+    return tuple(limit * (1 + _SLACK) for limit in limits)
+
+
+def _numbers(placement: Placement, microbatches: int, stage: int) -> range:
+    """The microbatches that go through a stage: as `Schedule.numbers_on`."""
+    pipeline, pipelines = placement.pipeline_of(stage), placement.pipelines
+    return range(microbatches * pipeline // pipelines, microbatches * (pipeline + 1) // pipelines)
+
+
+def _counts(placement: Placement, microbatches: int) -> tuple[int, ...]:
+    return tuple(len(_numbers(placement, microbatches, lane // 3)) for lane in range(3 * placement.stages))

@@ -1,0 +1,95 @@
+"""`penstock search`: what it finds is legal, within the limit, timed as by the library; never worse than a name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import as_json, output, refusal
+
+from penstock.costs import LinkCost, StageCost
+from penstock.schedule import Placement, check, generate, read_csv
+from penstock.simulate import simulate
+
+NUMBERS = ("--ranks", "4", "--microbatches", "8", "--seconds", "2")
+COSTS = ("--forward", "10", "--backward-input", "11", "--backward-weight", "7", "--comm", "0.5")
+
+
+def find(*options: str) -> Any:
+    return as_json("search", *NUMBERS, *COSTS, *options)
+
+
+@pytest.mark.parametrize("placement", ["loop", "v"])
+def test_schedule_that_it_writes_is_the_one_that_it_timed(tmp_path: Path, placement: str) -> None:
+    path = tmp_path / "out.csv"
+    made = find("--placement", placement, "--memory-limit", "4", "--csv", str(path))
+    schedule = read_csv(path)
+    chunks = 2 if placement == "v" else 1
+    assert schedule.placement == (Placement.v(4) if placement == "v" else Placement.loop(4))
+    assert not check(schedule, memory_limit=4 * chunks)
+    timeline = simulate(schedule, StageCost(10, 11, 7), LinkCost(0.5))
+    assert made["span"] == pytest.approx(timeline.span_seconds)
+    assert max(made["peak_activations"]) <= 4
+    assert made["chunks"] == chunks
+    assert made["gap"] == pytest.approx(made["span"] / made["lower_bound"] - 1, abs=1e-6)
+    again = as_json("simulate", "--csv", str(path), *COSTS)
+    same = ("makespan", "span", "bubble_rate", "peak_activations", "idle")
+    assert {key: again[key] for key in same} == {key: made[key] for key in same}
+
+
+def test_it_is_no_worse_than_a_schedule_with_a_name_that_fits() -> None:
+    made = find("--memory-limit", "4")
+    assert made["span"] <= simulate(generate("zb-h1", 4, 8), StageCost(10, 11, 7), LinkCost(0.5)).span_seconds
+    assert 0 < made["lower_bound"] <= made["span"]
+    assert made["seconds"] < 60
+
+
+def test_limit_counts_activations_of_a_microbatch_whatever_their_unit(tmp_path: Path) -> None:
+    for options in (("--memory-activation", "50"), ("--memory-activation", "50", "--memory-weight-grad", "50")):
+        made = find("--placement", "v", "--memory-limit", "3", *options)
+        assert max(made["peak_activations"]) <= 3
+        assert max(one["activations"] for one in made["memory"]) <= 3 * 2 * 50
+    stages = [{"forward": 1, "backward_input": 1, "backward_weight": 1, "activation": 1 + rank} for rank in range(4)]
+    (tmp_path / "costs.json").write_text(json.dumps(stages))
+    made = as_json("search", *NUMBERS, "--memory-limit", "2", "--costs", str(tmp_path / "costs.json"))
+    assert max(made["peak_activations"]) <= 2
+    assert all(one["activations"] <= 2 * (1 + rank) for rank, one in enumerate(made["memory"]))
+
+
+def test_objective_is_what_the_bound_is_about() -> None:
+    span, makespan = find("--objective", "span"), find("--objective", "makespan")
+    assert span["gap"] == pytest.approx(span["span"] / span["lower_bound"] - 1, abs=1e-6)
+    assert makespan["gap"] == pytest.approx(makespan["makespan"] / makespan["lower_bound"] - 1, abs=1e-6)
+
+
+def test_same_seed_finds_the_same() -> None:
+    made = [find("--memory-limit", "4", "--seed", "3") for _ in range(2)]
+    for one in made:
+        del one["seconds"]
+    assert made[0] == made[1]
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_table_has_the_bound_and_fits(columns: int) -> None:
+    text = output("search", *NUMBERS, *COSTS, "--memory-limit", "4", columns=columns)
+    assert max(map(len, text.splitlines())) <= columns
+    (line,) = [line for line in text.splitlines() if line.startswith("lower bound")]
+    assert "for the span; gap " in line
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--memory-limit", "0.5"], "--memory-limit 0.5: a single microbatch needs 1"),
+        (["--memory-limit", "nan"], "--memory-limit nan: a single microbatch needs 1"),
+        (["--placement", "v", "--chunks", "1"], "--chunks 1: a V has exactly 2 chunks a rank"),
+        (["--chunks", "0"], "--chunks 0: expected a whole number of at least 1"),
+        (["--output-bytes", "1", "--bandwidth", "1", "--contended"], "--contended: the search lets messages"),
+        (["--forward", "-1"], "--forward -1: expected a cost of 0 or more"),
+        (["--csv", "no/such/folder.csv"], "--csv no/such/folder.csv: No such file"),
+    ],
+)
+def test_bad_options_are_said_in_one_line(options: list[str], says: str) -> None:
+    assert says in refusal("search", *NUMBERS, *options)

@@ -1,0 +1,108 @@
+"""The search is at least as good as what was published, and as every generator that fits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.costs import LinkCost, StageCost
+from penstock.errors import ArgumentError
+from penstock.schedule import Placement, check, generators
+from penstock.schedule.generators import Numbers
+from penstock.search import search
+from penstock.simulate import memory, simulate
+
+PUBLISHED = json.loads((Path(__file__).parents[1] / "published.json").read_text())
+ROUNDING = 0.5e-4
+UNIT = StageCost(1, 1, 1, activation_bytes=1, weight_gradient_bytes=1)
+
+OPTIMA = [
+    (row, objective)
+    for row in PUBLISHED["proven_optima"]
+    for objective in ("makespan", "span")
+    if row[objective] is not None
+]
+
+
+@pytest.mark.parametrize(
+    ("row", "objective"), OPTIMA, ids=[f"p{r['ranks']}-{r['placement']}-{r['memory_limit']}-{o}" for r, o in OPTIMA]
+)
+def test_proven_optima(row: dict[str, Any], objective: Any) -> None:
+    placement = Placement.loop(row["ranks"]) if row["placement"] == "v1" else Placement.v(row["ranks"])
+    limit = row["memory_limit"]
+    seconds = 30 if (row["ranks"], limit) == (4, 5) else 5  # the one that takes long
+    found = search(placement, row["microbatches"], UNIT, memory_limit=limit, objective=objective, seconds=seconds)
+    assert found.objective_seconds == row[objective]
+    assert found.lower_bound_seconds <= row[objective]
+    assert max(m.peak_activations for m in memory(found.schedule, UNIT, found.timeline)) <= limit
+
+
+@pytest.mark.parametrize("name", ["zb-1p", "zb-2p"])
+@pytest.mark.parametrize("row", PUBLISHED["tables5and6"], ids=lambda row: f"{row['model']}-m{row['microbatches']}")
+def test_zb_1p_and_zb_2p(row: dict[str, Any], name: str) -> None:
+    f, i, w = (row[what] for what in ("forward", "backward_input", "backward_weight"))
+    cost = StageCost(f, i, w, activation_bytes=row["mem_forward"], weight_gradient_bytes=row["mem_weight"])
+    limit = (1 if name == "zb-1p" else 2) * row["ranks"] * row["mem_forward"]
+    link = LinkCost(row["comm"])
+    found = search(
+        Placement.loop(row["ranks"]), row["microbatches"], cost, link, memory_limit=limit, objective="span", seconds=4
+    )
+    work = row["microbatches"] * (f + i + w)
+    assert 1 - work / found.objective_seconds <= row["bubble_rate"][name] + ROUNDING
+    assert max(m.peak_activations for m in memory(found.schedule, cost, found.timeline)) <= limit
+
+
+whole = st.integers(1, 20)
+
+
+@settings(max_examples=15)
+@given(st.data(), st.integers(1, 4), st.integers(1, 6), st.sampled_from(["loop", "v"]))
+def test_never_worse_than_a_generator_that_fits(data: st.DataObject, p: int, m: int, shape: str) -> None:
+    placement = Placement.loop(p) if shape == "loop" else Placement.v(p)
+    costs = [
+        StageCost(*(data.draw(whole) for _ in range(3)), activation_bytes=1, weight_gradient_bytes=1)
+        for _ in range(placement.stages)
+    ]
+    link, limit = LinkCost(data.draw(st.integers(0, 5))), data.draw(st.integers(2, 8))
+    objective = data.draw(st.sampled_from(["makespan", "span"]))
+    found = search(placement, m, costs, link, memory_limit=limit, objective=objective, seconds=0.2)
+    assert not [violation for violation in check(found.schedule) if violation.fatal]
+    assert max(one.peak_activations for one in memory(found.schedule, costs, found.timeline)) <= limit
+    assert found.lower_bound_seconds <= found.objective_seconds * (1 + 1e-9)
+    chunks = placement.stages // p
+    for entry in generators():
+        numbers = Numbers(p, m, chunks)
+        if entry.slices > 1 or entry.broken(numbers) is not None:
+            continue
+        schedule = entry.make(numbers)
+        timeline = simulate(schedule, costs, link)
+        fits = max(one.peak_activations for one in memory(schedule, costs, timeline)) <= limit
+        if schedule.placement == placement and fits:
+            reached = timeline.makespan_seconds if objective == "makespan" else timeline.span_seconds
+            assert found.objective_seconds <= reached, entry.name
+
+
+def test_a_seed_gives_the_same_answer_again() -> None:
+    costs = [StageCost(2, 3, 1), StageCost(2, 2, 2), StageCost(4, 5, 3)]
+    one, two = (search(Placement.loop(3), 6, costs, LinkCost(0.5), seconds=1, seed=3) for _ in range(2))
+    assert not one.cut_off
+    assert one.schedule == two.schedule
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory_limit": 0.5}, "memory limit 0.5 of rank 0: a single microbatch holds 1 on its stage 0"),
+        ({"memory_limit": [1, 2, 3]}, "3 memory limits for 2 ranks"),
+        ({"objective": "time"}, "objective='time': expected one of makespan, span"),
+        ({"seconds": 0}, "seconds=0: expected a time above 0"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        search(Placement.loop(2), 2, UNIT, **options)
