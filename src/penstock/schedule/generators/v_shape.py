@@ -91,7 +91,8 @@ def one_f_one_b_v(ranks: int, microbatches: int) -> Schedule:
     In the block every pass starts as soon as the one before it has ended and its rank is free in that slot of the
     period; a forward takes one slot of the six, a backward two. Rank r has its second chunk's backward early where its
     first chunk's is late, so that all ranks hold about as much: 2p/3 microbatches and a bit, where 1F1B holds p on rank
-    0 and 1 on the last.
+    0 and 1 on the last. Its passes follow each other without slack: where a backward does not take twice a forward, or
+    messages take time, the gaps add up on the way, and 1F1B is shorter.
 
     Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024, the schedule 1F1B-V.
     """
