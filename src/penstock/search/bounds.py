@@ -55,7 +55,7 @@ class _Chains:
         self.order = [3 * s for s in stages] + [3 * s + 1 for s in reversed(stages)] + [3 * s + 2 for s in stages]
         self.waits: list[list[tuple[int, int]]] = [[] for _ in problem.seconds]
         self.lets: list[list[tuple[int, int]]] = [[] for _ in problem.seconds]
-        for lane, source, lead in _memory_waits(problem):
+        for lane, source, lead in memory_waits(problem):
             if 0 <= lead < problem.count[lane]:
                 self.waits[lane].append((source, lead))
                 self.lets[source].append((lane, lead))
@@ -109,7 +109,7 @@ def _run(head: Floats, seconds: float) -> Floats:
     return np.asarray(np.maximum.accumulate(head - steps) + steps)
 
 
-def _memory_waits(problem: Problem) -> Iterator[tuple[int, int, int]]:
+def memory_waits(problem: Problem) -> Iterator[tuple[int, int, int]]:
     """For want of memory, (lane, other, lead): the lane's microbatch lead + i waits for the other's microbatch i.
 
     When F of microbatch k starts on a stage, the k before it have had theirs there, and on the rank's stages below.

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from random import Random
 
 from penstock.search.problem import Problem, Rows
-from penstock.search.timing import critical_path, fits, time_rows
+from penstock.search.timing import Places, Timing, critical_path, fits, time_rows
 
 _HEAT = 0.1  # of an action's time: how much worse a step may be, at first
 _REACH = 3.0  # places that an action moves, on average
@@ -21,7 +21,7 @@ _CRITICAL = 0.8  # the share of moves that are of the critical path; the others 
 
 
 def improve(
-    problem: Problem, rows: Rows, random: Random, steps: int, done: Callable[[float], bool]
+    problem: Problem, rows: Rows, random: Random, steps: int, done: Callable[[float], bool], heat: float = 1.0
 ) -> tuple[float, Rows]:
     """The best objective found, and its rows.
 
@@ -31,33 +31,40 @@ def improve(
         random: decides which moves are tried.
         steps: how many rows are timed.
         done: asked before each; whether an objective is good enough, or the time is over.
+        heat: how much worse a step may be than the best, at first: 1 for a tenth of an action's time.
     """
     rows = rows[:]
     timing = time_rows(problem, rows)
     assert timing is not None
     best, kept = timing, rows[:]
-    path = critical_path(problem, rows, timing)
-    hot = _HEAT * sum(problem.seconds) / problem.lanes
+    places = Places(problem, rows)
+    path = critical_path(problem, rows, timing, places)
+    hot = heat * _HEAT * sum(problem.seconds) / problem.lanes
     for step in range(steps):
-        moved = None if done(best.cost) else _move(problem, rows, path, random)
-        if moved is None:
+        if done(best.cost):
             break
-        heat = hot * (1 - step / steps) ** 2
-        rank, row = moved
+        moved = _move(problem, rows, timing, path, random)
+        if moved is None:
+            continue
+        rank, row, since = moved
         rows[rank], before = row, rows[rank]
-        tried = time_rows(problem, rows)
-        if tried is None or tried.score > timing.score - heat * math.log(1 - random.random()):
+        worst = timing.score - hot * (1 - step / steps) ** 2 * math.log(1 - random.random())
+        tried = time_rows(problem, rows, worst, timing, since)
+        if tried is None or tried.score > worst:
             rows[rank] = before
             continue
         timing = tried
-        path = critical_path(problem, rows, timing)
+        places.update(rank, row)
+        path = critical_path(problem, rows, timing, places)
         if (timing.cost, timing.score) < (best.cost, best.score):
             best, kept = timing, rows[:]
     return best.cost, kept
 
 
-def _move(problem: Problem, rows: Rows, path: list[tuple[int, int]], random: Random) -> tuple[int, list[int]] | None:
-    """One row with an action moved, and its rank; None if no move is found that fits in memory."""
+def _move(
+    problem: Problem, rows: Rows, timing: Timing, path: list[tuple[int, int]], random: Random
+) -> tuple[int, list[int], float] | None:
+    """One row with an action moved, its rank, and when it started to differ; None if no move fits in memory."""
     for _ in range(_TRIES):
         if random.random() < _CRITICAL:
             rank, i = random.choice(path)
@@ -76,5 +83,7 @@ def _move(problem: Problem, rows: Rows, path: list[tuple[int, int]], random: Ran
         made = row[:]
         made.insert(to, made.pop(i))
         if made != row and fits(problem, rank, made):
-            return rank, made
+            same = min(i, to)
+            lane = row[same]
+            return rank, made, timing.starts[lane][row[:same].count(lane)]
     return None

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from penstock.costs import StageCost
 from penstock.errors import ArgumentError
 from penstock.schedule import Op, Schedule, check, generate, generators, split_backward
+from penstock.search.found import judged
 from penstock.search.problem import Problem, Rows
 from penstock.search.timing import fits, time_rows
-from penstock.simulate import Links, simulate
+from penstock.simulate import Links
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +65,7 @@ def _known(problem: Problem, schedule: Schedule, costs: StageCost | Sequence[Sta
         return Known(problem.schedule(schedule.name, rows), timing.cost, rows)
     if not _fits(problem, schedule) or check(schedule):
         return None
-    timeline = simulate(schedule, costs, links)
-    seconds = timeline.makespan_seconds if problem.objective == "makespan" else timeline.span_seconds
-    return Known(schedule, seconds, None)
+    return Known(schedule, judged(schedule, costs, links, problem.objective)[1], None)
 
 
 def _fits(problem: Problem, schedule: Schedule) -> bool:

@@ -16,7 +16,7 @@ from typing import Literal, get_args
 from penstock.costs import LinkCost, StageCost
 from penstock.errors import ArgumentError
 from penstock.schedule import Op, Placement, Row, Schedule
-from penstock.simulate import Links
+from penstock.simulate import NO_COST, Links
 
 Objective = Literal["makespan", "span"]
 """What is made small: the last end of all from 0, or the largest, over ranks, from its first F to its last end."""
@@ -136,11 +136,12 @@ def problem(
     placement: Placement,
     microbatches: int,
     costs: StageCost | Sequence[StageCost],
-    links: Links,
-    memory_limit: float | Sequence[float] | None,
-    objective: Objective,
+    links: Links = NO_COST,
+    *,
+    memory_limit: float | Sequence[float] | None = None,
+    objective: Objective = "makespan",
 ) -> Problem:
-    """Raises ArgumentError for each argument that is wrong, and for a limit in which not one microbatch fits."""
+    """The question, from the arguments of `search`. Raises ArgumentError as it does."""
     if not isinstance(microbatches, int) or microbatches < 1:
         raise ArgumentError(f"microbatches={microbatches!r}: expected a whole number of at least 1")
     if objective not in get_args(Objective):

@@ -13,64 +13,31 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from random import Random
 
 from penstock.costs import StageCost
-from penstock.errors import ArgumentError, ScheduleError
-from penstock.schedule import Placement, Schedule, check
+from penstock.errors import ArgumentError
+from penstock.schedule import Placement
 from penstock.search.bounds import lower_bound
 from penstock.search.climb import Candidate, climb
 from penstock.search.dispatch import Pattern
+from penstock.search.found import Found, judged
 from penstock.search.improve import improve
 from penstock.search.known import known_schedules, one_by_one
 from penstock.search.pattern import pattern_of
 from penstock.search.problem import Objective, Problem, Rows, problem
 from penstock.search.timing import time_rows
-from penstock.simulate import NO_COST, Links, simulate
-from penstock.timeline import Timeline
+from penstock.simulate import NO_COST, Links
 
 _DISPATCH_SECONDS = 2.2e-6  # nominal, an action: how many steps a time budget is worth does not depend on the machine
-_MOVE_SECONDS = 0.7e-6
+_MOVE_SECONDS = 0.25e-6
 _OVERHEAD_ACTIONS = 40  # what a step costs besides its actions
 _PATTERN_SHARE, _FULL_SHARE = 0.5, 0.1  # of the budget: for patterns, and for those with all microbatches
 _SAMPLES = 200  # random patterns, at most
 _FEW_A_RANK = 4  # microbatches: enough for a beginning, a steady state and an end
 _STARTS = 4  # rows that are improved
+_REPEATS = 2  # times that the best of them is improved again
 _MET = 1 + 1e-9
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The best schedule that was found.
-
-    Attributes:
-        schedule: of F, I and W (or a generator's own, where its overlaps make it the best); without messages.
-        timeline: as `penstock.simulate` times it.
-        objective: what was made small.
-        objective_seconds: how small it is.
-        lower_bound_seconds: no schedule can be better.
-        known: the best generator that fits, by name; None if none does.
-        known_seconds: its objective; infinite if there is none.
-        search_seconds: how long the search took.
-        cut_off: whether the time was over before all steps were done, so that another run may find something else.
-    """
-
-    schedule: Schedule
-    timeline: Timeline
-    objective: Objective
-    objective_seconds: float
-    lower_bound_seconds: float
-    known: str | None
-    known_seconds: float
-    search_seconds: float
-    cut_off: bool
-
-    @property
-    def gap(self) -> float:
-        """How much worse than the lower bound it is, as a share of the bound. 0: it is optimal."""
-        bound = self.lower_bound_seconds
-        return max(0.0, self.objective_seconds / bound - 1.0) if bound else 0.0
 
 
 def search(
@@ -108,46 +75,47 @@ def search(
     began = time.monotonic()
     if not (isinstance(seconds, int | float) and 0 < seconds < math.inf):
         raise ArgumentError(f"seconds={seconds!r}: expected a time above 0")
-    asked = problem(placement, microbatches, costs, links, memory_limit, objective)
+    asked = problem(placement, microbatches, costs, links, memory_limit=memory_limit, objective=objective)
     bound = lower_bound(asked)
     known = known_schedules(asked, costs, links)
     best = min(known, key=lambda entry: entry.seconds, default=None)
-    clock = _Clock(began + seconds)
+    clock = _Clock(began, seconds)
     cost, rows = _best_rows(asked, [e.rows for e in known if e.rows], bound, seconds, Random(seed), clock)
     schedule = asked.schedule("search", rows)
     if best is not None and best.seconds <= cost:
         schedule = best.schedule
-    if broken := check(schedule):
-        raise ScheduleError(f"the search made a schedule that is not legal, which is a defect of it: {broken[0]}")
-    timeline = simulate(schedule, costs, links)
+    timeline, objective_seconds = judged(schedule, costs, links, objective)
     return Found(
-        schedule,
-        timeline,
-        objective,
-        timeline.makespan_seconds if objective == "makespan" else timeline.span_seconds,
-        bound,
-        best.schedule.name if best else None,
-        best.seconds if best else math.inf,
-        time.monotonic() - began,
-        clock.over,
+        schedule=schedule,
+        timeline=timeline,
+        objective=objective,
+        objective_seconds=objective_seconds,
+        lower_bound_seconds=bound,
+        known=best.schedule.name if best else None,
+        known_seconds=best.seconds if best else math.inf,
+        search_seconds=time.monotonic() - began,
+        cut_off=clock.over,
     )
 
 
 class _Clock:
-    """Whether it is time to stop: at the deadline."""
+    """When to stop."""
 
-    def __init__(self, deadline: float) -> None:
-        self._deadline = deadline
+    def __init__(self, began: float, seconds: float) -> None:
+        self._began, self._seconds = began, seconds
         self.over = False
 
-    def until(self, target: float) -> Callable[[float], bool]:
-        """Whether to stop with an objective: it is as good as `target`, or the time is over."""
+    def until(self, target: float, share: float) -> Callable[[float], bool]:
+        """Whether to stop with an objective: it is as good as `target`, or a share of the time has gone."""
+        deadline = self._began + self._seconds * share
 
         def done(cost: float) -> bool:
             if cost <= target * _MET:
                 return True
-            self.over = self.over or time.monotonic() > self._deadline
-            return self.over
+            if time.monotonic() > deadline:
+                self.over = True
+                return True
+            return False
 
         return done
 
@@ -156,26 +124,17 @@ def _best_rows(
     asked: Problem, known: list[Rows], bound: float, seconds: float, random: Random, clock: _Clock
 ) -> tuple[float, Rows]:
     """The best objective, and its rows."""
-    done = clock.until(bound)
     pool, patterns = [], []
     for rows in [*known, one_by_one(asked)]:
         timing = time_rows(asked, rows)
         if timing is not None:
             pool.append((timing.cost, timing.score, rows))
             patterns.append(pattern_of(asked, rows, timing))
-    if not done(min(pool)[0]):
+    if min(pool)[0] > bound * _MET:
         for candidate in _climbed(asked, patterns, bound, seconds, random, clock):
             pool.append((candidate.cost, candidate.score, candidate.rows))
     pool.sort(key=lambda entry: entry[:2])
-    improved = [(cost, rows) for cost, _, rows in pool[:_STARTS]]
-    steps = _steps(asked, seconds * (1 - _PATTERN_SHARE - _FULL_SHARE), _MOVE_SECONDS)
-    # Each start gets a little of the time, and the best one the rest.
-    for share, starts in ((2 / 3 / len(improved), len(improved)), (1 / 3, 1)):
-        improved.sort(key=lambda entry: entry[0])
-        for i, (_, rows) in enumerate(improved[:starts]):
-            if not done(min(improved, key=lambda entry: entry[0])[0]):
-                improved[i] = improve(asked, rows, random, int(steps * share), done)
-    return min(improved, key=lambda entry: entry[0])
+    return _improved(asked, [(cost, rows) for cost, _, rows in pool[:_STARTS]], bound, seconds, random, clock)
 
 
 def _climbed(
@@ -185,10 +144,29 @@ def _climbed(
     few = asked.with_microbatches(min(asked.microbatches, _FEW_A_RANK * asked.ranks * asked.placement.pipelines))
     steps = _steps(few, seconds * _PATTERN_SHARE, _DISPATCH_SECONDS)
     samples = min(_SAMPLES, steps // 3)
-    done = clock.until(bound if few == asked else lower_bound(few))
+    done = clock.until(bound if few == asked else lower_bound(few), _PATTERN_SHARE)
     found = climb(few, patterns, samples, steps - samples, random, done)
     steps = _steps(asked, seconds * _FULL_SHARE, _DISPATCH_SECONDS)
-    return climb(asked, [candidate.pattern for candidate in found], 0, steps, random, clock.until(bound))
+    done = clock.until(bound, _PATTERN_SHARE + _FULL_SHARE)
+    return climb(asked, [candidate.pattern for candidate in found], 0, steps, random, done)
+
+
+def _improved(
+    asked: Problem, starts: list[tuple[float, Rows]], bound: float, seconds: float, random: Random, clock: _Clock
+) -> tuple[float, Rows]:
+    """Each start gets some of the time, and the best of them the rest."""
+    spent = _PATTERN_SHARE + _FULL_SHARE
+    steps = _steps(asked, seconds * (1 - spent), _MOVE_SECONDS)
+    shares = [0.6 / len(starts)] * len(starts) + [0.4 / _REPEATS] * _REPEATS
+    best = min(starts, key=lambda entry: entry[0])
+    for i, share in enumerate(shares):
+        spent += share * (1 - _PATTERN_SHARE - _FULL_SHARE)
+        done = clock.until(bound, spent)
+        if best[0] <= bound * _MET:
+            break
+        rows, heat = (starts[i][1], 1.0) if i < len(starts) else (best[1], 0.5)
+        best = min(best, improve(asked, rows, random, int(steps * share), done, heat), key=lambda entry: entry[0])
+    return best
 
 
 def _steps(problem: Problem, seconds: float, action_seconds: float) -> int:

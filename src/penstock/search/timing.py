@@ -5,11 +5,13 @@ The final answer is timed by `penstock.simulate`; this agrees with it.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from penstock.search.problem import Problem, Rows
 
-_EVENNESS = 0.02  # how much the mean over ranks counts beside the largest: it tells two plateaus apart
+_EVENNESS = 0.005  # how much the mean over ranks counts beside the largest: it tells two plateaus apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,23 +19,39 @@ class Timing:
     """Of rows that run.
 
     Attributes:
-        ends: for each lane, when each microbatch ends.
+        starts, ends: for each lane, when each microbatch starts and ends.
         cost: the objective, in seconds.
         score: the objective, with a little of the mean over ranks: what a search climbs on.
         worst: the rank that the objective is about.
     """
 
+    starts: list[list[float]]
     ends: list[list[float]]
     cost: float
     score: float
     worst: int
 
 
-def time_rows(problem: Problem, rows: Rows) -> Timing | None:
-    """Each action as soon as it can. None if ranks wait for each other in a circle, or an action for a later one."""
+def time_rows(
+    problem: Problem, rows: Rows, most: float = math.inf, before: Timing | None = None, since: float = 0.0
+) -> Timing | None:
+    """Each action as soon as it can.
+
+    None if ranks wait for each other in a circle, an action for a later one, or the objective is more than `most`.
+
+    Args:
+        problem: what is asked.
+        rows: the lanes of each rank.
+        most: as soon as it is sure that the objective is more, the answer is None.
+        before, since: the timing of rows that are the same but for actions that started at `since` or later: what
+            started sooner is taken from there.
+    """
     seconds, need, lag = problem.seconds, problem.need, problem.lag
-    ends: list[list[float]] = [[] for _ in seconds]
-    at, now, first = [0] * len(rows), [0.0] * len(rows), [0.0] * len(rows)
+    starts, ends, at, now, idle = _resumed(problem, before, since)
+    first = [starts[row[0]][0] if i else 0.0 for row, i in zip(rows, at, strict=True)]
+    spans = problem.objective == "span"
+    slack = [most * (1 + 1e-12) - work for work in problem.work_seconds]
+    idle = [used - (start if spans else 0.0) for used, start in zip(idle, first, strict=True)]
     sleeper = [-1] * len(seconds)
     turns = list(range(len(rows)))
     while turns:
@@ -49,9 +67,14 @@ def time_rows(problem: Problem, rows: Rows) -> Timing | None:
                     break
                 arrival = ends[source][len(done)] + lag[lane]
                 if arrival > time:
+                    if i or not spans:
+                        idle[rank] += arrival - time
+                        if idle[rank] > slack[rank]:
+                            return None
                     time = arrival
             if not i:
                 first[rank] = time
+            starts[lane].append(time)
             time += seconds[lane]
             done.append(time)
             i += 1
@@ -61,15 +84,35 @@ def time_rows(problem: Problem, rows: Rows) -> Timing | None:
         at[rank], now[rank] = i, time
     if any(map(int.__lt__, at, map(len, rows))):
         return None
-    return rated(problem, ends, first, now)
+    if spans:
+        now = [end - start for end, start in zip(now, first, strict=True)]
+    cost = max(now)
+    return Timing(starts, ends, cost, cost + _EVENNESS * sum(now) / len(now), now.index(cost))
 
 
-def rated(problem: Problem, ends: list[list[float]], first: list[float], last: list[float]) -> Timing:
-    """How good it is to start at `first` and to end at `last` on each rank."""
-    if problem.objective == "span":
-        last = [end - start for end, start in zip(last, first, strict=True)]
-    cost = max(last)
-    return Timing(ends, cost, cost + _EVENNESS * sum(last) / len(last), last.index(cost))
+def _resumed(
+    problem: Problem, before: Timing | None, since: float
+) -> tuple[list[list[float]], list[list[float]], list[int], list[float], list[float]]:
+    """What has started before a moment: starts and ends by lane; by rank, how many, its last end, and its waiting."""
+    ranks = range(problem.ranks)
+    if before is None:
+        empty: list[list[float]] = [[] for _ in problem.seconds]
+        return empty, [[] for _ in problem.seconds], [0 for _ in ranks], [0.0 for _ in ranks], [0.0 for _ in ranks]
+    counts = [bisect_left(starts, since) for starts in before.starts]
+    at, now, worked = [0] * problem.ranks, [0.0] * problem.ranks, [0.0] * problem.ranks
+    for lane, count in enumerate(counts):
+        if count:
+            rank = problem.placement.rank_of[lane // 3]
+            at[rank] += count
+            now[rank] = max(now[rank], before.ends[lane][count - 1])
+            worked[rank] += count * problem.seconds[lane]
+    return (
+        [starts[:count] for starts, count in zip(before.starts, counts, strict=True)],
+        [ends[:count] for ends, count in zip(before.ends, counts, strict=True)],
+        at,
+        now,
+        [end - work for end, work in zip(now, worked, strict=True)],
+    )
 
 
 def fits(problem: Problem, rank: int, row: list[int]) -> bool:
@@ -93,34 +136,46 @@ def fits(problem: Problem, rank: int, row: list[int]) -> bool:
     return True
 
 
-def critical_path(problem: Problem, rows: Rows, timing: Timing) -> list[tuple[int, int]]:
+class Places:
+    """Which microbatch each place of a row is, and where in its row each microbatch of a lane is.
+
+    Attributes:
+        number: for each rank, the microbatches of its row in order.
+        index: for each lane, the places of its microbatches.
+    """
+
+    def __init__(self, problem: Problem, rows: Rows) -> None:
+        self.number: Rows = [[] for _ in rows]
+        self.index: Rows = [[] for _ in problem.seconds]
+        for rank, row in enumerate(rows):
+            self.update(rank, row)
+
+    def update(self, rank: int, row: list[int]) -> None:
+        """The rank has another row now, of the same actions."""
+        for lane in set(row):
+            self.index[lane] = []
+        numbers = []
+        for i, lane in enumerate(row):
+            places = self.index[lane]
+            numbers.append(len(places))
+            places.append(i)
+        self.number[rank] = numbers
+
+
+def critical_path(problem: Problem, rows: Rows, timing: Timing, places: Places) -> list[tuple[int, int]]:
     """The actions, as (rank, index in its row), that the objective's last end waited for, last first."""
-    number, index = _numbers(problem, rows)
-    ends, rank = timing.ends, timing.worst
+    number, index = places.number, places.index
+    starts, ends, rank = timing.starts, timing.ends, timing.worst
     i, path = len(rows[rank]) - 1, []
     while True:
         path.append((rank, i))
         lane, k = rows[rank][i], number[rank][i]
-        start = ends[lane][k] - problem.seconds[lane]
-        close = start - 1e-9 * (1.0 + start)
-        if i and ends[rows[rank][i - 1]][number[rank][i - 1]] >= close:
+        start = starts[lane][k]
+        if i and ends[rows[rank][i - 1]][number[rank][i - 1]] >= start:
             i -= 1
             continue
         source = problem.need[lane]
-        if source < 0 or ends[source][k] + problem.lag[lane] < close:
+        if source < 0:
             return path
         rank = problem.rank_of(source)
         i = index[source][k]
-
-
-def _numbers(problem: Problem, rows: Rows) -> tuple[list[list[int]], list[list[int]]]:
-    """For each place in a row its microbatch; for each lane and microbatch the place."""
-    number: list[list[int]] = []
-    index: list[list[int]] = [[] for _ in problem.seconds]
-    for row in rows:
-        numbers = []
-        for i, lane in enumerate(row):
-            numbers.append(len(index[lane]))
-            index[lane].append(i)
-        number.append(numbers)
-    return number, index

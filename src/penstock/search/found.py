@@ -1,0 +1,61 @@
+"""The answer of a search, as the library itself checks and times it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.costs import StageCost
+from penstock.errors import ScheduleError
+from penstock.schedule import Schedule, check
+from penstock.search.problem import Objective
+from penstock.simulate import Links, simulate
+from penstock.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The best schedule that was found.
+
+    Attributes:
+        schedule: of F, I and W (or a generator's own, where its overlaps make it the best); without messages.
+        timeline: as `penstock.simulate` times it.
+        objective: what was made small.
+        objective_seconds: how small it is.
+        lower_bound_seconds: no schedule can be better.
+        known: the best generator that fits, by name; None if none does.
+        known_seconds: its objective; infinite if there is none.
+        search_seconds: how long the search took.
+        cut_off: whether the time was over before all steps were done, so that another run may find something else.
+    """
+
+    schedule: Schedule
+    timeline: Timeline
+    objective: Objective
+    objective_seconds: float
+    lower_bound_seconds: float
+    known: str | None
+    known_seconds: float
+    search_seconds: float
+    cut_off: bool
+
+    @property
+    def gap(self) -> float:
+        """How much worse than the lower bound it is, as a share of the bound. 0: it is optimal."""
+        bound = self.lower_bound_seconds
+        return max(0.0, self.objective_seconds / bound - 1.0) if bound else 0.0
+
+    @property
+    def proven(self) -> bool:
+        """Whether it is optimal: as good as the lower bound, but for rounding."""
+        return self.gap <= 1e-6
+
+
+def judged(
+    schedule: Schedule, costs: StageCost | Sequence[StageCost], links: Links, objective: Objective
+) -> tuple[Timeline, float]:
+    """The timeline and the objective of a schedule that was found. Raises ScheduleError if it is not legal."""
+    if broken := check(schedule):
+        raise ScheduleError(f"the search made a schedule that is not legal, which is a defect of it: {broken[0]}")
+    timeline = simulate(schedule, costs, links)
+    return timeline, timeline.makespan_seconds if objective == "makespan" else timeline.span_seconds

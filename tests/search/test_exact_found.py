@@ -1,0 +1,43 @@
+"""What constraint programming proves, and that the heuristic search comes as far in small cases."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.costs import LinkCost, StageCost
+from penstock.schedule import Placement, check
+from penstock.search import exact, search
+from penstock.simulate import memory
+
+PUBLISHED = json.loads((Path(__file__).parents[1] / "published.json").read_text())
+UNIT = StageCost(1, 1, 1, activation_bytes=1, weight_gradient_bytes=1)
+SMALL = [row for row in PUBLISHED["proven_optima"] if row["ranks"] == 2]
+
+
+@pytest.mark.parametrize("objective", ["makespan", "span"])
+@pytest.mark.parametrize("row", SMALL, ids=lambda row: f"{row['placement']}-{row['memory_limit']}")
+def test_small_cases_are_proven(row: dict[str, Any], objective: Any) -> None:
+    placement = Placement.loop(2) if row["placement"] == "v1" else Placement.v(2)
+    found = exact(placement, row["microbatches"], UNIT, memory_limit=row["memory_limit"], objective=objective)
+    assert found.proven
+    assert found.objective_seconds == row[objective]
+    assert not [violation for violation in check(found.schedule) if violation.fatal]
+    assert max(one.peak_activations for one in memory(found.schedule, UNIT, found.timeline)) <= row["memory_limit"]
+
+
+@settings(max_examples=5)
+@given(st.lists(st.tuples(*[st.integers(1, 5)] * 3), min_size=2, max_size=3), st.integers(2, 3), st.integers(0, 2))
+def test_the_search_is_as_good_and_no_bound_is_above(costs: list[tuple[int, int, int]], m: int, c: int) -> None:
+    stages = [StageCost(*cost, activation_bytes=1, weight_gradient_bytes=1) for cost in costs]
+    placement, link = Placement.loop(len(stages)), LinkCost(c)
+    proven = exact(placement, m, stages, link, memory_limit=2, seconds=10)
+    found = search(placement, m, stages, link, memory_limit=2, seconds=2)
+    assert proven.proven
+    assert found.lower_bound_seconds <= proven.objective_seconds * (1 + 1e-9)
+    assert found.objective_seconds == proven.objective_seconds
