@@ -1,10 +1,15 @@
-"""Fixtures that several folders of tests use."""
+"""What several folders of tests use: ranks, and how hypothesis is run."""
 
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from distributed.ranks import Ranks
+
+# How long an example takes depends on the machine, so no test fails for being slow.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 def _pool(n: int) -> Iterator[Ranks]:

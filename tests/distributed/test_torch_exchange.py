@@ -16,7 +16,7 @@ import torch
 import torch_jobs
 
 from distributed.ranks import Ranks
-from penstock.costs import StageCost
+from penstock.costs import LinkCost, StageCost
 from penstock.schedule import (
     Action,
     Format,
@@ -33,6 +33,7 @@ from penstock.schedule import (
     to_csv,
     write_csv,
 )
+from penstock.search import search
 from penstock.simulate import simulate
 
 schedules: Any = pytest.importorskip("torch.distributed.pipelining.schedules")
@@ -56,11 +57,21 @@ BY_HAND = Schedule(
     ],
 )
 
+
+def found(placement: Placement, costs: list[StageCost]) -> Schedule:
+    """What the search finds for stages that differ: no generator's order."""
+    best = search(placement, 4, costs, LinkCost(0.2), memory_limit=3, seconds=0.3)
+    assert best.known is None or best.objective_seconds < best.known_seconds
+    return best.schedule
+
+
 CASES = {
     "1f1b": generate("1f1b", 2, 4),
     "1f1b split": split_backward(generate("1f1b", 2, 4)),
     "gpipe with two chunks": generate("gpipe", 2, 3, 2),
     "by hand": BY_HAND,
+    "found, in a loop": found(Placement.loop(2, 2), [StageCost(2, 2, 2), StageCost(2, 3, 3)] * 2),
+    "found, in a V": found(Placement.v(2), [StageCost(2, 3, 1), StageCost(1, 1, 2)] * 2),
 }
 
 

@@ -13,15 +13,13 @@ from random import Random
 from penstock.search.problem import Problem, Rows
 from penstock.search.timing import Places, Timing, critical_path, fits, time_rows
 
-_HEAT = 0.1  # of an action's time: how much worse a step may be, at first
-_REACH = 3.0  # places that an action moves, on average
 _FILLING = 0.25  # the share of moves that bring a W from anywhere
 _TRIES = 30  # moves that are looked at for one that fits in memory
-_CRITICAL = 0.8  # the share of moves that are of the critical path; the others make room for them
+_CRITICAL = 0.9  # the share of moves that are of the critical path; the others make room for them
 
 
 def improve(
-    problem: Problem, rows: Rows, random: Random, steps: int, done: Callable[[float], bool], heat: float = 1.0
+    problem: Problem, rows: Rows, random: Random, steps: int, done: Callable[[float], bool], heat: float, reach: float
 ) -> tuple[float, Rows]:
     """The best objective found, and its rows.
 
@@ -31,7 +29,9 @@ def improve(
         random: decides which moves are tried.
         steps: how many rows are timed.
         done: asked before each; whether an objective is good enough, or the time is over.
-        heat: how much worse a step may be than the best, at first: 1 for a tenth of an action's time.
+        heat: how much worse a step may be, at first, as a share of an action's time, on average.
+        reach: how many places of its row an action moves, on average. Few look into everything nearby; many find what
+            is far, such as a W that can fill a gap.
     """
     rows = rows[:]
     timing = time_rows(problem, rows)
@@ -39,11 +39,11 @@ def improve(
     best, kept = timing, rows[:]
     places = Places(problem, rows)
     path = critical_path(problem, rows, timing, places)
-    hot = heat * _HEAT * sum(problem.seconds) / problem.lanes
+    hot = heat * sum(problem.seconds) / problem.lanes
     for step in range(steps):
         if done(best.cost):
             break
-        moved = _move(problem, rows, timing, path, random)
+        moved = _move(problem, rows, timing, path, reach, random)
         if moved is None:
             continue
         rank, row, since = moved
@@ -62,7 +62,7 @@ def improve(
 
 
 def _move(
-    problem: Problem, rows: Rows, timing: Timing, path: list[tuple[int, int]], random: Random
+    problem: Problem, rows: Rows, timing: Timing, path: list[tuple[int, int]], reach: float, random: Random
 ) -> tuple[int, list[int], float] | None:
     """One row with an action moved, its rank, and when it started to differ; None if no move fits in memory."""
     for _ in range(_TRIES):
@@ -78,8 +78,8 @@ def _move(
             if row[i] % 3 < 2:
                 continue
         else:
-            reach = 1 + int(random.expovariate(1 / _REACH))
-            to = max(0, i - reach) if random.random() < 0.5 else min(len(row) - 1, i + reach)
+            places = 1 + int(random.expovariate(1 / reach))
+            to = max(0, i - places) if random.random() < 0.5 else min(len(row) - 1, i + places)
         made = row[:]
         made.insert(to, made.pop(i))
         if made != row and fits(problem, rank, made):

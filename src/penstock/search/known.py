@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.costs import StageCost
@@ -28,15 +28,15 @@ class Known:
 
 def known_schedules(problem: Problem, costs: StageCost | Sequence[StageCost], links: Links) -> list[Known]:
     """The schedules of all generators that have the problem's placement and fit in its memory."""
-    found = []
+    found: list[Known] = []
     for generator in generators():
         chunks = problem.placement.depth // problem.ranks or 1
         try:
             schedule = generate(generator.name, problem.ranks, problem.microbatches, chunks, 1)
         except ArgumentError:  # not for these numbers
             continue
-        if schedule.placement == problem.placement and (known := _known(problem, schedule, costs, links)):
-            found.append(known)
+        if schedule.placement == problem.placement:
+            found += _known(problem, schedule, costs, links)
     return found
 
 
@@ -54,18 +54,18 @@ def one_by_one(problem: Problem) -> Rows:
     return rows
 
 
-def _known(problem: Problem, schedule: Schedule, costs: StageCost | Sequence[StageCost], links: Links) -> Known | None:
-    """None if it does not fit, or is not exact."""
-    split = split_backward(schedule)
-    rows = None if any(any(row.joined) for row in split.rows) else problem.rows(split)
-    if rows is not None:
+def _known(
+    problem: Problem, schedule: Schedule, costs: StageCost | Sequence[StageCost], links: Links
+) -> Iterator[Known]:
+    """With its backwards split, which is never worse; and as it is, where it is more than rows. What fits of these."""
+    rows = problem.rows(split_backward(schedule))
+    if rows is not None and all(fits(problem, rank, row) for rank, row in enumerate(rows)):
         timing = time_rows(problem, rows)
-        if timing is None or not all(fits(problem, rank, row) for rank, row in enumerate(rows)):
-            return None
-        return Known(problem.schedule(schedule.name, rows), timing.cost, rows)
-    if not _fits(problem, schedule) or check(schedule):
-        return None
-    return Known(schedule, judged(schedule, costs, links, problem.objective)[1], None)
+        if timing is not None:
+            yield Known(problem.schedule(schedule.name, rows), timing.cost, rows)
+    overlaps = any(any(row.joined) for row in schedule.rows)
+    if (rows is None or overlaps) and _fits(problem, schedule) and not check(schedule):
+        yield Known(schedule, judged(schedule, costs, links, problem.objective)[1], None)
 
 
 def _fits(problem: Problem, schedule: Schedule) -> bool:

@@ -26,15 +26,15 @@ def horizon_seconds(problem: Problem) -> float:
 def sample(problem: Problem, random: Random) -> Pattern:
     """A pattern at random: each chunk's forwards and backwards travel at a speed of their own."""
     chunks, period = problem.chunks, period_seconds(problem)
-    forward = [2 ** random.uniform(-0.3, 2.3) for _ in range(chunks)]
+    forward = [2 ** random.uniform(-0.3, 2.0) for _ in range(chunks)]
     backward = [2 ** random.uniform(-0.5, 2.5) for _ in range(chunks)]
     # Down a V, a rank needs the more room for the second chunk the nearer it is to the turn.
     caps = [
-        random.choice(((1.0, 1.0), (1.0, 0.5), (1.0, random.random()), (1.0, 1 / problem.ranks)))
-        for _ in range(chunks - 1)
+        random.choice(((room, room), (room, 0.5), (room, random.random()), (room, 1 / problem.ranks)))
+        for room in (random.choice((1.0, 1.0 - random.random() * 0.3)) for _ in range(chunks - 1))
     ]
     caps.append(random.choice(((1.0, 1.0), (1.0, 1.0), (1.0, random.random()))))
-    late = random.choice((0.0, math.inf, math.inf, random.random() * period * 2))
+    late = _late(problem, random)
     return Pattern(
         *_travel(problem, forward, backward, random.choice((0.0, 1.0, 2.0))),
         weight=_weights(problem, late),
@@ -156,11 +156,17 @@ def _shift(problem: Problem, pattern: Pattern, random: Random, period: float) ->
 
 def _later(problem: Problem, pattern: Pattern, random: Random, period: float) -> tuple[float, ...]:
     """Weight gradients at once, in gaps only, or in between: on all stages or some."""
-    new = _weights(problem, random.choice((0.0, math.inf, random.random() * period * 2)))
+    new = _weights(problem, _late(problem, random))
     if random.random() < 0.6:
         return new
     stages = _stages(problem, random)
     return tuple(new[i] if i in stages else value for i, value in enumerate(pattern.weight))
+
+
+def _late(problem: Problem, random: Random) -> float:
+    """How long after I a W may wait: not at all, for a gap, or some periods."""
+    some = period_seconds(problem) * (2 ** random.uniform(-1.0, math.log2(2 * problem.ranks * problem.chunks)))
+    return random.choice((0.0, math.inf, some, some))
 
 
 def _weights(problem: Problem, late: float) -> tuple[float, ...]:

@@ -1,9 +1,9 @@
 """Costs, placement and memory -> the best schedule found: patterns first, single actions last.
 
 1. Every generator that has the placement and fits in memory is timed. The answer is never worse.
-2. Patterns are dispatched: those that the generators repeat, others at random, and then changes to the best. A pattern
-   is the same for any number of microbatches, so where there are many, it is looked for with fewer.
+2. Patterns are dispatched: those that the generators repeat, others at random, and then changes to the best.
 3. The best rows are improved by moving single actions.
+4. Where there are many microbatches, all this is done with fewer, and what the best rows repeat is repeated more often.
 
 It ends as soon as the lower bound is met.
 """
@@ -19,25 +19,31 @@ from penstock.costs import StageCost
 from penstock.errors import ArgumentError
 from penstock.schedule import Placement
 from penstock.search.bounds import lower_bound
-from penstock.search.climb import Candidate, climb
-from penstock.search.dispatch import Pattern
+from penstock.search.climb import climb
 from penstock.search.found import Found, judged
 from penstock.search.improve import improve
-from penstock.search.known import known_schedules, one_by_one
+from penstock.search.known import Known, known_schedules, one_by_one
 from penstock.search.pattern import pattern_of
 from penstock.search.problem import Objective, Problem, Rows, problem
+from penstock.search.stretch import stretch
 from penstock.search.timing import time_rows
 from penstock.simulate import NO_COST, Links
 
-_DISPATCH_SECONDS = 2.2e-6  # nominal, an action: how many steps a time budget is worth does not depend on the machine
-_MOVE_SECONDS = 0.25e-6
-_OVERHEAD_ACTIONS = 40  # what a step costs besides its actions
-_PATTERN_SHARE, _FULL_SHARE = 0.5, 0.1  # of the budget: for patterns, and for those with all microbatches
-_SAMPLES = 200  # random patterns, at most
-_FEW_A_RANK = 4  # microbatches: enough for a beginning, a steady state and an end
-_STARTS = 4  # rows that are improved
-_REPEATS = 2  # times that the best of them is improved again
+_DISPATCH_SECONDS = 60e-6, 2.2e-6  # nominal, of a step and for each action: how many steps a time is worth
+_MOVE_SECONDS = 24e-6, 0.12e-6  # must not depend on the machine
+_PATIENCE = 1.5  # times the seconds asked for, until the clock cuts off a machine that is slower
+_PATTERN_SHARE = 0.3  # of the time: for patterns; the rest is for moves
+_FEW_SHARE = 0.8  # of the time: for fewer microbatches, where there are many
+_FEW_A_RANK = 3  # microbatches: enough for a beginning, a steady state and an end
+_PATTERNS = 1000  # in a round; where there is time for more, another round begins anew
+_SAMPLES = 0.2  # of the patterns: at random
+_MOVES = (0.01, 0.8), (0.1, 0.8), (0.1, 0.01), (0.1, 0.1)  # heat, and reach as a share of a row: of each run
+_STARTS = 2  # runs from different rows; the others go on from the best
+_LEAST_REACH = 3.0
 _MET = 1 + 1e-9
+
+_Answer = tuple[float, Rows]
+"""An objective, and the rows that have it."""
 
 
 def search(
@@ -54,8 +60,8 @@ def search(
     """The best schedule that it can find within a memory limit and a time.
 
     Backwards are split into I and W, and microbatches ascend on every pass of every stage. The same arguments give the
-    same answer: `seconds` is turned into a number of steps that a slow machine does in that time. Only a machine that
-    is slower still is cut off by the clock, and `Found.cut_off` says so.
+    same answer: `seconds` is turned into a number of steps that take about that long. Only a machine that needs half as
+    long again is cut off by the clock, and `Found.cut_off` says so.
 
     Args:
         placement: which rank owns which stage.
@@ -79,8 +85,8 @@ def search(
     bound = lower_bound(asked)
     known = known_schedules(asked, costs, links)
     best = min(known, key=lambda entry: entry.seconds, default=None)
-    clock = _Clock(began, seconds)
-    cost, rows = _best_rows(asked, [e.rows for e in known if e.rows], bound, seconds, Random(seed), clock)
+    effort = _Effort(began, seconds, Random(seed))
+    cost, rows = _best_rows(asked, known, costs, links, effort)
     schedule = asked.schedule("search", rows)
     if best is not None and best.seconds <= cost:
         schedule = best.schedule
@@ -94,26 +100,31 @@ def search(
         known=best.schedule.name if best else None,
         known_seconds=best.seconds if best else math.inf,
         search_seconds=time.monotonic() - began,
-        cut_off=clock.over,
+        cut_off=effort.cut_off,
     )
 
 
-class _Clock:
-    """When to stop."""
+class _Effort:
+    """How many steps there are, what decides them, and when the time is over."""
 
-    def __init__(self, began: float, seconds: float) -> None:
-        self._began, self._seconds = began, seconds
-        self.over = False
+    def __init__(self, began: float, seconds: float, random: Random) -> None:
+        self._began, self._seconds, self.random = began, seconds, random
+        self.cut_off = False
+
+    def steps(self, problem: Problem, share: float, nominal: tuple[float, float]) -> int:
+        """How many steps a share of the time is worth."""
+        step, action = nominal
+        return max(1, int(self._seconds * share / (step + action * problem.actions)))
 
     def until(self, target: float, share: float) -> Callable[[float], bool]:
         """Whether to stop with an objective: it is as good as `target`, or a share of the time has gone."""
-        deadline = self._began + self._seconds * share
+        deadline = self._began + self._seconds * _PATIENCE * share
 
         def done(cost: float) -> bool:
             if cost <= target * _MET:
                 return True
             if time.monotonic() > deadline:
-                self.over = True
+                self.cut_off = True
                 return True
             return False
 
@@ -121,53 +132,67 @@ class _Clock:
 
 
 def _best_rows(
-    asked: Problem, known: list[Rows], bound: float, seconds: float, random: Random, clock: _Clock
-) -> tuple[float, Rows]:
+    asked: Problem, known: list[Known], costs: StageCost | Sequence[StageCost], links: Links, effort: _Effort
+) -> _Answer:
     """The best objective, and its rows."""
-    pool, patterns = [], []
-    for rows in [*known, one_by_one(asked)]:
-        timing = time_rows(asked, rows)
-        if timing is not None:
-            pool.append((timing.cost, timing.score, rows))
-            patterns.append(pattern_of(asked, rows, timing))
-    if min(pool)[0] > bound * _MET:
-        for candidate in _climbed(asked, patterns, bound, seconds, random, clock):
-            pool.append((candidate.cost, candidate.score, candidate.rows))
-    pool.sort(key=lambda entry: entry[:2])
-    return _improved(asked, [(cost, rows) for cost, _, rows in pool[:_STARTS]], bound, seconds, random, clock)
-
-
-def _climbed(
-    asked: Problem, patterns: list[Pattern], bound: float, seconds: float, random: Random, clock: _Clock
-) -> list[Candidate]:
-    """The best patterns' candidates: looked for with fewer microbatches where there are many."""
+    answers = _timed(asked, known)
     few = asked.with_microbatches(min(asked.microbatches, _FEW_A_RANK * asked.ranks * asked.placement.pipelines))
-    steps = _steps(few, seconds * _PATTERN_SHARE, _DISPATCH_SECONDS)
-    samples = min(_SAMPLES, steps // 3)
-    done = clock.until(bound if few == asked else lower_bound(few), _PATTERN_SHARE)
-    found = climb(few, patterns, samples, steps - samples, random, done)
-    steps = _steps(asked, seconds * _FULL_SHARE, _DISPATCH_SECONDS)
-    done = clock.until(bound, _PATTERN_SHARE + _FULL_SHARE)
-    return climb(asked, [candidate.pattern for candidate in found], 0, steps, random, done)
+    if few == asked:
+        answers += _found(asked, answers, effort, 1.0)
+    elif min(answers, key=_objective)[0] > lower_bound(asked) * _MET:
+        found = _found(few, _timed(few, known_schedules(few, costs, links)), effort, _FEW_SHARE)
+        answers += [answer for _, rows in found if (answer := stretch(few, rows, asked)) is not None]
+        if min(found, key=_objective)[0] > lower_bound(few) * _MET:
+            answers.append(_improved(asked, answers, effort, _FEW_SHARE, 1.0))
+        else:  # there is nothing to gain with fewer, so there was hardly any time spent on them
+            answers += _found(asked, answers, effort, 1.0)
+    return min(answers, key=_objective)
 
 
-def _improved(
-    asked: Problem, starts: list[tuple[float, Rows]], bound: float, seconds: float, random: Random, clock: _Clock
-) -> tuple[float, Rows]:
-    """Each start gets some of the time, and the best of them the rest."""
-    spent = _PATTERN_SHARE + _FULL_SHARE
-    steps = _steps(asked, seconds * (1 - spent), _MOVE_SECONDS)
-    shares = [0.6 / len(starts)] * len(starts) + [0.4 / _REPEATS] * _REPEATS
-    best = min(starts, key=lambda entry: entry[0])
-    for i, share in enumerate(shares):
-        spent += share * (1 - _PATTERN_SHARE - _FULL_SHARE)
-        done = clock.until(bound, spent)
+def _timed(asked: Problem, known: list[Known]) -> list[_Answer]:
+    """The objectives of the known schedules that are rows, and of one microbatch after the other."""
+    rows = [*(entry.rows for entry in known if entry.rows is not None), one_by_one(asked)]
+    return [(timing.cost, one) for one in rows if (timing := time_rows(asked, one)) is not None]
+
+
+def _found(asked: Problem, known: list[_Answer], effort: _Effort, share: float) -> list[_Answer]:
+    """Better ones, in a share of the time, of which none is gone yet. A round is as good as another seed."""
+    patterns = []
+    for _, rows in known:
+        timing = time_rows(asked, rows)
+        assert timing is not None
+        patterns.append(pattern_of(asked, rows, timing))
+    rounds = max(1, effort.steps(asked, share * _PATTERN_SHARE, _DISPATCH_SECONDS) // _PATTERNS)
+    answers: list[_Answer] = []
+    for number in range(rounds):
+        spent, until = share * number / rounds, share * (number + 1) / rounds
+        turn = spent + (until - spent) * _PATTERN_SHARE
+        steps = effort.steps(asked, turn - spent, _DISPATCH_SECONDS)
+        samples = math.ceil(steps * _SAMPLES)
+        done = effort.until(lower_bound(asked), turn)
+        climbed = climb(asked, patterns, samples, steps - samples, effort.random, done)
+        found = [(candidate.cost, candidate.rows) for candidate in climbed]
+        found.append(_improved(asked, known + found, effort, turn, until))
+        answers += found
+        if min(answers, key=_objective)[0] <= lower_bound(asked) * _MET:
+            break
+    return answers
+
+
+def _improved(asked: Problem, answers: list[_Answer], effort: _Effort, spent: float, until: float) -> _Answer:
+    """The best that moves lead to: from different answers first, then from the best of what these became."""
+    bound, share = lower_bound(asked), (until - spent) / len(_MOVES)
+    best = min(answers, key=_objective)
+    starts = sorted({cost: (cost, rows) for cost, rows in answers}.values(), key=_objective)[:_STARTS]
+    for run, (heat, reach) in enumerate(_MOVES):
         if best[0] <= bound * _MET:
             break
-        rows, heat = (starts[i][1], 1.0) if i < len(starts) else (best[1], 0.5)
-        best = min(best, improve(asked, rows, random, int(steps * share), done, heat), key=lambda entry: entry[0])
+        steps, done = effort.steps(asked, share, _MOVE_SECONDS), effort.until(bound, spent + share * (run + 1))
+        _, rows = starts[run] if run < len(starts) else best
+        reach = max(_LEAST_REACH, reach * asked.actions / asked.ranks)
+        best = min(best, improve(asked, rows, effort.random, steps, done, heat, reach), key=_objective)
     return best
 
 
-def _steps(problem: Problem, seconds: float, action_seconds: float) -> int:
-    return max(1, int(seconds / (action_seconds * (problem.actions + _OVERHEAD_ACTIONS))))
+def _objective(answer: _Answer) -> float:
+    return answer[0]
