@@ -46,7 +46,7 @@ class Question:
         Literal["span", "makespan"],
         _option("What to make short: the longest time of a rank from its first F to its end, or the whole."),
     ] = "span"
-    seconds: Annotated[float, _option("How long to look, at the most.")] = 5.0
+    seconds: Annotated[float, _option("How long to look, about.")] = 5.0
     seed: Annotated[int, _option("Of what is tried at random.")] = 0
 
     def where(self) -> Placement:

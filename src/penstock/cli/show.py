@@ -52,6 +52,9 @@ def show(
         print(json.dumps(describe(Outcome.of(schedule, costs.read()), written)))
         return
     if text or comms:
+        option = "--comms" if comms else "--text"
+        if has_costs or width is not None or zoom is not None:
+            raise ArgumentError(f"{option}: text has no times and no width; leave those options out, or take --json")
         print(written)
         return
     console = Console(highlight=False)
