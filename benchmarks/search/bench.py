@@ -154,7 +154,7 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := set(options.parts.split(",")) - PARTS.keys():
         parser.error(f"--parts: {', '.join(sorted(unknown))}; expected of {', '.join(PARTS)}")
-    console = Console()
+    console = Console(width=150)
     results: Row = {"penstock": penstock.__version__, "python": platform.python_version(), "seconds": options.seconds}
     for part in options.parts.split(","):
         table = Table(*COLUMNS[part], title=part)

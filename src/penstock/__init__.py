@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from penstock.errors import ScheduleError as ScheduleError
     from penstock.errors import ShapeError as ShapeError
     from penstock.errors import VerificationError as VerificationError
+    from penstock.inspection import Inspection as Inspection
+    from penstock.inspection import inspect as inspect
     from penstock.pipe import Pipeline as Pipeline
     from penstock.result import StepResult as StepResult
     from penstock.schedule import Schedule as Schedule
@@ -40,6 +42,8 @@ _HOMES = {
     "Schedule": "schedule",
     "Timeline": "timeline",
     "Report": "verification",
+    "Inspection": "inspection",
+    "inspect": "inspection",
     "verify": "verification",
 }
 

@@ -19,6 +19,7 @@ from penstock.errors import PenstockError, VerificationError
 VERBS: dict[str, dict[str, Any]] = {
     "run": {"context_settings": {"allow_interspersed_args": False}},
     "demo": {},
+    "inspect": {},
     "verify": {},
     "schedules": {},
     "simulate": {},

@@ -18,6 +18,19 @@ from penstock.partition.stage import Stage
 Leaf = tuple[object, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a value was made.
+
+    Attributes:
+        module: the qualified name of the innermost module; empty for the model itself.
+        source_line: `file:line` in the user's code; empty for what a whole module returned, and for inputs.
+    """
+
+    module: str
+    source_line: str
+
+
 @dataclass(frozen=True)
 class Partition:
     """A model cut into stages.
@@ -29,6 +42,7 @@ class Partition:
         draw_offsets: for each stage, how often each drawing module is called on the stages before it.
         cuts: the names of the modules at which stages 1.. begin.
         notes: what the user should know about the recording.
+        origins: for each value that enters or leaves a stage, by name: where it was made.
         guards: what the forward read from the values of integer inputs; the partition holds where they read the same.
     """
 
@@ -37,6 +51,7 @@ class Partition:
     draw_offsets: tuple[Mapping[str, int], ...]
     cuts: tuple[str, ...]
     notes: tuple[str, ...]
+    origins: Mapping[str, Origin]
     guards: tuple[Guard, ...]
     input_structure: Any
     input_paths: tuple[str, ...]

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, get_args
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from penstock.errors import ArgumentError, PartitionError
 from penstock.partition._compat import autocast_state, flatten
 from penstock.partition.chain import Chain, public_names
 from penstock.partition.cut import Balance, balanced_cuts, cut_positions
 from penstock.partition.objects import input_path
-from penstock.partition.partition import Partition, describe
+from penstock.partition.partition import Origin, Partition, describe
 from penstock.partition.record import record
 from penstock.partition.recording import RandomSource, Recording
 from penstock.partition.split import Split
-from penstock.partition.stage import build_stage
+from penstock.partition.stage import Stage, build_stage
 from penstock.partition.units import find_units
 
 VARIANTS = 32
@@ -144,6 +145,7 @@ class Partitioner:
             draw_offsets=_draw_offsets(recording, starts),
             cuts=self.cuts,
             notes=recording.notes,
+            origins=_origins(recording, stages),
             guards=recording.guards,
             input_structure=given.structure,
             input_paths=tuple(map(input_path, given.paths)),
@@ -152,6 +154,22 @@ class Partitioner:
             result_structure=recording.result_structure,
             result_leaves=recording.result_leaves,
         )
+
+
+def _origins(recording: Recording, stages: Sequence[Stage]) -> dict[str, Origin]:
+    """Where the values that cross between stages, or enter or leave the model, were made."""
+    metas = [stage.meta for stage in stages]
+    names = {value.name for meta in metas for value in meta.inputs} | {v.name for meta in metas for v in meta.outputs}
+    return {node.name: _origin(recording, node) for node in recording.facts if node.name in names}
+
+
+def _origin(recording: Recording, node: fx.Node) -> Origin:
+    fact = recording.facts[node]
+    if node.target is operator.getitem:  # a piece of what something returned was made by that
+        made = node.args[0]
+        if isinstance(made, fx.Node) and recording.facts[made].kind == "unit":
+            fact = recording.facts[made]
+    return Origin(fact.scope, "" if fact.kind in ("unit", "input") else fact.source_line)
 
 
 def default_kwargs(

@@ -1,0 +1,160 @@
+"""`penstock inspect`: how a model would be split: stages, what crosses between them, what they share."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from penstock.errors import ArgumentError, PenstockError
+
+if TYPE_CHECKING:
+    from penstock.inspection import Crossing, Inspection, StageFound
+
+
+def inspect(
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="module:function or file.py:function.")],
+    stages: Annotated[int, typer.Option("--stages", "-n", help="Into how many stages.")] = 2,
+    cuts: Annotated[
+        str | None, typer.Option(help="The modules that begin a new stage, a,b,c; by default balanced.")
+    ] = None,
+    leaves: Annotated[
+        str | None, typer.Option(help="Modules that run as a whole, a,b,c: for what a recording cannot follow.")
+    ] = None,
+    balance: Annotated[
+        Literal["parameters", "layers"], typer.Option(help="What the stages share evenly.")
+    ] = "parameters",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")] = False,
+) -> None:
+    """Show how a model would be split: stages, what crosses each cut, ties, skips.
+
+    TARGET is a function that returns (model, args, target, loss), as for
+    `penstock verify`. Nothing is computed: the forward is recorded with fake
+    tensors. If that fails, the module, the source line and the remedy are named.
+    """
+    found = find(target, stages, _names(cuts), _names(leaves), balance)
+    if as_json:
+        print(json.dumps(found.to_dict()))
+    else:
+        show(found, Console(highlight=False))
+
+
+def find(
+    target: str,
+    stages: int,
+    cuts: list[str] | None,
+    leaves: list[str] | None,
+    balance: Literal["parameters", "layers"],
+) -> Inspection:
+    """Loads TARGET and inspects its model. What it prints goes to stderr.
+
+    Raises:
+        PenstockError: TARGET or an option is wrong, or the model cannot be split.
+    """
+    import torch
+
+    from penstock.inspection import inspect as look
+    from penstock.target import describe, load
+
+    with contextlib.redirect_stdout(sys.stderr):
+        torch.manual_seed(0)
+        given = load(target)
+        try:
+            return look(given.model, given.args, given.kwargs, stages=stages, cuts=cuts, leaves=leaves, balance=balance)
+        except PenstockError:
+            raise
+        except Exception as error:
+            raise ArgumentError(f"the model of {target} raised {describe(error)}") from error
+
+
+def _names(text: str | None) -> list[str] | None:
+    return [name.strip() for name in text.split(",")] if text else None
+
+
+def show(found: Inspection, console: Console) -> None:
+    """Prints the tables."""
+    size = f"{found.parameters:,} parameters, {_size(found.parameter_bytes)}"
+    console.print(Text(f"{found.model}: {size}, {len(found.stages)} stages", "bold"), end="\n\n")
+    table = _table(("stage", False), ("begins at", False), ("parameters", True), ("share", True), ("size", True))
+    whole = sum(stage.parameters for stage in found.stages) or 1
+    for stage in found.stages:
+        table.add_row(
+            str(stage.index),
+            Text(stage.begins or "the start"),
+            f"{stage.parameters:,}",
+            f"{stage.parameters / whole:.1%}",
+            _size(stage.parameter_bytes),
+        )
+    console.print(table)
+    if found.crossings:
+        console.print()
+        table = _table(
+            ("from", False), ("to", False), ("made by", False), ("shape", False), ("size", True), ("", False)
+        )
+        for crossing in found.crossings:
+            remarks = [
+                *(["skips"] if crossing.target - crossing.source > 1 else []),
+                *([] if crossing.takes_gradient else ["no gradient"]),
+            ]
+            shape = f"{crossing.dtype} {'x'.join(map(str, crossing.shape)) or 'scalar'}"
+            table.add_row(
+                str(crossing.source),
+                str(crossing.target),
+                Text(_maker(crossing)),
+                shape,
+                _size(crossing.bytes),
+                ", ".join(remarks),
+            )
+        console.print(table)
+    lines = [
+        *(f"tied: {tie.name} on stages {_listed(tie.stages)}; gradients are added up" for tie in found.ties),
+        *(f"stage {s.index} takes no gradient: its parameters are frozen" for s in found.stages if _frozen(s)),
+        *(f"stage {s.index} updates {_listed(s.updated)}" for s in found.stages if s.updated),
+        *(f"stage {s.index} draws random numbers in modules: {len(s.draws)}" for s in found.stages if s.draws),
+        *(f"holds for batches of this kind only: {branch}" for branch in found.branches),
+        *(f"note: {note}" for note in found.notes),
+    ]
+    if lines:
+        console.print()
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
+
+
+def _table(*columns: tuple[str, bool]) -> Table:
+    """Columns by head, and whether they have numbers."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for head, is_number in columns:
+        table.add_column(head, justify="right" if is_number else "left", overflow="fold")
+    return table
+
+
+def _frozen(stage: StageFound) -> bool:
+    return stage.parameters > 0 and stage.trained == 0
+
+
+def _maker(crossing: Crossing) -> str:
+    if not crossing.source_line:
+        return crossing.module or f"input {crossing.value}"
+    line = crossing.source_line.rpartition("site-packages" + os.sep)[2].removeprefix(str(Path.cwd()) + os.sep)
+    return f"{crossing.module or 'the model'} ({line})"
+
+
+def _listed(things: tuple[object, ...]) -> str:
+    some = [str(thing) for thing in things[:6]]
+    return ", ".join(some) + (f" and {len(things) - 6} more" if len(things) > 6 else "")
+
+
+def _size(size: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"

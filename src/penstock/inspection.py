@@ -1,0 +1,204 @@
+"""What a split of a model would look like: its stages, what crosses between them, what they share. Nothing is run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.partition import Balance, Partition, Partitioner
+from penstock.stages import MODEL_INPUT, TensorMeta, gradient_routes, ties
+
+
+@dataclass(frozen=True, slots=True)
+class StageFound:
+    """One stage.
+
+    Attributes:
+        index: its number.
+        begins: the name of the module that it begins with; empty for stage 0.
+        parameters: how many numbers its parameters have, tied ones included.
+        parameter_bytes: their size.
+        trained: how many of them take a gradient.
+        buffers: the names of the buffers that it holds.
+        updated: those that the forward updates.
+        draws: the names of the modules on it that draw random numbers.
+        inputs: the names of the model's inputs that it uses.
+    """
+
+    index: int
+    begins: str
+    parameters: int
+    parameter_bytes: int
+    trained: int
+    buffers: tuple[str, ...]
+    updated: tuple[str, ...]
+    draws: tuple[str, ...]
+    inputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """A tensor that goes from one stage to another.
+
+    Attributes:
+        source, target: the stages. Where target - source > 1 it skips those between.
+        value: its name in the recording.
+        module: the module that made it; empty for the model itself, and for an input of the model.
+        source_line: `file:line` in the code; empty for an input, and for what a whole module returned.
+        shape, dtype, bytes: for the batch that was given.
+        takes_gradient: whether a gradient comes back.
+    """
+
+    source: int
+    target: int
+    value: str
+    module: str
+    source_line: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    takes_gradient: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """A parameter that several stages hold: each a replica, with its gradients added up."""
+
+    name: str
+    stages: tuple[int, ...]
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What was found.
+
+    Attributes:
+        model: the class of the model.
+        parameters, parameter_bytes: of the unsplit model, each parameter once.
+        stages, crossings, ties: see there.
+        branches: `file:line` of each place where the forward reads the values of an input, and what it read. The split
+            holds for batches that read the same.
+        notes: what the user should know about the recording.
+    """
+
+    model: str
+    parameters: int
+    parameter_bytes: int
+    stages: tuple[StageFound, ...]
+    crossings: tuple[Crossing, ...]
+    ties: tuple[Tie, ...]
+    branches: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def skips(self) -> tuple[Crossing, ...]:
+        """What passes over at least one stage."""
+        return tuple(crossing for crossing in self.crossings if crossing.target - crossing.source > 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+class _NoStreams:
+    """Random sources for a split that is not run."""
+
+    def enter(self, name: str) -> None:
+        raise AssertionError(f"{name} was run")
+
+
+def inspect(
+    model: nn.Module | Sequence[nn.Module],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    stages: int = 2,
+    cuts: Sequence[str] | None = None,
+    leaves: Sequence[str] | None = None,
+    balance: Balance = "parameters",
+) -> Inspection:
+    """Records a model's forward for one batch and cuts it, as `penstock.pipeline` would.
+
+    Args:
+        model, args, kwargs: a module, or a list of layers, and its inputs.
+        stages: how many.
+        cuts, leaves, balance: as `penstock.pipeline` takes them.
+
+    Raises:
+        ArgumentError: an argument is wrong by itself.
+        PartitionError: the model cannot be recorded or cut; the text names the module, the line and the remedy.
+    """
+    partitioner = Partitioner(model, stages, cuts, leaves, streams=_NoStreams(), balance=balance)
+    with torch.enable_grad():
+        partition = partitioner(args, kwargs)
+    every = list(partitioner.model.parameters())
+    return Inspection(
+        model=type(model).__name__ if isinstance(model, nn.Module) else f"{len(model)} layers",
+        parameters=sum(p.numel() for p in every),
+        parameter_bytes=sum(p.numel() * p.element_size() for p in every),
+        stages=tuple(_stage(partition, index) for index in range(len(partition.stages))),
+        crossings=_crossings(partition),
+        ties=_ties(partition),
+        branches=tuple(f"{guard.source_line} reads {guard.expected!r}" for guard in partition.guards),
+        notes=partition.notes,
+    )
+
+
+def _stage(partition: Partition, index: int) -> StageFound:
+    stage = partition.stages[index]
+    own = list(stage.parameters.values())
+    inside = {id(module) for module in stage.module.modules()}
+    return StageFound(
+        index=index,
+        begins=partition.cuts[index - 1] if index else "",
+        parameters=sum(p.numel() for p in own),
+        parameter_bytes=sum(p.numel() * p.element_size() for p in own),
+        trained=sum(p.numel() for p in own if p.requires_grad),
+        buffers=stage.meta.buffers,
+        updated=stage.meta.updated,
+        draws=tuple(name for name, module in partition.drawing_modules.items() if id(module) in inside),
+        inputs=tuple(value.name for value in stage.meta.inputs if value.source == MODEL_INPUT),
+    )
+
+
+def _crossings(partition: Partition) -> tuple[Crossing, ...]:
+    metas = [stage.meta for stage in partition.stages]
+    routes = gradient_routes(metas)
+    found = []
+    for stage in metas:
+        for value in stage.inputs:
+            if value.source == MODEL_INPUT:
+                continue
+            origin = partition.origins[value.name]
+            found.append(
+                Crossing(
+                    source=value.source,
+                    target=stage.index,
+                    value=value.name,
+                    module=origin.module,
+                    source_line=origin.source_line,
+                    shape=value.meta.shape,
+                    dtype=value.meta.dtype,
+                    bytes=_bytes(value.meta),
+                    takes_gradient=(value.source, value.name) in routes,
+                )
+            )
+    return tuple(sorted(found, key=lambda crossing: (crossing.source, crossing.target)))
+
+
+def _bytes(meta: TensorMeta) -> int:
+    dtype: torch.dtype = getattr(torch, meta.dtype)
+    return prod(meta.shape) * dtype.itemsize
+
+
+def _ties(partition: Partition) -> tuple[Tie, ...]:
+    shared = ties([stage.meta for stage in partition.stages])
+    return tuple(
+        Tie(name, holders, partition.stages[holders[0]].parameters[name].numel()) for name, holders in shared.items()
+    )

@@ -1,0 +1,106 @@
+"""`penstock inspect`: what it says of a model is what the pipeline makes of it, and for a failure where and what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import models
+import pytest
+from command_line import as_json, output, refusal
+from torch import nn
+
+import penstock
+
+TARGETS = """
+import models
+from torch import nn
+
+def of(case):
+    return case.model, (case.args, case.kwargs), case.target, case.loss
+
+def gpt(): return of(models.gpt(dropout=0.1))
+def skips(): return of(models.skips())
+def convnet(): return of(models.convnet())
+def t5(): return of(models.t5())
+
+def frozen():
+    case = models.mlp()
+    case.model[0].requires_grad_(False)
+    return of(case)
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(7, 7), nn.Linear(7, 3)
+    def forward(self, x):
+        x = self.one(x)
+        if x.sum() > 0:
+            x = x + 1
+        return self.two(x)
+
+def branches():
+    return Branches(), *of(models.mlp())[1:]
+
+def broken():
+    return nn.Linear(3, 3), *of(models.mlp())[1:]
+"""
+
+
+@pytest.fixture
+def targets(tmp_path: Path) -> str:
+    file = tmp_path / "targets.py"
+    file.write_text(TARGETS)
+    return str(file)
+
+
+def test_stages_cuts_and_ties_are_those_of_the_pipeline(targets: str) -> None:
+    found = as_json("inspect", f"{targets}:gpt", "-n", "3")
+    case = models.gpt(dropout=0.1)
+    pipe = penstock.pipeline(case.model, case.args, case.kwargs, loss=case.loss, ranks=3, microbatches=1)
+    assert tuple(stage["begins"] for stage in found["stages"]) == ("", *pipe.cuts)
+    pipe.close()
+    own = dict(case.model.named_parameters())
+    assert found["parameters"] == sum(p.numel() for p in own.values())
+    (tie,) = found["ties"]
+    assert tie["name"] in own
+    assert tie["stages"] == [0, 2]
+    assert tie["parameters"] == own[tie["name"]].numel()
+    assert sum(stage["parameters"] for stage in found["stages"]) == found["parameters"] + tie["parameters"]
+    assert all(stage["draws"] for stage in found["stages"])
+
+
+def test_what_crosses_has_a_shape_a_size_and_a_maker(targets: str) -> None:
+    (one,) = as_json("inspect", f"{targets}:gpt", "-n", "2")["crossings"]
+    batch, length = models.gpt().args[0].shape
+    width = one["shape"][-1]
+    assert one["shape"] == [batch, length, width]
+    assert one["bytes"] == 4 * batch * length * width
+    assert one["takes_gradient"]
+    assert isinstance(models.gpt().model.get_submodule(one["module"]), nn.Module)
+    assert one["source_line"] == ""
+
+
+def test_skips_and_inputs_that_pass_are_told_apart(targets: str) -> None:
+    found = as_json("inspect", f"{targets}:skips", "-n", "4")
+    assert any(crossing["target"] - crossing["source"] > 1 for crossing in found["crossings"])
+    assert "skips" in output("inspect", f"{targets}:skips", "-n", "4", columns=120)
+    text = output("inspect", f"{targets}:t5", "-n", "3", columns=120)
+    assert "tied: shared.weight on stages 0, 1, 2" in text
+    assert "no gradient" in text
+    assert "encoder." in text
+
+
+def test_buffers_and_frozen_stages_are_named(targets: str) -> None:
+    assert "updates" in output("inspect", f"{targets}:convnet")
+    text = output("inspect", f"{targets}:frozen", "--cuts", "2")
+    assert "stage 0 takes no gradient: its parameters are frozen" in text
+
+
+def test_a_failure_names_the_line_and_the_remedy(targets: str) -> None:
+    said = refusal("inspect", f"{targets}:branches")
+    line = TARGETS.splitlines().index("        if x.sum() > 0:") + 1
+    assert f"targets.py:{line}: `if x.sum() > 0:`" in said
+    assert "leaves=[...]" in said
+    assert "raised RuntimeError" in refusal("inspect", f"{targets}:broken")
+    assert "stages=0: expected at least 1" in refusal("inspect", f"{targets}:gpt", "-n", "0")
+    assert "'nowhere'" in refusal("inspect", f"{targets}:gpt", "--cuts", "nowhere")
