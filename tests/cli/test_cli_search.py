@@ -88,7 +88,7 @@ def test_table_has_the_bound_and_fits(columns: int) -> None:
         (["--chunks", "0"], "--chunks 0: expected a whole number of at least 1"),
         (["--output-bytes", "1", "--bandwidth", "1", "--contended"], "--contended: the search lets messages"),
         (["--forward", "-1"], "--forward -1: expected a cost of 0 or more"),
-        (["--csv", "no/such/folder.csv"], "--csv no/such/folder.csv: No such file"),
+        (["--csv", "no/such/folder.csv"], "--csv no/such/folder.csv: no file can be written there"),
     ],
 )
 def test_bad_options_are_said_in_one_line(options: list[str], says: str) -> None:

@@ -1,14 +1,14 @@
-"""`penstock inspect`: what it says of a model is what the pipeline makes of it, and for a failure where and what to do."""
+"""`penstock inspect`: what it says of a model is what the pipeline makes of it; of a failure, where and what to do."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import models
 import pytest
 from command_line import as_json, output, refusal
 from torch import nn
 
+import models
 import penstock
 
 TARGETS = """

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.costs import LinkCost, StageCost
+from penstock.errors import ArgumentError
 from penstock.schedule import Placement, check
 from penstock.search import exact, search
 from penstock.simulate import memory
@@ -41,3 +42,18 @@ def test_the_search_is_as_good_and_no_bound_is_above(costs: list[tuple[int, int,
     assert proven.proven
     assert found.lower_bound_seconds <= proven.objective_seconds * (1 + 1e-9)
     assert found.objective_seconds == proven.objective_seconds
+
+
+@pytest.mark.parametrize(("held", "kept"), [(21, 9), (1 / 3, 1 / 7)])
+def test_proofs_do_not_depend_on_the_unit_of_memory(held: float, kept: float) -> None:
+    """No number of 1/7s is a whole number of anything: rounded up, four of them did not fit where they do."""
+    seconds = ((4, 3, 2), (1, 4, 4), (1, 0, 0))
+    costs = [StageCost(*three, activation_bytes=held, weight_gradient_bytes=kept) for three in seconds]
+    found = exact(Placement(2, (0, 1, 0)), 3, costs, memory_limit=4 * held, seconds=10)
+    assert found.objective_seconds == 32
+    assert found.proven
+
+
+def test_overlaps_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="overlapped_seconds: the solver knows no overlaps"):
+        exact(Placement.loop(2), 2, StageCost(1, 1, 1, overlapped_seconds=2), seconds=1)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.costs import LinkCost, StageCost
 from penstock.errors import ArgumentError
-from penstock.schedule import Placement, check, generators
+from penstock.schedule import Placement, check, generate, generators
 from penstock.schedule.generators import Numbers
 from penstock.search import search
 from penstock.simulate import memory, simulate
@@ -99,6 +99,28 @@ def test_never_worse_than_a_generator_that_fits(data: st.DataObject, p: int, m: 
             assert found.objective_seconds <= reached, entry.name
 
 
+def test_the_bound_allows_for_overlaps() -> None:
+    cost = StageCost(2, 2, 1, overlapped_seconds=3.2)
+    found = search(Placement.v(4), 8, cost, objective="span", seconds=0.5)
+    assert found.known == "dualpipe-v"
+    assert found.lower_bound_seconds <= found.objective_seconds
+    assert not found.proven
+
+
+def test_what_is_known_by_name_is_that_schedule() -> None:
+    """Not the one with its backwards split, which is better."""
+    found = search(Placement.loop(2), 4, UNIT, memory_limit=1, seconds=0.2)
+    assert found.known == "naive"
+    assert found.known_seconds == simulate(generate("naive", 2, 4), UNIT).makespan_seconds
+    assert found.objective_seconds < found.known_seconds
+
+
+def test_a_rank_that_holds_nothing_needs_no_memory() -> None:
+    costs = [UNIT, UNIT, StageCost(1, 1, 1)]
+    found = search(Placement.loop(3), 6, costs, memory_limit=[2, 2, 0], seconds=0.2)
+    assert not check(found.schedule)
+
+
 def test_a_seed_gives_the_same_answer_again() -> None:
     costs = [StageCost(2, 3, 1), StageCost(2, 2, 2), StageCost(4, 5, 3)]
     one, two = (search(Placement.loop(3), 6, costs, LinkCost(0.5), seconds=1, seed=3) for _ in range(2))
@@ -112,6 +134,8 @@ def test_a_seed_gives_the_same_answer_again() -> None:
         ({"memory_limit": 0.5}, "memory limit 0.5 of rank 0: a single microbatch holds 1 on its stage 0"),
         ({"memory_limit": [1, 2, 3]}, "3 memory limits for 2 ranks"),
         ({"objective": "time"}, "objective='time': expected one of makespan, span"),
+        ({"seed": None}, "seed=None: expected a whole number"),
+        ({"memory_limit": "12"}, "memory_limit='12': expected a number, or one for each rank"),
         ({"seconds": 0}, "seconds=0: expected a time above 0"),
     ],
 )

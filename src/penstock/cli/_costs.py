@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import Annotated, Any
 
 import typer
@@ -150,7 +151,7 @@ class Costs:
         """Of each of the schedule's stages; a slice of a microbatch costs its share.
 
         Raises:
-            ArgumentError: there are costs for more or fewer stages.
+            ArgumentError: there are costs for more or fewer stages, or for a link of a rank that does not exist.
         """
         stages = self.of_stages(schedule.placement, schedule.name)
         if schedule.slices > 1:
@@ -162,8 +163,17 @@ class Costs:
         depth = placement.depth
         stages = [self.stages] * depth if isinstance(self.stages, StageCost) else list(self.stages)
         if len(stages) != depth:
-            raise ArgumentError(f"{self.source} has {len(stages)} stages, but {name} {depth}; give as many")
+            raise ArgumentError(f"{self.source} has {len(stages)} stages, but {name} needs {depth}: give as many")
+        self._check_ranks(placement.ranks, name)
         return stages * placement.pipelines
+
+    def _check_ranks(self, ranks: int, name: str) -> None:
+        for start, end in () if isinstance(self.links, LinkCost) else self.links:
+            if max(start, end) >= ranks:
+                raise ArgumentError(
+                    f"{self.source} has a link from rank {shortened(start)} to rank {shortened(end)}, but the last "
+                    f"rank of {name} is {ranks - 1}: correct the link or leave it out"
+                )
 
     def for_model_of(self, schedule: Schedule) -> Costs:
         """The costs with which a schedule trains the same model as all others do.
@@ -202,12 +212,25 @@ def _joined(stages: Sequence[StageCost]) -> StageCost:
 
 # -- the file ---------------------------------------------------------------------------------------------------------
 
+_TOO_LARGE = "1.8e308"
+"""What no float reaches, as text."""
+
 
 def _read_file(path: Path) -> Costs:
+    text = read_text(path, "--costs")
     try:
-        data = json.loads(read_text(path, "--costs"))
+        data = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ArgumentError(f"--costs {path}: line {error.lineno} is no JSON: {error.msg}") from None
+        where = f"line {error.lineno}, column {error.colno}"
+        raise ArgumentError(f"--costs {path}: {where} is no JSON: {error.msg}") from None
+    except RecursionError:
+        raise ArgumentError(
+            f"--costs {path}: too many lists or objects in each other; give a list with an object for each stage"
+        ) from None
+    except ValueError:  # Python makes no int of thousands of digits
+        raise ArgumentError(
+            f"--costs {path}: a number has too many digits; expected one below {_TOO_LARGE}, so give a larger unit"
+        ) from None
     whole = data if isinstance(data, dict) else {"stages": data}
     _refuse_unknown(whole, ("stages", "links"), f"--costs {path}")
     stages = whole.get("stages")
@@ -220,26 +243,46 @@ def _read_file(path: Path) -> Costs:
 
 def _stage(entry: Any, where: str) -> StageCost:
     numbers = _numbers(entry, _KEYS, _NEEDED, where)
-    activation = numbers.get("activation", 0)
+    activation = numbers.get("activation", 0.0)
     if numbers.setdefault("weight_grad", activation) > activation:
         raise ArgumentError(
-            f"{where}: weight_grad={numbers['weight_grad']} is a part of activation={activation}; "
+            f"{where}: weight_grad={numbers['weight_grad']:g} is a part of activation={activation:g}; "
             "give no more than that"
         )
     return StageCost(**{_KEYS[key]: value for key, value in numbers.items()})
 
 
 def _links(entry: Any, where: str) -> Links:
-    if isinstance(entry, list):
-        return dict(_link_between(one, f"{where}, link {index}") for index, one in enumerate(entry))
-    return _link(entry, f"{where}, links")
+    if not isinstance(entry, list):
+        return _link(entry, f"{where}, links")
+    links: dict[tuple[int, int], LinkCost] = {}
+    for index, one in enumerate(entry):
+        ends, cost = _link_between(one, f"{where}, link {index}")
+        if ends in links:
+            first = list(links).index(ends)
+            raise ArgumentError(
+                f"{where}, link {index}: link {first} is also from rank {shortened(ends[0])} to rank "
+                f"{shortened(ends[1])}; keep one of them"
+            )
+        links[ends] = cost
+    return links
 
 
 def _link_between(entry: Any, where: str) -> tuple[tuple[int, int], LinkCost]:
-    if not isinstance(entry, dict) or not all(isinstance(entry.get(end), int) for end in ("from", "to")):
+    if not isinstance(entry, dict) or "from" not in entry or "to" not in entry:
         raise ArgumentError(f'{where}: expected ranks, as in {{"from": 0, "to": 1, "latency": 2}}')
+    start, end = (_rank(entry, key, where) for key in ("from", "to"))
+    if start == end:
+        raise ArgumentError(f"{where}: from and to are both rank {shortened(start)}; give two ranks or leave it out")
     costs = {key: value for key, value in entry.items() if key not in ("from", "to")}
-    return (entry["from"], entry["to"]), _link(costs, where)
+    return (start, end), _link(costs, where)
+
+
+def _rank(entry: Mapping[str, Any], key: str, where: str) -> int:
+    value = entry[key]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ArgumentError(f"{where}: {key}={shortened(value):.60}: expected a rank, a whole number of 0 or more")
+    return value
 
 
 def _link(entry: Any, where: str) -> LinkCost:
@@ -247,20 +290,35 @@ def _link(entry: Any, where: str) -> LinkCost:
     return LinkCost(numbers.get("latency", 0.0), numbers.get("bandwidth", math.inf))
 
 
-def _numbers(entry: Any, known: Sequence[str] | Mapping[str, str], needed: Sequence[str], where: str) -> dict[str, Any]:
+def _numbers(
+    entry: Any, known: Sequence[str] | Mapping[str, str], needed: Sequence[str], where: str
+) -> dict[str, float]:
     """The entry's numbers by key. Raises ArgumentError for unknown and missing keys, and what is no number."""
     if not isinstance(entry, dict):
-        raise ArgumentError(f"{where}: expected an object of numbers by name ({', '.join(known)}), not {entry!r:.60}")
+        raise ArgumentError(
+            f"{where}: expected an object of numbers by name ({', '.join(known)}), not {shortened(entry):.60}"
+        )
     _refuse_unknown(entry, known, where)
     for key in needed:
         if key not in entry:
             raise ArgumentError(f"{where}: {key!r} is missing; each stage has {', '.join(needed)}")
-    for key, value in entry.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ArgumentError(f"{where}: {key}={value!r:.60}: expected a number")
-        if not 0 <= value < math.inf or (key == "bandwidth" and not value):
-            raise ArgumentError(f"{where}: {key}={value}: expected {'above 0' if key == 'bandwidth' else '0 or more'}")
-    return dict(entry)
+    return {key: _number(key, value, where) for key, value in entry.items()}
+
+
+def _number(key: str, value: Any, where: str) -> float:
+    # What is deeply nested has no repr, and that of an int may be very long.
+    given = f"{where}: {key}={shortened(value):.60}"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ArgumentError(f"{given}: expected a number")
+    if not value >= 0 or (key == "bandwidth" and not value):
+        raise ArgumentError(f"{given}: expected {'above 0' if key == 'bandwidth' else '0 or more'}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if number == math.inf:
+        raise ArgumentError(f"{given}: expected a number below {_TOO_LARGE}; give it in a larger unit")
+    return number
 
 
 def _refuse_unknown(entry: Mapping[str, Any], known: Sequence[str] | Mapping[str, str], where: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -20,6 +21,7 @@ from penstock.schedule import Placement, write_csv
 if TYPE_CHECKING:
     from penstock.search import Found
 
+CUT_OFF = ", cut off by the clock: another run may find something else"
 _PANEL = "What to look for"
 
 
@@ -81,12 +83,9 @@ def search(
     and fits. No schedule is below the lower bound; the gap is what is left to it.
     """
     known = costs.read()
+    if csv is not None and (csv.is_dir() or not os.access(csv.parent, os.W_OK)):  # said before a long search, not after
+        raise ArgumentError(f"--csv {csv}: no file can be written there; name one in a folder that you may write to")
     found = answer(question, known)
-    if csv is not None:
-        try:
-            write_csv(found.schedule, csv)
-        except OSError as error:
-            raise ArgumentError(f"--csv {csv}: {error.strerror or error}") from None
     outcome = Outcome(found.schedule, known, found.timeline)
     if as_json:
         figures = {
@@ -94,11 +93,19 @@ def search(
             "lower_bound": found.lower_bound_seconds,
             "gap": found.gap,
             "seconds": found.search_seconds,
+            "seed": question.seed,
+            "cut_off": found.cut_off,
             "best_by_name": found.known,
+            "best_by_name_objective": found.known_seconds if found.known else None,
         }
         print(json.dumps(outcome.to_dict() | figures))
     else:
         show(outcome, Console(highlight=False), summary(found))
+    if csv is not None:
+        try:
+            write_csv(found.schedule, csv)
+        except OSError as error:
+            raise ArgumentError(f"--csv {csv}: {error.strerror or error}") from None
 
 
 def answer(question: Question, costs: Costs) -> Found:
@@ -133,7 +140,7 @@ def summary(found: Found) -> dict[str, str]:
     bound = format_of([found.lower_bound_seconds])(found.lower_bound_seconds)
     lines = {
         "lower bound": f"{bound} for the {found.objective}; gap {found.gap:.2%}",
-        "found in": f"{found.search_seconds:.1f} s",
+        "found in": f"{found.search_seconds:.1f} s{CUT_OFF if found.cut_off else ''}",
     }
     if found.known is not None:
         shorter = found.objective_seconds < found.known_seconds

@@ -179,7 +179,7 @@ def _areas(problem: Problem, chains: _Chains) -> list[float]:
         trip = _trip_seconds(problem, stage)
         kept = problem.kept[stage] * (trip + problem.seconds[3 * stage + 2])
         area[rank] += problem.count[3 * stage] * (kept + (problem.held[stage] - problem.kept[stage]) * trip)
-    found = [0.0 if limit == math.inf else a / limit for a, limit in zip(area, problem.limit, strict=True)]
+    found = [a / limit if a and limit < math.inf else 0.0 for a, limit in zip(area, problem.limit, strict=True)]
     if problem.objective == "makespan":
         first = chains.heads([0.0] * problem.lanes)
         for rank, stages in enumerate(problem.stages_on):

@@ -13,13 +13,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from penstock.costs import StageCost
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, ScheduleError
 from penstock.schedule import Placement
 from penstock.search.bounds import memory_waits
 from penstock.search.found import Found, judged
 from penstock.search.problem import Objective, Problem, Rows, problem
 from penstock.search.search import search
-from penstock.search.timing import time_rows
+from penstock.search.timing import fits, time_rows
 from penstock.simulate import NO_COST, Links
 
 if TYPE_CHECKING:
@@ -42,6 +42,10 @@ def exact(
     workers: int = 1,
 ) -> Found:
     """The best schedule, with `Found.proven` if no other can be better; else the best found in the time.
+
+    The solver's model is a little looser than what a schedule can do where costs are no round numbers, and for the span
+    of ranks on which several pipelines begin: there it may end, without being cut off, with the best schedule but
+    without a proof.
 
     It starts from what `search` finds and takes the same arguments. The time grows steeply with the number of actions:
     a hundred or two are a small case.
@@ -70,6 +74,10 @@ def exact(
         seconds=seconds * _HEURISTIC_SHARE if isinstance(seconds, int | float) else seconds,
         seed=seed,
     )
+    if any(cost.overlapped_seconds is not None for cost in ([costs] if isinstance(costs, StageCost) else costs)):
+        raise ArgumentError(
+            "overlapped_seconds: the solver knows no overlaps, so it could not prove anything; leave it out"
+        )
     asked = problem(placement, microbatches, costs, links, memory_limit=memory_limit, objective=objective)
     rows = asked.rows(start.schedule)
     if start.proven or rows is None:
@@ -79,13 +87,18 @@ def exact(
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = max(0.01, seconds - (time.monotonic() - began))
     solver.parameters.num_workers = workers
-    solver.parameters.random_seed = seed
+    solver.parameters.random_seed = seed % 2**31
     status = solver.solve(model.model)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE, cp_model.UNKNOWN):
+        raise ScheduleError(
+            f"the solver says {solver.status_name(status)} where a schedule is known: a defect of exact"
+        )
     bound = max(start.lower_bound_seconds, solver.best_objective_bound / model.scale)
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         solved = model.rows(solver)
         timing = time_rows(asked, solved)
-        if timing is not None and timing.cost < start.objective_seconds:
+        is_allowed = all(fits(asked, rank, row) for rank, row in enumerate(solved))
+        if timing is not None and is_allowed and timing.cost < start.objective_seconds:
             schedule = asked.schedule("exact", solved)
     timeline, objective_seconds = judged(schedule, costs, links, objective)
     return replace(
@@ -102,8 +115,8 @@ def exact(
 class _Model:
     """The question in whole numbers, for the solver.
 
-    Times are scaled without error where they allow it, and rounded down otherwise, so that bounds stay bounds. What is
-    held is rounded up, which the limit's slack for floats makes up for.
+    Times and what is held are scaled without error where they allow it, and rounded down otherwise, so that bounds stay
+    bounds.
     """
 
     def __init__(self, asked: Problem, rows: Rows, bound: float, model: cp_model.CpModel) -> None:
@@ -182,14 +195,14 @@ class _Model:
             unit = _scale([value for s in stages for value in (asked.held[s], asked.kept[s])], limit)
             held, demands = [], []
             for stage in stages:
-                kept = math.ceil(asked.kept[stage] * unit - 1e-6)
-                until_input = math.ceil((asked.held[stage] - asked.kept[stage]) * unit - 1e-6)
+                kept = math.floor(asked.kept[stage] * unit + 1e-6)
+                until_input = math.floor((asked.held[stage] - asked.kept[stage]) * unit + 1e-6)
                 for lane, demand in ((3 * stage + 1, until_input), (3 * stage + 2, kept)):
                     for k, start in enumerate(self.start[3 * stage] if demand else ()):
                         size = model.new_int_var(0, horizon, "")
                         held.append(model.new_interval_var(start, size, self._end(lane, k), ""))
                         demands.append(demand)
-            model.add_cumulative(held, demands, math.floor(limit * unit))
+            model.add_cumulative(held, demands, math.floor(limit * unit + 1e-6))
 
     def _objective(self, cost: cp_model.IntVar) -> None:
         asked, model = self.asked, self.model

@@ -57,5 +57,12 @@ def judged(
     """The timeline and the objective of a schedule that was found. Raises ScheduleError if it is not legal."""
     if broken := check(schedule):
         raise ScheduleError(f"the search made a schedule that is not legal, which is a defect of it: {broken[0]}")
+    return timed(schedule, costs, links, objective)
+
+
+def timed(
+    schedule: Schedule, costs: StageCost | Sequence[StageCost], links: Links, objective: Objective
+) -> tuple[Timeline, float]:
+    """The timeline and the objective of a schedule that is known to be legal."""
     timeline = simulate(schedule, costs, links)
     return timeline, timeline.makespan_seconds if objective == "makespan" else timeline.span_seconds

@@ -11,15 +11,22 @@ from collections.abc import Callable
 from random import Random
 
 from penstock.search.problem import Problem, Rows
-from penstock.search.timing import Places, Timing, critical_path, fits, time_rows
+from penstock.search.timing import Effort, Places, Timing, critical_path, fits, time_rows
 
+_MOVE_ACTIONS = 100  # what a move costs besides, in actions timed; and a little for all
 _FILLING = 0.25  # the share of moves that bring a W from anywhere
 _TRIES = 30  # moves that are looked at for one that fits in memory
 _CRITICAL = 0.9  # the share of moves that are of the critical path; the others make room for them
 
 
 def improve(
-    problem: Problem, rows: Rows, random: Random, steps: int, done: Callable[[float], bool], heat: float, reach: float
+    problem: Problem,
+    rows: Rows,
+    random: Random,
+    actions: float,
+    done: Callable[[float], bool],
+    heat: float,
+    reach: float,
 ) -> tuple[float, Rows]:
     """The best objective found, and its rows.
 
@@ -27,7 +34,7 @@ def improve(
         problem: what is asked.
         rows: to begin with; they can be run, and fit in memory.
         random: decides which moves are tried.
-        steps: how many rows are timed.
+        actions: how many are timed in all.
         done: asked before each; whether an objective is good enough, or the time is over.
         heat: how much worse a step may be, at first, as a share of an action's time, on average.
         reach: how many places of its row an action moves, on average. Few look into everything nearby; many find what
@@ -40,16 +47,16 @@ def improve(
     places = Places(problem, rows)
     path = critical_path(problem, rows, timing, places)
     hot = heat * sum(problem.seconds) / problem.lanes
-    for step in range(steps):
-        if done(best.cost):
-            break
+    effort = Effort()
+    while effort.actions < actions and not done(best.cost):
+        effort.actions += _MOVE_ACTIONS + problem.actions // 12
         moved = _move(problem, rows, timing, path, reach, random)
         if moved is None:
             continue
         rank, row, since = moved
         rows[rank], before = row, rows[rank]
-        worst = timing.score - hot * (1 - step / steps) ** 2 * math.log(1 - random.random())
-        tried = time_rows(problem, rows, worst, timing, since)
+        worst = timing.score - hot * max(0.0, 1 - effort.actions / actions) ** 2 * math.log(1 - random.random())
+        tried = time_rows(problem, rows, worst, timing, since, effort)
         if tried is None or tried.score > worst:
             rows[rank] = before
             continue

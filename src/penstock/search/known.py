@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from penstock.costs import StageCost
 from penstock.errors import ArgumentError
-from penstock.schedule import Op, Schedule, check, generate, generators, split_backward
-from penstock.search.found import judged
+from penstock.schedule import Op, Schedule, generate, generators, split_backward
+from penstock.search.found import timed
 from penstock.search.problem import Problem, Rows
 from penstock.search.timing import fits, time_rows
 from penstock.simulate import Links
@@ -18,7 +18,7 @@ from penstock.simulate import Links
 class Known:
     """A generator's schedule that fits in memory: its objective, and its rows.
 
-    None where it is more than rows: it overlaps forwards with backwards, or its microbatches do not ascend.
+    None where it is more than rows: it has whole backwards, overlaps, or microbatches that do not ascend.
     """
 
     schedule: Schedule
@@ -40,11 +40,17 @@ def known_schedules(problem: Problem, costs: StageCost | Sequence[StageCost], li
     return found
 
 
-def one_by_one(problem: Problem) -> Rows:
-    """A microbatch at a time, there and back: what fits in memory if anything does."""
+def one_by_one(problem: Problem, *, last_first: bool = False) -> Rows:
+    """A microbatch at a time, there and back: what fits in memory if anything does.
+
+    Args:
+        problem: what is asked.
+        last_first: begin with the last pipeline. In little memory no move leads from one order to the other.
+    """
     placement = problem.placement
     rows: Rows = [[] for _ in range(problem.ranks)]
-    for first in range(0, problem.stages, placement.depth):
+    firsts = range(0, problem.stages, placement.depth)
+    for first in reversed(firsts) if last_first else firsts:
         stages = range(first, first + placement.depth)
         for _ in range(problem.count[3 * first]):
             for stage in stages:
@@ -57,15 +63,17 @@ def one_by_one(problem: Problem) -> Rows:
 def _known(
     problem: Problem, schedule: Schedule, costs: StageCost | Sequence[StageCost], links: Links
 ) -> Iterator[Known]:
-    """With its backwards split, which is never worse; and as it is, where it is more than rows. What fits of these."""
-    rows = problem.rows(split_backward(schedule))
+    """As it is, and with its backwards split, which is never worse but for overlaps. What fits of these."""
+    split = split_backward(schedule)
+    is_split = split.rows == schedule.rows and not any(any(row.joined) for row in schedule.rows)
+    if not is_split and _fits(problem, schedule):
+        yield Known(schedule, timed(schedule, costs, links, problem.objective)[1], None)
+    rows = problem.rows(split)
     if rows is not None and all(fits(problem, rank, row) for rank, row in enumerate(rows)):
         timing = time_rows(problem, rows)
         if timing is not None:
-            yield Known(problem.schedule(schedule.name, rows), timing.cost, rows)
-    overlaps = any(any(row.joined) for row in schedule.rows)
-    if (rows is None or overlaps) and _fits(problem, schedule) and not check(schedule):
-        yield Known(schedule, judged(schedule, costs, links, problem.objective)[1], None)
+            name = schedule.name if is_split else f"{schedule.name}, split"
+            yield Known(problem.schedule(name, rows), timing.cost, rows)
 
 
 def _fits(problem: Problem, schedule: Schedule) -> bool:

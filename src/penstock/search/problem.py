@@ -142,7 +142,7 @@ def problem(
     objective: Objective = "makespan",
 ) -> Problem:
     """The question, from the arguments of `search`. Raises ArgumentError as it does."""
-    if not isinstance(microbatches, int) or microbatches < 1:
+    if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
         raise ArgumentError(f"microbatches={microbatches!r}: expected a whole number of at least 1")
     if objective not in get_args(Objective):
         raise ArgumentError(f"objective={objective!r}: expected one of {', '.join(get_args(Objective))}")
@@ -207,10 +207,10 @@ def _limits(
 ) -> tuple[float, ...]:
     if memory_limit is None:
         return (math.inf,) * placement.ranks
-    if isinstance(memory_limit, int | float):
-        limits = [float(memory_limit)] * placement.ranks
-    else:
-        limits = [float(limit) for limit in memory_limit]
+    given = [memory_limit] * placement.ranks if isinstance(memory_limit, int | float) else memory_limit
+    if not all(isinstance(limit, int | float) for limit in given):  # a str has none either
+        raise ArgumentError(f"memory_limit={memory_limit!r}: expected a number, or one for each rank")
+    limits = [float(limit) for limit in given]
     if len(limits) != placement.ranks:
         raise ArgumentError(f"{len(limits)} memory limits for {placement.ranks} ranks; give one, or one for each rank")
     for rank, limit in enumerate(limits):

@@ -13,11 +13,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from random import Random
 
 from penstock.costs import StageCost
 from penstock.errors import ArgumentError
-from penstock.schedule import Placement
+from penstock.schedule import Placement, generators
 from penstock.search.bounds import lower_bound
 from penstock.search.climb import climb
 from penstock.search.found import Found, judged
@@ -29,8 +30,8 @@ from penstock.search.stretch import stretch
 from penstock.search.timing import time_rows
 from penstock.simulate import NO_COST, Links
 
-_DISPATCH_SECONDS = 60e-6, 2.2e-6  # nominal, of a step and for each action: how many steps a time is worth
-_MOVE_SECONDS = 24e-6, 0.12e-6  # must not depend on the machine
+_DISPATCH_SECONDS = 60e-6, 2.2e-6  # nominal, of a pattern and of each of its actions: what a time is worth must not
+_TIMED_SECONDS = 0.33e-6  # depend on the machine. And of an action that is timed
 _PATIENCE = 1.5  # times the seconds asked for, until the clock cuts off a machine that is slower
 _PATTERN_SHARE = 0.3  # of the time: for patterns; the rest is for moves
 _FEW_SHARE = 0.8  # of the time: for fewer microbatches, where there are many
@@ -40,6 +41,7 @@ _SAMPLES = 0.2  # of the patterns: at random
 _MOVES = (0.01, 0.8), (0.1, 0.8), (0.1, 0.01), (0.1, 0.1)  # heat, and reach as a share of a row: of each run
 _STARTS = 2  # runs from different rows; the others go on from the best
 _LEAST_REACH = 3.0
+_STRETCHED = 4  # of the best with fewer microbatches
 _MET = 1 + 1e-9
 
 _Answer = tuple[float, Rows]
@@ -72,7 +74,8 @@ def search(
             `StageCost.activation_bytes`; where these are all 0, in activations of one microbatch on one stage, each
             held until W. None: there is no limit.
         objective: "makespan", the last end from 0; or "span", the largest, over ranks, from first F to last end.
-        seconds: how long it may take, about.
+        seconds: how long it may take, about, besides making the schedules that have a name: with dozens of ranks on a V
+            some seconds more.
         seed: of its random choices.
 
     Raises:
@@ -81,12 +84,17 @@ def search(
     began = time.monotonic()
     if not (isinstance(seconds, int | float) and 0 < seconds < math.inf):
         raise ArgumentError(f"seconds={seconds!r}: expected a time above 0")
+    if not isinstance(seed, int):
+        raise ArgumentError(f"seed={seed!r}: expected a whole number")
     asked = problem(placement, microbatches, costs, links, memory_limit=memory_limit, objective=objective)
-    bound = lower_bound(asked)
     known = known_schedules(asked, costs, links)
-    best = min(known, key=lambda entry: entry.seconds, default=None)
-    effort = _Effort(began, seconds, Random(seed))
-    cost, rows = _best_rows(asked, known, costs, links, effort)
+    best = min(known, key=_seconds, default=None)
+    names = {generator.name for generator in generators()}
+    named = min((entry for entry in known if entry.schedule.name in names), key=_seconds, default=None)
+    budget = _Budget(began, seconds, Random(seed))
+    question = _Question(asked, lower_bound(asked))
+    cost, rows = _best_rows(question, known, costs, links, budget)
+    overlapped = _overlapped(asked, costs)
     schedule = asked.schedule("search", rows)
     if best is not None and best.seconds <= cost:
         schedule = best.schedule
@@ -96,25 +104,39 @@ def search(
         timeline=timeline,
         objective=objective,
         objective_seconds=objective_seconds,
-        lower_bound_seconds=bound,
-        known=best.schedule.name if best else None,
-        known_seconds=best.seconds if best else math.inf,
+        lower_bound_seconds=question.bound if overlapped == asked else lower_bound(overlapped),
+        known=named.schedule.name if named else None,
+        known_seconds=named.seconds if named else math.inf,
         search_seconds=time.monotonic() - began,
-        cut_off=effort.cut_off,
+        cut_off=budget.cut_off,
     )
 
 
-class _Effort:
-    """How many steps there are, what decides them, and when the time is over."""
+def _overlapped(asked: Problem, costs: StageCost | Sequence[StageCost]) -> Problem:
+    """The question with all actions as short as the shortest overlap could make them: what the bound has to allow."""
+    given = [costs] if isinstance(costs, StageCost) else costs
+    both = [cost.overlapped_seconds for cost in given if cost.overlapped_seconds is not None]
+    apart = max(cost.forward_seconds for cost in given) + max(cost.backward_seconds for cost in given)
+    if not both or min(both) >= apart:
+        return asked
+    return replace(asked, seconds=tuple(seconds * min(both) / apart for seconds in asked.seconds))
+
+
+class _Budget:
+    """What a share of the time is worth, what decides at random, and when the time is over."""
 
     def __init__(self, began: float, seconds: float, random: Random) -> None:
         self._began, self._seconds, self.random = began, seconds, random
         self.cut_off = False
 
-    def steps(self, problem: Problem, share: float, nominal: tuple[float, float]) -> int:
-        """How many steps a share of the time is worth."""
-        step, action = nominal
-        return max(1, int(self._seconds * share / (step + action * problem.actions)))
+    def patterns(self, problem: Problem, share: float) -> int:
+        """How many patterns a share of the time is worth."""
+        one, action = _DISPATCH_SECONDS
+        return max(1, int(self._seconds * share / (one + action * problem.actions)))
+
+    def actions(self, share: float) -> float:
+        """How many actions can be timed in a share of the time."""
+        return self._seconds * share / _TIMED_SECONDS
 
     def until(self, target: float, share: float) -> Callable[[float], bool]:
         """Whether to stop with an objective: it is as good as `target`, or a share of the time has gone."""
@@ -131,68 +153,87 @@ class _Effort:
         return done
 
 
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """What is asked, and what no rows can beat."""
+
+    problem: Problem
+    bound: float
+
+    def is_met(self, answers: Sequence[_Answer]) -> bool:
+        return min(answers, key=_objective)[0] <= self.bound * _MET
+
+
 def _best_rows(
-    asked: Problem, known: list[Known], costs: StageCost | Sequence[StageCost], links: Links, effort: _Effort
+    question: _Question, known: list[Known], costs: StageCost | Sequence[StageCost], links: Links, budget: _Budget
 ) -> _Answer:
     """The best objective, and its rows."""
+    asked = question.problem
     answers = _timed(asked, known)
     few = asked.with_microbatches(min(asked.microbatches, _FEW_A_RANK * asked.ranks * asked.placement.pipelines))
     if few == asked:
-        answers += _found(asked, answers, effort, 1.0)
-    elif min(answers, key=_objective)[0] > lower_bound(asked) * _MET:
-        found = _found(few, _timed(few, known_schedules(few, costs, links)), effort, _FEW_SHARE)
-        answers += [answer for _, rows in found if (answer := stretch(few, rows, asked)) is not None]
-        if min(found, key=_objective)[0] > lower_bound(few) * _MET:
-            answers.append(_improved(asked, answers, effort, _FEW_SHARE, 1.0))
-        else:  # there is nothing to gain with fewer, so there was hardly any time spent on them
-            answers += _found(asked, answers, effort, 1.0)
+        answers += _found(question, answers, budget, 1.0)
+    elif not question.is_met(answers):
+        fewer = _Question(few, lower_bound(few))
+        found = _found(fewer, _timed(few, known_schedules(few, costs, links)), budget, _FEW_SHARE)
+        for _, rows in sorted(found, key=_objective)[:_STRETCHED]:
+            if (answer := stretch(few, rows, asked)) is not None:
+                answers.append(answer)
+        if fewer.is_met(found):  # there is nothing to gain with fewer, so there was hardly any time spent on them
+            answers += _found(question, answers, budget, 1.0)
+        else:
+            answers.append(_improved(question, answers, budget, _FEW_SHARE, 1.0))
     return min(answers, key=_objective)
 
 
 def _timed(asked: Problem, known: list[Known]) -> list[_Answer]:
     """The objectives of the known schedules that are rows, and of one microbatch after the other."""
-    rows = [*(entry.rows for entry in known if entry.rows is not None), one_by_one(asked)]
+    rows = [entry.rows for entry in known if entry.rows is not None]
+    rows += [one_by_one(asked, last_first=last_first) for last_first in (False, True)]
     return [(timing.cost, one) for one in rows if (timing := time_rows(asked, one)) is not None]
 
 
-def _found(asked: Problem, known: list[_Answer], effort: _Effort, share: float) -> list[_Answer]:
+def _found(question: _Question, known: list[_Answer], budget: _Budget, share: float) -> list[_Answer]:
     """Better ones, in a share of the time, of which none is gone yet. A round is as good as another seed."""
-    patterns = []
+    asked, patterns = question.problem, []
     for _, rows in known:
         timing = time_rows(asked, rows)
         assert timing is not None
         patterns.append(pattern_of(asked, rows, timing))
-    rounds = max(1, effort.steps(asked, share * _PATTERN_SHARE, _DISPATCH_SECONDS) // _PATTERNS)
-    answers: list[_Answer] = []
+    rounds = max(1, budget.patterns(asked, share * _PATTERN_SHARE) // _PATTERNS)
+    answers = known[:]
     for number in range(rounds):
+        if question.is_met(answers):
+            break
         spent, until = share * number / rounds, share * (number + 1) / rounds
         turn = spent + (until - spent) * _PATTERN_SHARE
-        steps = effort.steps(asked, turn - spent, _DISPATCH_SECONDS)
+        steps = budget.patterns(asked, turn - spent)
         samples = math.ceil(steps * _SAMPLES)
-        done = effort.until(lower_bound(asked), turn)
-        climbed = climb(asked, patterns, samples, steps - samples, effort.random, done)
+        climbed = climb(asked, patterns, samples, steps - samples, budget.random, budget.until(question.bound, turn))
         found = [(candidate.cost, candidate.rows) for candidate in climbed]
-        found.append(_improved(asked, known + found, effort, turn, until))
+        found.append(_improved(question, known + found, budget, turn, until))
         answers += found
-        if min(answers, key=_objective)[0] <= lower_bound(asked) * _MET:
-            break
     return answers
 
 
-def _improved(asked: Problem, answers: list[_Answer], effort: _Effort, spent: float, until: float) -> _Answer:
+def _improved(question: _Question, answers: list[_Answer], budget: _Budget, spent: float, until: float) -> _Answer:
     """The best that moves lead to: from different answers first, then from the best of what these became."""
-    bound, share = lower_bound(asked), (until - spent) / len(_MOVES)
+    asked, share = question.problem, (until - spent) / len(_MOVES)
     best = min(answers, key=_objective)
     starts = sorted({cost: (cost, rows) for cost, rows in answers}.values(), key=_objective)[:_STARTS]
     for run, (heat, reach) in enumerate(_MOVES):
-        if best[0] <= bound * _MET:
+        if question.is_met([best]):
             break
-        steps, done = effort.steps(asked, share, _MOVE_SECONDS), effort.until(bound, spent + share * (run + 1))
+        actions, done = budget.actions(share), budget.until(question.bound, spent + share * (run + 1))
         _, rows = starts[run] if run < len(starts) else best
         reach = max(_LEAST_REACH, reach * asked.actions / asked.ranks)
-        best = min(best, improve(asked, rows, effort.random, steps, done, heat, reach), key=_objective)
+        best = min(best, improve(asked, rows, budget.random, actions, done, heat, reach), key=_objective)
     return best
 
 
 def _objective(answer: _Answer) -> float:
     return answer[0]
+
+
+def _seconds(entry: Known) -> float:
+    return entry.seconds

@@ -10,7 +10,7 @@ import math
 from penstock.search.problem import Problem, Rows
 from penstock.search.timing import Timing, fits, time_rows
 
-_CUTS = 24  # moments that are tried
+_CUTS = 12  # moments that are tried
 
 
 def stretch(few: Problem, rows: Rows, many: Problem) -> tuple[float, Rows] | None:

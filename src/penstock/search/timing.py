@@ -32,8 +32,20 @@ class Timing:
     worst: int
 
 
+@dataclass(slots=True)
+class Effort:
+    """How many actions were timed: how long a search takes, whatever the machine."""
+
+    actions: int = 0
+
+
 def time_rows(
-    problem: Problem, rows: Rows, most: float = math.inf, before: Timing | None = None, since: float = 0.0
+    problem: Problem,
+    rows: Rows,
+    most: float = math.inf,
+    before: Timing | None = None,
+    since: float = 0.0,
+    effort: Effort | None = None,
 ) -> Timing | None:
     """Each action as soon as it can.
 
@@ -45,6 +57,7 @@ def time_rows(
         most: as soon as it is sure that the objective is more, the answer is None.
         before, since: the timing of rows that are the same but for actions that started at `since` or later: what
             started sooner is taken from there.
+        effort: gets what it took.
     """
     seconds, need, lag = problem.seconds, problem.need, problem.lag
     starts, ends, at, now, idle = _resumed(problem, before, since)
@@ -52,6 +65,8 @@ def time_rows(
     spans = problem.objective == "span"
     slack = [most * (1 + 1e-12) - work for work in problem.work_seconds]
     idle = [used - (start if spans else 0.0) for used, start in zip(idle, first, strict=True)]
+    if effort is not None:
+        effort.actions -= sum(at)
     sleeper = [-1] * len(seconds)
     turns = list(range(len(rows)))
     while turns:
@@ -70,6 +85,8 @@ def time_rows(
                     if i or not spans:
                         idle[rank] += arrival - time
                         if idle[rank] > slack[rank]:
+                            if effort is not None:
+                                effort.actions += sum(at) + i - at[rank]
                             return None
                     time = arrival
             if not i:
@@ -82,6 +99,8 @@ def time_rows(
                 turns.append(sleeper[lane])
                 sleeper[lane] = -1
         at[rank], now[rank] = i, time
+    if effort is not None:
+        effort.actions += sum(at)
     if any(map(int.__lt__, at, map(len, rows))):
         return None
     if spans:

@@ -1,0 +1,144 @@
+"""`--costs FILE`: what makes no sense in the file is refused in one line, whatever it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import as_json, output, refusal
+
+STAGE = {"forward": 3, "backward_input": 4, "backward_weight": 2}
+BETWEEN = [{"from": 0, "to": 1, "latency": 1}, {"from": 1, "to": 0, "latency": 2}]
+TWO = ("--ranks", "2", "--microbatches", "2")
+SIMULATE = ("simulate", "--schedule", "1f1b", *TWO)
+
+Write = Callable[[Any], str]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes the file and gives its path: text as it stands, all else as JSON."""
+
+    def write(content: Any) -> str:
+        path = tmp_path / "four.json"
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return str(path)
+
+    return write
+
+
+def stage_with(forward: str) -> str:
+    return f'[{{"forward": {forward}, "backward_input": 4, "backward_weight": 2}}, {json.dumps(STAGE)}]'
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("[" * 100_000, "too many lists or objects in each other; give a list with an object for each stage"),
+        ('{"a":' * 100_000, "too many lists or objects in each other"),
+        ('[{"forward": 1,}]', "line 1, column "),
+        ("", "line 1, column 1 is no JSON: "),
+        ("[\n\n  x]", "line 3, column 3 is no JSON: "),
+    ],
+    ids=["lists", "objects", "comma", "empty", "third line"],
+)
+def test_what_cannot_be_read(write: Write, content: str, says: str) -> None:
+    path = write(content)
+    line = refusal(*SIMULATE, "--costs", path)
+    assert line.startswith(f"--costs {path}: ")
+    assert says in line
+
+
+@pytest.mark.parametrize("depth", range(880, 1000, 6))
+def test_nesting_that_can_be_read_can_be_shown(write: Write, depth: int) -> None:
+    """What JSON just reads may be too deep for a repr."""
+    nested = "[" * depth + "]" * depth
+    line = refusal(*SIMULATE, "--costs", write(stage_with(nested)))
+    assert "forward=[[[" in line or "too many lists" in line
+    line = refusal(*SIMULATE, "--costs", write(f"[{nested}]"))
+    assert "expected an object of numbers by name" in line or "too many lists" in line
+
+
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [
+        ("1" + "0" * 400, "forward=1000"),
+        ("1" + "0" * 400, "stage 0: "),
+        ("1" + "0" * 400, "expected a number below 1.8e308; give it in a larger unit"),
+        ("-1" + "0" * 400, "expected 0 or more"),
+        ("1" + "0" * 5000, "a number has too many digits; expected one below 1.8e308, so give a larger unit"),
+        ("1e400", "forward=inf: expected a number below 1.8e308"),
+        ("Infinity", "forward=inf: expected a number below 1.8e308"),
+        ("-Infinity", "forward=-inf: expected 0 or more"),
+        ("NaN", "forward=nan: expected 0 or more"),
+        ("true", "forward=True: expected a number"),
+        ("null", "forward=None: expected a number"),
+    ],
+)
+def test_numbers_that_are_no_costs(write: Write, number: str, says: str) -> None:
+    line = refusal(*SIMULATE, "--costs", write(stage_with(number)))
+    assert says in line
+    assert len(line) < 400
+
+
+def test_large_integers_are_costs(write: Write) -> None:
+    made = as_json(*SIMULATE, "--costs", write(stage_with("1" + "0" * 300)))
+    assert made["makespan"] == pytest.approx(2e300)
+
+
+def test_bandwidth_and_latency_are_checked_too(write: Write) -> None:
+    for key, value in (("latency", -1), ("latency", 10**400), ("bandwidth", 0), ("bandwidth", 10**400)):
+        line = refusal(*SIMULATE, "--costs", write({"stages": [STAGE] * 2, "links": {key: value}}))
+        assert f"links: {key}=" in line
+
+
+# -- links ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"from": 0, "to": 1, "latency": 5}, "link 2: link 0 is also from rank 0 to rank 1; keep one of them"),
+        ({"from": True, "to": 0}, "link 2: from=True: expected a rank, a whole number of 0 or more"),
+        ({"from": 0, "to": False}, "link 2: to=False: expected a rank, a whole number of 0 or more"),
+        ({"from": -1, "to": 0}, "link 2: from=-1: expected a rank, a whole number of 0 or more"),
+        ({"from": 0, "to": 1.0}, "link 2: to=1.0: expected a rank, a whole number of 0 or more"),
+        ({"from": "0", "to": 1}, "link 2: from='0': expected a rank, a whole number of 0 or more"),
+        ({"from": 1, "to": 1}, "link 2: from and to are both rank 1; give two ranks or leave it out"),
+        ({"to": 1}, "link 2: expected ranks, as in "),
+        (3, "link 2: expected ranks, as in "),
+        ({"from": 5, "to": 9}, "has a link from rank 5 to rank 9, but the last rank of 1f1b is 1: correct the link"),
+        ({"from": 0, "to": 2}, "has a link from rank 0 to rank 2, but the last rank of 1f1b is 1: correct the link"),
+        ({"from": 10**400, "to": 0}, "has a link from rank 1000"),
+    ],
+)
+def test_links_that_make_no_sense(write: Write, more: Any, says: str) -> None:
+    line = refusal(*SIMULATE, "--costs", write({"stages": [STAGE] * 2, "links": [*BETWEEN, more]}))
+    assert says in line
+    assert len(line) < 400
+
+
+def test_links_of_all_pairs_are_taken(write: Write) -> None:
+    made = as_json(*SIMULATE, "--costs", write({"stages": [STAGE] * 2, "links": BETWEEN}))
+    assert made["makespan"] > as_json(*SIMULATE, "--costs", write([STAGE] * 2))["makespan"]
+
+
+def test_search_and_show_refuse_the_rank_as_well(write: Write) -> None:
+    path = write({"stages": [STAGE] * 2, "links": [*BETWEEN, {"from": 5, "to": 9}]})
+    assert "the last rank of this placement of 2 ranks is 1" in refusal("search", *TWO, "--costs", path)
+    assert "the last rank of 1f1b is 1" in refusal("show", "--schedule", "1f1b", *TWO, "--costs", path)
+
+
+# -- how many stages --------------------------------------------------------------------------------------------------
+
+
+def test_too_few_stages(write: Write) -> None:
+    path, four = write([STAGE] * 4), ("--ranks", "4", "--microbatches", "4")
+    says = f"{path} has 4 stages, but this placement of 4 ranks needs 8: give as many"
+    assert refusal("search", *four, "--placement", "v", "--costs", path) == says
+    says = f"{path} has 4 stages, but zb-v needs 8: give as many"
+    assert refusal("simulate", "--schedule", "zb-v", *four, "--costs", path) == says
+    assert output("simulate", "--schedule", "1f1b", *four, "--costs", path)
