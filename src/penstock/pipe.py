@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from penstock.errors import ArgumentError, ScheduleError
 from penstock.partition import Balance, Partition
@@ -199,6 +200,48 @@ class Pipeline:
         """The buffers of this process's stages, by their names in the unsplit model."""
         return iter(self._split.held_buffers())
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """The parameters and persistent buffers of this process's stages, by their names in the unsplit model.
+
+        A tied parameter has its first name. The tensors are the live ones. See `penstock.checkpoint` for all ranks'.
+        """
+        persistent = set(self.all_names())
+        return {
+            name: tensor.detach()
+            for name, tensor in (*self.named_parameters(), *self.named_buffers())
+            if name in persistent
+        }
+
+    def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
+        """Copies values into what this process holds. `state` may be of the whole unsplit model.
+
+        Raises:
+            ArgumentError: a shape differs; or, with `strict`, something that is held is not in `state`, or something in
+                `state` is not of the model.
+        """
+        own, names = self.state_dict(), set(self.model.state_dict())
+        missing = [name for name in own if name not in state]
+        unexpected = [name for name in state if name not in names]
+        if strict and (missing or unexpected):
+            lacks, has = (", ".join(some[:4]) or "nothing" for some in (missing, unexpected))
+            raise ArgumentError(
+                f"the state lacks {lacks}, and has {has} that the model has not; give the state of this model, or "
+                "strict=False"
+            )
+        for name, tensor in own.items():
+            if name not in state:
+                continue
+            if state[name].shape != tensor.shape:
+                raise ArgumentError(
+                    f"{name} has shape {tuple(state[name].shape)} in the state and {tuple(tensor.shape)} in the model"
+                )
+            tensor.copy_(state[name])
+
+    def restore(self, *, step_count: int, seed: int) -> None:
+        """Sets the random streams to where they are after so many steps. Every rank calls it."""
+        self.step_count = step_count
+        self._engine.streams.seed = seed
+
     def train(self, mode: bool = True) -> Self:
         """Sets training or evaluation mode on every module, as `nn.Module.train` does."""
         self._split.model.train(mode)
@@ -227,6 +270,10 @@ class Pipeline:
         """Every parameter of the unsplit model, each once; those that no stage uses as well."""
         return self._split.all_parameters()
 
+    def all_names(self) -> list[str]:
+        """Every parameter and persistent buffer of the unsplit model, each once, by its first name."""
+        return self._split.all_names()
+
     def default_kwargs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         """What is passed to the model besides the caller's inputs (`use_cache=False` for models of `transformers`)."""
         return self._split.default_kwargs(args, kwargs)
@@ -241,6 +288,11 @@ class Pipeline:
         streams = self._engine.streams
         with streams.drawing(self.step_count, tuple(self._engine.devices)):
             yield streams
+
+    @property
+    def control_group(self) -> ProcessGroup | None:
+        """A gloo group of the pipeline's processes, for what is no part of a step; None where this process is alone."""
+        return self._engine.control_group
 
     def gather(self, value: Any) -> list[Any]:
         """One object from each process, given to all of them. A collective: every rank calls it."""

@@ -230,6 +230,11 @@ class Engine:
             raise cause from None
         self.watchdog.position = OUTSIDE
 
+    @property
+    def control_group(self) -> dist.ProcessGroup | None:
+        """A gloo group of all processes; None if there is one."""
+        return None if self._groups is None else self._groups.control
+
     def gather(self, value: Any) -> list[Any]:
         """Every rank's object, on every rank; one call a process."""
         if self._groups is None:

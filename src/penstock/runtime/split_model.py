@@ -99,6 +99,14 @@ class SplitModel:
         names = self._partitioner.names()
         return [(names[name], parameter) for name, parameter in self.model.named_parameters()]
 
+    def all_names(self) -> list[str]:
+        """Every parameter and persistent buffer of the unsplit model, each once."""
+        names = self._partitioner.names()
+        saved = self.model.state_dict(keep_vars=True)
+        return [
+            names[name] for name, _ in (*self.model.named_parameters(), *self.model.named_buffers()) if name in saved
+        ]
+
     def held_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters of this process's stages, each once, in the unsplit model's order."""
         held = {name: p for stage in self._stages_here() for name, p in stage.parameters.items()}
