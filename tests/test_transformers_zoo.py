@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
+from torch import Tensor
 
-from penstock import verify
+from penstock import PartitionError, verify
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
 
@@ -59,6 +61,26 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """The class of each, and what its config takes besides SMALL."""
 
+LAYERS = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 48}
+PATCHES = {**LAYERS, "image_size": 32, "patch_size": 8}
+PICTURES: dict[str, dict[str, Any]] = {
+    "BeitForImageClassification": PATCHES,
+    "ConvNextForImageClassification": {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 2, 1]},
+    "DeiTForImageClassification": PATCHES,
+    "Dinov2ForImageClassification": PATCHES,
+    "ResNetForImageClassification": {"embedding_size": 8, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 2, 1]},
+    "SegformerForImageClassification": {
+        "hidden_sizes": [8, 16, 24, 32], "depths": [1] * 4, "num_attention_heads": [1, 2, 2, 4],
+    },
+    "SwinForImageClassification": {
+        "image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4,
+    },
+}  # fmt: skip
+WHISPER = {
+    "d_model": 32, **BART, **HEADS, "vocab_size": 64, "num_mel_bins": 8, "max_source_positions": 16,
+    "max_target_positions": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
+}  # fmt: skip
+
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", MODELS)
@@ -69,3 +91,38 @@ def test_gradients_are_those_of_one_device(name: str, ranks: int) -> None:
     ids = torch.randint(3, SMALL["vocab_size"], (4, 8))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
     assert verify(model, (), kwargs=inputs, ranks=ranks, microbatches=2).ok
+
+
+def classified(output: Any, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.logits, target)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures(name: str, ranks: int) -> None:
+    torch.manual_seed(0)
+    kind = getattr(transformers, name)
+    model = kind(kind.config_class(**PICTURES[name], num_labels=5))
+    inputs = {"pixel_values": torch.randn(4, 3, 32, 32)}
+    assert verify(model, (), torch.randint(5, (4,)), classified, kwargs=inputs, ranks=ranks, microbatches=2).ok
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_speech(ranks: int) -> None:
+    torch.manual_seed(0)
+    model = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**WHISPER))
+    inputs = {"input_features": torch.randn(4, 8, 32), "labels": torch.randint(3, 60, (4, 6))}
+    assert verify(model, (), kwargs=inputs, ranks=ranks, microbatches=2).ok
+
+
+def test_what_changes_activations_is_refused_with_the_remedy() -> None:
+    """Wav2Vec2 sets `requires_grad` of an activation inside its forward."""
+    torch.manual_seed(0)
+    config = transformers.Wav2Vec2Config(
+        **LAYERS, conv_dim=(16, 16), conv_kernel=(10, 3), conv_stride=(5, 2), num_feat_extract_layers=2,
+        num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4, mask_time_prob=0.0, num_labels=5,
+    )  # fmt: skip
+    model = transformers.Wav2Vec2ForSequenceClassification(config)
+    given: dict[str, Any] = {"kwargs": {"input_values": torch.randn(4, 800)}, "ranks": 2, "microbatches": 2}
+    with pytest.raises(PartitionError, match=r"modeling_wav2vec2.py:\d+, in module .*feature_extractor.*leaves=\["):
+        verify(model, (), torch.randint(5, (4,)), classified, **given)
