@@ -72,7 +72,8 @@ def pipeline(
         cuts: the name of each module that begins a new stage; None: balanced.
         leaves: modules to take as one piece, besides those found automatically.
         balance: "parameters" or "layers": what automatic cuts make even.
-        mesh: the processes to use, where these are not all: the mesh's dimension "pp".
+        mesh: the processes to use, by dimensions: "pp" for the pipeline; "dp" (or "dp_replicate", "dp_shard", "fsdp")
+            for replicas that train on other data; "tp" for layers that `parallelize` divides. None: all, one pipeline.
         devices: see `penstock.runtime.world.device_of`.
         transport: what carries values between processes, where there are several: "auto" takes shared memory between
             CPU ranks of one machine and `torch.distributed` else; "distributed" always the latter.
@@ -125,6 +126,7 @@ def build(
     devices = [device_of(options.devices, world, rank, current) for rank in range(world.ranks)]
     engine = Engine(world, devices, torch.initial_seed() if options.seed is None else options.seed, options.transport)
     try:
+        _check_alike(engine, sizes)
         split = SplitModel(
             model,
             examples,
@@ -142,6 +144,15 @@ def build(
         if cause is error:
             raise
         raise cause from error
+
+
+def _check_alike(engine: Engine, sizes: tuple[int, ...]) -> None:
+    rows = [sum(others) for others in engine.gather(sizes)]
+    if len(set(rows)) > 1:
+        raise ArgumentError(
+            f"the example has {rows} rows on the processes 0..{len(rows) - 1}; each must give one of the same shape, "
+            "as data-parallel replicas divide the batch evenly"
+        )
 
 
 def _schedule(schedule: str | Schedule, ranks: int, microbatches: int | None, chunks: int | None) -> Schedule:

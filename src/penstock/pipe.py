@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -29,6 +30,7 @@ from penstock.schedule import (
     check,
     drop_backward,
     forward_only,
+    reduce_replicas,
     reduce_ties,
     stages_with_backward,
 )
@@ -118,6 +120,28 @@ class Pipeline:
                         buffer.copy_(before)
 
     # -- what this process holds ------------------------------------------------------------------------------------
+
+    @property
+    def global_batch(self) -> int:
+        """Rows of a whole batch, over all replicas: rows of a microbatch * microbatches * replicas."""
+        return sum(self._sizes) * self.world.data_parallel
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, steps do not average gradients over the replicas; the next step outside of it averages them all.
+
+        For accumulation over several steps, as `DistributedDataParallel.no_sync`. Until then `.grad` is the replica's
+        own. Without replicas it changes nothing.
+        """
+        replicas = self._engine.replicas
+        before = replicas is None or replicas.active
+        if replicas is not None:
+            replicas.active = False
+        try:
+            yield
+        finally:
+            if replicas is not None:
+                replicas.active = before
 
     @property
     def needs_inputs(self) -> bool:
@@ -295,7 +319,7 @@ class Pipeline:
         return self._engine.control_group
 
     def gather(self, value: Any) -> list[Any]:
-        """One object from each process, given to all of them. A collective: every rank calls it."""
+        """One object from each process of the mesh, given to all of them. A collective: every rank calls it."""
         return self._engine.gather(value)
 
     # -- the end ------------------------------------------------------------------------------------------------------
@@ -358,6 +382,8 @@ class Pipeline:
             order = drop_backward(self._order, [meta.index for meta in metas if not needs_backward(meta)])
             order = add_communication(order, forward_links(metas), backward_links(metas))
             order = reduce_ties(order, [group.stages for group in self._split.tie_groups])
+            if self.world.data_parallel > 1:
+                order = reduce_replicas(order, {meta.index for meta in metas if meta.trainable})
             _refuse_untrained(order, metas)
         else:
             order = add_communication(forward_only(self._order), forward_links(metas), ())
@@ -385,8 +411,16 @@ class Pipeline:
         if not self.has_outputs:
             return Feed(inputs)
         targets = self._targets(job, target, kwargs)
-        weighted = weights("mean" if targets is None else self._options.reduction, self._sizes, targets or ())
+        weighted = self._weights("mean" if targets is None else self._options.reduction, targets or ())
         return Feed(inputs, targets, weighted, outputs)
+
+    def _weights(self, reduction: Reduction, targets: Sequence[Any]) -> list[float]:
+        """Of the microbatches' losses, in the batch of all replicas."""
+        replicas, engine = self._engine.replicas, self._engine
+        if replicas is None:
+            return weights(reduction, self._sizes, targets)
+        mean = partial(replicas.mean, watched=engine.watchdog)
+        return weights(reduction, self._sizes, targets, self.world.data_parallel, mean)
 
     def _targets(self, job: Job, target: Any, kwargs: dict[str, Any]) -> Sequence[Any] | None:
         if target is None:
@@ -406,12 +440,14 @@ class Pipeline:
         losses = tuple(loss for loss in job.head.losses if loss is not None) if here else ()
         timeline = None
         if moments is not None:
-            rows = {rank: row for part in self._engine.gather(moments) for rank, row in part.items()}
+            rows = {rank: row for part in self._engine.gather_line(moments) for rank, row in part.items()}
             timeline = Timeline.from_nanoseconds([rows[rank] for rank in range(self.world.ranks)])
         return StepResult(losses, timeline, shared, tuple(job.head.outputs) if outputs and here else None)
 
     def _shared_loss(self, head: LossHead) -> SharedLoss:
         """The loss on its way to every rank: from the last stage of each pipeline the terms of its microbatches."""
+        if self.world.data_parallel > 1 and self._options.share_loss:
+            return self._summed_loss(head)
         placement = self._order.placement
         sources = {placement.rank_of[stage]: stage for stage in range(placement.stages) if placement.is_last(stage)}
         if len(sources) == 1 or self.world.is_local:
@@ -422,6 +458,19 @@ class Pipeline:
         if self._options.share_loss:
             for rank, buffer in zip(parts, shared.buffers, strict=True):
                 shared.waits.append(self._engine.share(buffer, rank))
+        return shared
+
+    def _summed_loss(self, head: LossHead) -> SharedLoss:
+        """The loss of all replicas, on its way to every process: a sum in which each microbatch has its own place."""
+        order = self._order
+        terms: list[Tensor | None] = [None] * (order.microbatches * self.world.data_parallel)
+        for stage in range(order.stages):
+            here = order.placement.is_last(stage) and order.placement.rank_of[stage] in self._engine.ranks
+            if here and self.world.share == 0:
+                numbers, first = order.numbers_on(stage), self.world.replica * order.microbatches
+                terms[first + numbers.start : first + numbers.stop] = head.terms(numbers)
+        shared = SharedLoss([terms], self.world.data_parallel)
+        shared.waits.append(self._engine.share_sum(shared.buffers[0]))
         return shared
 
 

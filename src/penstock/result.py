@@ -23,17 +23,23 @@ class SharedLoss:
 
     Args:
         parts: for each rank that terms come from, the terms; on other ranks as many times None.
+        divisor: what the sum is divided by, term by term.
+
+    Attributes:
+        buffers: for each part a row a term: the value, and 1 + the number of its dtype. All zero where there is none,
+            so that a sum over ranks of which one has the term gives the term.
     """
 
-    def __init__(self, parts: Sequence[Sequence[Tensor | None]]) -> None:
-        self.buffers = [torch.full((len(terms), 2), -1.0, dtype=torch.float64) for terms in parts]
+    def __init__(self, parts: Sequence[Sequence[Tensor | None]], divisor: int = 1) -> None:
+        self._divisor = divisor
+        self.buffers = [torch.zeros((len(terms), 2), dtype=torch.float64) for terms in parts]
         self.waits: list[Callable[[], None]] = []
         """Each returns when one of the buffers is here; none is left once all are."""
         for buffer, terms in zip(self.buffers, parts, strict=True):
             for slot, term in zip(buffer, terms, strict=True):
                 if term is not None:
                     slot[0] = term.detach().double()
-                    slot[1] = float(_DTYPES.index(term.dtype))
+                    slot[1] = float(1 + _DTYPES.index(term.dtype))
 
     def read(self) -> Tensor | None:
         """The loss, a scalar on the CPU; None if there is none."""
@@ -41,8 +47,8 @@ class SharedLoss:
             self.waits.pop()()
         total: Tensor | None = None
         for value, dtype in (slot for buffer in self.buffers for slot in buffer.tolist()):
-            if dtype >= 0:
-                term = torch.tensor(value, dtype=_DTYPES[int(dtype)])
+            if dtype:
+                term = torch.tensor(value, dtype=_DTYPES[int(dtype) - 1]) / self._divisor
                 total = term if total is None else total + term
         return total
 

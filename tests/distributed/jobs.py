@@ -221,7 +221,8 @@ def wrong_calls(rank: int, ranks: int) -> dict[str, str]:
 
     attempt("ranks", ranks=ranks + 1)
     attempt("transport", transport="pigeon")
-    attempt("reused axis", mesh=init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("dp", "pp")))
+    attempt("context", mesh=init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("cp", "pp")))
+    attempt("unknown axis", mesh=init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("x", "pp")))
     attempt("no axis", mesh=init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("dp", "tp")))
     attempt("devices", devices=["cpu"] * (ranks + 1))
     return said

@@ -19,6 +19,7 @@ from penstock.runtime import exact
 from penstock.runtime.agreement import Agreement, Layouts, describe
 from penstock.runtime.exact import Layout
 from penstock.runtime.transport import Message, Pending
+from penstock.runtime.world import World
 from penstock.stages import Link
 
 SENDS_IN_FLIGHT = 2
@@ -34,20 +35,42 @@ _DTYPES = (
 
 
 class Groups:
-    """The process groups of one pipeline. Made on all of its ranks together.
+    """The process groups of one pipeline. Made by all processes of its mesh together.
 
     NCCL matches messages of a pair of ranks by order alone, so each direction has a group of its own. Control values
     (the loss) travel over gloo where there is one.
+
+    Where the mesh takes all processes of the job, each of them takes part in making every group, as torch wants it.
+    Where it does not, only the members do. Torch then names a group by its ranks and the number of groups that there
+    are, and finds the addresses of an earlier group of that name: so none is destroyed, and ranks of a pipeline have
+    as many.
+
+    Attributes:
+        up, down, control: of the pipeline's ranks.
+        everyone: of the whole mesh, over gloo.
+        replicas, weights: of those that hold the same and train on other data; the latter over gloo.
+        column: of those that run the same stages.
     """
 
-    def __init__(self, rank: int, members: Sequence[int], backend: str, whole_world: bool) -> None:
-        self._rank = rank
-        self.members = tuple(members)
+    def __init__(self, world: World, backend: str) -> None:
+        assert world.rank is not None
+        self._rank = world.rank
+        self.members = world.members
         self.backend = backend
-        self._local = not whole_world
-        self.up = self._new(range(len(members)))
-        self.down = self._new(range(len(members)))
-        self.control = self._new(range(len(members)), "gloo")
+        self._lines = world.lines
+        self._local = len(world.everyone) < dist.get_world_size()
+        self._own: list[dist.ProcessGroup] = []
+        self.up = self._one_of(world.lines, backend)
+        self.down = self._one_of(world.lines, backend)
+        self.control = self._one_of(world.lines, "gloo")
+        alone = world.everyone == world.members
+        self.everyone = self.control if alone else self._one_of([world.everyone], "gloo")
+        self.replicas = self.weights = self.column = None
+        if len(world.replicas) > 1:
+            self.replicas = self.column = self._one_of(world.replica_sets, backend)
+            self.weights = self._one_of(world.replica_sets, "gloo")
+        if len(world.column) > len(world.replicas):
+            self.column = self._one_of(world.columns, backend)
         self._ties: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._made: set[tuple[int, ...]] = set()
 
@@ -62,21 +85,29 @@ class Groups:
             return
         self._made.add(key)
         if self._rank in key:
-            self._ties[key] = self._new(key)
-        elif not self._local:
-            self._new(key)  # torch wants every process of the world to take part, and gives others no group
+            self._ties[key] = self._one_of([[line[rank] for rank in key] for line in self._lines], self.backend)
+        elif self._local:
+            self._one_of([[dist.get_rank()]], "gloo")
+        else:
+            for line in self._lines:
+                dist.new_group([line[rank] for rank in key], backend=self.backend)
 
     def close(self) -> None:
         """Destroys the groups."""
-        for group in (self.up, self.down, self.control, *self._ties.values()):
+        for group in () if self._local else self._own:
             dist.destroy_process_group(group)
 
-    def _new(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
-        members = [self.members[rank] for rank in ranks]
-        group: dist.ProcessGroup = dist.new_group(
-            members, backend=backend or self.backend, use_local_synchronization=self._local
-        )
-        return group
+    def _one_of(self, parts: Sequence[Sequence[int]], backend: str) -> dist.ProcessGroup:
+        """Makes a group of each of these sets of global ranks, as far as this process takes part; its own."""
+        own: dist.ProcessGroup | None = None
+        for members in parts:
+            here = dist.get_rank() in members
+            if here or not self._local:
+                group = dist.new_group(list(members), backend=backend, use_local_synchronization=self._local)
+                own = group if here else own
+        assert own is not None
+        self._own.append(own)
+        return own
 
 
 class DistributedTransport:
@@ -102,7 +133,7 @@ class DistributedTransport:
         return channel
 
     def reduce(self, group: int, holders: Sequence[int], tensors: Sequence[Tensor]) -> Pending:
-        return _Sum(tensors, self._groups.of(holders))
+        return all_reduce(tensors, self._groups.of(holders))
 
     def share(self, value: Tensor, source_rank: int) -> Pending:
         if self._shared is not None:
@@ -198,6 +229,11 @@ class DistributedChannel:
         if work is not None:
             work.wait()
         return _layouts(header.tolist())
+
+
+def all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Pending:
+    """Starts to sum each tensor, in place, over a group."""
+    return _Sum(tensors, group)
 
 
 class _Sum:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -15,18 +15,19 @@ from torch import Tensor, nn
 
 from penstock.errors import PartitionError, PipelineFailure
 from penstock.partition import Partition
-from penstock.runtime.distributed import DistributedTransport, Groups
+from penstock.runtime.distributed import DistributedTransport, Groups, all_reduce
 from penstock.runtime.failure import OUTSIDE, Position
 from penstock.runtime.local import LocalHub, LocalTransport
 from penstock.runtime.loss import Loss, LossHead
 from penstock.runtime.program import Entry, Feed, Moment, Program, run, run_timed
+from penstock.runtime.replicas import Average, Replicas, copy_from_first
 from penstock.runtime.shared_memory import Neighbours, SharedMemoryTransport
 from penstock.runtime.streams import Streams
 from penstock.runtime.ties import TieGroup, TieReducer
 from penstock.runtime.transport import Transport
 from penstock.runtime.watchdog import Watchdog
 from penstock.runtime.world import World, backend_of, exchange
-from penstock.schedule import Schedule, linearize
+from penstock.schedule import Placement, Schedule, linearize
 
 T = TypeVar("T")
 
@@ -46,6 +47,10 @@ class Job:
     entries: tuple[Entry, ...]
     programs: tuple[Program, ...]
     head: LossHead
+    averages: Mapping[int, Average]
+    """Over replicas, by stage; empty where there are none."""
+    updated: tuple[Tensor, ...]
+    """The buffers of this process that a step updates."""
     schedule: Schedule
     training: bool
 
@@ -71,13 +76,15 @@ class Engine:
             device = self.devices[world.rank]
             if device.type == "cuda":
                 torch.cuda.set_device(device)  # NCCL and the random generators look at the current one
-            self._groups = Groups(world.rank, world.members, backend_of(device), world.is_whole)
-            give = exchange(self._groups.control)
+            self._groups = Groups(world, backend_of(device))
+            give = exchange(self._groups.everyone)
             seed = give(seed)
-            self.watchdog = Watchdog.connect(world.rank, world.ranks, give)
+            self.watchdog = Watchdog.connect(world.name, len(world.everyone), give)
             self.transports = {world.rank: self._transport(world.rank, self._groups, device, transport)}
             atexit.register(self.close)  # what was sent must arrive, also from a script that does not close
         self.streams = Streams(seed)
+        replicated = self._groups is not None and self._groups.replicas is not None
+        self.replicas = Replicas(world, self._groups) if self._groups is not None and replicated else None
 
     def _transport(
         self, rank: int, groups: Groups, device: torch.device, choice: TransportChoice
@@ -85,9 +92,9 @@ class Engine:
         """Shared memory between CPU ranks of one machine, `torch.distributed` else."""
         plain = DistributedTransport(rank, groups, device)
         possible = device.type == "cpu" and Neighbours.supported()
-        if not all(self.gather(possible and choice == "auto")):
+        if not all(self.gather_line(possible and choice == "auto")):
             return plain
-        neighbours = Neighbours(rank, self.gather)
+        neighbours = Neighbours(rank, self.gather_line)
         return SharedMemoryTransport(plain, neighbours) if neighbours.ranks else plain
 
     @property
@@ -103,7 +110,8 @@ class Engine:
             for rank in self.ranks:
                 if rank in group.ranks:
                     held = [parameter(name) for name in group.names]
-                    self._reducers[rank][index] = TieReducer(index, group, held, self.transports[rank])
+                    transport, names = self.transports[rank], self.world.names
+                    self._reducers[rank][index] = TieReducer(index, group, held, transport, names)
         reducers = [reducer for rank in self.ranks for reducer in self._reducers[rank].values()]
         for reducer in reducers:
             reducer.start_equal()
@@ -125,6 +133,13 @@ class Engine:
             self.streams.watch(partition.drawing_modules)
         build = [partition.build_output for partition in partitions]
         head = LossHead(loss, build, self.streams, needed=training)
+        averages = self._averages(first, placement) if training else {}
+        updated = tuple(
+            stage.buffers[name]
+            for stage in first.stages
+            if placement.rank_of[stage.meta.index] in self.ranks
+            for name in stage.meta.updated
+        )
         programs = {
             rank: Program(
                 self._jobs,
@@ -136,6 +151,8 @@ class Engine:
                 self._reducers[rank],
                 self.streams if draws else None,
                 self.devices[rank],
+                self.world.names,
+                averages,
                 training=training,
             )
             for rank in self.ranks
@@ -150,7 +167,17 @@ class Engine:
                 done[rank] += 1
         else:
             entries = programs[self.world.rank].entries
-        return Job(tuple(partitions), tuple(entries), tuple(programs.values()), head, schedule, training)
+        return Job(
+            tuple(partitions), tuple(entries), tuple(programs.values()), head, averages, updated, schedule, training
+        )
+
+    def _averages(self, partition: Partition, placement: Placement) -> dict[int, Average]:
+        """What averages gradients over the replicas, by stage."""
+        if self.replicas is None:
+            return {}
+        here = [stage for stage in partition.stages if placement.rank_of[stage.meta.index] in self.ranks]
+        tied = [p for rank in self.ranks for reducer in self._reducers[rank].values() for p in reducer.parameters]
+        return self.replicas.averages(here, tied)
 
     def _agree(self, schedule: Schedule, partition: Partition) -> None:
         """Finds out before the first message whether all ranks split the same model in the same way."""
@@ -158,7 +185,7 @@ class Engine:
         differing = [rank for rank, other in enumerate(self.gather(mine)) if other != mine]
         if differing:
             raise PartitionError(
-                f"rank {self.world.rank} has other stages or another schedule than rank {differing[0]}: "
+                f"rank {self.world.name} has other stages or another schedule than rank {differing[0]}: "
                 "every rank must call penstock.pipeline with the same model, example and arguments"
             )
 
@@ -177,8 +204,11 @@ class Engine:
         job.head.start(feed.targets, feed.weights, feed.keep_outputs)
         devices = tuple({self.devices[rank] for rank in self.ranks})
         reducers = [r for rank in self.ranks for r in self._reducers[rank].values()] if job.training else []
+        if job.averages and self.replicas is not None:
+            self.replicas.begin_step(job.averages)
         for reducer in reducers:
             reducer.begin_step()
+        self.streams.first_microbatch = self.world.replica * job.schedule.microbatches
         with torch.set_grad_enabled(job.training), self.streams.drawing(step, devices), _same_autocast_after():
             if timed:
                 run_timed(job.entries, self.watchdog, moments, self._settle)
@@ -187,6 +217,8 @@ class Engine:
         for reducer in reducers:
             self.watchdog.position = reducer.position
             reducer.end_step()
+        if job.averages and self.replicas is not None:
+            self.replicas.end_step(job.averages, job.updated, self.watchdog)
         for transport in self.transports.values():
             transport.end_step()
         self.watchdog.position = OUTSIDE
@@ -198,22 +230,40 @@ class Engine:
                 torch.cuda.synchronize(self.devices[rank])
 
     def give(self, value: T) -> T:
-        """Rank 0's object, on every rank; one call a process."""
+        """The first process's object, on all of them; each of them calls it."""
         if self._groups is None:
             return value
-        peers = () if self.world.rank == 0 else (0,)
-        with self._waiting("broadcast", peers):
-            given: T = exchange(self._groups.control)(value)
+        with self._waiting("broadcast", () if self.world.is_first else (0,)):
+            given: T = exchange(self._groups.everyone)(value)
         return given
+
+    def start_equal(self, tensors: Iterable[Tensor]) -> None:
+        """Gives all that run the same stages the first one's values, in place."""
+        if self._groups is not None and self._groups.column is not None:
+            numbers = [self.world.everyone.index(rank) for rank in self.world.column]
+            with self._waiting("equal parameters", tuple(n for n in numbers if n != self.world.name)):
+                copy_from_first(tensors, self._groups.column)
 
     def share(self, value: Tensor, source_rank: int) -> Callable[[], None]:
         """Starts to copy a small CPU tensor from one rank to all, in place. Returns what waits for it."""
         pending = [transport.share(value, source_rank) for transport in self.transports.values()]
 
         def wait() -> None:
-            with self._waiting("the loss", () if source_rank in self.ranks else (source_rank,)):
+            source = () if source_rank in self.ranks else (self.world.names[source_rank],)
+            with self._waiting("the loss", source):
                 for one in pending:
                     one.wait()
+
+        return wait
+
+    def share_sum(self, value: Tensor) -> Callable[[], None]:
+        """Starts to sum a small CPU tensor, in place, over all processes. Returns what waits for it."""
+        assert self._groups is not None
+        pending = all_reduce([value], self._groups.everyone)
+
+        def wait() -> None:
+            with self._waiting("the loss", self._others):
+                pending.wait()
 
         return wait
 
@@ -233,17 +283,29 @@ class Engine:
     @property
     def control_group(self) -> dist.ProcessGroup | None:
         """A gloo group of all processes; None if there is one."""
-        return None if self._groups is None else self._groups.control
+        return None if self._groups is None else self._groups.everyone
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's object, on every rank; one call a process."""
+        """Every process's object, on all of them; each of them calls it."""
+        if self._groups is None:
+            return [value]
+        values: list[Any] = [None] * len(self.world.everyone)
+        with self._waiting("gather", self._others):
+            dist.all_gather_object(values, value, group=self._groups.everyone)
+        return values
+
+    def gather_line(self, value: Any) -> list[Any]:
+        """As `gather`, of the ranks of this pipeline."""
         if self._groups is None:
             return [value]
         values: list[Any] = [None] * self.world.ranks
-        peers = tuple(rank for rank in range(self.world.ranks) if rank != self.world.rank)
-        with self._waiting("gather", peers):
+        with self._waiting("gather", tuple(name for name in self.world.names if name != self.world.name)):
             dist.all_gather_object(values, value, group=self._groups.control)
         return values
+
+    @property
+    def _others(self) -> tuple[int, ...]:
+        return tuple(number for number in range(len(self.world.everyone)) if number != self.world.name)
 
     def fail(self, error: BaseException) -> BaseException:
         """Tells the others that this rank raised; returns what is to be raised here: the first cause."""
@@ -258,7 +320,7 @@ class Engine:
             patience = None if position.peers else _OWN_ERROR_SECONDS
             if self.watchdog.cause(patience) is not None:
                 return _failure_of(self.watchdog, error)
-        error.add_note(f"penstock: on rank {self.world.rank}" + (f", in {position.action}" if position.action else ""))
+        error.add_note(f"penstock: on rank {self.world.name}" + (f", in {position.action}" if position.action else ""))
         self.watchdog.report(position.action or None, error)
         return error
 
@@ -267,8 +329,7 @@ class Engine:
         atexit.unregister(self.close)
         self.streams.close()
         if not self.failed:
-            others = tuple(rank for rank in range(self.world.ranks) if rank not in self.ranks)
-            with self._waiting("close", others):
+            with self._waiting("close", self._others):
                 for transport in self.transports.values():
                     transport.close()
         self.watchdog.close()

@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.errors import ScheduleError
 from penstock.partition import Partition, Stage
-from penstock.runtime.failure import OUTSIDE, Position
+from penstock.runtime.failure import OUTSIDE, Position, Watched
 from penstock.runtime.loss import LossHead
+from penstock.runtime.replicas import Average
 from penstock.runtime.routes import Route, RouteBuilder, route_of
 from penstock.runtime.split_backward import SplitBackward
 from penstock.runtime.stage import StageRunner
@@ -29,12 +30,6 @@ from penstock.stages import MODEL_INPUT, StageMeta
 
 Moment = tuple[Action, int, int, int]
 """An action as it ran: when it began to wait, was ready, and ended, in nanoseconds of `time.perf_counter_ns`."""
-
-
-class Watched(Protocol):
-    """Told what the rank does, so that a watchdog can say who waits for whom."""
-
-    position: Position
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +105,8 @@ class Program:
         row: the rank's actions, communication included.
         head: what stands behind the last stage; used on its rank only.
         reducers: by tie group.
+        names: of the ranks, by which messages call them.
+        averages: over replicas, by stage.
     """
 
     def __init__(
@@ -123,6 +120,8 @@ class Program:
         reducers: Mapping[int, TieReducer],
         streams: Streams | None,
         device: torch.device,
+        names: Sequence[int],
+        averages: Mapping[int, Average],
         *,
         training: bool,
     ) -> None:
@@ -145,6 +144,8 @@ class Program:
                 _split(partitions[0].stages[index], row, device),
             )
         self._reducers = reducers
+        self._averages = averages
+        self._names = names
         self._placement = placement
         self.entries = [self._entry(rank, action) for action in row]
 
@@ -157,9 +158,8 @@ class Program:
         text = str(action)
         running = Position(text)
         if action.op is Op.REDUCE_GRAD:
-            assert action.microbatch is not None
-            reducer = self._reducers[action.microbatch]
-            return Entry(rank, action, 0, None, lambda _, __: reducer.start(), running, running)
+            start = self._reduction(action)
+            return Entry(rank, action, 0, None, lambda _, __: start(), running, running)
         runner = self.runners[action.stage]
         assert action.microbatch is not None
         routes = runner.routes
@@ -177,7 +177,7 @@ class Program:
                 forward = action.op is Op.SEND_F
                 route = route_of(action, routes.values_out if forward else routes.grads_out)
                 send = runner.send_values if forward else runner.send_grads
-                blocked = Position(text, (self._placement.rank_of[route.stage],))
+                blocked = Position(text, (self._names[self._placement.rank_of[route.stage]],))
                 return Entry(rank, action, action.microbatch, None, lambda k, _: send(k, route), blocked, blocked)
             case Op.RECV_F | Op.RECV_B:
                 route = route_of(action, routes.values_in if action.op is Op.RECV_F else routes.grads_in)
@@ -186,8 +186,14 @@ class Program:
             case _:
                 raise ScheduleError(f"action {text} of rank {rank}: {action.op.value} cannot be run; leave it out")
 
+    def _reduction(self, action: Action) -> Callable[[], None]:
+        """Starts the sum over a group of tied stages, or over the replicas of one stage."""
+        if action.microbatch is None:
+            return self._averages[action.stage].start
+        return self._reducers[action.microbatch].start
+
     def _waiting(self, what: str, action: Action, routes: Sequence[Route]) -> Position:
-        peers = sorted({self._placement.rank_of[route.stage] for route in routes if route.remote})
+        peers = sorted({self._names[self._placement.rank_of[route.stage]] for route in routes if route.remote})
         return Position(f"{action.stage}{what}{action.microbatch}", tuple(peers))
 
 

@@ -58,6 +58,7 @@ class SplitModel:
         shared = ties([stage.meta for stage in self._record(training=True)[0].stages])
         self._refuse_copies(shared)
         self._take_over(rule)
+        engine.start_equal(self._held_tensors())
         self._parameters = list(self.model.parameters())
         self._stages = self.partitions(training=True)[0].stages
         self.tie_groups = () if engine.world.is_local else tie_groups(shared, placement.rank_of)
@@ -117,6 +118,13 @@ class SplitModel:
         names = self._partitioner.names()
         held = {name: b for stage in self._stages_here() for name, b in stage.buffers.items()}
         return [(names[name], held[names[name]]) for name, _ in self.model.named_buffers() if names[name] in held]
+
+    def _held_tensors(self) -> list[Tensor]:
+        """Every parameter and buffer of this process's stages, in the model's order."""
+        stages = self._record(training=True)[0].stages
+        here = [stage for stage in stages if self._placement.rank_of[stage.meta.index] in self._engine.ranks]
+        held = {name: t for stage in here for name, t in (*stage.parameters.items(), *stage.buffers.items())}
+        return [held[name] for name in sorted(held)]
 
     def _record(self, *, training: bool) -> list[Partition]:
         with torch.set_grad_enabled(training):

@@ -13,6 +13,7 @@ from penstock.schedule.passes import (
     drop_communication,
     forward_only,
     merge_backward,
+    reduce_replicas,
     reduce_ties,
     split_backward,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "names",
     "peak_activations",
     "read_csv",
+    "reduce_replicas",
     "reduce_ties",
     "split_backward",
     "stages_with_backward",

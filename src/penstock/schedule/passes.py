@@ -1,11 +1,11 @@
-"""From a schedule to a schedule: split or merge backwards, leave some out, reduce tied gradients.
+"""From a schedule to a schedule: split or merge backwards, leave some out, reduce gradients of ties and replicas.
 
 `add_communication` has a file of its own, `communication.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 
 from penstock.errors import ArgumentError
 from penstock.schedule.action import Action, Op, Overlap
@@ -85,6 +85,29 @@ def reduce_ties(schedule: Schedule, groups: Sequence[Sequence[int]]) -> Schedule
         here = {g: [stage for stage in group if rank_of[stage] == rank] for g, group in reduced.items()}
         rows.append(_with_reductions(row, {g: stages for g, stages in here.items() if stages}))
     return schedule.with_rows(rows)
+
+
+def reduce_replicas(schedule: Schedule, stages: Set[int]) -> Schedule:
+    """Adds the reduction of the gradients of stages that have replicas: a `REDUCE_GRAD` without a number.
+
+    It comes right after the stage's last B or W, and what that sends, so that it is under way while other stages still
+    run. A stage without any backward gets none.
+    """
+
+    def changed(row: Row) -> Iterator[Action | Overlap]:
+        items = list(row.items())
+        last = {part.stage: index for index, item in enumerate(items) for part in item.parts if part.op in (Op.B, Op.W)}
+        behind: dict[int, list[int]] = {}
+        for stage in sorted(stages & last.keys()):
+            place = last[stage]
+            while place + 1 < len(items) and all(part.op.is_send for part in items[place + 1].parts):
+                place += 1
+            behind.setdefault(place, []).append(stage)
+        for index, item in enumerate(items):
+            yield item
+            yield from (Action(stage, Op.REDUCE_GRAD) for stage in behind.get(index, ()))
+
+    return schedule.with_rows([changed(row) for row in schedule.rows])
 
 
 def _with_reductions(row: Row, groups: dict[int, list[int]]) -> list[Action | Overlap]:
