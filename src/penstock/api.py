@@ -6,7 +6,7 @@ The same script runs alone (one process drives all ranks) and under torchrun (ea
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from penstock.schedule import (
     generate,
 )
 
+if TYPE_CHECKING:
+    from penstock.runtime.frame import Parallelize
+
 
 def pipeline(
     model: nn.Module | Sequence[nn.Module],
@@ -50,6 +53,7 @@ def pipeline(
     share_loss: bool = True,
     transport: TransportChoice = "auto",
     materialize: Materialize | None = None,
+    parallelize: Parallelize | None = None,
     seed: int | None = None,
 ) -> Pipeline:
     """Splits a model into stages and makes them ready to train.
@@ -80,6 +84,8 @@ def pipeline(
         share_loss: give the loss to every rank, not only to that of the last stage.
         materialize: `materialize(name, module)` sets the values of a module that was built on the meta device;
             None: its `reset_parameters()`.
+        parallelize: called with each of this process's stages, a module that holds the model's own modules under their
+            names, to shard it in place: `fully_shard` over `mesh["dp"]`, `parallelize_module` over `mesh["tp"]`.
         seed: of the random streams (dropout); None: torch's initial seed on rank 0.
 
     Raises:
@@ -108,7 +114,7 @@ def pipeline(
         (tuple(example_args), dict(example_kwargs or {})),
         world,
         _schedule(schedule, world.ranks, microbatches, chunks),
-        Options(loss, reduction, cuts, leaves, balance, devices, share_loss, transport, materialize, seed),
+        Options(loss, reduction, cuts, leaves, balance, devices, share_loss, transport, materialize, parallelize, seed),
     )
 
 
@@ -136,6 +142,7 @@ def build(
             leaves=options.leaves,
             balance=options.balance,
             rule=options.materialize,
+            parallelize=options.parallelize,
         )
         return Pipeline(engine, split, order, sizes, options)
     except BaseException as error:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from penstock.partition import Balance, Partition
 from penstock.partition._compat import flatten
 from penstock.result import SharedLoss, StepResult
 from penstock.runtime import batch as batches
+from penstock.runtime.distribution import local, whole
 from penstock.runtime.engine import Engine, Job, TransportChoice, draws_in_glue
 from penstock.runtime.loss import Loss, LossHead, Reduction, weights
 from penstock.runtime.materialize import Materialize
@@ -27,15 +28,20 @@ from penstock.runtime.streams import Streams
 from penstock.schedule import (
     Schedule,
     add_communication,
+    add_sharding,
     check,
     drop_backward,
     forward_only,
     reduce_replicas,
     reduce_ties,
     stages_with_backward,
+    whole_last_backward,
 )
 from penstock.stages import StageMeta, backward_links, forward_links, needs_backward
 from penstock.timeline import Timeline
+
+if TYPE_CHECKING:
+    from penstock.runtime.frame import Parallelize
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,7 @@ class Options:
     share_loss: bool = True
     transport: TransportChoice = "auto"
     materialize: Materialize | None = None
+    parallelize: Parallelize | None = None
     seed: int | None = None
 
 
@@ -211,13 +218,13 @@ class Pipeline:
         """
         norms: dict[str, Tensor] = {}
         held = [(name, p.grad) for name, p in self.named_parameters() if p.grad is not None]
-        for part in self.gather({name: torch.linalg.vector_norm(grad).cpu() for name, grad in held}):
+        for part in self.gather({name: whole(torch.linalg.vector_norm(grad)).cpu() for name, grad in held}):
             norms.update(part)
         ordered = [norms[name] for name, _ in self.all_parameters() if name in norms]
         total = torch.linalg.vector_norm(torch.stack(ordered)) if ordered else torch.zeros(())
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         for _, grad in held:
-            grad.mul_(factor.to(grad.device))
+            local(grad).mul_(factor.to(grad.device))
         return total
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
@@ -372,14 +379,17 @@ class Pipeline:
         if key not in self._jobs:
             partitions = self._split.partitions(training=training)
             schedule = self._lowered(partitions[0], training=training)
-            self._jobs[key] = self._engine.bind(partitions, schedule, self._options.loss, training=training)
+            self._jobs[key] = self._engine.bind(
+                partitions, schedule, self._options.loss, self._split.sharded, training=training
+            )
         return self._jobs[key]
 
     def _lowered(self, partition: Partition, *, training: bool) -> Schedule:
         """The schedule as it is run: communication, tied gradients, and nothing that frozen stages do not need."""
         metas = [stage.meta for stage in partition.stages]
         if training:
-            order = drop_backward(self._order, [meta.index for meta in metas if not needs_backward(meta)])
+            order = whole_last_backward(self._order, self._split.sharded_stages)
+            order = drop_backward(order, [meta.index for meta in metas if not needs_backward(meta)])
             order = add_communication(order, forward_links(metas), backward_links(metas))
             order = reduce_ties(order, [group.stages for group in self._split.tie_groups])
             if self.world.data_parallel > 1:
@@ -387,6 +397,7 @@ class Pipeline:
             _refuse_untrained(order, metas)
         else:
             order = add_communication(forward_only(self._order), forward_links(metas), ())
+        order = add_sharding(order, self._split.sharded_stages)
         refuse_illegal(order)
         return order
 

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,9 @@ from penstock.runtime.transport import Transport
 from penstock.runtime.watchdog import Watchdog
 from penstock.runtime.world import World, backend_of, exchange
 from penstock.schedule import Placement, Schedule, linearize
+
+if TYPE_CHECKING:
+    from penstock.runtime.frame import Sharded
 
 T = TypeVar("T")
 
@@ -118,7 +121,15 @@ class Engine:
         for reducer in reducers:
             reducer.end_equal()
 
-    def bind(self, partitions: Sequence[Partition], schedule: Schedule, loss: Loss | None, *, training: bool) -> Job:
+    def bind(
+        self,
+        partitions: Sequence[Partition],
+        schedule: Schedule,
+        loss: Loss | None,
+        sharded: Mapping[int, Sharded],
+        *,
+        training: bool,
+    ) -> Job:
         """Binds a schedule, communication included, to the partitions of its microbatches.
 
         Every rank binds the same jobs in the same order.
@@ -153,6 +164,7 @@ class Engine:
                 self.devices[rank],
                 self.world.names,
                 averages,
+                sharded,
                 training=training,
             )
             for rank in self.ranks
@@ -200,7 +212,7 @@ class Engine:
         self.watchdog.step += 1
         self.watchdog.check()
         for program in job.programs:
-            program.start(feed)
+            program.start(feed, reduces=self.replicas is None or self.replicas.active)
         job.head.start(feed.targets, feed.weights, feed.keep_outputs)
         devices = tuple({self.devices[rank] for rank in self.ranks})
         reducers = [r for rank in self.ranks for r in self._reducers[rank].values()] if job.training else []

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from penstock.runtime.ties import TieReducer
 from penstock.runtime.transport import Transport
 from penstock.schedule import Action, Op, Placement
 from penstock.stages import MODEL_INPUT, StageMeta
+
+if TYPE_CHECKING:
+    from penstock.runtime.frame import Sharded  # which imports torch's FSDP
 
 Moment = tuple[Action, int, int, int]
 """An action as it ran: when it began to wait, was ready, and ended, in nanoseconds of `time.perf_counter_ns`."""
@@ -107,6 +110,7 @@ class Program:
         reducers: by tie group.
         names: of the ranks, by which messages call them.
         averages: over replicas, by stage.
+        sharded: the stages that `fully_shard` was applied to.
     """
 
     def __init__(
@@ -122,6 +126,7 @@ class Program:
         device: torch.device,
         names: Sequence[int],
         averages: Mapping[int, Average],
+        sharded: Mapping[int, Sharded],
         *,
         training: bool,
     ) -> None:
@@ -133,7 +138,7 @@ class Program:
         for index in placement.stages_on(rank):
             self.runners[index] = StageRunner(
                 metas[index],
-                [partition.stages[index].module.forward for partition in partitions],
+                [partition.stages[index].forward for partition in partitions],
                 builder.roots(index),
                 builder.routes(index),
                 head if placement.is_last(index) else None,
@@ -141,17 +146,21 @@ class Program:
                 partitions[0].draw_offsets[index],
                 device,
                 training,
-                _split(partitions[0].stages[index], row, device),
+                _split(partitions[0].stages[index], row, device, sharded.get(index)),
+                _last_backward(row, index) if index in sharded else None,
+                sharded.get(index),
             )
         self._reducers = reducers
         self._averages = averages
+        self._sharded = sharded
         self._names = names
         self._placement = placement
         self.entries = [self._entry(rank, action) for action in row]
 
-    def start(self, feed: Feed) -> None:
-        """Gives a step's inputs to the first stage, if it is here."""
+    def start(self, feed: Feed, *, reduces: bool) -> None:
+        """Gives a step's inputs to the first stage, if it is here. `reduces`: gradients of sharded stages are."""
         for index, runner in self.runners.items():
+            runner.reduces = reduces
             runner.begin_step(feed.inputs if self._placement.is_first(index) else ())
 
     def _entry(self, rank: int, action: Action) -> Entry:
@@ -160,6 +169,11 @@ class Program:
         if action.op is Op.REDUCE_GRAD:
             start = self._reduction(action)
             return Entry(rank, action, 0, None, lambda _, __: start(), running, running)
+        if action.op in (Op.UNSHARD, Op.RESHARD):
+            sharded = self._sharded[action.stage]
+            turn = sharded.unshard if action.op is Op.UNSHARD else sharded.reshard
+            gathering = Position(text)
+            return Entry(rank, action, 0, None, lambda _, __: turn(), gathering, gathering)
         runner = self.runners[action.stage]
         assert action.microbatch is not None
         routes = runner.routes
@@ -197,7 +211,13 @@ class Program:
         return Position(f"{action.stage}{what}{action.microbatch}", tuple(peers))
 
 
-def _split(stage: Stage, row: Sequence[Action], device: torch.device) -> SplitBackward | None:
+def _last_backward(row: Sequence[Action], stage: int) -> int | None:
+    """The microbatch of a stage's last backward; None if it has none."""
+    found = [action.microbatch for action in row if action.stage == stage and action.op in (Op.B, Op.I)]
+    return found[-1] if found else None
+
+
+def _split(stage: Stage, row: Sequence[Action], device: torch.device, sharded: Sharded | None) -> SplitBackward | None:
     """What runs the backwards that the row splits, if it splits any of this stage."""
 
     def microbatches(*ops: Op) -> list[int]:
@@ -207,7 +227,10 @@ def _split(stage: Stage, row: Sequence[Action], device: torch.device) -> SplitBa
     split = microbatches(Op.I)
     orders = (microbatches(Op.F), microbatches(Op.B, Op.I))
     in_order = all(order == sorted(order) for order in orders)
-    return SplitBackward(stage.parameters, stage.module, device, split, in_order=in_order) if split else None
+    if not split:
+        return None
+    parameters = (lambda: stage.parameters) if sharded is None else sharded.parameters
+    return SplitBackward(parameters, stage.module, device, split, in_order=in_order)
 
 
 def model_inputs(meta: StageMeta) -> list[int]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from penstock.partition import Stage
 from penstock.runtime.distributed import Groups, all_reduce
+from penstock.runtime.distribution import mesh_dimensions
 from penstock.runtime.failure import OUTSIDE, Position, Watched
 from penstock.runtime.sums import GradientSum
 from penstock.runtime.transport import Pending
@@ -80,6 +81,7 @@ class Replicas:
         self.active = True
         self._group, self._weights = groups.replicas, groups.weights
         self._count = len(world.replicas)
+        self._divided = world.divided
         numbers = (world.everyone.index(rank) for rank in world.replicas)
         self.others = tuple(number for number in numbers if number != world.name)
         self._behind = False
@@ -93,13 +95,20 @@ class Replicas:
         here = list(stages)
         holders = Counter(id(p) for stage in here for p in stage.parameters.values())
         shared = {id(p) for p in tied} | {key for key, count in holders.items() if count > 1}
-        trained = {stage.meta.index: [p for p in stage.parameters.values() if p.requires_grad] for stage in here}
+        trained = {
+            stage.meta.index: [p for p in stage.parameters.values() if p.requires_grad and not self._is_sharded(p)]
+            for stage in here
+        }
         own = {stage: [p for p in some if id(p) not in shared] for stage, some in trained.items()}
         own[SHARED] = list({id(p): p for some in trained.values() for p in some if id(p) in shared}.values())
         return {
             stage: Average(some, self._group, Position(f"{'' if stage == SHARED else stage}REDUCE_GRAD", self.others))
             for stage, some in own.items()
         }
+
+    def _is_sharded(self, parameter: Tensor) -> bool:
+        """Whether `fully_shard` averages its gradient itself."""
+        return bool(set(self._divided) & set(mesh_dimensions(parameter)))
 
     def begin_step(self, averages: Mapping[int, Average]) -> None:
         """Before a step. What steps that did not average left stays in `.grad`, and is averaged with this one's."""

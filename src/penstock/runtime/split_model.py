@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +13,15 @@ from torch import Tensor, nn
 from penstock.errors import ArgumentError
 from penstock.partition import Balance, Partition, Partitioner, Stage, default_kwargs, retarget
 from penstock.runtime.copies import with_copies
+from penstock.runtime.distribution import check_sharding
 from penstock.runtime.engine import Engine
 from penstock.runtime.materialize import Materialize, materialize
 from penstock.runtime.ties import tie_groups
 from penstock.schedule import Placement
 from penstock.stages import ties
+
+if TYPE_CHECKING:
+    from penstock.runtime.frame import Frames, Parallelize, Sharded
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword inputs of one microbatch."""
@@ -44,7 +49,9 @@ class SplitModel:
         leaves: Sequence[str] | None,
         balance: Balance,
         rule: Materialize | None,
+        parallelize: Parallelize | None = None,
     ) -> None:
+        self._frames: Frames | None = None
         self._engine = engine
         self._placement = placement
         self._partitioner = Partitioner(
@@ -59,6 +66,9 @@ class SplitModel:
         self._refuse_copies(shared)
         self._take_over(rule)
         engine.start_equal(self._held_tensors())
+        if parallelize is not None:
+            self._parallelize(parallelize, shared)
+        self.sharded_stages = frozenset(stage for stages in engine.gather_line(list(self.sharded)) for stage in stages)
         self._parameters = list(self.model.parameters())
         self._stages = self.partitions(training=True)[0].stages
         self.tie_groups = () if engine.world.is_local else tie_groups(shared, placement.rank_of)
@@ -119,15 +129,42 @@ class SplitModel:
         held = {name: b for stage in self._stages_here() for name, b in stage.buffers.items()}
         return [(names[name], held[names[name]]) for name, _ in self.model.named_buffers() if names[name] in held]
 
+    @property
+    def sharded(self) -> Mapping[int, Sharded]:
+        """The stages of this process that `fully_shard` was applied to."""
+        return {} if self._frames is None else self._frames.sharded
+
+    def _parallelize(self, function: Parallelize, shared: Mapping[str, Sequence[int]]) -> None:
+        """Applies the user's function to this process's stages. What was recorded before is recorded anew."""
+        from penstock.runtime.frame import Frames  # torch's FSDP takes long to import
+
+        if self._placement.pipelines > 1:
+            raise ArgumentError(
+                "parallelize= works on one copy of each stage, and this schedule has several; take one with one copy "
+                "(dualpipe-v for dualpipe)"
+            )
+        here = [s for s in self.partitions(training=True)[0].stages if self._is_here(s)]
+        self._frames = Frames(self.model, here, function)
+        self._copied.clear()
+        self._placed.clear()
+        self._partitioner.forget()
+        for stage in self.partitions(training=True)[0].stages:
+            if self._is_here(stage):
+                check_sharding(stage, self._engine.world.divided, shared)
+
+    def _is_here(self, stage: Stage) -> bool:
+        return self._placement.rank_of[stage.meta.index] in self._engine.ranks
+
     def _held_tensors(self) -> list[Tensor]:
         """Every parameter and buffer of this process's stages, in the model's order."""
         stages = self._record(training=True)[0].stages
-        here = [stage for stage in stages if self._placement.rank_of[stage.meta.index] in self._engine.ranks]
+        here = [stage for stage in stages if self._is_here(stage)]
         held = {name: t for stage in here for name, t in (*stage.parameters.items(), *stage.buffers.items())}
         return [held[name] for name in sorted(held)]
 
     def _record(self, *, training: bool) -> list[Partition]:
-        with torch.set_grad_enabled(training):
+        plain = nullcontext() if self._frames is None else self._frames.off()
+        with torch.set_grad_enabled(training), plain:
             return [self._copy(self._partitioner(args, kwargs)) for args, kwargs in self._examples]
 
     def _copy(self, partition: Partition) -> Partition:
@@ -140,7 +177,7 @@ class SplitModel:
     def _place(self, partition: Partition) -> Partition:
         """The partition with this process's stages on their devices."""
         if id(partition) not in self._placed:
-            stages = tuple(self._place_stage(stage) for stage in partition.stages)
+            stages = tuple(self._framed(self._place_stage(stage)) for stage in partition.stages)
             self._placed[id(partition)] = partition, replace(partition, stages=stages)
         return self._placed[id(partition)][1]
 
@@ -153,8 +190,15 @@ class SplitModel:
         stage.module.to(device)
         return stage
 
+    def _framed(self, stage: Stage) -> Stage:
+        if self._frames is None or not self._is_here(stage):
+            return stage
+        frame = self._frames[stage.meta.index]
+        frame.adopt(stage)
+        return replace(stage, frame=frame)
+
     def _stages_here(self) -> list[Stage]:
-        return [stage for stage in self._stages if self._placement.rank_of[stage.meta.index] in self._engine.ranks]
+        return [stage for stage in self._stages if self._is_here(stage)]
 
     def _refuse_copies(self, shared: dict[str, tuple[int, ...]]) -> None:
         if not self._engine.world.is_local:

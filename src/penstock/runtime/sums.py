@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
+from penstock.runtime.distribution import local
 from penstock.runtime.transport import Pending
 
 Reduce = Callable[[Sequence[Tensor]], Pending]
@@ -63,17 +64,22 @@ class GradientSum:
                     f"a gradient of shape {list(parameter.shape)} is sparse, and several processes hold its parameter; "
                     "sparse gradients cannot be summed over processes: make the embedding with sparse=False"
                 )
-        flat = [p.new_zeros(p.numel()) if p.grad is None else p.grad.detach().reshape(-1) for p in members]
-        return torch.cat([*flat, members[0].new_tensor([float(p.grad is not None) for p in members])])
+        mine = [local(p.detach()) for p in members]
+        flat = [
+            torch.zeros_like(m).reshape(-1) if p.grad is None else local(p.grad.detach()).reshape(-1)
+            for p, m in zip(members, mine, strict=True)
+        ]
+        return torch.cat([*flat, mine[0].new_tensor([float(p.grad is not None) for p in members])])
 
     def _totals(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
         """Each parameter's sum; None where no process has a gradient."""
         for members, buffer in zip(self._by_dtype(), self._buffers, strict=True):
-            *flat, held = torch.split(buffer, [*(p.numel() for p in members), len(members)])
+            *flat, held = torch.split(buffer, [*(local(p.detach()).numel() for p in members), len(members)])
             for parameter, total, count in zip(members, flat, held.tolist(), strict=True):
-                grad = torch.empty_like(parameter.data).copy_(total.view(parameter.shape)) if count else None
-                if grad is not None and self._divisor > 1:
-                    grad /= self._divisor
+                grad = torch.empty_like(parameter.data) if count else None
+                if grad is not None:
+                    mine = local(grad)
+                    mine.copy_(total.view(mine.shape) / self._divisor if self._divisor > 1 else total.view(mine.shape))
                 yield parameter, grad
 
     def _by_dtype(self) -> list[list[nn.Parameter]]:

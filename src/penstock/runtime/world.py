@@ -39,6 +39,7 @@ class World:
         replicas: the global ranks that hold the same as this one and train on other data, in order; this one included.
         column: the global ranks that run the same stages: on other data, or a share of each layer.
         lines, replica_sets, columns: the same of all processes: each divides `everyone` into disjoint parts.
+        divided: the dimensions of the mesh along which the batch is divided.
         replica: this process's number among `replicas`.
         share: this process's number among those that share a replica's layers (tensor parallelism).
     """
@@ -49,6 +50,7 @@ class World:
     everyone: tuple[int, ...] = ()
     replicas: tuple[int, ...] = ()
     column: tuple[int, ...] = ()
+    divided: tuple[str, ...] = ()
     replica: int = 0
     share: int = 0
     lines: tuple[tuple[int, ...], ...] = ()
@@ -154,6 +156,7 @@ def _from_mesh(ranks: int | None, mesh: DeviceMesh) -> World:
         along(*names),
         replicas,
         along(TENSOR, *DATA),
+        tuple(name for name in names if name in DATA and mesh.size(names.index(name)) > 1),
         replicas.index(me),
         shares.index(me),
         parts(PIPELINE),

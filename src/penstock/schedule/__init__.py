@@ -9,6 +9,7 @@ from penstock.schedule.generators import Generator, generate, generator, generat
 from penstock.schedule.grid import grid
 from penstock.schedule.order import linearize
 from penstock.schedule.passes import (
+    add_sharding,
     drop_backward,
     drop_communication,
     forward_only,
@@ -16,6 +17,7 @@ from penstock.schedule.passes import (
     reduce_replicas,
     reduce_ties,
     split_backward,
+    whole_last_backward,
 )
 from penstock.schedule.placement import Placement
 from penstock.schedule.row import Row
@@ -33,6 +35,7 @@ __all__ = [
     "Schedule",
     "Violation",
     "add_communication",
+    "add_sharding",
     "check",
     "drop_backward",
     "drop_communication",
@@ -52,5 +55,6 @@ __all__ = [
     "split_backward",
     "stages_with_backward",
     "to_csv",
+    "whole_last_backward",
     "write_csv",
 ]

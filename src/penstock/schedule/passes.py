@@ -1,4 +1,4 @@
-"""From a schedule to a schedule: split or merge backwards, leave some out, reduce gradients of ties and replicas.
+"""From a schedule to a schedule: split or merge backwards, leave some out, reduce gradients, gather what is sharded.
 
 `add_communication` has a file of its own, `communication.py`.
 """
@@ -106,6 +106,51 @@ def reduce_replicas(schedule: Schedule, stages: Set[int]) -> Schedule:
         for index, item in enumerate(items):
             yield item
             yield from (Action(stage, Op.REDUCE_GRAD) for stage in behind.get(index, ()))
+
+    return schedule.with_rows([changed(row) for row in schedule.rows])
+
+
+def whole_last_backward(schedule: Schedule, stages: Set[int]) -> Schedule:
+    """The last backward of each of these stages whole, with all of the stage's other weight gradients before it.
+
+    For stages whose gradients are reduced within their last backward (`fully_shard`).
+    """
+
+    def changed(row: Row) -> Iterable[Action | Overlap]:
+        items = list(row.items())
+        for stage in stages:
+            ends = [i for i, item in enumerate(items) if any(p.stage == stage and p.op is Op.I for p in item.parts)]
+            whole = [i for i, item in enumerate(items) if any(p.stage == stage and p.op is Op.B for p in item.parts)]
+            if ends and (not whole or ends[-1] > whole[-1]):
+                items = _ending_whole(items, stage, ends[-1])
+        return items
+
+    return schedule.with_rows([changed(row) for row in schedule.rows])
+
+
+def _ending_whole(items: list[Action | Overlap], stage: int, last: int) -> list[Action | Overlap]:
+    """The items with the stage's I at `last` whole, and the Ws behind it, but its own, in front of it."""
+    (number,) = [part.microbatch for part in items[last].parts if part.stage == stage and part.op is Op.I]
+    waiting = [i for i in items[last:] if isinstance(i, Action) and i.stage == stage and i.op is Op.W]
+    whole = Action(stage, Op.B, number)
+    item = items[last]
+    end = Overlap(item.forward, whole) if isinstance(item, Overlap) else whole
+    before = [w for w in waiting if w.microbatch != number]
+    return [*items[:last], *before, end, *(i for i in items[last + 1 :] if i not in waiting)]
+
+
+def add_sharding(schedule: Schedule, stages: Set[int]) -> Schedule:
+    """Adds `UNSHARD` before the first action of each of these stages, and `RESHARD` behind its last."""
+
+    def changed(row: Row) -> Iterator[Action | Overlap]:
+        items = list(row.items())
+        computes = {s: [i for i, item in enumerate(items) if any(p.stage == s for p in item.parts)] for s in stages}
+        first = {s: places[0] for s, places in computes.items() if places}
+        last = {s: places[-1] for s, places in computes.items() if places}
+        for index, item in enumerate(items):
+            yield from (Action(s, Op.UNSHARD) for s in sorted(first) if first[s] == index)
+            yield item
+            yield from (Action(s, Op.RESHARD) for s in sorted(last) if last[s] == index)
 
     return schedule.with_rows([changed(row) for row in schedule.rows])
 
