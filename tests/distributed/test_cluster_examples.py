@@ -21,7 +21,7 @@ SCRIPT = ("examples/train_gpt.py", "--steps=20")
 SECONDS = 200.0
 ENVIRONMENT = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")
