@@ -133,6 +133,18 @@ def verify(rank: int, name: str, options: dict[str, Any]) -> tuple[bool, str, li
     return report.ok, report.summary(), sorted({row.kind for row in report.rows})
 
 
+def verify_zoo(rank: int, asked: list[tuple[str, dict[str, Any]]], options: dict[str, Any]) -> list[tuple[bool, str]]:
+    """The same for each of many models of the zoo, with options of its own besides those of all."""
+    from zoo import ZOO
+
+    found = []
+    for name, own in asked:
+        model, args, kwargs, target, loss = ZOO[name].case()
+        report = penstock.verify(model, args, target, loss, kwargs=kwargs, exact=True, **options, **own)
+        found.append((report.ok, report.summary()))
+    return found
+
+
 class Trained(NamedTuple):
     """What one process saw. Tensors by name."""
 

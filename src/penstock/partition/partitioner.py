@@ -69,6 +69,7 @@ class Partitioner:
         self._partitions: dict[Hashable, list[Partition]] = {}
         self._keep_alive: list[object] = []
         self._modules = list(self.model.modules())
+        self._exposed: frozenset[type[nn.Module]] = frozenset()
         self._opened = _opened(self.model, find_units(self.model, self._leaves))
         self._slots = [(slots, name) for m in self._modules for slots in (m._parameters, m._buffers) for name in slots]
 
@@ -82,8 +83,8 @@ class Partitioner:
         """
         kwargs = dict(kwargs or {})
         given = flatten((tuple(args), kwargs))
-        key = given.structure, tuple(describe(leaf) for leaf in given.leaves), self._state()
-        variants = self._partitions.setdefault(key, [])
+        signature = given.structure, tuple(describe(leaf) for leaf in given.leaves)
+        variants = self._partitions.setdefault((*signature, self._state()), [])
         for partition in variants:
             if all(guard.holds(given.leaves) for guard in partition.guards):
                 return partition
@@ -93,10 +94,11 @@ class Partitioner:
                 f"the forward reads values of its inputs at {guard.source_line}, and got another result for each of "
                 f"{VARIANTS} microbatches (now not {guard.expected!r}). Name an enclosing module in leaves=[...]"
             )
-        variants.append(self._partition(args, kwargs))
+        partition = self._partition(args, kwargs)
+        self._partitions.setdefault((*signature, self._state()), []).append(partition)  # it may have opened blocks
         # the key has ids in it, which must not be taken by other objects
         self._keep_alive.append((given.leaves, [slots.get(name) for slots, name in self._slots]))
-        return variants[-1]
+        return partition
 
     def forget(self) -> None:
         """Drops what was recorded, and with it every reference to parameters that the model no longer holds."""
@@ -131,7 +133,10 @@ class Partitioner:
     def _partition(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Partition:
         model = self.model
         defaults = default_kwargs(model, args, kwargs)
-        recording = record(model, args, {**kwargs, **defaults}, self._leaves)
+        recording = record(model, args, {**kwargs, **defaults}, self._leaves, self._exposed)
+        if recording.exposed != self._exposed:
+            self._exposed = recording.exposed
+            self._opened = _opened(model, find_units(model, self._leaves, self._exposed))
         if self.cuts is None:
             self.cuts = balanced_cuts(recording, model, self.stages, self._balance)
         starts = cut_positions(recording, model, self.cuts)
