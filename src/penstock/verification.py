@@ -233,7 +233,7 @@ def _forget_gradients(pipe: Pipeline) -> None:
 def _run_unsplit(alone: Pipeline, batch: _Batch, loss: Loss | None, reduction: Reduction) -> tuple[list[Any], Tensor]:
     pieces = alone.split_batch((batch.args, batch.kwargs))
     target = batch.kwargs.get("labels") if batch.target is None else batch.target
-    targets = alone.split_batch(target)
+    targets = alone.split_batch(target, like=(batch.args, batch.kwargs))
     sizes = [batches.rows_of(piece, "input") for piece in pieces]
     weighted = weights(reduction, sizes, targets)
     outputs: list[Any] = []

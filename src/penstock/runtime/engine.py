@@ -41,6 +41,8 @@ TransportChoice = Literal["auto", "distributed"]
 class Job:
     """A schedule bound to partitions, for the ranks of this process."""
 
+    number: int
+    """Of its programs; the same on every rank."""
     partitions: tuple[Partition, ...]
     """Of each microbatch."""
     entries: tuple[Entry, ...]
@@ -140,7 +142,7 @@ class Engine:
             )
             for rank in self.ranks
         }
-        self._jobs += 1
+        number, self._jobs = self._jobs, self._jobs + 1
         self._agree(schedule, first)
         if self.world.rank is None:
             done = dict.fromkeys(self.ranks, 0)
@@ -150,7 +152,12 @@ class Engine:
                 done[rank] += 1
         else:
             entries = programs[self.world.rank].entries
-        return Job(tuple(partitions), tuple(entries), tuple(programs.values()), head, schedule, training)
+        return Job(number, tuple(partitions), tuple(entries), tuple(programs.values()), head, schedule, training)
+
+    def release(self, job: Job) -> None:
+        """Gives back what a job holds that will not be run any more. Every rank calls it between the same two steps."""
+        for transport in self.transports.values():
+            transport.release(job.number)
 
     def _agree(self, schedule: Schedule, partition: Partition) -> None:
         """Finds out before the first message whether all ranks split the same model in the same way."""
@@ -197,21 +204,44 @@ class Engine:
             if self.devices[rank].type == "cuda":
                 torch.cuda.synchronize(self.devices[rank])
 
-    def give(self, value: T) -> T:
-        """Rank 0's object, on every rank; one call a process."""
+    def give(self, value: T, source_rank: int = 0) -> T:
+        """One rank's object, on every rank; one call a process."""
         if self._groups is None:
             return value
-        peers = () if self.world.rank == 0 else (0,)
+        peers = () if self.world.rank == source_rank else (source_rank,)
         with self._waiting("broadcast", peers):
-            given: T = exchange(self._groups.control)(value)
+            given: T = exchange(self._groups.control, source_rank)(value)
         return given
 
-    def share(self, value: Tensor, source_rank: int) -> Callable[[], None]:
+    def announce(self, numbers: Sequence[int], source_rank: int) -> list[int]:
+        """One rank's numbers, on every rank; each gives as many. That rank does not wait for the others."""
+        if self._groups is None:
+            return list(numbers)
+        buffer = torch.tensor(numbers, dtype=torch.float64)
+        wait = self.share(buffer, source_rank, "the step's announcement")
+        if source_rank not in self.ranks:
+            wait()
+        return [int(number) for number in buffer.tolist()]
+
+    def bring(self, buffer: Tensor, source_rank: int, target_ranks: Sequence[int]) -> None:
+        """Copies a CPU tensor, in place, from one rank to others. All of these ranks call it, and none else."""
+        if self._groups is None:
+            return
+        group, here = self._groups.control, self.world.rank
+        targets = [rank for rank in target_ranks if rank != source_rank]
+        with self._waiting("the outputs", tuple(targets) if here == source_rank else (source_rank,)):
+            if here != source_rank:
+                dist.recv(buffer, group=group, group_src=source_rank)
+            else:
+                for target in targets:
+                    dist.send(buffer, group=group, group_dst=target)
+
+    def share(self, value: Tensor, source_rank: int, what: str = "the loss") -> Callable[[], None]:
         """Starts to copy a small CPU tensor from one rank to all, in place. Returns what waits for it."""
         pending = [transport.share(value, source_rank) for transport in self.transports.values()]
 
         def wait() -> None:
-            with self._waiting("the loss", () if source_rank in self.ranks else (source_rank,)):
+            with self._waiting(what, () if source_rank in self.ranks else (source_rank,)):
                 for one in pending:
                     one.wait()
 
@@ -308,8 +338,8 @@ def _check_alike(one: Partition, other: Partition) -> None:
         same = [(i.name, i.source) for i in a.meta.inputs] == [(i.name, i.source) for i in b.meta.inputs]
         if not same or [o.name for o in a.meta.outputs] != [o.name for o in b.meta.outputs]:
             raise PartitionError(
-                f"stage {a.meta.index} is not the same for all microbatches of the example: their sizes or values lead "
-                "the model's forward along different branches; give an example that divides evenly by the number of "
-                "microbatches and takes one branch, or have the model not branch (models of transformers with padding: "
-                "attn_implementation='eager')"
+                f"stage {a.meta.index} is not the same for all microbatches of the batch: their sizes or values lead "
+                "the model's forward along different branches; give batches that divide evenly by the number of "
+                "microbatches and take one branch each, or have the model not branch (models of transformers with "
+                "padding: attn_implementation='eager')"
             )

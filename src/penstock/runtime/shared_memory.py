@@ -121,16 +121,15 @@ class SharedMemoryTransport:
         self.ranks = inner.ranks
         self._inner = inner
         self._neighbours = neighbours
-        self._channels: list[SharedMemoryChannel] = []
+        self._channels: dict[int, list[SharedMemoryChannel]] = {}
 
     def channel(self, program: int, link: Link, source_rank: int, target_rank: int, *, backward: bool) -> Channel:
         inner = self._inner.channel(program, link, source_rank, target_rank, backward=backward)
-        sends = source_rank == self.rank
-        peer = target_rank if sends else source_rank
+        peer = target_rank if source_rank == self.rank else source_rank
         if peer not in self._neighbours.ranks:
             return inner
-        channel = SharedMemoryChannel(inner, self._neighbours, peer, (program, link, backward), sends=sends)
-        self._channels.append(channel)
+        channel = SharedMemoryChannel(inner, self._neighbours, peer, (program, link, backward))
+        self._channels.setdefault(program, []).append(channel)
         return channel
 
     def reduce(self, group: int, holders: Sequence[int], tensors: Sequence[Tensor]) -> Pending:
@@ -139,16 +138,18 @@ class SharedMemoryTransport:
     def share(self, value: Tensor, source_rank: int) -> Pending:
         return self._inner.share(value, source_rank)
 
+    def release(self, program: int) -> None:
+        self._inner.release(program)
+        for channel in self._channels.pop(program, ()):
+            channel.close()
+
     def end_step(self) -> None:
-        learned = [channel for channel in self._channels if channel.agreement.learning]
         self._inner.end_step()
-        for channel in learned:
-            channel.open()
 
     def close(self) -> None:
         self._inner.close()
-        for channel in self._channels:
-            channel.close()
+        for program in list(self._channels):
+            self.release(program)
         self._neighbours.close()
 
 
@@ -161,15 +162,12 @@ class SharedMemoryChannel:
         neighbours: Neighbours,
         peer: int,
         key: tuple[int, Link, bool],
-        *,
-        sends: bool,
     ) -> None:
         self._inner = inner
         self._neighbours = neighbours
         self._peer = peer
         program, link, backward = key
         self._key = (program, link.source, link.target, int(backward))
-        self._sends = sends
         self._lane: _Lane | None = None
 
     @property
@@ -181,7 +179,8 @@ class SharedMemoryChannel:
             self._inner.send(microbatch, message)
             return
         self.agreement.check(microbatch, message)
-        assert self._lane is not None
+        if self._lane is None:
+            self._lane = self._open()
         self._lane.put(microbatch, message)
 
     def post(self, microbatch: int) -> None:
@@ -196,17 +195,15 @@ class SharedMemoryChannel:
             self._lane = _Lane(memory, bell, _KEY.unpack(key)[4], self.agreement)
         return self._lane.take(microbatch)
 
-    def open(self) -> None:
-        """The first step is over: the sender makes the memory and hands it over."""
-        if self.agreement.learning or not self._sends:
-            return
+    def _open(self) -> _Lane:
+        """In the second step the sender makes the memory and hands it over: a program that runs once needs none."""
         size = max(_Lane.size_of(layouts) for layouts in self.agreement.all())
         memory = os.memfd_create("penstock")
         os.ftruncate(memory, max(1, size) * SLOTS)
         mine, other = socket.socketpair()
         with other, contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a receiver may have closed already
             self._neighbours.hand_over(self._peer, _KEY.pack(*self._key, size), memory, other)
-        self._lane = _Lane(memory, mine, size, self.agreement)
+        return _Lane(memory, mine, size, self.agreement)
 
     def close(self) -> None:
         """Gives the memory back."""

@@ -11,6 +11,7 @@ from penstock.schedule.order import linearize
 from penstock.schedule.passes import (
     drop_backward,
     drop_communication,
+    first_microbatches,
     forward_only,
     merge_backward,
     reduce_ties,
@@ -35,6 +36,7 @@ __all__ = [
     "check",
     "drop_backward",
     "drop_communication",
+    "first_microbatches",
     "forward_only",
     "from_csv",
     "generate",

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from penstock.errors import ArgumentError
 from penstock.schedule.action import Action, Op, Overlap
@@ -53,6 +54,37 @@ def drop_backward(schedule: Schedule, stages: Collection[int]) -> Schedule:
         return () if dropped else (action,)
 
     return _replace(schedule, keep)
+
+
+def first_microbatches(schedule: Schedule, microbatches: int) -> Schedule:
+    """The schedule for a smaller batch: of the first so many microbatches, in the same order, numbered anew.
+
+    Nothing waits for what is left out, so that a legal schedule stays legal, and within its memory. Where there are
+    several pipelines, each keeps the first microbatches of its share.
+
+    Args:
+        schedule: without messages.
+        microbatches: how many are left; at most those that there are, and one for each pipeline.
+
+    Raises:
+        ArgumentError: there are not so many, or too few.
+    """
+    if not schedule.placement.pipelines <= microbatches <= schedule.microbatches:
+        raise ArgumentError(
+            f"microbatches={microbatches}: schedule {schedule.name!r} has {schedule.microbatches}, of which at least "
+            f"{schedule.placement.pipelines} must stay"
+        )
+    made = Schedule(schedule.name, schedule.placement, microbatches, [()] * schedule.ranks, schedule.slices)
+    numbers = [(schedule.numbers_on(stage), made.numbers_on(stage)) for stage in range(schedule.stages)]
+
+    def renumbered(action: Action) -> tuple[Action, ...]:
+        if action.microbatch is None or action.op is Op.REDUCE_GRAD:  # whose number is a group's
+            return (action,)
+        before, after = numbers[action.stage]
+        number = action.microbatch - before.start
+        return (replace(action, microbatch=after[number]),) if number < len(after) else ()
+
+    return made.with_rows(_replace(schedule, renumbered).rows)
 
 
 def reduce_ties(schedule: Schedule, groups: Sequence[Sequence[int]]) -> Schedule:
