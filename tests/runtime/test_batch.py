@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import ArgumentError, ShapeError
+from penstock.errors import ShapeError
 from penstock.runtime.batch import rows_of, sizes_of, split
 from penstock.runtime.exact import CACHE_LINE_BYTES
 
