@@ -135,10 +135,11 @@ class Pipeline:
                 that number. The others get None.
 
         Raises:
+            ArgumentError: the schedule has two copies of the model, and outputs=True.
             ShapeError: an output cannot be put together: it is a scalar, has other than its microbatch's rows, or
                 lengths differ. `evaluate(..., outputs=True)` gives each microbatch's own.
         """
-        result = self.evaluate(*args, outputs=outputs or True, **kwargs)
+        result = self.evaluate(*args, outputs=outputs, **kwargs)
         return None if result._outputs is None else join(result.outputs, result.sizes)
 
     # -- what this process holds ------------------------------------------------------------------------------------

@@ -18,14 +18,12 @@ from penstock.errors import ShapeError
 from penstock.runtime import exact
 from penstock.runtime.agreement import Agreement, Layouts, describe
 from penstock.runtime.exact import Layout
+from penstock.runtime.shares import SHARES_IN_FLIGHT
 from penstock.runtime.transport import Message, Pending
 from penstock.stages import Link
 
 SENDS_IN_FLIGHT = 2
 """A channel's sends that may be under way at once; the third waits for the first, so that its memory is given back."""
-
-SHARES_IN_FLIGHT = 4
-"""Small values that may be on their way to all ranks at once: two steps' losses and announcements."""
 
 MAX_DIMS = 8
 _FIELDS = 5 + 2 * MAX_DIMS

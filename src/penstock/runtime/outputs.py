@@ -70,8 +70,14 @@ def join(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     """The output of the whole batch: that of each microbatch, of `sizes` rows, put together.
 
     Raises:
+        ArgumentError: some outputs are on another rank.
         ShapeError: for a value that is no tensor of its microbatch's rows, unless it is plain and the same in all.
     """
+    if any(output is None for output in outputs):
+        raise ArgumentError(
+            "outputs=True: the schedule has two copies of the model, and this rank one's outputs alone; give "
+            "outputs='all' or a rank"
+        )
     flats = [flatten(output) for output in outputs]
     first = flats[0]
     if any(flat.structure != first.structure for flat in flats):

@@ -1,7 +1,7 @@
 """A faster transport for CPU ranks of one machine: messages through shared memory, wake-ups through a socket.
 
 gloo takes several wake-ups of its own threads for a message; here the sender copies into memory that both processes
-map, and one byte wakes the receiver. The first step, in which layouts are agreed on, and collectives go over gloo.
+map, and four bytes wake the receiver. The first step, in which layouts are agreed on, and reductions go over gloo.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from penstock.runtime.agreement import Agreement, Layouts
 from penstock.runtime.board import Process
 from penstock.runtime.distributed import DistributedChannel, DistributedTransport
 from penstock.runtime.exact import Layout
+from penstock.runtime.shares import Shares, receive_exactly
 from penstock.runtime.transport import Channel, Message, Pending
 from penstock.schedule.communication import BUFFERS_PER_LINK
 from penstock.stages import Link
@@ -42,6 +43,7 @@ JOIN_SECONDS = 60.0
 _ALIGN = 64
 _KEY = struct.Struct("<5i")  # program, source stage, target stage, backward, bytes of a slot
 _MESSAGE = struct.Struct("<i")  # microbatch
+_HELLO = struct.Struct("<2i")  # rank, kind of connection
 
 Gather = Callable[[Any], list[Any]]
 """Gives every rank each rank's object; all of them call it."""
@@ -56,6 +58,8 @@ class Neighbours:
     def __init__(self, rank: int, gather: Gather) -> None:
         self._rank = rank
         self._connections: dict[int, socket.socket] = {}
+        self.lines: dict[int, socket.socket] = {}
+        """A second socket to each of them, for `Shares`."""
         self._arrived: dict[tuple[int, bytes], tuple[int, socket.socket]] = {}
         token = gather(secrets.token_hex(16))[0]
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
@@ -65,18 +69,19 @@ class Neighbours:
             door.listen()
             machines = gather(Process.here().machine)  # also a barrier: everyone listens
             near = [peer for peer, machine in enumerate(machines) if machine == machines[rank] and peer != rank]
+            kinds = (self._connections, self.lines)
             for peer in near:
-                if peer < rank:
+                for kind, sockets in enumerate(kinds if peer < rank else ()):
                     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                     connection.connect(f"\0penstock-{token}-{peer}")
-                    connection.sendall(_MESSAGE.pack(rank))
-                    self._connections[peer] = connection
-            for _ in (peer for peer in near if peer > rank):
+                    connection.sendall(_HELLO.pack(rank, kind))
+                    sockets[peer] = connection
+            for _ in range(len(kinds) * sum(peer > rank for peer in near)):
                 connection, _ = door.accept()
                 connection.settimeout(JOIN_SECONDS)
-                (peer,) = _MESSAGE.unpack(_exactly(connection, _MESSAGE.size))
+                peer, kind = _HELLO.unpack(receive_exactly(connection, _HELLO.size))
                 connection.settimeout(None)
-                self._connections[peer] = connection
+                kinds[kind][peer] = connection
 
     @staticmethod
     def supported() -> bool:
@@ -109,7 +114,7 @@ class Neighbours:
         for memory, bell in self._arrived.values():
             os.close(memory)
             bell.close()
-        for connection in self._connections.values():
+        for connection in (*self._connections.values(), *self.lines.values()):
             connection.close()
 
 
@@ -121,6 +126,8 @@ class SharedMemoryTransport:
         self.ranks = inner.ranks
         self._inner = inner
         self._neighbours = neighbours
+        one_machine = len(neighbours.ranks) == self.ranks - 1
+        self._shares = Shares(self.rank, neighbours.lines) if one_machine else None
         self._channels: dict[int, list[SharedMemoryChannel]] = {}
 
     def channel(self, program: int, link: Link, source_rank: int, target_rank: int, *, backward: bool) -> Channel:
@@ -136,7 +143,7 @@ class SharedMemoryTransport:
         return self._inner.reduce(group, holders, tensors)
 
     def share(self, value: Tensor, source_rank: int) -> Pending:
-        return self._inner.share(value, source_rank)
+        return (self._shares.start if self._shares else self._inner.share)(value, source_rank)
 
     def release(self, program: int) -> None:
         self._inner.release(program)
@@ -148,6 +155,8 @@ class SharedMemoryTransport:
 
     def close(self) -> None:
         self._inner.close()
+        if self._shares:
+            self._shares.close()
         for program in list(self._channels):
             self.release(program)
         self._neighbours.close()
@@ -314,13 +323,3 @@ class _Lane:
 
 def _padded(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
-
-
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        more = connection.recv(size - len(data))
-        if not more:
-            raise ConnectionError("the other rank closed its connection")
-        data += more
-    return data
