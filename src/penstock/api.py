@@ -19,6 +19,7 @@ from penstock.runtime import batch as batches
 from penstock.runtime.engine import Engine, TransportChoice
 from penstock.runtime.loss import Loss, Reduction
 from penstock.runtime.materialize import Materialize
+from penstock.runtime.outline import Outline
 from penstock.runtime.split_model import SplitModel
 from penstock.runtime.world import World, device_of, join
 from penstock.schedule import (
@@ -63,13 +64,14 @@ def pipeline(
 
     Args:
         model: any module; or a list of layers, or of as many modules as there are stages.
-        example_args: one batch, as the model's positional inputs: tensors with the batch in their first dimension.
-            Needed on every rank: shapes are read from it, values are not used.
+        example_args: one batch, as the model's positional inputs: tensors with the batch in their first dimension, or
+            `Microbatches`. Needed on every rank: shapes are read from it, and values only where the forward branches
+            on those of integers. Later batches may have other shapes.
         example_kwargs: likewise by keyword.
         ranks: the number of ranks; None: the world size under torchrun, one otherwise.
         chunks: stages a rank; there are `ranks * chunks` stages. None: the `Schedule`'s, or 1.
         schedule: a name from `penstock.schedule.names()`, or a `Schedule`.
-        microbatches: into how many pieces each batch is cut. None: the `Schedule`'s, or 8.
+        microbatches: into how many pieces each batch is cut (fewer if it has fewer rows). None: the `Schedule`'s, or 8.
         loss: `loss(output, target)`, a scalar; None where the model computes its own (`output.loss`).
         reduction: how the loss reduces a batch: "mean", "sum", or a function of the target that gives a microbatch's
             weight in the mean (for masked targets: the number of tokens that count).
@@ -126,16 +128,20 @@ def build(
     options: Options,
 ) -> Pipeline:
     """Makes a pipeline of known processes and schedule. `example` is one batch: positional and keyword inputs."""
-    sizes = batches.sizes_of(batches.rows_of(example, "example"), order.microbatches)
-    examples = batches.split(example, sizes, "example")
+    given = batches.cut(example, order.microbatches, "example", pipelines=order.placement.pipelines)
+    if len(given.sizes) < order.microbatches:
+        raise ArgumentError(
+            f"microbatches={order.microbatches}, but the example makes {len(given.sizes)}, of {sum(given.sizes)} rows: "
+            "a later batch may be smaller, but the example must be a whole one; give a larger one or fewer microbatches"
+        )
     current = _device_of(model)
     devices = [device_of(options.devices, world, rank, current) for rank in range(world.ranks)]
     engine = Engine(world, devices, torch.initial_seed() if options.seed is None else options.seed, options.transport)
     try:
-        _check_alike(engine, sizes)
+        _check_alike(engine, given.sizes)
         split = SplitModel(
             model,
-            examples,
+            Outline.of(given),
             order.placement,
             engine,
             cuts=options.cuts,
@@ -144,7 +150,7 @@ def build(
             rule=options.materialize,
             parallelize=options.parallelize,
         )
-        return Pipeline(engine, split, order, sizes, options)
+        return Pipeline(engine, split, order, given, options)
     except BaseException as error:
         cause = engine.fail(error)
         engine.close()
@@ -210,8 +216,9 @@ def _check_model(model: object, example_args: object) -> None:
     layers = [model] if isinstance(model, nn.Module) else model
     if not isinstance(layers, Sequence) or not all(isinstance(layer, nn.Module) for layer in layers):
         raise ArgumentError(f"model: expected a module or a sequence of modules, not {type(model).__name__}")
-    if isinstance(example_args, Tensor):
-        raise ArgumentError("example_args is a tensor; expected a tuple of the model's positional inputs: give (x,)")
+    if isinstance(example_args, (Tensor, batches.Microbatches)):
+        kind = "a tensor" if isinstance(example_args, Tensor) else "a Microbatches"
+        raise ArgumentError(f"example_args is {kind}; expected a tuple of the model's positional inputs: give (x,)")
 
 
 def _check_names(kwargs: Mapping[str, Any]) -> None:

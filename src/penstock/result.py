@@ -60,10 +60,12 @@ class StepResult:
     Attributes:
         losses: each microbatch's own loss, unweighted, in order of microbatch; on the last stage's rank, else empty.
         timeline: what every rank did when, where it was asked for.
+        sizes: the rows of each microbatch; on every rank.
     """
 
     losses: tuple[Tensor, ...] = ()
     timeline: Timeline | None = None
+    sizes: tuple[int, ...] = ()
     _loss: SharedLoss | None = field(default=None, repr=False)
     _outputs: tuple[Any, ...] | None = field(default=None, repr=False)
 
@@ -81,15 +83,17 @@ class StepResult:
 
     @property
     def outputs(self) -> tuple[Any, ...]:
-        """The model's output for each microbatch, in order; on the rank of the last stage.
+        """The model's output for each microbatch, in order; on the rank of the last stage, or on those that asked.
 
-        A schedule with two copies of the model has two last stages; each one's rank has None for the other's.
+        A schedule with two copies of the model has two last stages; with `outputs=True` each one's rank has None for
+        the other's.
 
         Raises:
             ArgumentError: they were not asked for, or are on another rank.
         """
         if self._outputs is None:
             raise ArgumentError(
-                "result.outputs: not kept; pass outputs=True, and read them where pipe.has_outputs is true"
+                "result.outputs: not kept here; pass outputs=True, and read them where pipe.has_outputs is true, or "
+                "outputs='all', or the number of the rank that is to have them"
             )
         return self._outputs

@@ -268,7 +268,7 @@ def _run_unsplit(
     """Outputs, loss and buffers after one step."""
     pieces = alone.split_batch((batch.args, batch.kwargs))
     target = batch.kwargs.get("labels") if batch.target is None else batch.target
-    targets = alone.split_batch(target)
+    targets = alone.split_batch(target, like=(batch.args, batch.kwargs))
     sizes = [batches.rows_of(piece, "input") for piece in pieces]
     weighted = weights(reduction, sizes, targets)
     outputs: list[Any] = []

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, get_args
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from penstock.errors import ArgumentError, PartitionError
 from penstock.partition._compat import autocast_state, flatten
@@ -25,6 +25,10 @@ from penstock.partition.units import find_units
 
 VARIANTS = 32
 """How many recordings one signature may have, if the forward branches on the values of its integer inputs."""
+
+
+KEPT_PARTITIONS = 128
+"""How many signatures' partitions are kept for another call; the oldest are forgotten first."""
 
 
 class Partitioner:
@@ -67,7 +71,7 @@ class Partitioner:
         self.cuts = None if cuts is None else tuple(cuts)
         self._leaves, self._streams, self._balance = tuple(leaves or ()), streams, balance
         self._partitions: dict[Hashable, list[Partition]] = {}
-        self._keep_alive: list[object] = []
+        self._keep_alive: dict[Hashable, list[object]] = {}
         self._modules = list(self.model.modules())
         self._exposed: frozenset[type[nn.Module]] = frozenset()
         self._opened = _opened(self.model, find_units(self.model, self._leaves))
@@ -84,9 +88,10 @@ class Partitioner:
         kwargs = dict(kwargs or {})
         given = flatten((tuple(args), kwargs))
         signature = given.structure, tuple(describe(leaf) for leaf in given.leaves)
-        variants = self._partitions.setdefault((*signature, self._state()), [])
+        key = (*signature, self._state())
+        variants = self._partitions.get(key, [])
         for partition in variants:
-            if all(guard.holds(given.leaves) for guard in partition.guards):
+            if partition.holds(given.leaves):
                 return partition
         if len(variants) == VARIANTS:
             guard = variants[-1].guards[-1]
@@ -95,9 +100,14 @@ class Partitioner:
                 f"{VARIANTS} microbatches (now not {guard.expected!r}). Name an enclosing module in leaves=[...]"
             )
         partition = self._partition(args, kwargs)
-        self._partitions.setdefault((*signature, self._state()), []).append(partition)  # it may have opened blocks
+        key = (*signature, self._state())  # it may have opened blocks
+        self._partitions.setdefault(key, []).append(partition)
         # the key has ids in it, which must not be taken by other objects
-        self._keep_alive.append((given.leaves, [slots.get(name) for slots, name in self._slots]))
+        plain = [leaf for leaf in given.leaves if not isinstance(leaf, Tensor)]
+        self._keep_alive[key] = [*plain, *(slots.get(name) for slots, name in self._slots)]
+        while len(self._partitions) > KEPT_PARTITIONS:
+            oldest = next(iter(self._partitions))
+            del self._partitions[oldest], self._keep_alive[oldest]
         return partition
 
     def forget(self) -> None:

@@ -18,6 +18,7 @@ from penstock.errors import ShapeError
 from penstock.runtime import exact
 from penstock.runtime.agreement import Agreement, Layouts, describe
 from penstock.runtime.exact import Layout
+from penstock.runtime.shares import SHARES_IN_FLIGHT
 from penstock.runtime.transport import Message, Pending
 from penstock.runtime.world import World
 from penstock.stages import Link
@@ -118,8 +119,8 @@ class DistributedTransport:
         self.ranks = len(groups.members)
         self.device = device
         self._groups = groups
-        self._channels: list[DistributedChannel] = []
-        self._shared: _Shared | None = None
+        self._channels: dict[int, list[DistributedChannel]] = {}
+        self._shared: deque[_Shared] = deque()
 
     def channel(
         self, program: int, link: Link, source_rank: int, target_rank: int, *, backward: bool
@@ -129,28 +130,32 @@ class DistributedTransport:
         stages = 1 + max(link.source, link.target)
         tag = 2 * (stages * stages + link.source + link.target) + backward  # distinct for each pair and direction
         channel = DistributedChannel(link, group, peer, tag, self.device)
-        self._channels.append(channel)
+        self._channels.setdefault(program, []).append(channel)
         return channel
 
     def reduce(self, group: int, holders: Sequence[int], tensors: Sequence[Tensor]) -> Pending:
         return all_reduce(tensors, self._groups.of(holders))
 
     def share(self, value: Tensor, source_rank: int) -> Pending:
-        if self._shared is not None:
-            self._shared.wait()  # long done; but work that is under way must not be dropped
-        self._shared = _Shared(value, source_rank, self._groups.control)
-        return self._shared
+        while len(self._shared) >= SHARES_IN_FLIGHT:
+            self._shared.popleft().wait()  # long done; but work that is under way must not be dropped
+        self._shared.append(_Shared(value, source_rank, self._groups.control))
+        return self._shared[-1]
+
+    def release(self, program: int) -> None:
+        for channel in self._channels.pop(program, ()):
+            channel.drain()
 
     def end_step(self) -> None:
-        for channel in self._channels:
-            channel.end_step()
+        for channels in self._channels.values():
+            for channel in channels:
+                channel.end_step()
 
     def close(self) -> None:
-        for channel in self._channels:
-            channel.drain()
-        if self._shared is not None:
-            self._shared.wait()
-        self._channels.clear()
+        for program in list(self._channels):
+            self.release(program)
+        while self._shared:
+            self._shared.popleft().wait()
 
 
 class DistributedChannel:
@@ -250,7 +255,7 @@ class _Sum:
 
 
 class _Shared:
-    """A broadcast of one scalar."""
+    """A broadcast of a small value."""
 
     def __init__(self, buffer: Tensor, source: int, group: dist.ProcessGroup) -> None:
         self._work: dist.Work | None = dist.broadcast(buffer, group=group, group_src=source, async_op=True)

@@ -45,6 +45,8 @@ TransportChoice = Literal["auto", "distributed"]
 class Job:
     """A schedule bound to partitions, for the ranks of this process."""
 
+    number: int
+    """Of its programs; the same on every rank."""
     partitions: tuple[Partition, ...]
     """Of each microbatch."""
     entries: tuple[Entry, ...]
@@ -169,7 +171,7 @@ class Engine:
             )
             for rank in self.ranks
         }
-        self._jobs += 1
+        number, self._jobs = self._jobs, self._jobs + 1
         self._agree(schedule, first)
         if self.world.rank is None:
             done = dict.fromkeys(self.ranks, 0)
@@ -180,8 +182,21 @@ class Engine:
         else:
             entries = programs[self.world.rank].entries
         return Job(
-            tuple(partitions), tuple(entries), tuple(programs.values()), head, averages, updated, schedule, training
+            number,
+            tuple(partitions),
+            tuple(entries),
+            tuple(programs.values()),
+            head,
+            averages,
+            updated,
+            schedule,
+            training,
         )
+
+    def release(self, job: Job) -> None:
+        """Gives back what a job holds that will not be run any more. Every rank calls it between the same two steps."""
+        for transport in self.transports.values():
+            transport.release(job.number)
 
     def _averages(self, partition: Partition, placement: Placement) -> dict[int, Average]:
         """What averages gradients over the replicas, by stage."""
@@ -192,9 +207,14 @@ class Engine:
         return self.replicas.averages(here, tied)
 
     def _agree(self, schedule: Schedule, partition: Partition) -> None:
-        """Finds out before the first message whether all ranks split the same model in the same way."""
+        """Finds out before the first message whether all ranks split the same model in the same way. Later jobs are
+        each pipeline's own business."""
         mine = hashlib.sha256(repr((str(schedule), [stage.meta for stage in partition.stages])).encode()).hexdigest()
-        differing = [rank for rank, other in enumerate(self.gather(mine)) if other != mine]
+        if self._jobs == 1:
+            differing = [rank for rank, other in enumerate(self.gather(mine)) if other != mine]
+        else:
+            line = zip(self.world.names, self.gather_line(mine), strict=True)
+            differing = [rank for rank, other in line if other != mine]
         if differing:
             raise PartitionError(
                 f"rank {self.world.name} has other stages or another schedule than rank {differing[0]}: "
@@ -220,7 +240,6 @@ class Engine:
             self.replicas.begin_step(job.averages)
         for reducer in reducers:
             reducer.begin_step()
-        self.streams.first_microbatch = self.world.replica * job.schedule.microbatches
         with torch.set_grad_enabled(job.training), self.streams.drawing(step, devices), _same_autocast_after():
             if timed:
                 run_timed(job.entries, self.watchdog, moments, self._settle)
@@ -241,14 +260,6 @@ class Engine:
             if self.devices[rank].type == "cuda":
                 torch.cuda.synchronize(self.devices[rank])
 
-    def give(self, value: T) -> T:
-        """The first process's object, on all of them; each of them calls it."""
-        if self._groups is None:
-            return value
-        with self._waiting("broadcast", () if self.world.is_first else (0,)):
-            given: T = exchange(self._groups.everyone)(value)
-        return given
-
     def start_equal(self, tensors: Iterable[Tensor]) -> None:
         """Gives all that run the same stages the first one's values, in place."""
         if self._groups is not None and self._groups.column is not None:
@@ -256,13 +267,47 @@ class Engine:
             with self._waiting("equal parameters", tuple(n for n in numbers if n != self.world.name)):
                 copy_from_first(tensors, self._groups.column)
 
-    def share(self, value: Tensor, source_rank: int) -> Callable[[], None]:
+    def give(self, value: T, source_rank: int = 0) -> T:
+        """One rank's object, on every rank of the pipeline; one call a process."""
+        if self._groups is None:
+            return value
+        peers = () if self.world.rank == source_rank else (self.world.names[source_rank],)
+        with self._waiting("broadcast", peers):
+            given: T = exchange(self._groups.control, source_rank)(value)
+        return given
+
+    def announce(self, numbers: Sequence[int], source_rank: int) -> list[int]:
+        """One rank's numbers, on every rank of the pipeline; each gives as many. That rank does not wait for the
+        others."""
+        if self._groups is None:
+            return list(numbers)
+        buffer = torch.tensor(numbers, dtype=torch.float64)
+        wait = self.share(buffer, source_rank, "the step's announcement")
+        if source_rank not in self.ranks:
+            wait()
+        return [int(number) for number in buffer.tolist()]
+
+    def bring(self, buffer: Tensor, source_rank: int, target_ranks: Sequence[int]) -> None:
+        """Copies a CPU tensor, in place, from one rank to others. All of these ranks call it, and none else."""
+        if self._groups is None:
+            return
+        group, here = self._groups.control, self.world.rank
+        targets = [rank for rank in target_ranks if rank != source_rank]
+        waited = targets if here == source_rank else [source_rank]
+        with self._waiting("the outputs", tuple(self.world.names[rank] for rank in waited)):
+            if here != source_rank:
+                dist.recv(buffer, group=group, group_src=source_rank)
+            else:
+                for target in targets:
+                    dist.send(buffer, group=group, group_dst=target)
+
+    def share(self, value: Tensor, source_rank: int, what: str = "the loss") -> Callable[[], None]:
         """Starts to copy a small CPU tensor from one rank to all, in place. Returns what waits for it."""
         pending = [transport.share(value, source_rank) for transport in self.transports.values()]
 
         def wait() -> None:
             source = () if source_rank in self.ranks else (self.world.names[source_rank],)
-            with self._waiting("the loss", source):
+            with self._waiting(what, source):
                 for one in pending:
                     one.wait()
 
@@ -381,8 +426,8 @@ def _check_alike(one: Partition, other: Partition) -> None:
         same = [(i.name, i.source) for i in a.meta.inputs] == [(i.name, i.source) for i in b.meta.inputs]
         if not same or [o.name for o in a.meta.outputs] != [o.name for o in b.meta.outputs]:
             raise PartitionError(
-                f"stage {a.meta.index} is not the same for all microbatches of the example: their sizes or values lead "
-                "the model's forward along different branches; give an example that divides evenly by the number of "
-                "microbatches and takes one branch, or have the model not branch (models of transformers with padding: "
-                "attn_implementation='eager')"
+                f"stage {a.meta.index} is not the same for all microbatches of the batch: their sizes or values lead "
+                "the model's forward along different branches; give batches that divide evenly by the number of "
+                "microbatches and take one branch each, or have the model not branch (models of transformers with "
+                "padding: attn_implementation='eager')"
             )

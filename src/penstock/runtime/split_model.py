@@ -10,21 +10,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ArgumentError
-from penstock.partition import Balance, Partition, Partitioner, Stage, default_kwargs, retarget
+from penstock.errors import ArgumentError, PartitionError
+from penstock.partition import KEPT_PARTITIONS, Balance, Partition, Partitioner, Stage, default_kwargs, retarget
 from penstock.runtime.copies import with_copies
 from penstock.runtime.distribution import check_sharding
 from penstock.runtime.engine import Engine
 from penstock.runtime.materialize import Materialize, materialize
+from penstock.runtime.outline import Example, Outline
 from penstock.runtime.ties import tie_groups
 from penstock.schedule import Placement
 from penstock.stages import ties
 
 if TYPE_CHECKING:
     from penstock.runtime.frame import Frames, Parallelize, Sharded
-
-Example = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword inputs of one microbatch."""
 
 
 class SplitModel:
@@ -41,7 +39,7 @@ class SplitModel:
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],
-        examples: Sequence[Example],
+        example: Outline,
         placement: Placement,
         engine: Engine,
         *,
@@ -52,6 +50,7 @@ class SplitModel:
         parallelize: Parallelize | None = None,
     ) -> None:
         self._frames: Frames | None = None
+        self._stages: Sequence[Stage] = ()
         self._engine = engine
         self._placement = placement
         self._partitioner = Partitioner(
@@ -59,7 +58,7 @@ class SplitModel:
         )
         self.model = self._partitioner.model
         self._modules = list(self.model.modules())
-        self._examples = engine.give(list(examples))  # a forward may branch on their values: all ranks record the same
+        self._examples = engine.give(example).fill()  # a forward may branch on values: all ranks record the same
         self._copied: dict[int, tuple[Partition, Partition]] = {}
         self._placed: dict[int, tuple[Partition, Partition]] = {}
         shared = ties([stage.meta for stage in self._record(training=True)[0].stages])
@@ -79,9 +78,22 @@ class SplitModel:
     def cuts(self) -> tuple[str, ...]:
         return self._partitioner.cuts or ()
 
-    def partitions(self, *, training: bool) -> list[Partition]:
-        """The partition of each microbatch, in the modules' present modes, on this process's devices."""
-        return [self._place(partition) for partition in self._record(training=training)]
+    def partitions(self, *, training: bool, examples: Sequence[Example] | None = None) -> list[Partition]:
+        """The partition of each microbatch, in the modules' present modes, on this process's devices.
+
+        Args:
+            examples: of each microbatch, the same on every rank; None: those that the pipeline was made with.
+
+        Raises:
+            PartitionError: one cannot be recorded, or needs parameters where they are not held.
+        """
+        placed = [self._place(partition) for partition in self._record(training=training, examples=examples)]
+        for partition in placed:
+            self._refuse_what_is_elsewhere(partition)
+        for cache in (self._copied, self._placed):
+            while len(cache) > KEPT_PARTITIONS:
+                del cache[next(iter(cache))]
+        return placed
 
     def signature(self) -> tuple[Any, ...]:
         """What a recording depends on besides its inputs: each module's mode, which parameters are trained, autocast,
@@ -162,10 +174,26 @@ class SplitModel:
         held = {name: t for stage in here for name, t in (*stage.parameters.items(), *stage.buffers.items())}
         return [held[name] for name in sorted(held)]
 
-    def _record(self, *, training: bool) -> list[Partition]:
+    def _record(self, *, training: bool, examples: Sequence[Example] | None = None) -> list[Partition]:
         plain = nullcontext() if self._frames is None else self._frames.off()
         with torch.set_grad_enabled(training), plain:
-            return [self._copy(self._partitioner(args, kwargs)) for args, kwargs in self._examples]
+            given = self._examples if examples is None else examples
+            return [self._copy(self._partitioner(args, kwargs)) for args, kwargs in given]
+
+    def _refuse_what_is_elsewhere(self, partition: Partition) -> None:
+        """Each process holds what the stages of the first recording need; a batch may take another branch."""
+        if self._engine.world.is_local:
+            return
+        rank_of = self._placement.rank_of
+        held = {(rank_of[stage.meta.index], name) for stage in self._stages for name in _names(stage)}
+        for stage in partition.stages if held else ():
+            for name in _names(stage):
+                if (rank_of[stage.meta.index], name) not in held:
+                    raise PartitionError(
+                        f"for this batch the model's forward uses {name!r} on stage {stage.meta.index}, which it did "
+                        "not for the pipeline's example, so that the rank of this stage does not hold it; give an "
+                        "example that takes the same branch, or other cuts"
+                    )
 
     def _copy(self, partition: Partition) -> Partition:
         """The partition with the stages of all pipelines."""
@@ -242,6 +270,10 @@ class SplitModel:
         if not engine.world.is_local:
             self._copied.clear()
             self._partitioner.forget()  # what was recorded so far keeps the memory of other ranks' parameters
+
+
+def _names(stage: Stage) -> tuple[str, ...]:
+    return (*stage.meta.parameters, *stage.meta.buffers)
 
 
 def _own_tensors(module: nn.Module) -> Iterator[Tensor]:

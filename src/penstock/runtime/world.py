@@ -170,12 +170,12 @@ def backend_of(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-def exchange(group: dist.ProcessGroup) -> Callable[[Any], Any]:
-    """A function that gives rank 0's object to every rank of the group; each of them calls it."""
+def exchange(group: dist.ProcessGroup, source: int = 0) -> Callable[[Any], Any]:
+    """A function that gives the object of rank `source` to every rank of the group; each of them calls it."""
 
     def give(value: Any) -> Any:
         box = [value]
-        dist.broadcast_object_list(box, group=group, group_src=0)
+        dist.broadcast_object_list(box, group=group, group_src=source)
         return box[0]
 
     return give

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
+from dataclasses import replace
 
 from penstock.errors import ArgumentError
 from penstock.schedule.action import Action, Op, Overlap
@@ -55,6 +56,37 @@ def drop_backward(schedule: Schedule, stages: Collection[int]) -> Schedule:
     return _replace(schedule, keep)
 
 
+def first_microbatches(schedule: Schedule, microbatches: int) -> Schedule:
+    """The schedule for a smaller batch: of the first so many microbatches, in the same order, numbered anew.
+
+    Nothing waits for what is left out, so that a legal schedule stays legal, and within its memory. Where there are
+    several pipelines, each keeps the first microbatches of its share.
+
+    Args:
+        schedule: without messages.
+        microbatches: how many are left; at most those that there are, and one for each pipeline.
+
+    Raises:
+        ArgumentError: there are not so many, or too few.
+    """
+    if not schedule.placement.pipelines <= microbatches <= schedule.microbatches:
+        raise ArgumentError(
+            f"microbatches={microbatches}: schedule {schedule.name!r} has {schedule.microbatches}, of which at least "
+            f"{schedule.placement.pipelines} must stay"
+        )
+    made = Schedule(schedule.name, schedule.placement, microbatches, [()] * schedule.ranks, schedule.slices)
+    numbers = [(schedule.numbers_on(stage), made.numbers_on(stage)) for stage in range(schedule.stages)]
+
+    def renumbered(action: Action) -> tuple[Action, ...]:
+        if action.microbatch is None or action.op is Op.REDUCE_GRAD:  # whose number is a group's
+            return (action,)
+        before, after = numbers[action.stage]
+        number = action.microbatch - before.start
+        return (replace(action, microbatch=after[number]),) if number < len(after) else ()
+
+    return made.with_rows(_replace(schedule, renumbered).rows)
+
+
 def reduce_ties(schedule: Schedule, groups: Sequence[Sequence[int]]) -> Schedule:
     """Adds the reduction of the gradients of parameters that several stages hold.
 
@@ -87,19 +119,23 @@ def reduce_ties(schedule: Schedule, groups: Sequence[Sequence[int]]) -> Schedule
     return schedule.with_rows(rows)
 
 
-def reduce_replicas(schedule: Schedule, stages: Set[int]) -> Schedule:
+def reduce_replicas(schedule: Schedule, stages: Set[int], like: Schedule | None = None) -> Schedule:
     """Adds the reduction of the gradients of stages that have replicas: a `REDUCE_GRAD` without a number.
 
     It comes right after the stage's last B or W, and what that sends, so that it is under way while other stages still
     run. A stage without any backward gets none.
+
+    Args:
+        like: replicas must reduce in one order, though one may have fewer microbatches: that of this schedule.
     """
 
-    def changed(row: Row) -> Iterator[Action | Overlap]:
+    def changed(row: Row, pattern: Row) -> Iterator[Action | Overlap]:
         items = list(row.items())
-        last = {part.stage: index for index, item in enumerate(items) for part in item.parts if part.op in (Op.B, Op.W)}
+        last, turn = _last_weight_gradients(row), _last_weight_gradients(pattern)
+        place = 0
         behind: dict[int, list[int]] = {}
-        for stage in sorted(stages & last.keys()):
-            place = last[stage]
+        for stage in sorted(stages & last.keys(), key=turn.__getitem__):
+            place = max(place, last[stage])
             while place + 1 < len(items) and all(part.op.is_send for part in items[place + 1].parts):
                 place += 1
             behind.setdefault(place, []).append(stage)
@@ -107,7 +143,14 @@ def reduce_replicas(schedule: Schedule, stages: Set[int]) -> Schedule:
             yield item
             yield from (Action(stage, Op.REDUCE_GRAD) for stage in behind.get(index, ()))
 
-    return schedule.with_rows([changed(row) for row in schedule.rows])
+    patterns = (schedule if like is None else like).rows
+    return schedule.with_rows([changed(row, pattern) for row, pattern in zip(schedule.rows, patterns, strict=True)])
+
+
+def _last_weight_gradients(row: Row) -> dict[int, int]:
+    """For each stage, the place of its last B or W among the row's items."""
+    items = enumerate(row.items())
+    return {part.stage: index for index, item in items for part in item.parts if part.op in (Op.B, Op.W)}
 
 
 def whole_last_backward(schedule: Schedule, stages: Set[int]) -> Schedule:
@@ -158,7 +201,7 @@ def add_sharding(schedule: Schedule, stages: Set[int]) -> Schedule:
 def _with_reductions(row: Row, groups: dict[int, list[int]]) -> list[Action | Overlap]:
     """The row with each group's reduction behind the last weight gradient of its stages, in order of the groups."""
     items = list(row.items())
-    last = {part.stage: index for index, item in enumerate(items) for part in item.parts if part.op in (Op.B, Op.W)}
+    last = _last_weight_gradients(row)
     place = 0
     behind: dict[int, list[Action]] = {}
     for g, stages in sorted(groups.items()):
