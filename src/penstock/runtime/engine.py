@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -229,6 +229,10 @@ class Engine:
                 raise
             raise cause from None
         self.watchdog.position = OUTSIDE
+
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """Around a wait for all other ranks outside of a step: if one is lost, this rank says so and ends."""
+        return self._waiting(what, tuple(rank for rank in range(self.world.ranks) if rank not in self.ranks))
 
     @property
     def control_group(self) -> dist.ProcessGroup | None:
