@@ -102,7 +102,7 @@ def test_what_is_refused_is_refused_on_every_rank(ranks2: Ranks, tmp_path: Path)
     assert ranks2.run(jobs.refusal, tmp_path / "nothing", "mlp", "load") == ["nothing"] * 2
     (tmp_path / "file").write_text("")
     for said in ranks2.run(jobs.refusal, tmp_path / "file", "mlp", "save"):
-        assert f"cannot write checkpoints to {tmp_path / 'file'}: FileExistsError: File exists" in said
+        assert f"cannot write checkpoints to {tmp_path / 'file'}: FileExistsError: File exists (rank 0)" in said
     ranks2.run(jobs.save_twice, tmp_path, 1)
     said_by = ranks2.run(jobs.refusal, tmp_path, "convnet", "load")
     assert all("is not of this model: it lacks" in said for said in said_by)

@@ -27,13 +27,11 @@ def together(pipe: Pipeline, act: Callable[[], T], fails: str) -> T:
         CheckpointError: on every rank, if it raised anything else.
     """
     future = attempt(act)
-    error = future.exception()
-    for rank, said in enumerate(
-        pipe.gather(None if error is None else (isinstance(error, ArgumentError), _words(error)))
-    ):
+    for said in pipe.gather(_said(future.exception(), pipe.world.rank or 0)):
         if said is not None:
             is_argument, text = said
-            raise (ArgumentError(text) if is_argument else CheckpointError(f"{fails}: {text} (rank {rank})")) from error
+            error = ArgumentError(text) if is_argument else CheckpointError(f"{fails}: {text}")
+            raise error from future.exception()
     return future.result()
 
 
@@ -54,11 +52,13 @@ def attempt(act: Callable[[], T]) -> Future[T]:
     return future
 
 
-def _words(error: BaseException) -> str:
-    """Type and text; of an error that torch has collected from several ranks, the first one's."""
+def _said(error: BaseException | None, rank: int) -> tuple[bool, str] | None:
+    """Whether an error is an argument's, and its words. Of what torch has collected from several ranks, the first."""
     if isinstance(error, CheckpointException) and error.failures:
-        return _words(next(iter(error.failures.values()))[0])
+        rank, (error, _) = next(iter(error.failures.items()))
+    if error is None:
+        return None
     if isinstance(error, ArgumentError):
-        return str(error)
+        return True, str(error)
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return f"{type(error).__name__}: {text}"
+    return False, f"{type(error).__name__}: {text} (rank {rank})"

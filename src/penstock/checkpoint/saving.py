@@ -176,7 +176,8 @@ def _background(pipe: Pipeline) -> Background:
         group = None
         if control is not None:
             members = dist.get_process_group_ranks(control)
-            group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+            apart = len(members) < dist.get_world_size()
+            group = dist.new_group(members, backend="gloo", use_local_synchronization=apart)
         _BACKGROUNDS[pipe] = Background(ThreadPoolExecutor(1, "penstock-checkpoint"), group)
         pipe.before_close(partial(_close, pipe))
     return _BACKGROUNDS[pipe]
