@@ -76,7 +76,7 @@ class Rest:
 
 def model_state(pipe: Pipeline) -> dict[str, Any]:
     """The tensors of this process's stages, live."""
-    return {_MODEL + name: tensor for name, tensor in pipe.state_dict().items()}
+    return {model_key(name): tensor for name, tensor in pipe.state_dict().items()}
 
 
 def model_shapes(metadata: Metadata) -> dict[str, tuple[int, ...]]:
@@ -88,11 +88,9 @@ def model_shapes(metadata: Metadata) -> dict[str, tuple[int, ...]]:
     }
 
 
-def empty_of(metadata: Metadata, name: str) -> tuple[str, Tensor]:
-    """The key of a tensor of the model, and one like it to load into."""
-    stored = metadata.state_dict_metadata[_MODEL + name]
-    assert isinstance(stored, TensorStorageMetadata)
-    return _MODEL + name, torch.empty(stored.size, dtype=stored.properties.dtype)
+def model_key(name: str) -> str:
+    """Where a tensor of the model is."""
+    return _MODEL + name
 
 
 # -- the optimizer ----------------------------------------------------------------------------------------------------

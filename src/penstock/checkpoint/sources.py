@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from penstock.checkpoint import folders
-from penstock.checkpoint.contents import empty_of, model_shapes
+from penstock.checkpoint.contents import model_key, model_shapes
 from penstock.checkpoint.storage import Reader
 from penstock.errors import ArgumentError
 
@@ -25,8 +25,8 @@ class Source(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Of each tensor that is there."""
 
-    def read(self, name: str) -> Tensor:
-        """One tensor, on the CPU. It may be a view of the file: copy it."""
+    def fill(self, tensor: Tensor, name: str) -> None:
+        """Copies one tensor's values into another of its shape, cast to that one's dtype."""
 
 
 def source_of(path: str | Path) -> Source:
@@ -67,10 +67,9 @@ class SafetensorsFiles:
                 self._path_of |= dict.fromkeys(names, path)
                 self.shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
 
-    def read(self, name: str) -> Tensor:
+    def fill(self, tensor: Tensor, name: str) -> None:
         with _opened(self._path_of[name]) as file:
-            tensor: Tensor = file.get_tensor(name)
-            return tensor
+            tensor.detach().copy_(file.get_tensor(name))
 
 
 class Checkpoint:
@@ -80,10 +79,9 @@ class Checkpoint:
         self._reader = Reader(path)
         self.shapes = model_shapes(self._reader.metadata)
 
-    def read(self, name: str) -> Tensor:
-        key, tensor = empty_of(self._reader.metadata, name)
-        self._reader.read({key: tensor})
-        return tensor
+    def fill(self, tensor: Tensor, name: str) -> None:
+        # Straight to where it belongs: torch's reader is in cycles, which keep what it is given until they are found.
+        self._reader.read({model_key(name): tensor.detach()})
 
 
 def _opened(path: Path) -> Any:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from penstock.checkpoint.agreement import together
 from penstock.checkpoint.sources import Source, source_of
@@ -52,7 +51,7 @@ def weights(
             _initialise(module_name, module, otherwise)
         for tensor, name in found:
             if name is not None:
-                _fill(tensor, source, name)
+                source.fill(tensor, name)
 
     return rule
 
@@ -80,7 +79,7 @@ def import_safetensors(path: str | Path, pipe: Pipeline, *, strict: bool = True)
     def read() -> None:
         for name, tensor in own.items():
             if name in there:
-                _fill(tensor, source, there[name])
+                source.fill(tensor, there[name])
 
     together(pipe, read, fails)
 
@@ -119,11 +118,6 @@ def _match(
                 f"{path}: {there[name]} has shape {source.shapes[there[name]]} there and {shapes[name]} in the model"
             )
     return {name: there[name] for name in shapes if name in there}
-
-
-def _fill(tensor: Tensor, source: Source, name: str) -> None:
-    with torch.no_grad():
-        tensor.copy_(source.read(name))
 
 
 def _initialise(name: str, module: nn.Module, otherwise: Materialize | None) -> None:
