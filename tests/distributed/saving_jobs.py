@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from jobs import TASKS, Task
 from torch import Tensor
@@ -210,3 +212,49 @@ def go_on(rank: int, folder: Path) -> tuple[int, str]:
 
 def held(pipe: penstock.Pipeline) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+
+
+def train_in_groups(
+    rank: int, folder: Path, steps: int, options: dict[str, Any], save_at: int | None
+) -> tuple[list[str], list[int], dict[str, Tensor]]:
+    """Groups by the parameters' names, noise from the process's own generators, and a scaler.
+
+    Goes on from a checkpoint unless it saves one. Returns the losses, the sizes of this rank's groups, and what it
+    holds.
+    """
+    random.seed(3)
+    np.random.seed(3)
+    torch.manual_seed(3)
+    task = TASKS["dropout"]()
+    with penstock.pipeline(task.model, task.args, loss=task.loss, microbatches=4, seed=0, **options) as pipe:
+        first = [p for name, p in pipe.named_parameters() if name.startswith("0.")]
+        biases = [p for name, p in pipe.named_parameters() if name.endswith("bias") and not name.startswith("0.")]
+        weights = [p for name, p in pipe.named_parameters() if name.endswith("weight") and not name.startswith("0.")]
+        groups = [
+            {"params": first, "lr": 3e-3},
+            {"params": weights, "weight_decay": 0.3},
+            {"params": biases, "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, [3e-3, 1e-2, 1e-2], total_steps=20)
+        scaler = torch.amp.GradScaler("cpu", growth_interval=2)
+        scaler.scale(torch.zeros(()))  # its tensors are made at its first use
+        others = {"scheduler": scheduler, "scaler": scaler, "generators": checkpoint.Generators()}
+        if save_at is None:
+            for generator in (random.random, np.random.random, lambda: torch.rand(5)):
+                generator()  # a program that starts in another way
+            assert checkpoint.load(folder, pipe, optimizer, others=others) is not None
+            assert scaler.get_scale() == 2.0**15
+            assert [group["weight_decay"] for group in optimizer.param_groups] == [1e-2, 0.3, 0.0]
+        losses = []
+        while pipe.step_count < steps:
+            noise = random.random() + np.random.random() + torch.rand(9)
+            result = pipe.step(task.args[0] + noise, target=task.target)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            losses.append(float(result.loss).hex())
+            if pipe.step_count == save_at:
+                scaler.update(2.0**15)
+                checkpoint.save(folder, pipe, optimizer, others=others)
+        return losses, [len(group["params"]) for group in optimizer.param_groups], held(pipe)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import saving_jobs as jobs
+import torch
 
 from distributed.ranks import Ranks, RanksError
 from penstock import checkpoint
@@ -67,3 +68,23 @@ def test_a_kill_in_the_middle_leaves_the_last_good_one(ranks2: Ranks, tmp_path: 
     assert ranks2.run(jobs.go_on, tmp_path) == [(1, (tmp_path / "loss").read_text())] * 2
     assert checkpoint.latest(tmp_path) == tmp_path / "step-00000002"
     assert not list(tmp_path.glob(".step*"))
+
+
+@pytest.mark.parametrize(("saves", "loads"), [(4, 1), (1, 4)], ids=["4 to 1", "1 to 4"])
+def test_groups_by_name_schedules_scalers_and_generators_go_on(
+    ranks4: Ranks, tmp_path: Path, saves: int, loads: int
+) -> None:
+    """Where a rank may have none of a group's parameters."""
+
+    def train(n: int, *args: Any) -> list[Any]:
+        return [jobs.train_in_groups(0, *args)] if n == 1 else ranks4.run(jobs.train_in_groups, *args)
+
+    whole = train(loads, tmp_path / "whole", 6, {}, 6)
+    first = train(saves, tmp_path / "split", 3, {}, 3)
+    then = train(loads, tmp_path / "split", 6, {}, None)
+    assert all(losses == first[0][0] for losses, _, _ in first)
+    assert all(first[0][0] + losses == whole[0][0] for losses, _, _ in then)
+    for (_, _, there), (_, _, here) in zip(whole, then, strict=True):
+        assert all(torch.equal(here[name], tensor) for name, tensor in there.items())
+    sizes = [sizes for _, sizes, _ in (first if saves == 4 else then)]
+    assert [size[0] for size in sizes] == [2, 0, 0, 0], "the others have no parameter of the first group"

@@ -12,11 +12,13 @@ import weights_jobs as jobs
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file
 from torch import Tensor
+from typer.testing import CliRunner
 
 import penstock
 from distributed.ranks import Ranks
 from models import TRANSFORMERS
 from penstock import checkpoint
+from penstock.cli import app
 
 pytestmark = pytest.mark.distributed
 
@@ -51,6 +53,23 @@ def test_the_unsplit_model_loads_it(ranks2: Ranks, ranks4: Ranks, tmp_path: Path
         assert file.metadata() == {"format": "pt", "made": "by a test", "head.weight": "embed.weight"}
         assert "head.weight" not in file.keys()  # noqa: SIM118  (not a dict)
     assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_a_checkpoint_becomes_the_same_file(ranks2: Ranks, tmp_path: Path) -> None:
+    """By a command, where there is no model."""
+    export(ranks2, tmp_path)
+    out = tmp_path / "of the checkpoint" / "out.safetensors"
+    done = CliRunner().invoke(app, ["export", str(tmp_path / "checkpoints"), str(out)])
+    assert done.exit_code == 0, done.output
+    one, other = load_file(tmp_path / "new" / "model.safetensors"), load_file(out)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    with safe_open(out, "pt") as file:
+        assert file.metadata() == {"format": "pt", "head.weight": "embed.weight"}
+    for wrong, said in ((tmp_path / "nothing", "expected a checkpoint"), (tmp_path / "new", "expected a checkpoint")):
+        done = CliRunner().invoke(app, ["export", str(wrong), str(out)])
+        assert done.exit_code == 2
+        assert said in done.output
 
 
 @pytest.mark.parametrize("how", ["import", "meta"])

@@ -7,7 +7,7 @@ weights                                such a file, or a checkpoint, as the init
 """
 
 from penstock.checkpoint.contents import Stateful
-from penstock.checkpoint.export import export_safetensors
+from penstock.checkpoint.export import export_checkpoint, export_safetensors
 from penstock.checkpoint.folders import latest
 from penstock.checkpoint.generators import Generators
 from penstock.checkpoint.loading import Restored, load
@@ -18,6 +18,7 @@ __all__ = [
     "Generators",
     "Restored",
     "Stateful",
+    "export_checkpoint",
     "export_safetensors",
     "finish",
     "import_safetensors",

@@ -79,12 +79,12 @@ def model_state(pipe: Pipeline) -> dict[str, Any]:
     return {model_key(name): tensor for name, tensor in pipe.state_dict().items()}
 
 
-def model_shapes(metadata: Metadata) -> dict[str, tuple[int, ...]]:
-    """The shape of each of the model's tensors in a checkpoint, by its name in the model."""
+def model_tensors(metadata: Metadata) -> dict[str, Tensor]:
+    """A tensor on the meta device for each of the model's in a checkpoint, by its name in the model."""
     return {
-        key.removeprefix(_MODEL): tuple(stored.size) if isinstance(stored, TensorStorageMetadata) else ()
+        key.removeprefix(_MODEL): torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
         for key, stored in metadata.state_dict_metadata.items()
-        if key.startswith(_MODEL)
+        if key.startswith(_MODEL) and isinstance(stored, TensorStorageMetadata)
     }
 
 

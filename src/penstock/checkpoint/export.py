@@ -17,7 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.checkpoint import folders
 from penstock.checkpoint.agreement import attempt, together
+from penstock.checkpoint.contents import model_key, model_tensors
+from penstock.checkpoint.storage import Reader
 from penstock.errors import ArgumentError
 from penstock.pipe import Pipeline
 
@@ -85,6 +88,36 @@ def export_safetensors(path: str | Path, pipe: Pipeline, *, metadata: Mapping[st
         done = attempt(stream)
     together(pipe, done.result, fails)
     return path
+
+
+def export_checkpoint(folder: str | Path, path: str | Path) -> Path:
+    """Writes the model in a checkpoint to one `safetensors` file, as `export_safetensors` does; needs no model.
+
+    Args:
+        folder: a checkpoint, or a folder of checkpoints, of which the latest is taken.
+        path: of the file; its folder is made if it is not there. One tensor is in memory at a time.
+
+    Raises:
+        ArgumentError: there is no checkpoint, or a tensor's dtype has no name in the format.
+        OSError: the file cannot be written.
+    """
+    found = folders.find(Path(folder))
+    if found is None:
+        raise ArgumentError(f"{folder}: expected a checkpoint, or a folder of checkpoints")
+    reader = Reader(found)
+    like = model_tensors(reader.metadata)
+    held = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in like.items()]
+    entries = in_order([held], sorted(like))
+    ties = {name: first for name, first in reader.rest().ties.items() if first in like}
+    _check(entries, ties)
+
+    def read(name: str) -> Tensor:
+        tensor = torch.empty_like(like[name], device="cpu")
+        reader.read({model_key(name): tensor})
+        return _bytes_of(tensor)
+
+    write_file(Path(path), entries, ties, (read(entry.name) for entry in entries))
+    return Path(path)
 
 
 class _Exchange:

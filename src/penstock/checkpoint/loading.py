@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from penstock.checkpoint import folders
 from penstock.checkpoint.agreement import on_first, together
@@ -19,8 +20,8 @@ from penstock.checkpoint.contents import (
     group_names,
     load_optimizer,
     merge_groups,
-    model_shapes,
     model_state,
+    model_tensors,
 )
 from penstock.checkpoint.saving import finish
 from penstock.checkpoint.storage import Reader
@@ -81,7 +82,7 @@ def load(
     merge_groups(pipe.gather(own))
 
     def check() -> None:
-        _check_model(path, pipe, model_shapes(reader.metadata))
+        _check_model(path, pipe, model_tensors(reader.metadata))
         _check_others(path, others, rest)
         if optimizer is not None and own is not None:
             _check_optimizer(path, pipe, type(optimizer).__name__, own, rest)
@@ -101,7 +102,7 @@ def load(
     return Restored(path, rest.step, rest.extra)
 
 
-def _check_model(path: Path, pipe: Pipeline, there: Mapping[str, tuple[int, ...]]) -> None:
+def _check_model(path: Path, pipe: Pipeline, there: Mapping[str, Tensor]) -> None:
     own = pipe.state_dict()
     missing = [name for name in own if name not in there]
     foreign = sorted(there.keys() - set(pipe.all_names()))
@@ -112,9 +113,10 @@ def _check_model(path: Path, pipe: Pipeline, there: Mapping[str, tuple[int, ...]
             f"{path} is not of this model: it {what}, as {some}. Make the model as it was when it was saved"
         )
     for name, tensor in own.items():
-        if there[name] != tuple(tensor.shape):
+        shape = tuple(there[name].shape)
+        if shape != tuple(tensor.shape):
             raise ArgumentError(
-                f"{path} is not of this model: {name} has shape {there[name]} there and {tuple(tensor.shape)} here"
+                f"{path} is not of this model: {name} has shape {shape} there and {tuple(tensor.shape)} here"
             )
 
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from penstock.checkpoint import folders
-from penstock.checkpoint.contents import model_key, model_shapes
+from penstock.checkpoint.contents import model_key, model_tensors
 from penstock.checkpoint.storage import Reader
 from penstock.errors import ArgumentError
 
@@ -77,7 +77,8 @@ class Checkpoint:
 
     def __init__(self, path: Path) -> None:
         self._reader = Reader(path)
-        self.shapes = model_shapes(self._reader.metadata)
+        like = model_tensors(self._reader.metadata)
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in like.items()}
 
     def fill(self, tensor: Tensor, name: str) -> None:
         # Straight to where it belongs: torch's reader is in cycles, which keep what it is given until they are found.

@@ -25,5 +25,5 @@ def start(backend: str) -> None:
         dist.init_process_group(backend)
         return
     store, rank, ranks = next(rendezvous("env://"))
-    store = dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]  (documented, not re-exported)
+    store = dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]  # public, though not re-exported
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
