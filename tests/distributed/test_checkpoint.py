@@ -21,6 +21,7 @@ SPLITS: dict[str, tuple[int, dict[str, Any]]] = {
     "one device": (1, {}),
     "two ranks": (2, {}),
     "two ranks, zero-bubble V": (2, {"schedule": "zb-v"}),
+    "two ranks, interleaved": (2, {"schedule": "interleaved-1f1b", "chunks": 2}),
     "four ranks": (4, {"schedule": "gpipe"}),
     "four ranks in one process": (1, {"ranks": 4}),
 }
@@ -51,7 +52,7 @@ def train(ranks2: Ranks, ranks4: Ranks) -> Callable[..., Trained]:
         ("one device", "four ranks"),
         ("four ranks", "two ranks"),
         ("two ranks", "two ranks"),
-        ("two ranks", "two ranks, zero-bubble V"),
+        ("two ranks, interleaved", "two ranks, zero-bubble V"),
         ("two ranks, zero-bubble V", "four ranks in one process"),
     ],
 )
