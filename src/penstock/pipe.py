@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -83,6 +83,7 @@ class Pipeline:
         self._order = order
         self._options = options
         self._closed = False
+        self._before_close: list[Callable[[], None]] = []
         engine.streams.first_microbatch = engine.world.replica * order.microbatches
         self._rows = sum(example.sizes)
         self._jobs = Jobs(engine, split, self._bind, order.placement.rank_of[0])
@@ -261,14 +262,11 @@ class Pipeline:
     def state_dict(self) -> dict[str, Tensor]:
         """The parameters and persistent buffers of this process's stages, by their names in the unsplit model.
 
-        A tied parameter has its first name. The tensors are the live ones. See `penstock.checkpoint` for all ranks'.
+        A tied parameter has its first name. What no stage uses is on rank 0. The tensors are the live ones. See
+        `penstock.checkpoint` for all ranks'.
         """
-        persistent = set(self.all_names())
-        return {
-            name: tensor.detach()
-            for name, tensor in (*self.named_parameters(), *self.named_buffers())
-            if name in persistent
-        }
+        held: dict[str, Tensor] = dict((*self.named_parameters(), *self.named_buffers(), *self._split.held_unused()))
+        return {name: held[name].detach() for name in self.all_names() if name in held}
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
         """Copies values into what this process holds. `state` may be of the whole unsplit model.
@@ -277,7 +275,7 @@ class Pipeline:
             ArgumentError: a shape differs; or, with `strict`, something that is held is not in `state`, or something in
                 `state` is not of the model.
         """
-        own, names = self.state_dict(), set(self.model.state_dict())
+        own, names = self.state_dict(), {*self.model.state_dict(), *self.all_names()}
         missing = [name for name in own if name not in state]
         unexpected = [name for name in state if name not in names]
         if strict and (missing or unexpected):
@@ -332,6 +330,10 @@ class Pipeline:
         """Every parameter and persistent buffer of the unsplit model, each once, by its first name."""
         return self._split.all_names()
 
+    def first_names(self) -> dict[str, str]:
+        """For every name of a parameter or buffer in the unsplit model, tied ones' too, that of its first."""
+        return self._split.names()
+
     def default_kwargs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         """What is passed to the model besides the caller's inputs (`use_cache=False` for models of `transformers`)."""
         return self._split.default_kwargs(args, kwargs)
@@ -353,6 +355,11 @@ class Pipeline:
             yield streams
 
     @property
+    def is_first(self) -> bool:
+        """Whether this process speaks for all: it prints, and it writes what is written once."""
+        return self.world.is_first
+
+    @property
     def control_group(self) -> ProcessGroup | None:
         """A gloo group of the pipeline's processes, for what is no part of a step; None where this process is alone."""
         return self._engine.control_group
@@ -361,12 +368,25 @@ class Pipeline:
         """One object from each process of the mesh, given to all of them. A collective: every rank calls it."""
         return self._engine.gather(value)
 
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """Around a wait for all other ranks outside of a step: if one is lost, this rank says so and ends."""
+        return self._engine.waiting(what)
+
     # -- the end ------------------------------------------------------------------------------------------------------
+
+    def before_close(self, act: Callable[[], None]) -> None:
+        """`close` calls `act` before it gives anything back: for what goes on beside the steps. All ranks call it."""
+        self._before_close.append(act)
 
     def close(self) -> None:
         """Removes hooks, ends the watchdog, gives back process groups. The parameters stay."""
-        if not self._closed:
-            self._closed = True
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            while self._before_close and not self._engine.failed:
+                self._before_close.pop()()
+        finally:
             self._engine.close()
 
     def __enter__(self) -> Self:

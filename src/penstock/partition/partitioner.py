@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from penstock.errors import ArgumentError, PartitionError
 from penstock.partition._compat import autocast_state, flatten
-from penstock.partition.chain import Chain, public_names
+from penstock.partition.chain import as_module, known_names
 from penstock.partition.cut import Balance, balanced_cuts, cut_positions
 from penstock.partition.objects import input_path
 from penstock.partition.partition import Origin, Partition, describe
@@ -66,7 +66,7 @@ class Partitioner:
                 f"{len(cuts)} cuts make {len(cuts) + 1} stages, but stages={stages}. Name the first module of each "
                 f"stage but the first: {stages - 1} names"
             )
-        self.model = _as_module(model)
+        self.model = as_module(model)
         self.stages = stages
         self.cuts = None if cuts is None else tuple(cuts)
         self._leaves, self._streams, self._balance = tuple(leaves or ()), streams, balance
@@ -125,9 +125,8 @@ class Partitioner:
         )
 
     def names(self) -> dict[str, str]:
-        """For each name in `model.named_parameters()` and `named_buffers()`, the name by which stages know it."""
-        every = [name for name, _ in (*self.model.named_parameters(), *self.model.named_buffers())]
-        return public_names(self.model, every)
+        """For every name of a parameter or buffer in the model, tied ones' too, the name by which stages know it."""
+        return known_names(self.model)
 
     def _state(self) -> Hashable:
         held = [slots.get(name) for slots, name in self._slots]
@@ -216,12 +215,3 @@ def _opened(model: nn.Module, units: Collection[int]) -> list[nn.Module]:
 
 def _draw_offsets(recording: Recording, starts: Sequence[int]) -> tuple[dict[str, int], ...]:
     return tuple({name: bisect_left(calls, start) for name, calls in recording.calls.items()} for start in (0, *starts))
-
-
-def _as_module(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
-    if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
-        return model
-    layers = list(model) if isinstance(model, (list, tuple, nn.ModuleList)) else []
-    if not layers or not all(isinstance(layer, nn.Module) for layer in layers):
-        raise ArgumentError(f"model: expected a module or a list of modules, not {model!r}")
-    return Chain(layers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -336,6 +336,10 @@ class Engine:
                 raise
             raise cause from None
         self.watchdog.position = OUTSIDE
+
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """Around a wait for all other ranks outside of a step: if one is lost, this rank says so and ends."""
+        return self._waiting(what, self._others)
 
     @property
     def control_group(self) -> dist.ProcessGroup | None:

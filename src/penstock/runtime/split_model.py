@@ -141,6 +141,19 @@ class SplitModel:
         held = {name: b for stage in self._stages_here() for name, b in stage.buffers.items()}
         return [(names[name], held[names[name]]) for name, _ in self.model.named_buffers() if names[name] in held]
 
+    def held_unused(self) -> list[tuple[str, Tensor]]:
+        """The parameters and persistent buffers that no stage uses, if rank 0, which keeps them, is here."""
+        if 0 not in self._engine.ranks:
+            return []
+        used = {name for stage in self._stages for name in (*stage.parameters, *stage.buffers)}
+        saved, names = set(self.all_names()), self._partitioner.names()
+        every = (*self.model.named_parameters(), *self.model.named_buffers())
+        return [(names[raw], tensor) for raw, tensor in every if names[raw] in saved - used]
+
+    def names(self) -> dict[str, str]:
+        """For every name of a parameter or buffer in the unsplit model, tied ones' too, that of its first."""
+        return self._partitioner.names()
+
     @property
     def sharded(self) -> Mapping[int, Sharded]:
         """The stages of this process that `fully_shard` was applied to."""
@@ -244,19 +257,15 @@ class SplitModel:
         """Gives memory to what this process runs, and takes it from what others run."""
         stages = self._record(training=True)[0].stages
         engine, rank_of = self._engine, self._placement.rank_of
-        kept = {
-            rank: {
-                id(tensor)
-                for stage in stages
-                if rank_of[stage.meta.index] == rank
-                for tensor in (*stage.parameters.values(), *stage.buffers.values())
-            }
-            for rank in engine.ranks
-        }
+        kept: dict[int, set[int]] = {rank: set() for rank in range(len(engine.devices))}
+        for stage in stages:
+            kept[rank_of[stage.meta.index]] |= {id(t) for t in (*stage.parameters.values(), *stage.buffers.values())}
+        every = {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
+        kept[0] |= every - set().union(*kept.values())  # what no stage uses belongs to a checkpoint all the same
         del stages
         named = list(self.model.named_modules())
         if not engine.world.is_local:
-            here = set().union(*kept.values())
+            here = set().union(*(kept[rank] for rank in engine.ranks))
             released: dict[int, nn.Parameter] = {}
             for module in self._modules:
                 _release(module, here, released)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import ArgumentError
+from penstock.runtime import rendezvous
 
 PIPELINE = "pp"
 DATA = ("dp", "dp_replicate", "dp_shard", "fsdp")
@@ -103,7 +104,7 @@ def join(ranks: int | None, mesh: DeviceMesh | None, device_type: str) -> World:
     if not dist.is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return World(ranks or 1)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
+        rendezvous.start("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
         atexit.register(_leave)
     size = dist.get_world_size()
     if size == 1:
