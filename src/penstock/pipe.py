@@ -17,7 +17,9 @@ from penstock.partition import Balance, Partition
 from penstock.partition._compat import flatten
 from penstock.result import SharedLoss, StepResult
 from penstock.runtime import batch as batches
+from penstock.runtime.deferred_norm import DeferredNorms, refuse_unseen
 from penstock.runtime.engine import Engine, Job, TransportChoice, draws_in_glue
+from penstock.runtime.keeping import OffloadChoice, RecomputeChoice, keepings
 from penstock.runtime.loss import Loss, LossHead, Reduction, weights
 from penstock.runtime.materialize import Materialize
 from penstock.runtime.program import Feed, model_inputs
@@ -50,6 +52,9 @@ class Options:
     transport: TransportChoice = "auto"
     materialize: Materialize | None = None
     seed: int | None = None
+    recompute: RecomputeChoice = "never"
+    offload: OffloadChoice = False
+    deferred_batch_norm: bool = False
 
 
 class Pipeline:
@@ -73,6 +78,8 @@ class Pipeline:
         self._options = options
         self._closed = False
         self._jobs: dict[Any, Job] = {}
+        self._keepings = keepings(options.recompute, options.offload, order.placement.depth)
+        self._norms = DeferredNorms(split.model.named_modules()) if options.deferred_batch_norm else None
         self.schedule = self._job(training=True).schedule
 
     # -- training -------------------------------------------------------------------------------------------------
@@ -95,7 +102,8 @@ class Pipeline:
             ArgumentError: a target is missing, or the loss is no scalar.
             PipelineFailure: another rank failed.
         """
-        result = self._run(args, kwargs, target, training=True, outputs=outputs, timeline=timeline)
+        with self.deferring():
+            result = self._run(args, kwargs, target, training=True, outputs=outputs, timeline=timeline)
         self.step_count += 1
         return result
 
@@ -289,6 +297,15 @@ class Pipeline:
         with streams.drawing(self.step_count, tuple(self._engine.devices)):
             yield streams
 
+    @contextmanager
+    def deferring(self) -> Iterator[DeferredNorms | None]:
+        """Around a training step: with `deferred_batch_norm`, running statistics are committed at its end."""
+        if self._norms is None:
+            yield None
+        else:
+            with self._norms.step():
+                yield self._norms
+
     @property
     def control_group(self) -> ProcessGroup | None:
         """A gloo group of the pipeline's processes, for what is no part of a step; None where this process is alone."""
@@ -304,6 +321,8 @@ class Pipeline:
         """Removes hooks, ends the watchdog, gives back process groups. The parameters stay."""
         if not self._closed:
             self._closed = True
+            if self._norms is not None:
+                self._norms.close()
             self._engine.close()
 
     def __enter__(self) -> Self:
@@ -348,7 +367,12 @@ class Pipeline:
         if key not in self._jobs:
             partitions = self._split.partitions(training=training)
             schedule = self._lowered(partitions[0], training=training)
-            self._jobs[key] = self._engine.bind(partitions, schedule, self._options.loss, training=training)
+            loss, chosen = self._options.loss, self._keepings if training else ()
+            if training and self._norms is not None:
+                refuse_unseen(partitions[0], self._split.model)
+            self._jobs[key] = self._engine.bind(
+                partitions, schedule, loss, training=training, keepings=chosen, norms=self._norms
+            )
         return self._jobs[key]
 
     def _lowered(self, partition: Partition, *, training: bool) -> Schedule:

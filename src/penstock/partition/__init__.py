@@ -4,6 +4,16 @@ from penstock.partition.cut import Balance
 from penstock.partition.partition import Origin, Partition
 from penstock.partition.partitioner import Partitioner, default_kwargs
 from penstock.partition.recording import RandomSource
-from penstock.partition.stage import Stage, retarget
+from penstock.partition.stage import INPUT_OVERWRITTEN, Stage, retarget
 
-__all__ = ["Balance", "Origin", "Partition", "Partitioner", "RandomSource", "Stage", "default_kwargs", "retarget"]
+__all__ = [
+    "INPUT_OVERWRITTEN",
+    "Balance",
+    "Origin",
+    "Partition",
+    "Partitioner",
+    "RandomSource",
+    "Stage",
+    "default_kwargs",
+    "retarget",
+]

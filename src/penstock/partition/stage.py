@@ -19,6 +19,9 @@ from penstock.partition.recording import Modes, RandomSource
 from penstock.partition.split import Plan, Split
 from penstock.stages import StageMeta
 
+INPUT_OVERWRITTEN = "input overwritten"
+"""In the `meta` of a stage's node that calls a module: an input of that call is updated in place by it, or later."""
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -146,6 +149,8 @@ def _graph(split: Split, plan: Plan, streams_name: str) -> fx.Graph:
         args = fx.map_arg(node.args, new.__getitem__)
         kwargs = fx.map_arg(node.kwargs, new.__getitem__)
         new[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)
+        if facts[node].kind == "unit":
+            new[node].meta[INPUT_OVERWRITTEN] = split.overwrites_input(node)
 
     for modes, nodes in groupby(plan.run, lambda n: facts[n].modes):
         leave = list(_enter(graph, modes, split.recording.device))

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from penstock.errors import PartitionError, PipelineFailure
 from penstock.partition import Partition
+from penstock.runtime.deferred_norm import DeferredNorms
 from penstock.runtime.distributed import DistributedTransport, Groups
 from penstock.runtime.failure import OUTSIDE, Position
+from penstock.runtime.keeping import Keeping
 from penstock.runtime.local import LocalHub, LocalTransport
 from penstock.runtime.loss import Loss, LossHead
 from penstock.runtime.program import Entry, Feed, Moment, Program, run, run_timed
@@ -110,7 +112,16 @@ class Engine:
         for reducer in reducers:
             reducer.end_equal()
 
-    def bind(self, partitions: Sequence[Partition], schedule: Schedule, loss: Loss | None, *, training: bool) -> Job:
+    def bind(
+        self,
+        partitions: Sequence[Partition],
+        schedule: Schedule,
+        loss: Loss | None,
+        *,
+        training: bool,
+        keepings: Sequence[Keeping] = (),
+        norms: DeferredNorms | None = None,
+    ) -> Job:
         """Binds a schedule, communication included, to the partitions of its microbatches.
 
         Every rank binds the same jobs in the same order.
@@ -137,6 +148,8 @@ class Engine:
                 self.streams if draws else None,
                 self.devices[rank],
                 training=training,
+                keepings=keepings,
+                norms=norms,
             )
             for rank in self.ranks
         }

@@ -16,11 +16,16 @@ from torch import Tensor
 
 from penstock.errors import ScheduleError
 from penstock.partition import Partition, Stage
+from penstock.runtime.deferred_norm import DeferredNorms
 from penstock.runtime.failure import OUTSIDE, Position
+from penstock.runtime.keeping import Keeping
 from penstock.runtime.loss import LossHead
+from penstock.runtime.offload import Offload
+from penstock.runtime.recompute import Keeper, microbatches_to_recompute, overwritten
+from penstock.runtime.recomputed_layers import with_recomputed_layers
 from penstock.runtime.routes import Route, RouteBuilder, route_of
 from penstock.runtime.split_backward import SplitBackward
-from penstock.runtime.stage import StageRunner
+from penstock.runtime.stage import Extras, StageRunner
 from penstock.runtime.streams import Streams
 from penstock.runtime.ties import TieReducer
 from penstock.runtime.transport import Transport
@@ -110,6 +115,8 @@ class Program:
         row: the rank's actions, communication included.
         head: what stands behind the last stage; used on its rank only.
         reducers: by tie group.
+        keepings: of each stage; none in evaluation.
+        norms: batch norms whose statistics are deferred.
     """
 
     def __init__(
@@ -125,6 +132,8 @@ class Program:
         device: torch.device,
         *,
         training: bool,
+        keepings: Sequence[Keeping] = (),
+        norms: DeferredNorms | None = None,
     ) -> None:
         metas = [stage.meta for stage in partitions[0].stages]
         rank = transport.rank
@@ -132,9 +141,10 @@ class Program:
         self.head = head if any(map(placement.is_last, placement.stages_on(rank))) else None
         self.runners: dict[int, StageRunner] = {}
         for index in placement.stages_on(rank):
+            keeping = keepings[index % len(keepings)] if keepings else Keeping()  # copies of a stage do as it does
             self.runners[index] = StageRunner(
                 metas[index],
-                [partition.stages[index].module.forward for partition in partitions],
+                _functions([partition.stages[index] for partition in partitions], keeping),
                 builder.roots(index),
                 builder.routes(index),
                 head if placement.is_last(index) else None,
@@ -142,7 +152,8 @@ class Program:
                 partitions[0].draw_offsets[index],
                 device,
                 training,
-                _split(partitions[0].stages[index], row, device),
+                _split(partitions[0].stages[index], row, device, can_wait=not keeping.offload),
+                _extras(partitions[0].stages[index], metas, row, device, keeping, norms),
             )
         self._reducers = reducers
         self._placement = placement
@@ -191,7 +202,31 @@ class Program:
         return Position(f"{action.stage}{what}{action.microbatch}", tuple(peers))
 
 
-def _split(stage: Stage, row: Sequence[Action], device: torch.device) -> SplitBackward | None:
+def _functions(stages: Sequence[Stage], keeping: Keeping) -> list[Callable[..., Sequence[Tensor]]]:
+    """The forward of a stage for each microbatch; one for all that are recorded alike."""
+    if keeping.every is None:
+        return [stage.module.forward for stage in stages]
+    again = {id(stage): with_recomputed_layers(stage, keeping.every) for stage in stages}
+    return [again[id(stage)].forward for stage in stages]
+
+
+def _extras(
+    stage: Stage,
+    metas: Sequence[StageMeta],
+    row: Sequence[Action],
+    device: torch.device,
+    keeping: Keeping,
+    norms: DeferredNorms | None,
+) -> Extras:
+    """What the stage does beside its forward and backward."""
+    held = (*stage.parameters.values(), *stage.buffers.values())
+    offload = Offload(device, held) if keeping.offload else None
+    again = microbatches_to_recompute(keeping.recompute, row, stage.meta.index)
+    keeper = Keeper(stage, overwritten(stage.meta, metas), offload) if again else None
+    return Extras(keeper, again, offload, norms)
+
+
+def _split(stage: Stage, row: Sequence[Action], device: torch.device, *, can_wait: bool) -> SplitBackward | None:
     """What runs the backwards that the row splits, if it splits any of this stage."""
 
     def microbatches(*ops: Op) -> list[int]:
@@ -201,7 +236,9 @@ def _split(stage: Stage, row: Sequence[Action], device: torch.device) -> SplitBa
     split = microbatches(Op.I)
     orders = (microbatches(Op.F), microbatches(Op.B, Op.I))
     in_order = all(order == sorted(order) for order in orders)
-    return SplitBackward(stage.parameters, stage.module, device, split, in_order=in_order) if split else None
+    if not split:
+        return None
+    return SplitBackward(stage.parameters, stage.module, device, split, in_order=in_order, can_wait=can_wait)
 
 
 def model_inputs(meta: StageMeta) -> list[int]:
