@@ -153,7 +153,7 @@ class Program:
                 device,
                 training,
                 _split(partitions[0].stages[index], row, device, can_wait=not keeping.offload),
-                _extras(partitions[0].stages[index], metas, row, device, keeping, norms),
+                _extras([partition.stages[index] for partition in partitions], metas, row, device, keeping, norms),
             )
         self._reducers = reducers
         self._placement = placement
@@ -211,7 +211,7 @@ def _functions(stages: Sequence[Stage], keeping: Keeping) -> list[Callable[..., 
 
 
 def _extras(
-    stage: Stage,
+    stages: Sequence[Stage],
     metas: Sequence[StageMeta],
     row: Sequence[Action],
     device: torch.device,
@@ -219,10 +219,11 @@ def _extras(
     norms: DeferredNorms | None,
 ) -> Extras:
     """What the stage does beside its forward and backward."""
+    stage = stages[0]
     held = (*stage.parameters.values(), *stage.buffers.values())
     offload = Offload(device, held) if keeping.offload else None
     again = microbatches_to_recompute(keeping.recompute, row, stage.meta.index)
-    keeper = Keeper(stage, overwritten(stage.meta, metas), offload) if again else None
+    keeper = Keeper(stages, overwritten(stage.meta, metas), offload) if again else None
     return Extras(keeper, again, offload, norms)
 
 

@@ -76,16 +76,16 @@ class BufferCopies(NamedTuple):
 
 
 class Buffers:
-    """The buffers that a module's forward updates, so that it can be run again on what they were.
+    """The buffers that the forward of some modules updates, so that it can be run again on what they were.
 
     Running it again must neither count a batch twice nor see what later microbatches have left: it works on copies.
     """
 
-    def __init__(self, module: nn.Module, updated: Iterable[Tensor]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], updated: Iterable[Tensor]) -> None:
         wanted = {id(buffer) for buffer in updated}
         self._places = [
             (part, name)
-            for part in module.modules()
+            for part in {part: None for module in modules for part in module.modules()}
             for name, buffer in part._buffers.items()
             if buffer is not None and id(buffer) in wanted
         ]
@@ -108,17 +108,19 @@ class Keeper:
     """Keeps what the forwards of one stage need to be run again.
 
     Args:
+        stages: the stage as each microbatch runs it; they differ in shapes only.
         overwritten: positions of the inputs that this stage, or a later one, updates in place.
         offload: takes what is kept to the host.
     """
 
-    def __init__(self, stage: Stage, overwritten: Iterable[int], offload: Offload | None) -> None:
-        self._meta = stage.meta
+    def __init__(self, stages: Sequence[Stage], overwritten: Iterable[int], offload: Offload | None) -> None:
+        modules = {stage.module: None for stage in stages}
+        self._meta = stages[0].meta
         self._overwritten = frozenset(overwritten)
         self._offload = offload
-        self._buffers = Buffers(stage.module, updated_buffers(stage))
-        held = {id(buffer) for buffer in stage.buffers.values()}
-        self._strays = [(name, b) for name, b in stage.module.named_buffers() if id(b) not in held]
+        self._buffers = Buffers(modules, updated_buffers(stages[0]))
+        held = {id(buffer) for buffer in stages[0].buffers.values()}
+        self._strays = [(name, b) for module in modules for name, b in module.named_buffers() if id(b) not in held]
 
     def keep(self, microbatch: int, args: Sequence[Any]) -> Kept:
         """What to run a forward with again, before it is run at first."""

@@ -32,7 +32,7 @@ def with_recomputed_layers(stage: Stage, every: int) -> fx.GraphModule:
     for number, node in enumerate(calls[::every]):
         layer = module.get_submodule(str(node.target))
         node.target = f"recomputed_{number}"
-        again = _Again(layer, Buffers(layer, updated), copies=node.meta.get(INPUT_OVERWRITTEN, False))
+        again = _Again(layer, Buffers([layer], updated), copies=node.meta.get(INPUT_OVERWRITTEN, False))
         module.add_submodule(node.target, again)
     module.recompile()
     return module
