@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from everything import ROWS, WIDTH, Layer, everything
+from everything import WIDTH, Layer, everything
 from models import squared_error
 from penstock import ArgumentError, PartitionError, Pipeline, pipeline, verify
 from penstock.runtime.recompute import microbatches_to_recompute
@@ -235,7 +235,7 @@ def calls_in_a_step(model: nn.Sequential, data: tuple[Tensor, Tensor], **options
     calls: Counter[str] = Counter()
     with pipeline(model, data[:1], loss=squared_error, **options) as pipe:
         for name, module in model.named_children():
-            module.register_forward_hook(lambda *_, name=name: calls.update([name]))
+            module.register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
         pipe.step(data[0], target=data[1])
         stepped = calls.copy()
         pipe.evaluate(data[0], target=data[1])  # is recorded
