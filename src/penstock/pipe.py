@@ -20,6 +20,7 @@ from penstock.runtime import batch as batches
 from penstock.runtime.deferred_norm import DeferredNorms, refuse_unseen
 from penstock.runtime.engine import Engine, Job, TransportChoice, draws_in_glue
 from penstock.runtime.keeping import OffloadChoice, RecomputeChoice, keepings
+from penstock.runtime.keeping import notes as keeping_notes
 from penstock.runtime.loss import Loss, LossHead, Reduction, weights
 from penstock.runtime.materialize import Materialize
 from penstock.runtime.program import Feed, model_inputs
@@ -164,9 +165,10 @@ class Pipeline:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What recording the model had to say, and what the schedule costs in exactness."""
+        """What recording the model had to say, what the schedule costs in exactness, and offload in overlap."""
         inexact = [violation.text for violation in check(self.schedule) if not violation.fatal]
-        return (*self._split.partitions(training=True)[0].notes, *inexact)
+        offloaded = keeping_notes(self._keepings, self._order)
+        return (*self._split.partitions(training=True)[0].notes, *inexact, *offloaded)
 
     @property
     def split_share(self) -> dict[int, float]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from penstock.errors import ArgumentError
+from penstock.schedule import Op, Schedule
 
 Policy = Literal["never", "except_last", "always"]
 
@@ -57,6 +58,16 @@ def keepings(recompute: RecomputeChoice, offload: OffloadChoice, stages: int) ->
     for place in places:
         _check_offload(place)
     return tuple(Keeping(policy, place) for policy, place in zip(policies, places, strict=True))
+
+
+def notes(chosen: Sequence[Keeping], order: Schedule) -> list[str]:
+    """What the choices cost, in words."""
+    split = sorted({action.stage for row in order.rows for action in row if action.op is Op.I})
+    return [
+        f"stage {stage}: with offload its backward is not split; its I's do all of it, and its W's are empty"
+        for stage in split
+        if chosen[stage % len(chosen)].offload
+    ]
 
 
 def _per_stage(name: str, given: Any, stages: int, default: Any) -> list[Any]:
