@@ -210,7 +210,7 @@ def test_a_compiled_norm_is_refused() -> None:
     model = normed()
     model[1].compile()
     with pytest.raises(ArgumentError, match="deferred_batch_norm=True: '1' is compiled"):
-        pipeline(model, batch()[:1], loss=squared_error, deferred_batch_norm=True)
+        pipeline(model, batch()[:1], microbatches=2, loss=squared_error, deferred_batch_norm=True)
 
 
 def test_batch_norm_in_blocks_is_seen() -> None:
