@@ -21,7 +21,7 @@ from everything import WIDTH, Layer, everything
 from models import squared_error
 from penstock import ArgumentError, PartitionError, Pipeline, pipeline, verify
 from penstock.runtime.recompute import microbatches_to_recompute
-from penstock.schedule import Op, generate
+from penstock.schedule import Op, generate, split_backward
 from small import batch, mlp
 
 POLICIES: list[Any] = ["except_last", "always", 1, 2, {0: "always", 1: 2, 3: "except_last"}]
@@ -226,6 +226,25 @@ def test_the_split_backward_still_waits_for_w() -> None:
     assert shares["always"] == shares["except_last"] == shares["never"]
     assert all(share == pytest.approx(WIDTH / (WIDTH + 1)) for share in shares["never"].values())
     assert all(0 < shares[2][stage] < shares["never"][stage] for stage in (0, 1))
+
+
+@pytest.mark.parametrize("policy", ["always", "except_last"])
+def test_weights_are_learned_from_the_first_forward_though_it_is_run_again(policy: Any) -> None:
+    """Learned from the last microbatch, whose backward would then be whole, its gradients would be added too early."""
+    order = split_backward(generate("gpipe", 2, 4))
+    late = order.with_rows([sorted(row, key=lambda action: action.op is Op.W) for row in order.rows])
+
+    def gradients_of_the_first_step(recompute: Any) -> list[Tensor | None]:
+        model, x, y = everything()
+        options: dict[str, Any] = {"schedule": late, "ranks": 2, "recompute": recompute, "seed": 0}
+        with pipeline(model, (x,), loss=squared_error, **options) as pipe:
+            pipe.step(x, target=y)
+            return [parameter.grad for parameter in pipe.parameters()]
+
+    for mine, expected in zip(gradients_of_the_first_step(policy), gradients_of_the_first_step("never"), strict=True):
+        assert mine is not None
+        assert expected is not None
+        assert torch.equal(mine, expected)
 
 
 # -- how often, and how much is kept ----------------------------------------------------------------------------------

@@ -56,6 +56,7 @@ class Case:
     reduction: ReductionName
     cuts: Sequence[str] | None
     exact: bool | None
+    recompute: str | int = "never"
 
 
 def verify(
@@ -72,6 +73,9 @@ def verify(
     cuts: Annotated[
         str | None, typer.Option(help="The modules that begin a new stage, a,b,c; by default balanced.")
     ] = None,
+    recompute: Annotated[
+        str, typer.Option(help="What is run again in backward: never, except_last, always, or n for every n-th layer.")
+    ] = "never",
     transport: Annotated[
         TransportName, typer.Option(help="All ranks in one process, or a process for each.")
     ] = TransportName.local,
@@ -92,7 +96,8 @@ def verify(
     something else is wrong.
     """
     names = [name.strip() for name in cuts.split(",")] if cuts else None
-    case = Case(target, ranks, chunks, microbatches, schedule, reduction, names, exact)
+    again = int(recompute) if recompute.isdecimal() else recompute
+    case = Case(target, ranks, chunks, microbatches, schedule, reduction, names, exact, again)
     generate(schedule, ranks, microbatches, chunks)  # says what is wrong before anything is loaded
     try:
         report = prove(case) if transport is TransportName.local else prove_distributed(case)
@@ -136,6 +141,7 @@ def prove(case: Case) -> dict[str, Any]:
                 chunks=case.chunks,
                 microbatches=case.microbatches,
                 cuts=case.cuts,
+                recompute=case.recompute,
             ).to_dict()
         except PenstockError:
             raise
