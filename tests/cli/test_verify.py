@@ -124,7 +124,7 @@ def test_json_is_the_only_thing_on_stdout() -> None:
 def test_recompute(policy: str) -> None:
     done = verify("cases.py:good", "--ranks", "2", "--microbatches", "4", "--recompute", policy)
     assert done.exit_code == 0, done.output
-    wrong = verify("cases.py:good", "--ranks", "2", "--recompute", "sometimes")
+    wrong = verify("cases.py:good", "--ranks", "2", "--microbatches", "4", "--recompute", "sometimes")
     assert wrong.exit_code == 2
     assert "recompute='sometimes': expected 'never'" in last_line(wrong.stderr)
 
