@@ -443,6 +443,21 @@ def test_what_cannot_be_run_again_is_refused() -> None:
         pipeline(Renorms(), (x,), recompute="always", **options)
 
 
+class Weight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def test_a_stage_without_layers_is_refused() -> None:
+    x, _ = batch()
+    with pytest.raises(ArgumentError, match="recompute=2: the code of stage 0 calls no module with parameters"):
+        pipeline(Weight(), (x,), loss=squared_error, recompute=2)
+
+
 def test_a_step_that_raised_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, y = everything()
     raised = []

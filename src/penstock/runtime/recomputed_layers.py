@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
+from penstock.errors import ArgumentError
 from penstock.partition import INPUT_OVERWRITTEN, Stage
 from penstock.runtime import exact
 from penstock.runtime.recompute import BufferCopies, Buffers, updated_buffers
@@ -23,12 +24,20 @@ def with_recomputed_layers(stage: Stage, every: int) -> fx.GraphModule:
     """The stage's code, in which layers 0, n, 2n, ... are run again in backward.
 
     A layer is a module with parameters that the code calls as a whole, in the order of the calls.
+
+    Raises:
+        ArgumentError: the stage has parameters, but no layers.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(stage.module.graph, {}))
     module = fx.GraphModule(stage.module, graph, stage.module.__class__.__name__)
     updated = updated_buffers(stage)
     calls = [node for node in graph.nodes if node.op == "call_module" and _has_parameters(module, node)]
+    if stage.parameters and not calls:
+        raise ArgumentError(
+            f"recompute={every}: the code of stage {stage.meta.index} calls no module with parameters as a whole, and so "
+            f"has no layers; choose another policy for it, such as recompute={{{stage.meta.index}: 'always'}}"
+        )
     for number, node in enumerate(calls[::every]):
         layer = module.get_submodule(str(node.target))
         node.target = f"recomputed_{number}"
