@@ -75,6 +75,11 @@ def options_case() -> dict[str, Callable[[], None]]:
         losses = [step(model=model, seed=seed).loss for seed in (1, 2, 1)]
         assert losses[0] == losses[2] != losses[1]
 
+    def offload() -> None:
+        with made(schedule="zb-h1", offload=True) as pipe:
+            pipe.step(x, target=y)
+            assert pipe.split_share == {0: 0.0, 1: 0.0}
+
     return {
         "model": lambda: refused(ArgumentError, "model", model=[1, 2]),
         "example_args": lambda: refused(ShapeError, "example: no tensor with rows", example_args=()),
@@ -95,6 +100,11 @@ def options_case() -> dict[str, Callable[[], None]]:
         "share_loss": lambda: assert_equal(step(share_loss=False).loss.shape, ()),  # seen on other ranks only
         "materialize": materialize,
         "seed": seed,
+        "recompute": lambda: refused(ArgumentError, "recompute='sometimes': expected 'never'", recompute="sometimes"),
+        "offload": offload,
+        "deferred_batch_norm": lambda: refused(
+            ArgumentError, "deferred_batch_norm=True: no batch norm", deferred_batch_norm=True
+        ),
     }
 
 

@@ -17,6 +17,7 @@ from penstock.partition import Balance
 from penstock.pipe import Options, Pipeline, refuse_illegal
 from penstock.runtime import batch as batches
 from penstock.runtime.engine import Engine, TransportChoice
+from penstock.runtime.keeping import OffloadChoice, RecomputeChoice
 from penstock.runtime.loss import Loss, Reduction
 from penstock.runtime.materialize import Materialize
 from penstock.runtime.outline import Outline
@@ -56,6 +57,9 @@ def pipeline(
     materialize: Materialize | None = None,
     parallelize: Parallelize | None = None,
     seed: int | None = None,
+    recompute: RecomputeChoice = "never",
+    offload: OffloadChoice = False,
+    deferred_batch_norm: bool = False,
 ) -> Pipeline:
     """Splits a model into stages and makes them ready to train.
 
@@ -89,6 +93,12 @@ def pipeline(
         parallelize: called with each of this process's stages, a module that holds the model's own modules under their
             names, to shard it in place: `fully_shard` over `mesh["dp"]`, `parallelize_module` over `mesh["tp"]`.
         seed: of the random streams (dropout); None: torch's initial seed on rank 0.
+        recompute: which forwards are run again in backward, so that their activations need not be kept: "never",
+            "except_last" (all but each stage's last microbatch), "always", or a whole number n (every n-th layer); see
+            `penstock.runtime.keeping.Recompute`. One for all stages, a list with one for each, or a dict by stage.
+        offload: keep activations in the host's memory between forward and backward; likewise by stage. The backward of
+            such a stage is not split: its I does all of it.
+        deferred_batch_norm: batch norms update their running statistics once a step, from the whole batch.
 
     Raises:
         ArgumentError: an argument is wrong; the text names it and says what to do.
@@ -116,8 +126,11 @@ def pipeline(
         (tuple(example_args), dict(example_kwargs or {})),
         world,
         _schedule(schedule, world.ranks, microbatches, chunks),
-        Options(loss, reduction, cuts, leaves, balance, devices, share_loss, transport, materialize, parallelize, seed),
-    )
+        Options(
+            loss, reduction, cuts, leaves, balance, devices, share_loss, transport, materialize, parallelize, seed,
+            recompute, offload, deferred_batch_norm,
+        ),
+    )  # fmt: skip
 
 
 def build(

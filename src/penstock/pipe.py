@@ -17,9 +17,12 @@ from penstock.errors import ArgumentError, ScheduleError
 from penstock.partition import Balance, Partition
 from penstock.result import SharedLoss, StepResult
 from penstock.runtime import batch as batches
+from penstock.runtime.deferred_norm import DeferredNorms, refuse_unseen
 from penstock.runtime.distribution import local, whole
 from penstock.runtime.engine import Engine, Job, TransportChoice, draws_in_glue
 from penstock.runtime.jobs import Call, Jobs, Known
+from penstock.runtime.keeping import OffloadChoice, RecomputeChoice, keepings
+from penstock.runtime.keeping import notes as keeping_notes
 from penstock.runtime.loss import Loss, Reduction, weights
 from penstock.runtime.materialize import Materialize
 from penstock.runtime.outline import Outline
@@ -62,6 +65,9 @@ class Options:
     materialize: Materialize | None = None
     parallelize: Parallelize | None = None
     seed: int | None = None
+    recompute: RecomputeChoice = "never"
+    offload: OffloadChoice = False
+    deferred_batch_norm: bool = False
 
 
 class Pipeline:
@@ -84,6 +90,8 @@ class Pipeline:
         self._options = options
         self._closed = False
         self._before_close: list[Callable[[], None]] = []
+        self._keepings = keepings(options.recompute, options.offload, order.placement.depth)
+        self._norms = DeferredNorms(split.model.named_modules()) if options.deferred_batch_norm else None
         engine.streams.first_microbatch = engine.world.replica * order.microbatches
         self._rows = sum(example.sizes)
         self._jobs = Jobs(engine, split, self._bind, order.placement.rank_of[0])
@@ -112,7 +120,8 @@ class Pipeline:
             ArgumentError: a target is missing, the loss is no scalar, or the ranks do not make the same call.
             PipelineFailure: another rank failed.
         """
-        result = self._run(args, kwargs, target, training=True, outputs=outputs, timeline=timeline)
+        with self.deferring():
+            result = self._run(args, kwargs, target, training=True, outputs=outputs, timeline=timeline)
         self.step_count += 1
         return result
 
@@ -215,9 +224,10 @@ class Pipeline:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What recording the model had to say, and what the schedule costs in exactness."""
+        """What recording the model had to say, what the schedule costs in exactness, and offload in overlap."""
         inexact = [violation.text for violation in check(self.schedule) if not violation.fatal]
-        return (*self._split.partitions(training=True)[0].notes, *inexact)
+        offloaded = keeping_notes(self._keepings, self._order)
+        return (*self._split.partitions(training=True)[0].notes, *inexact, *offloaded)
 
     @property
     def split_share(self) -> dict[int, float]:
@@ -354,6 +364,15 @@ class Pipeline:
         with streams.drawing(self.step_count, tuple(self._engine.devices)):
             yield streams
 
+    @contextmanager
+    def deferring(self) -> Iterator[DeferredNorms | None]:
+        """Around a training step: with `deferred_batch_norm`, running statistics are committed at its end."""
+        if self._norms is None:
+            yield None
+        else:
+            with self._norms.step():
+                yield self._norms
+
     @property
     def is_first(self) -> bool:
         """Whether this process speaks for all: it prints, and it writes what is written once."""
@@ -383,6 +402,8 @@ class Pipeline:
         if self._closed:
             return
         self._closed = True
+        if self._norms is not None:
+            self._norms.close()
         try:
             while self._before_close and not self._engine.failed:
                 self._before_close.pop()()
@@ -435,7 +456,17 @@ class Pipeline:
     def _bind(self, partitions: Sequence[Partition], training: bool) -> Job:
         order = first_microbatches(self._order, len(partitions))
         schedule = self._lowered(order, partitions[0], training=training)
-        return self._engine.bind(partitions, schedule, self._options.loss, self._split.sharded, training=training)
+        if training and self._norms is not None:
+            refuse_unseen(partitions[0], self._split.model)
+        return self._engine.bind(
+            partitions,
+            schedule,
+            self._options.loss,
+            self._split.sharded,
+            training=training,
+            keepings=self._keepings if training else (),
+            norms=self._norms,
+        )
 
     def _lowered(self, order: Schedule, partition: Partition, *, training: bool) -> Schedule:
         """The schedule as it is run: communication, tied gradients, and nothing that frozen stages do not need."""

@@ -231,6 +231,7 @@ def _reference(
             devices=pipe.device,
             materialize=options.get("materialize"),
             seed=pipe.seed,
+            deferred_batch_norm=options.get("deferred_batch_norm", False),
         ),
     )
     with alone:
@@ -274,14 +275,18 @@ def _run_unsplit(
     outputs: list[Any] = []
     losses: list[Tensor] = []
     buffers: dict[str, Tensor] = {}
-    with alone.drawing() as streams:
+    with alone.drawing() as streams, alone.deferring() as norms:
         for k, (args, kwargs) in enumerate(pieces):
             streams.begin(k, {})
+            if norms is not None:
+                norms.begin(k)
             output = alone.model(*args, **{**kwargs, **alone.default_kwargs(args, kwargs)})
             streams.begin_loss(k)
             value = own_loss(output) if loss is None else loss(output, targets[k])
             assert value is not None
             streams.begin(k, {}, again=True)
+            if norms is not None:
+                norms.pause()
             root = root_of(value, weighted[k], _tensors(output))
             root.backward(torch.full_like(value, weighted[k]))  # type: ignore[no-untyped-call]
             losses.append(value.detach())

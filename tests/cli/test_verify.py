@@ -120,6 +120,15 @@ def test_json_is_the_only_thing_on_stdout() -> None:
     assert {row["verdict"] for row in report["rows"]} == {"equal"}
 
 
+@pytest.mark.parametrize("policy", ["always", "2"])
+def test_recompute(policy: str) -> None:
+    done = verify("cases.py:good", "--ranks", "2", "--microbatches", "4", "--recompute", policy)
+    assert done.exit_code == 0, done.output
+    wrong = verify("cases.py:good", "--ranks", "2", "--microbatches", "4", "--recompute", "sometimes")
+    assert wrong.exit_code == 2
+    assert "recompute='sometimes': expected 'never'" in last_line(wrong.stderr)
+
+
 def test_difference_exits_1_and_the_last_line_says_where() -> None:
     done = verify("cases.py:drifting", "--json", "--ranks", "2", "--microbatches", "4")
     report = json.loads(done.stdout)

@@ -60,7 +60,7 @@ class Stage:
                     with self.split.forward(k):
                         value = self.model(self.inputs[k])
                     losses[k] = loss_of(value)
-                    self.split.learn(k, [get_gradient_edge(losses[k])])
+                    self.split.learn([get_gradient_edge(losses[k])])
                 case "I":
                     with self.split.input_gradients(k):
                         losses.pop(k).backward()

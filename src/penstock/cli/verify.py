@@ -57,6 +57,7 @@ class Case:
     reduction: ReductionName
     cuts: Sequence[str] | None
     exact: bool | None
+    recompute: str | int = "never"
 
 
 def verify(
@@ -71,6 +72,9 @@ def verify(
         ReductionName, typer.Option(help="Whether the loss is a mean over the batch's rows or a sum.")
     ] = "mean",
     cuts: Cuts = None,
+    recompute: Annotated[
+        str, typer.Option(help="What is run again in backward: never, except_last, always, or n for every n-th layer.")
+    ] = "never",
     transport: Annotated[
         TransportName, typer.Option(help="All ranks in one process, or a process for each.")
     ] = TransportName.local,
@@ -92,7 +96,8 @@ def verify(
     The exit status is 0 if all is equal, 1 if something differs, and 2 if
     something else is wrong.
     """
-    case = Case(target, ranks, chunks, microbatches, schedule, reduction, names(cuts), exact)
+    again = int(recompute) if recompute.isdecimal() else recompute
+    case = Case(target, ranks, chunks, microbatches, schedule, reduction, names(cuts), exact, again)
     generate(schedule, ranks, microbatches, chunks)  # says what is wrong before anything is loaded
     try:
         report = prove(case) if transport is TransportName.local else prove_distributed(case)
@@ -130,6 +135,7 @@ def prove(case: Case) -> dict[str, Any]:
             chunks=case.chunks,
             microbatches=case.microbatches,
             cuts=case.cuts,
+            recompute=case.recompute,
         ).to_dict()
 
 

@@ -4,9 +4,10 @@ from penstock.partition.cut import Balance
 from penstock.partition.partition import Origin, Partition
 from penstock.partition.partitioner import KEPT_PARTITIONS, Partitioner, default_kwargs
 from penstock.partition.recording import RandomSource
-from penstock.partition.stage import Stage, retarget
+from penstock.partition.stage import INPUT_OVERWRITTEN, Stage, retarget
 
 __all__ = [
+    "INPUT_OVERWRITTEN",
     "KEPT_PARTITIONS",
     "Balance",
     "Origin",

@@ -13,14 +13,22 @@ from torch import Tensor, nn
 
 from penstock.errors import PartitionError
 from penstock.partition._compat import FakeTensor, storage_of, unset_fake_temporarily
+from penstock.partition.observer import Observer
 from penstock.partition.state import Loan, Snapshot, fake_value, map_tensors
 from penstock.partition.units import Call, Unit
 
 
 def run_for_real(
-    original: Call, unit: Unit, args: Any, kwargs: Any, loan: Loan, device: torch.device, reason: Exception
-) -> tuple[Any, frozenset[int]]:
-    """The unit's result as fake tensors, and the (fake) memory that it wrote.
+    original: Call,
+    unit: Unit,
+    args: Any,
+    kwargs: Any,
+    loan: Loan,
+    device: torch.device,
+    observer: Observer,
+    reason: Exception,
+) -> tuple[Any, list[Any], frozenset[int]]:
+    """The unit's result as fake tensors, what in it drew, and the (fake) memory that it wrote.
 
     Parameters are the model's own, or made up where they are on `meta`; buffers are copies, so that none is updated.
     """
@@ -53,8 +61,13 @@ def run_for_real(
             ) from error
         finally:
             snapshot.restore()
-    written = {storage_of(f) for key, (f, r) in made.items() if r._version != versions.get(key, r._version)}
-    return map_tensors(_back_to_fakes(list(made.values()), mode, device), result), frozenset(written)
+    drew, seen = observer.take()  # batch norm updates its running statistics without a new version
+    written = {
+        storage_of(f)
+        for key, (f, r) in made.items()
+        if r._version != versions.get(key, r._version) or storage_of(r) in seen
+    }
+    return map_tensors(_back_to_fakes(list(made.values()), mode, device), result), drew, frozenset(written)
 
 
 def _back_to_fakes(made: list[tuple[Tensor, Tensor]], mode: Any, device: torch.device) -> Callable[[Tensor], Tensor]:

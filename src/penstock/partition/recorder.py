@@ -149,8 +149,9 @@ class Recorder(TorchFunctionMode):
         except Exception as error:  # whatever a fake kernel raises; if the unit itself is wrong it raises again
             del self.observer.stack[depth:], self.observer.calls[called:]
             self.observer.take()
-            result, writes = run_for_real(original, unit, args, kwargs, self.loan, self.entry.device, error)
-            drew, _ = self.observer.take()
+            result, drew, writes = run_for_real(
+                original, unit, args, kwargs, self.loan, self.entry.device, self.observer, error
+            )
             reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
             self.notes.append(
                 f"block {unit.name!r} ran once for real, on made-up inputs, since it cannot run on fake tensors "

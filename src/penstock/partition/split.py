@@ -196,6 +196,11 @@ class Split:
         """Canonical names of the parameters and buffers that the forward updates in place."""
         return {name for storage, name in self.recording.memory.items() if storage in self.written}
 
+    def overwrites_input(self, node: fx.Node) -> bool:
+        """Whether an input of a call is updated in place by that call or by a later one."""
+        given = {storage for argument in node.all_input_nodes for storage in self.facts[argument].storages}
+        return any(writer.writes & given for writer in self.writers if writer.index >= self.facts[node].index)
+
     def held_by(self, node: fx.Node) -> list[str]:
         """Canonical names of the parameters and buffers that a node uses."""
         fact = self.facts[node]

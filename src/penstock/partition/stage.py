@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
@@ -19,6 +19,19 @@ from penstock.partition.objects import free_name
 from penstock.partition.recording import Modes, RandomSource
 from penstock.partition.split import Plan, Split
 from penstock.stages import StageMeta
+
+INPUT_OVERWRITTEN = "input overwritten"
+"""In the `meta` of a stage's node that calls a module: an input of that call is updated in place by it, or later."""
+
+
+class Surroundings(Protocol):
+    """What a stage's code is run in."""
+
+    def __call__(self, run: Callable[..., Sequence[Tensor]], *args: Any) -> Sequence[Tensor]:
+        """What `run(*args)` returns."""
+
+    def adopt(self, stage: Stage) -> None:
+        """Has the code of the stage use the parameters that are here."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +52,7 @@ class Stage:
     parameters: Mapping[str, nn.Parameter]
     buffers: Mapping[str, Tensor]
     device: torch.device
-    frame: nn.Module | None = None
+    frame: Surroundings | None = None
 
     @property
     def forward(self) -> Callable[..., Sequence[Tensor]]:
@@ -155,6 +168,8 @@ def _graph(split: Split, plan: Plan, streams_name: str) -> fx.Graph:
         args = fx.map_arg(node.args, new.__getitem__)
         kwargs = fx.map_arg(node.kwargs, new.__getitem__)
         new[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)
+        if facts[node].kind == "unit":
+            new[node].meta[INPUT_OVERWRITTEN] = split.overwrites_input(node)
 
     for modes, nodes in groupby(plan.run, lambda n: facts[n].modes):
         leave = list(_enter(graph, modes, split.recording.device))

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from penstock.errors import PartitionError, PipelineFailure
 from penstock.partition import Partition
+from penstock.runtime.deferred_norm import DeferredNorms
 from penstock.runtime.distributed import DistributedTransport, Groups, all_reduce
 from penstock.runtime.failure import OUTSIDE, Position
+from penstock.runtime.keeping import Keeping
 from penstock.runtime.local import LocalHub, LocalTransport
 from penstock.runtime.loss import Loss, LossHead
 from penstock.runtime.program import Entry, Feed, Moment, Program, run, run_timed
@@ -131,6 +133,8 @@ class Engine:
         sharded: Mapping[int, Sharded],
         *,
         training: bool,
+        keepings: Sequence[Keeping] = (),
+        norms: DeferredNorms | None = None,
     ) -> Job:
         """Binds a schedule, communication included, to the partitions of its microbatches.
 
@@ -168,6 +172,8 @@ class Engine:
                 averages,
                 sharded,
                 training=training,
+                keepings=keepings,
+                norms=norms,
             )
             for rank in self.ranks
         }

@@ -7,7 +7,7 @@ of all of them, in an order that respects dependencies; else those of its own ra
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,17 @@ from torch import Tensor
 
 from penstock.errors import ScheduleError
 from penstock.partition import Partition, Stage
+from penstock.runtime.deferred_norm import DeferredNorms
 from penstock.runtime.failure import OUTSIDE, Position, Watched
+from penstock.runtime.keeping import Keeping
 from penstock.runtime.loss import LossHead
+from penstock.runtime.offload import Offload
+from penstock.runtime.recompute import Keeper, microbatches_to_recompute, overwritten
+from penstock.runtime.recomputed_layers import with_recomputed_layers
 from penstock.runtime.replicas import Average
 from penstock.runtime.routes import Route, RouteBuilder, route_of
 from penstock.runtime.split_backward import SplitBackward
-from penstock.runtime.stage import StageRunner
+from penstock.runtime.stage import Extras, StageRunner
 from penstock.runtime.streams import Streams
 from penstock.runtime.ties import TieReducer
 from penstock.runtime.transport import Transport
@@ -111,6 +116,8 @@ class Program:
         names: of the ranks, by which messages call them.
         averages: over replicas, by stage.
         sharded: the stages that `fully_shard` was applied to.
+        keepings: of each stage; none in evaluation.
+        norms: batch norms whose statistics are deferred.
     """
 
     def __init__(
@@ -129,6 +136,8 @@ class Program:
         sharded: Mapping[int, Sharded],
         *,
         training: bool,
+        keepings: Sequence[Keeping] = (),
+        norms: DeferredNorms | None = None,
     ) -> None:
         metas = [stage.meta for stage in partitions[0].stages]
         rank = transport.rank
@@ -136,9 +145,10 @@ class Program:
         self.head = head if any(map(placement.is_last, placement.stages_on(rank))) else None
         self.runners: dict[int, StageRunner] = {}
         for index in placement.stages_on(rank):
+            keeping = keepings[index % len(keepings)] if keepings else Keeping()  # copies of a stage do as it does
             self.runners[index] = StageRunner(
                 metas[index],
-                [partition.stages[index].forward for partition in partitions],
+                _functions([partition.stages[index] for partition in partitions], keeping),
                 builder.roots(index),
                 builder.routes(index),
                 head if placement.is_last(index) else None,
@@ -146,9 +156,16 @@ class Program:
                 partitions[0].draw_offsets[index],
                 device,
                 training,
-                _split(partitions[0].stages[index], row, device, sharded.get(index)),
-                _last_backward(row, index) if index in sharded else None,
-                sharded.get(index),
+                _split(partitions[0].stages[index], row, device, sharded.get(index), can_wait=not keeping.offload),
+                _extras(
+                    [partition.stages[index] for partition in partitions],
+                    metas,
+                    row,
+                    device,
+                    keeping,
+                    norms,
+                    sharded.get(index),
+                ),
             )
         self._reducers = reducers
         self._averages = averages
@@ -217,7 +234,39 @@ def _last_backward(row: Sequence[Action], stage: int) -> int | None:
     return found[-1] if found else None
 
 
-def _split(stage: Stage, row: Sequence[Action], device: torch.device, sharded: Sharded | None) -> SplitBackward | None:
+def _functions(stages: Sequence[Stage], keeping: Keeping) -> list[Callable[..., Sequence[Tensor]]]:
+    """The forward of a stage for each microbatch; one for all that are recorded alike."""
+    if keeping.every is None:
+        return [stage.forward for stage in stages]
+    again = {id(stage): replace(stage, module=with_recomputed_layers(stage, keeping.every)) for stage in stages}
+    for stage in again.values():
+        if stage.frame is not None:
+            stage.frame.adopt(stage)
+    return [again[id(stage)].forward for stage in stages]
+
+
+def _extras(
+    stages: Sequence[Stage],
+    metas: Sequence[StageMeta],
+    row: Sequence[Action],
+    device: torch.device,
+    keeping: Keeping,
+    norms: DeferredNorms | None,
+    sharded: Sharded | None,
+) -> Extras:
+    """What the stage does beside its forward and backward."""
+    stage = stages[0]
+    held = (*stage.parameters.values(), *stage.buffers.values())
+    offload = Offload(device, held) if keeping.offload else None
+    again = microbatches_to_recompute(keeping.recompute, row, stage.meta.index)
+    keeper = Keeper(stages, overwritten(stage.meta, metas), offload) if again else None
+    last = None if sharded is None else _last_backward(row, stage.meta.index)
+    return Extras(keeper, again, offload, norms, sharded, last)
+
+
+def _split(
+    stage: Stage, row: Sequence[Action], device: torch.device, sharded: Sharded | None, *, can_wait: bool
+) -> SplitBackward | None:
     """What runs the backwards that the row splits, if it splits any of this stage."""
 
     def microbatches(*ops: Op) -> list[int]:
@@ -230,7 +279,7 @@ def _split(stage: Stage, row: Sequence[Action], device: torch.device, sharded: S
     if not split:
         return None
     parameters = (lambda: stage.parameters) if sharded is None else sharded.parameters
-    return SplitBackward(parameters, stage.module, device, split, in_order=in_order)
+    return SplitBackward(parameters, stage.module, device, split, in_order=in_order, can_wait=can_wait)
 
 
 def model_inputs(meta: StageMeta) -> list[int]:

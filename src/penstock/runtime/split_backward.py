@@ -35,6 +35,7 @@ class SplitBackward:
         microbatches: those whose backward is split; others are none of its business.
         in_order: F, and I or B, come in ascending order of microbatch, so that what I adds to `.grad` is added in
             that order. Otherwise it is kept until W.
+        can_wait: false where nothing does: I is a whole backward, and W is empty.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class SplitBackward:
         microbatches: Iterable[int],
         *,
         in_order: bool,
+        can_wait: bool = True,
     ) -> None:
         self.microbatches = frozenset(microbatches)
         self._given = parameters
@@ -55,6 +57,8 @@ class SplitBackward:
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._in_order = in_order
         self._unsplit: int | None = None
+        self._learning = False
+        self._can_wait = can_wait
         self._uses = WeightUses(())
         self._waiting: dict[int, list[Waiting]] = {}
         self._early: dict[int, list[tuple[nn.Parameter, Tensor]]] = {}
@@ -69,18 +73,22 @@ class SplitBackward:
     def begin_step(self) -> None:
         """Drops what a step that raised may have left."""
         self._unsplit = None
+        self._learning = False
         self._waiting.clear()
         self._early.clear()
 
     @contextmanager
-    def forward(self, microbatch: int) -> Iterator[None]:
-        """Around the forward of a microbatch."""
+    def forward(self, microbatch: int, *, runs_again: bool = False) -> Iterator[None]:
+        """Around the forward of a microbatch. `runs_again`: I runs it anew, and starts from that."""
         if not self._looked:
             self._look()
         if not self._uses.decided:
-            self._unsplit = microbatch
+            self._unsplit = None if runs_again else microbatch
+            self._learning = True
             with self._uses.learning():
                 yield
+        elif runs_again:
+            yield
         else:
             waiting = self._waiting[microbatch] = []
             with self._uses.putting_off(waiting, self._anchor):
@@ -92,13 +100,14 @@ class SplitBackward:
         parameters = self._given()
         self._names = {id(p): name for name, p in parameters.items()}
         self._parameters = [p for p in parameters.values() if p.requires_grad]
-        compiled = {id(p) for part in self._module.modules() if _is_compiled(part) for p in part.parameters()}
+        compiled = {id(p) for part in self._module.modules() if is_compiled(part) for p in part.parameters()}
         able = [p for p in self._parameters if id(p) not in compiled and not is_distributed(p)]
-        self._uses = WeightUses(able)
+        self._uses = WeightUses(able if self._can_wait else ())
 
-    def learn(self, microbatch: int, roots: Iterable[GradientEdge | None]) -> None:
+    def learn(self, roots: Iterable[GradientEdge | None]) -> None:
         """After a forward: `roots` are what its backward starts from."""
-        if microbatch == self._unsplit:
+        if self._learning:
+            self._learning = False
             self._uses.decide([root.node for root in roots if root is not None])
 
     @contextmanager
@@ -169,7 +178,8 @@ class SplitBackward:
                 parameter.grad = grad
 
 
-def _is_compiled(module: nn.Module) -> bool:
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module was given to `torch.compile`."""
     return getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules
 
 

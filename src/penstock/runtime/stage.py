@@ -1,12 +1,13 @@
 """Forward and backward of one microbatch on one stage; the backward whole (B) or split (I and W).
 
 What a stage keeps for a microbatch between the two is no more than autograd itself keeps: the edges to start backward
-from, and a slot for the gradient of each input. Values and gradients are dropped as soon as they are handed on.
+from, and a slot for the gradient of each input; or, where the forward is run again in backward, what it needs for that.
+Values and gradients are dropped as soon as they are handed on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.errors import ArgumentError, PartitionError
 from penstock.runtime import exact
+from penstock.runtime.deferred_norm import DeferredNorms
 from penstock.runtime.distribution import is_distributed
 from penstock.runtime.loss import LossHead
+from penstock.runtime.offload import Offload
+from penstock.runtime.recompute import Keeper, Kept
 from penstock.runtime.routes import Root, Route, Routes
 from penstock.runtime.split_backward import SplitBackward
 from penstock.runtime.streams import Streams
@@ -32,6 +36,25 @@ if TYPE_CHECKING:
 class _Saved:
     roots: list[GradientEdge | None]
     slots: dict[int, list[Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What a stage does beside its forward and backward, where it was asked for.
+
+    Attributes:
+        keeper: keeps what the forwards of the microbatches `again` need to be run again in backward.
+        offload: keeps what other forwards save for backward on the host.
+        norms: takes the statistics of batch norms.
+        sharded: what `fully_shard` was applied to; its gradients are reduced in the backward of microbatch `last`.
+    """
+
+    keeper: Keeper | None = None
+    again: Collection[int] = frozenset()
+    offload: Offload | None = None
+    norms: DeferredNorms | None = None
+    sharded: Sharded | None = None
+    last: int | None = None
 
 
 @dataclass(slots=True)
@@ -58,8 +81,7 @@ class StageRunner:
         streams: random streams, if anything on this stage draws.
         draw_offsets: how often each module that draws was called on earlier stages.
         split: runs the backward of some microbatches in two parts; None where all are whole.
-        last: the microbatch of the last backward, where that is when gradients are reduced.
-        sharded: what `fully_shard` was applied to, if it was.
+        extras: for a training program.
     """
 
     def __init__(
@@ -74,8 +96,7 @@ class StageRunner:
         device: torch.device,
         training: bool,
         split: SplitBackward | None = None,
-        last: int | None = None,
-        sharded: Sharded | None = None,
+        extras: Extras = Extras(),
     ) -> None:
         self.meta = meta
         self.routes = routes
@@ -90,11 +111,11 @@ class StageRunner:
         self._root_outputs = [root.position for root in roots if root.is_output]
         self._root_inputs = [root.position for root in roots if not root.is_output]
         self.split = split
-        self._last = last
+        self._extras = extras
         self.reduces = True
         """Whether the gradients of a sharded stage are reduced in this step."""
-        self._sharded = sharded
         self._saved: dict[int, _Saved] = {}
+        self._kept: dict[int, Kept] = {}
         self._values = _Outbox()
         self._grads = _Outbox()
         self.batch: list[Mapping[int, Tensor]] = []
@@ -104,10 +125,13 @@ class StageRunner:
         """Takes a step's inputs, and drops what a step that raised may have left."""
         self.batch = list(batch)
         self._saved.clear()
+        self._kept.clear()
         self._values.mail.clear()
         self._grads.mail.clear()
         if self.split is not None:
             self.split.begin_step()
+        if self._extras.offload is not None:
+            self._extras.offload.begin_step()
 
     def gather(self, microbatch: int) -> list[Any]:
         """Waits for everything that the forward of a microbatch needs."""
@@ -123,8 +147,29 @@ class StageRunner:
 
     def forward(self, microbatch: int, args: list[Any]) -> None:
         """Runs the stage; keeps what backward starts from; hands the outputs on."""
+        extras = self._extras
+        if extras.norms is not None:
+            extras.norms.begin(microbatch)
+        if extras.keeper is not None and microbatch in extras.again:
+            self._kept[microbatch] = extras.keeper.keep(microbatch, args)
+            versions = extras.keeper.stray_versions()
+            outputs = self._run(microbatch, args, runs_again=True)[1]
+            extras.keeper.check(versions)
+        else:
+            with nullcontext() if extras.offload is None else extras.offload.packing(microbatch):
+                saved, outputs = self._run(microbatch, args)
+            if self._training:
+                self._saved[microbatch] = saved
+        self._values.dispatch(self.routes.values_out, microbatch, [exact.settled(output) for output in outputs])
+
+    def _run(self, microbatch: int, args: list[Any], *, runs_again: bool = False) -> tuple[_Saved, Sequence[Tensor]]:
+        """The forward, and the loss: what backward starts from, and the outputs with their graph. Empties `args`.
+
+        Args:
+            runs_again: backward will not start from this run, but from another one.
+        """
         if self._streams is not None:
-            self._streams.begin(microbatch, self._draw_offsets)
+            self._streams.begin(microbatch, self._draw_offsets, stage=self.meta.index)
         slots: dict[int, list[Tensor]] = {}
         for position in self._tracked:
             args[position], slots[position] = exact.receive(self._anchor, args[position])
@@ -133,7 +178,7 @@ class StageRunner:
         if split is None:
             outputs = self._functions[microbatch](*args)
         else:
-            with split.forward(microbatch):
+            with split.forward(microbatch, runs_again=runs_again):
                 outputs = self._functions[microbatch](*args)
         args.clear()
         self._check_whole(outputs)
@@ -144,11 +189,16 @@ class StageRunner:
             roots = [self._loss_edge(root)] if root is not None else []
         else:
             roots = [_edge(outputs[position]) for position in self._root_outputs]
-        if self._training:
-            self._saved[microbatch] = _Saved([*roots, *passed_on], slots)
         if split is not None:
-            split.learn(microbatch, roots)
-        self._values.dispatch(self.routes.values_out, microbatch, [exact.settled(output) for output in outputs])
+            split.learn(roots)
+        return _Saved([*roots, *passed_on], slots), outputs
+
+    def _again(self, microbatch: int) -> _Saved:
+        """Runs a forward again, on what it ran on, for its graph."""
+        keeper, kept = self._extras.keeper, self._kept.pop(microbatch)
+        assert keeper is not None
+        with kept.buffers.in_place():
+            return self._run(microbatch, keeper.args_of(kept))[0]
 
     def collect(self, microbatch: int) -> list[Tensor | None]:
         """Waits for everything that the backward of a microbatch needs: a gradient, or None, for each root."""
@@ -162,7 +212,11 @@ class StageRunner:
 
     def backward(self, microbatch: int, grads: list[Tensor | None]) -> None:
         """Runs B or I; hands the gradients of the inputs on."""
-        saved = self._saved.pop(microbatch)
+        if self._extras.norms is not None:
+            self._extras.norms.pause()
+        if self._extras.offload is not None:
+            self._extras.offload.bring(microbatch)
+        saved = self._again(microbatch) if microbatch in self._kept else self._saved.pop(microbatch)
         if self._streams is not None:
             self._streams.begin(microbatch, self._draw_offsets, again=True)
         present = [(r, g) for r, g in zip(saved.roots, grads, strict=True) if r is not None and g is not None]
@@ -193,8 +247,8 @@ class StageRunner:
 
     def _reducing(self, microbatch: int) -> AbstractContextManager[None]:
         """Around the backward in which a sharded stage reduces its gradients."""
-        reduces = self._sharded is not None and microbatch == self._last and self.reduces
-        return self._sharded.reducing() if self._sharded is not None and reduces else nullcontext()
+        sharded = self._extras.sharded if self.reduces and microbatch == self._extras.last else None
+        return nullcontext() if sharded is None else sharded.reducing()
 
     def _split_of(self, microbatch: int) -> SplitBackward | None:
         return self.split if self.split is not None and microbatch in self.split.microbatches else None

@@ -36,6 +36,7 @@ def key_of(name: str) -> int:
 
 
 _LOSS = key_of("the loss function")
+_ENTRY = key_of("the entry of a stage")
 
 
 class Streams:
@@ -88,7 +89,7 @@ class Streams:
             for generator, state in zip(self._generators, states, strict=True):
                 generator.set_state(state)
 
-    def begin(self, microbatch: int, offsets: Mapping[str, int], *, again: bool = False) -> None:
+    def begin(self, microbatch: int, offsets: Mapping[str, int], *, stage: int = 0, again: bool = False) -> None:
         """Starts a microbatch on a stage.
 
         Args:
@@ -98,6 +99,8 @@ class Streams:
         self._base = mix(self.seed, self._step, self.first_microbatch + microbatch)
         self._calls = dict(offsets)
         self._again = again
+        if not again:  # what `enter` finds in the generator is then the same each time that this forward is run
+            self._seed(mix(self._base, _ENTRY, stage))
 
     def begin_loss(self, microbatch: int) -> None:
         """Sets the stream of a loss function, which may draw as well."""

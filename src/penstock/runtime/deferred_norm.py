@@ -1,0 +1,193 @@
+"""Batch norm whose running statistics are those of the whole batch, committed once a step.
+
+Normalisation stays as it is: each microbatch by its own mean and variance. A hook on each module of batch norm notes
+the number, mean and squared deviations of the values that enter it. At the end of the step these are merged in
+ascending order of microbatch, so that neither the schedule nor recomputation changes a bit, and the module's buffers
+are updated as one forward of the whole batch would have updated them. What the step's forwards left in the buffers is
+taken back.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase  # the public classes' common base
+from torch.utils.hooks import RemovableHandle
+
+from penstock.errors import ArgumentError
+from penstock.partition import Partition, Stage
+from penstock.runtime.split_backward import is_compiled
+
+
+class Moments(NamedTuple):
+    """Of each channel: number of values (one for all channels), mean, and sum of squared deviations from it."""
+
+    values: int
+    mean: Tensor
+    deviations: Tensor
+
+    @classmethod
+    def of(cls, values: Tensor, dtype: torch.dtype) -> Moments:
+        """Of the channels of `values`, their dimension 1, computed in `dtype`."""
+        with torch.no_grad():
+            values = values.detach().to(dtype)
+            others = [dim for dim in range(values.dim()) if dim != 1]
+            count = values.numel() // values.shape[1]
+            variance, mean = torch.var_mean(values, others, correction=0)
+            return cls(count, mean, variance * count)
+
+    def merged(self, other: Moments) -> Moments:
+        """Of the values of both."""
+        count = self.values + other.values
+        step = other.mean - self.mean
+        mean = self.mean + step * (other.values / count)
+        return Moments(count, mean, self.deviations + other.deviations + step**2 * (self.values * other.values / count))
+
+
+class DeferredNorms:
+    """The batch norms of one process's stages.
+
+    Args:
+        modules: of the model, by name; those that are no batch norm, or keep no statistics, are passed over.
+    """
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        self._norms = [m for _, m in modules if isinstance(m, _BatchNorm) and m.running_mean is not None]
+        self._handles: list[RemovableHandle] = [
+            m.register_forward_pre_hook(_Hook(self), with_kwargs=True) for m in self._norms
+        ]
+        self._microbatch: int | None = None
+        self._seen: dict[nn.Module, dict[int, list[Moments]]] = {}
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def begin(self, microbatch: int) -> None:
+        """From here on what enters the modules is noted, for this microbatch."""
+        self._microbatch = microbatch
+
+    def pause(self) -> None:
+        """From here on nothing is noted: what runs is backward, or a forward that ran before."""
+        self._microbatch = None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around a training step: buffers are as before until its end, and stay so if it raises."""
+        self._seen = defaultdict(lambda: defaultdict(list))
+        before = {norm: _copies(norm) for norm in self._norms if norm.training and not _is_elsewhere(norm)}
+        ended = False
+        try:
+            yield
+            ended = True
+        finally:
+            self._microbatch = None
+            seen, self._seen = self._seen, {}
+            with torch.no_grad():
+                for norm, copies in before.items():
+                    for name, copy in copies.items():
+                        norm.get_buffer(name).copy_(copy)
+                    if ended and norm in seen:
+                        _commit(norm, seen[norm])
+
+    def note(self, norm: nn.Module, values: Tensor) -> None:
+        """What enters a module."""
+        if self._microbatch is not None and norm.training:
+            mean = norm.get_buffer("running_mean")
+            self._seen[norm][self._microbatch].append(Moments.of(values, torch.promote_types(mean.dtype, values.dtype)))
+
+
+def _copies(norm: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in norm.named_buffers(recurse=False)}
+
+
+def _is_elsewhere(norm: nn.Module) -> bool:
+    return any(buffer.is_meta for buffer in norm.buffers(recurse=False))
+
+
+def _commit(norm: nn.Module, seen: Mapping[int, Sequence[Moments]]) -> None:
+    """Updates the buffers once for each call that the forward makes of the module, of which most make one."""
+    assert isinstance(norm, _BatchNorm)
+    by_call = zip(*(seen[microbatch] for microbatch in sorted(seen)), strict=True)
+    for first, *others in by_call:
+        moments = first
+        for other in others:
+            moments = moments.merged(other)
+        batches = norm.num_batches_tracked
+        if batches is not None:
+            batches.add_(1)
+        factor = norm.momentum
+        if factor is None:  # a plain average over all batches
+            factor = 1 / float(batches) if batches is not None else 0.0
+        unbiased = moments.deviations / (moments.values - 1)
+        for buffer, value in ((norm.running_mean, moments.mean), (norm.running_var, unbiased)):
+            if buffer is not None:
+                buffer.mul_(1 - factor).add_(value.to(buffer.dtype) * factor)
+
+
+class _Hook:
+    """A copy of the module, made to have a reference, say, leaves its hook behind."""
+
+    def __init__(self, norms: DeferredNorms | None) -> None:
+        self._norms = norms
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        if self._norms is not None:
+            self._norms.note(module, args[0] if args else kwargs["input"])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        return _Hook(None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (None,)
+
+
+# -- what cannot be deferred ------------------------------------------------------------------------------------------
+
+
+def refuse_unseen(partition: Partition, model: nn.Module) -> None:
+    """Raises ArgumentError for running statistics that no hook sees, and where there are none at all."""
+    owners = {id(b): (name, m) for name, m in model.named_modules() for b in m.buffers(recurse=False)}
+    compiled = {id(part) for m in model.modules() if is_compiled(m) for part in m.modules()}
+    found = False
+    for stage in partition.stages:
+        _refuse_calls(stage)
+        for buffer_name in stage.meta.updated:
+            if buffer_name.rpartition(".")[2] not in ("running_mean", "running_var"):
+                continue
+            name, owner = owners[id(stage.buffers[buffer_name])]
+            if id(owner) in compiled:
+                _refuse(name, "is compiled, so that nothing sees what enters it; compile other parts, or leave it out")
+            if isinstance(owner, nn.SyncBatchNorm) or not isinstance(owner, _BatchNorm):
+                kind = type(owner).__name__
+                norm = "normalises by itself" if isinstance(owner, _NormBase) else "keeps running statistics of its own"
+                _refuse(name, f"({kind}) {norm}; only the batch norms of torch.nn can be deferred")
+            found = True
+    if not found:
+        raise ArgumentError(
+            "deferred_batch_norm=True: no batch norm of the model updates running statistics in training; leave it out"
+        )
+
+
+def _refuse_calls(stage: Stage) -> None:
+    """A call of batch norm as a function, in code that was recorded call by call."""
+    for node in stage.module.graph.nodes:
+        first = _STATISTICS.get(node.target) if node.op == "call_function" else None
+        if first is not None and any((*node.args[first : first + 2], node.kwargs.get("running_mean"))):
+            _refuse(str(node.name), "is a call of batch norm as a function; only modules of torch.nn can be deferred")
+
+
+_STATISTICS: Mapping[Any, int] = {F.batch_norm: 1, torch.batch_norm: 3}
+"""Functions, and where among their arguments the running statistics begin."""
+
+
+def _refuse(name: str, why: str) -> None:
+    raise ArgumentError(f"deferred_batch_norm=True: {name!r} {why}")

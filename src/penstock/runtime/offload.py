@@ -1,0 +1,125 @@
+"""Activations that wait in the host's memory: what a forward saves for backward goes there, and comes back in time.
+
+Parameters and buffers stay where they are. On a GPU the copies run beside the computation, on a stream of their own
+(that path has been run on no GPU yet). Where the device is the host itself, the copies are made all the same, and save
+nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from penstock.runtime import exact
+
+
+class Away:
+    """One tensor on the host, and the way back: the same elements, strides and misalignment.
+
+    `bring` may be called ahead of `get`, so that the copy is under way while something else is computed.
+    """
+
+    __slots__ = ("__weakref__", "_buffer", "_copy_stream", "_device", "_event", "_host", "_layout")
+
+    def __init__(self, tensor: Tensor, copy_stream: torch.cuda.Stream | None) -> None:
+        self._layout = exact.Layout.of(tensor)
+        self._device = tensor.device
+        self._copy_stream = copy_stream
+        self._buffer: exact.Buffer | None = None
+        self._event: torch.cuda.Event | None = None
+        flat = exact.pack(tensor)
+        self._host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=copy_stream is not None)
+        if copy_stream is None:
+            self._host.copy_(flat)
+            return
+        copy_stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(copy_stream):
+            self._host.copy_(flat, non_blocking=True)
+        flat.record_stream(copy_stream)  # its memory is not given to others before the copy is made
+
+    def bring(self) -> None:
+        """Starts the way back."""
+        if self._buffer is not None:
+            return
+        self._buffer = exact.allocate(self._layout, self._device)
+        if self._copy_stream is None:
+            self._buffer.flat.copy_(self._host)
+            return
+        self._copy_stream.wait_stream(torch.cuda.current_stream(self._device))  # who had this memory is done with it
+        with torch.cuda.stream(self._copy_stream):
+            self._buffer.flat.copy_(self._host, non_blocking=True)
+            self._event = self._copy_stream.record_event()
+
+    def get(self) -> Tensor:
+        """The tensor, on its device."""
+        self.bring()
+        assert self._buffer is not None
+        if self._event is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._event)
+        return exact.unpack(self._buffer)
+
+
+class Offload:
+    """The saved tensors of one stage.
+
+    Args:
+        held: what lives on the stage and stays there: parameters and buffers.
+    """
+
+    def __init__(self, device: torch.device, held: Iterable[Tensor]) -> None:
+        self._held = list(held)
+        self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stays: set[int] = set()
+        self._away: dict[int, list[weakref.ref[Away]]] = {}
+        self._microbatch = -1
+
+    def begin_step(self) -> None:
+        """Drops what a step that raised may have left."""
+        self._away.clear()
+
+    @contextmanager
+    def packing(self, microbatch: int) -> Iterator[None]:
+        """Around a forward: what it saves goes to the host."""
+        self._stays = {tensor.untyped_storage().data_ptr() for tensor in self._held}  # may have been given new memory
+        self._microbatch = microbatch
+        with saved_tensors_hooks(self._pack, _unpack):
+            yield
+
+    def bring(self, microbatch: int) -> None:
+        """Before a backward: starts to fetch all that its forward saved, in the order in which it will be needed."""
+        for ref in reversed(self._away.pop(microbatch, ())):
+            away = ref()
+            if away is not None:
+                away.bring()
+
+    def away(self, tensor: Tensor, microbatch: int) -> Away:
+        """A tensor that goes to the host until the backward of a microbatch."""
+        with torch.no_grad():
+            away = Away(tensor, self._copy_stream)
+        self._away.setdefault(microbatch, []).append(weakref.ref(away))
+        return away
+
+    def _pack(self, tensor: Tensor) -> Tensor | Away:
+        if not can_go(tensor) or tensor.untyped_storage().data_ptr() in self._stays:
+            return tensor
+        return self.away(tensor, self._microbatch)
+
+
+def _unpack(saved: Any) -> Tensor:
+    if isinstance(saved, Away):
+        with torch.no_grad():
+            return saved.get()
+    assert isinstance(saved, Tensor)
+    return saved
+
+
+def can_go(tensor: Tensor) -> bool:
+    """Plain tensors do; those of somebody else's class, sparse or quantized ones stay."""
+    plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
+    return plain and not (tensor.is_conj() or tensor.is_neg()) and tensor.numel() > 0

@@ -1,0 +1,192 @@
+"""A stage's forward that is run again in backward: which ones are, and what is kept for that.
+
+The first run is an ordinary one whose graph is dropped, not one under `no_grad`: there some modules take other kernels,
+with other bits. The peak is the same, since the second run builds the graph of one microbatch as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from penstock.errors import PartitionError
+from penstock.partition import Stage
+from penstock.runtime import exact
+from penstock.runtime.keeping import Recompute
+from penstock.runtime.offload import Away, Offload, can_go
+from penstock.schedule import Action, Op
+from penstock.stages import StageMeta
+
+
+def microbatches_to_recompute(policy: Recompute, row: Iterable[Action], stage: int) -> frozenset[int]:
+    """Those of a stage whose whole forward is run again.
+
+    One whose backward follows at once is not: nothing would be kept for a shorter time.
+
+    Args:
+        row: the actions of the stage's rank, in order.
+    """
+    if policy not in ("always", "except_last"):
+        return frozenset()
+    work = [action for action in row if action.op.is_compute]
+    forwards = [action.microbatch for action in work if action.stage == stage and action.op is Op.F]
+    backwards = {action.microbatch for action in work if action.stage == stage and action.op in (Op.B, Op.I)}
+    at_once = {
+        action.microbatch
+        for action, following in pairwise(work)
+        if action.stage == stage and action.op is Op.F
+        if (following.stage, following.microbatch) == (stage, action.microbatch) and following.op in (Op.B, Op.I)
+    }
+    kept = at_once | set(forwards[-1:] if policy == "except_last" else ())
+    return frozenset(k for k in backwards - kept if k is not None)
+
+
+class Held(NamedTuple):
+    """A tensor that is kept on its own memory, without its graph."""
+
+    tensor: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Held:
+        return cls(tensor.detach(), tensor._version)
+
+
+class BufferCopies(NamedTuple):
+    """Copies of buffers, and where these stand."""
+
+    places: Sequence[tuple[nn.Module, str]]
+    copies: Sequence[Tensor]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Meanwhile the copies are the modules' buffers, and are updated in their stead."""
+        now = [part._buffers[name] for part, name in self.places]
+        try:
+            for (part, name), copy in zip(self.places, self.copies, strict=True):
+                part._buffers[name] = copy
+            yield
+        finally:
+            for (part, name), buffer in zip(self.places, now, strict=True):
+                part._buffers[name] = buffer
+
+
+class Buffers:
+    """The buffers that the forward of some modules updates, so that it can be run again on what they were.
+
+    Running it again must neither count a batch twice nor see what later microbatches have left: it works on copies.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], updated: Iterable[Tensor]) -> None:
+        wanted = {id(buffer) for buffer in updated}
+        self._places = [
+            (part, name)
+            for part in {part: None for module in modules for part in module.modules()}
+            for name, buffer in part._buffers.items()
+            if buffer is not None and id(buffer) in wanted
+        ]
+
+    def copy(self) -> BufferCopies:
+        """The buffers as they are now. One that stands in several places has one copy."""
+        found = [part._buffers[name] for part, name in self._places]
+        copies = {id(b): exact.copy_as(exact.Layout.of(b), b) for b in found if b is not None}
+        return BufferCopies(self._places, [copies[id(buffer)] for buffer in found])
+
+
+class Kept(NamedTuple):
+    """What one forward needs to be run again: its arguments, and the buffers that it updates as they were."""
+
+    args: list[Any]
+    buffers: BufferCopies
+
+
+class Keeper:
+    """Keeps what the forwards of one stage need to be run again.
+
+    Args:
+        stages: the stage as each microbatch runs it; they differ in shapes only.
+        overwritten: positions of the inputs that this stage, or a later one, updates in place.
+        offload: takes what is kept to the host.
+    """
+
+    def __init__(self, stages: Sequence[Stage], overwritten: Iterable[int], offload: Offload | None) -> None:
+        modules = {stage.module: None for stage in stages}
+        self._meta = stages[0].meta
+        self._overwritten = frozenset(overwritten)
+        self._offload = offload
+        self._buffers = Buffers(modules, updated_buffers(stages[0]))
+        held = {id(buffer) for buffer in stages[0].buffers.values()}
+        self._strays = [(name, b) for module in modules for name, b in module.named_buffers() if id(b) not in held]
+
+    def keep(self, microbatch: int, args: Sequence[Any]) -> Kept:
+        """What to run a forward with again, before it is run at first."""
+        return Kept([self._keep(microbatch, *arg) for arg in enumerate(args)], self._buffers.copy())
+
+    def _keep(self, microbatch: int, position: int, arg: Any) -> Any:
+        if not isinstance(arg, Tensor):
+            return arg
+        if self._offload is not None and can_go(arg):
+            return self._offload.away(arg, microbatch)
+        if position in self._overwritten:
+            arg = exact.copy_as(exact.Layout.of(arg), arg)
+        return Held.of(arg)
+
+    def check(self, before: Sequence[int]) -> None:
+        """Refuses a forward that has updated what is no buffer. `before`: from `stray_versions`."""
+        for (name, stray), version in zip(self._strays, before, strict=True):
+            if stray._version != version:
+                raise PartitionError(
+                    f"recompute: the forward of stage {self._meta.index} updates {name!r}, a tensor that is no buffer, "
+                    "so that running it again would give something else; register it as a buffer, or choose "
+                    f"recompute={{{self._meta.index}: 'never'}}"
+                )
+
+    def stray_versions(self) -> list[int]:
+        """Of the tensors that the stage's code uses and that are neither parameters nor buffers of the model."""
+        return [stray._version for _, stray in self._strays]
+
+    def args_of(self, kept: Kept) -> list[Any]:
+        """The arguments to run the forward with again.
+
+        Raises:
+            PartitionError: one was updated in place meanwhile, which was not seen when the model was recorded.
+        """
+        return [self._arg(position, arg) for position, arg in enumerate(kept.args)]
+
+    def _arg(self, position: int, arg: Any) -> Any:
+        if isinstance(arg, Away):
+            return arg.get()
+        if not isinstance(arg, Held):
+            return arg
+        if arg.tensor._version != arg.version:
+            raise PartitionError(
+                f"recompute: value {self._meta.inputs[position].name!r}, which enters stage {self._meta.index}, was "
+                f"updated in place after its forward; choose recompute={{{self._meta.index}: 'never'}}"
+            )
+        tensor = arg.tensor
+        return exact.on_memory_of(tensor, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+
+
+def updated_buffers(stage: Stage) -> list[Tensor]:
+    """The buffers that a stage's forward updates.
+
+    Raises:
+        PartitionError: it updates a parameter.
+    """
+    for name in stage.meta.updated:
+        if name in stage.parameters:
+            raise PartitionError(
+                f"recompute: the forward of stage {stage.meta.index} updates parameter {name!r} in place, so that "
+                f"running it again would give something else; choose recompute={{{stage.meta.index}: 'never'}}"
+            )
+    return [stage.buffers[name] for name in stage.meta.updated]
+
+
+def overwritten(meta: StageMeta, stages: Sequence[StageMeta]) -> list[int]:
+    """Positions of a stage's inputs that any stage updates in place: those of one rank share their memory."""
+    names = {i.name for stage in stages for i in stage.inputs if i.mutated}
+    return [position for position, i in enumerate(meta.inputs) if i.name in names]

@@ -1,0 +1,111 @@
+"""Every n-th layer of a stage, run again just before its own backward: its activations are not kept.
+
+`torch.utils.checkpoint` runs it again inside the stage's one backward, so that gradients are added as ever. Here stands
+what it leaves to its callers: buffers are updated once, and what is updated in place later is copied before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
+
+from penstock.errors import ArgumentError
+from penstock.partition import INPUT_OVERWRITTEN, Stage
+from penstock.runtime import exact
+from penstock.runtime.recompute import BufferCopies, Buffers, updated_buffers
+
+
+def with_recomputed_layers(stage: Stage, every: int) -> fx.GraphModule:
+    """The stage's code, in which layers 0, n, 2n, ... are run again in backward.
+
+    A layer is a module with parameters that the code calls as a whole, in the order of the calls.
+
+    Raises:
+        ArgumentError: the stage has parameters, but no layers.
+    """
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(stage.module.graph, {}))
+    module = fx.GraphModule(stage.module, graph, stage.module.__class__.__name__)
+    updated = updated_buffers(stage)
+    calls = [node for node in graph.nodes if node.op == "call_module" and _has_parameters(module, node)]
+    if stage.parameters and not calls:
+        raise ArgumentError(
+            f"recompute={every}: the code of stage {stage.meta.index} calls no module with parameters as a whole, and "
+            f"so has no layers; choose another policy for it, such as recompute={{{stage.meta.index}: 'always'}}"
+        )
+    for number, node in enumerate(calls[::every]):
+        layer = module.get_submodule(str(node.target))
+        node.target = f"recomputed_{number}"
+        again = _Again(layer, Buffers([layer], updated), copies=node.meta.get(INPUT_OVERWRITTEN, False))
+        module.add_submodule(node.target, again)
+    module.recompile()
+    return module
+
+
+class _Again(nn.Module):
+    """A layer that is run again in backward.
+
+    Args:
+        copies: its inputs are updated in place before that, so that copies of them are kept.
+    """
+
+    def __init__(self, layer: nn.Module, buffers: Buffers, *, copies: bool) -> None:
+        super().__init__()
+        self.layer = layer
+        self._buffers_of_layer = buffers
+        self._copies = copies
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.layer(*args, **kwargs)
+        names = tuple(kwargs)
+        call = _Call(self.layer, names, self._buffers_of_layer.copy())
+        given = (*args, *kwargs.values())
+        if not self._copies:
+            return checkpoint(call, *given, use_reentrant=False, context_fn=call.contexts)
+        call.first, call.takes_gradient = given, [isinstance(a, Tensor) and a.requires_grad for a in given]
+        kept = [exact.copy_as(exact.Layout.of(a), a) if isinstance(a, Tensor) else a for a in given]
+        return checkpoint(call, *kept, use_reentrant=False, context_fn=call.contexts)
+
+
+class _Call:
+    """One call of a layer, which `checkpoint` makes twice.
+
+    Attributes:
+        first: what the first run takes in place of the copies that are kept.
+        takes_gradient: of each argument, where copies are kept.
+    """
+
+    def __init__(self, layer: nn.Module, names: Sequence[str], before: BufferCopies) -> None:
+        self._layer, self._names, self._before = layer, names, before
+        self.first: Sequence[Any] | None = None
+        self.takes_gradient: Sequence[bool] | None = None
+
+    def __call__(self, *given: Any) -> Any:
+        if self.first is not None:
+            given, self.first = tuple(self.first), None
+        elif self.takes_gradient is not None:
+            given = tuple(map(_received, given, self.takes_gradient))
+        positional = len(given) - len(self._names)
+        return self._layer(*given[:positional], **dict(zip(self._names, given[positional:], strict=True)))
+
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Around the first run and around the second."""
+        return nullcontext(), self._before.in_place()
+
+
+def _received(value: Any, takes_gradient: bool) -> Any:
+    """A copy as what it was: a value of a graph, which may be updated in place."""
+    if not takes_gradient:
+        return value
+    anchor = torch.empty(0, device=value.device, requires_grad=True)
+    return exact.receive(anchor, value.detach())[0]
+
+
+def _has_parameters(module: nn.Module, node: fx.Node) -> bool:
+    return any(True for _ in module.get_submodule(str(node.target)).parameters())

@@ -1,0 +1,64 @@
+"""Recomputation, offload and deferred batch norm in real processes; curves of losses at any number of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import recompute_jobs
+import torch
+
+from distributed.ranks import Ranks
+
+pytestmark = pytest.mark.distributed
+
+HERE = {"ranks": 1, "chunks": 4, "schedule": "gpipe"}
+TWO = {"schedule": "interleaved-1f1b", "chunks": 2}
+FOUR = {"schedule": "1f1b"}
+
+
+@pytest.mark.parametrize(
+    ("clip", "options"),
+    [
+        (None, {}),
+        (0.5, {}),
+        (None, {"recompute": "always"}),
+        (0.5, {"recompute": {0: "always", 1: 1, 2: "except_last"}, "offload": {3: True}, "deferred_batch_norm": True}),
+    ],
+    ids=["plain", "clipped", "recomputed", "all at once"],
+)
+def test_one_curve_of_losses_at_one_two_and_four_ranks(
+    ranks2: Ranks, ranks4: Ranks, clip: float | None, options: dict[str, Any]
+) -> None:
+    losses, norms, held = recompute_jobs.curve(0, clip, {**HERE, **options})
+    assert len(set(losses)) == recompute_jobs.STEPS
+    assert losses[-5] < losses[0]
+    assert clip is None or max(norms) > clip
+    for ranks, how in ((ranks2, TWO), (ranks4, FOUR)):
+        parts = ranks.run(recompute_jobs.curve, clip, {**how, **options})
+        assert all(part[:2] == (losses, norms) for part in parts)
+        found = {name: tensor for part in parts for name, tensor in part[2].items()}
+        assert found.keys() == held.keys()
+        assert all(torch.equal(found[name], held[name]) for name in held)
+
+
+def test_recomputation_changes_no_bit_of_a_curve() -> None:
+    expected = recompute_jobs.curve(0, None, {**HERE})
+    for policy in ("always", "except_last", 1):
+        losses, _, held = recompute_jobs.curve(0, None, {**HERE, "recompute": policy})
+        assert losses == expected[0]
+        assert all(torch.equal(held[name], tensor) for name, tensor in expected[2].items())
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-v"])
+def test_bits_of_one_device(ranks2: Ranks, schedule: str) -> None:
+    """The weight that is used at both ends is summed over ranks, and close."""
+    for options in (
+        {"recompute": "always"},
+        {"recompute": {0: 2, 1: "except_last"}, "transport": "distributed"},
+        {"recompute": "always", "offload": True, "deferred_batch_norm": True},
+    ):
+        for ok, summary in ranks2.run(
+            recompute_jobs.verify_everything, {"schedule": schedule, "microbatches": 5, "exact": True, **options}
+        ):
+            assert ok, summary
