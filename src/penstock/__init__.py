@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from penstock.inspection import inspect as inspect
     from penstock.pipe import Pipeline as Pipeline
     from penstock.result import StepResult as StepResult
+    from penstock.scaler import GradScaler as GradScaler
     from penstock.schedule import Schedule as Schedule
     from penstock.timeline import Timeline as Timeline
     from penstock.verification import Report as Report
@@ -39,6 +40,7 @@ _HOMES = {
     "ShapeError": "errors",
     "VerificationError": "errors",
     "StepResult": "result",
+    "GradScaler": "scaler",
     "Schedule": "schedule",
     "Timeline": "timeline",
     "Report": "verification",

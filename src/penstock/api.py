@@ -197,7 +197,7 @@ def _check_model(model: object, example_args: object) -> None:
 
 
 def _check_names(kwargs: Mapping[str, Any]) -> None:
-    taken = sorted({"target", "outputs", "timeline"} & kwargs.keys())
+    taken = sorted({"target", "outputs", "timeline", "loss_scale"} & kwargs.keys())
     if taken:
         raise ArgumentError(
             f"example_kwargs: the model's argument {taken[0]!r} has the name of one that Pipeline.step takes itself; "

@@ -18,7 +18,7 @@ from penstock.partition._compat import flatten
 from penstock.result import SharedLoss, StepResult
 from penstock.runtime import batch as batches
 from penstock.runtime.engine import Engine, Job, TransportChoice, draws_in_glue
-from penstock.runtime.loss import Loss, LossHead, Reduction, weights
+from penstock.runtime.loss import Loss, LossHead, Reduction, checked_scale, weights
 from penstock.runtime.materialize import Materialize
 from penstock.runtime.program import Feed, model_inputs
 from penstock.runtime.split_model import SplitModel
@@ -59,6 +59,7 @@ class Pipeline:
         schedule: what every rank does, communication included.
         world: the processes.
         step_count: steps so far; keys the random streams, so that it belongs to what a checkpoint restores.
+        loss_scale: of the last step: what its gradients are multiplied with.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Pipeline:
     ) -> None:
         self.world = engine.world
         self.step_count = 0
+        self.loss_scale = 1.0
         self._engine = engine
         self._split = split
         self._order = order
@@ -78,7 +80,13 @@ class Pipeline:
     # -- training -------------------------------------------------------------------------------------------------
 
     def step(
-        self, *args: Any, target: Any = None, outputs: bool = False, timeline: bool = False, **kwargs: Any
+        self,
+        *args: Any,
+        target: Any = None,
+        outputs: bool = False,
+        timeline: bool = False,
+        loss_scale: float = 1.0,
+        **kwargs: Any,
     ) -> StepResult:
         """Forward and backward of one batch. Gradients are added to `.grad`, as `loss.backward()` would.
 
@@ -89,12 +97,14 @@ class Pipeline:
             target: what `loss` takes besides the model's output.
             outputs: keep the model's outputs, for `result.outputs`.
             timeline: note what every rank does when, for `result.timeline`.
+            loss_scale: gradients are multiplied with it, the loss that is reported is not; see `penstock.GradScaler`.
 
         Raises:
             ShapeError: the batch is not shaped as the example.
             ArgumentError: a target is missing, or the loss is no scalar.
             PipelineFailure: another rank failed.
         """
+        self.loss_scale = checked_scale(loss_scale)
         result = self._run(args, kwargs, target, training=True, outputs=outputs, timeline=timeline)
         self.step_count += 1
         return result
@@ -386,7 +396,7 @@ class Pipeline:
             return Feed(inputs)
         targets = self._targets(job, target, kwargs)
         weighted = weights("mean" if targets is None else self._options.reduction, self._sizes, targets or ())
-        return Feed(inputs, targets, weighted, outputs)
+        return Feed(inputs, targets, weighted, outputs, self.loss_scale)
 
     def _targets(self, job: Job, target: Any, kwargs: dict[str, Any]) -> Sequence[Any] | None:
         if target is None:

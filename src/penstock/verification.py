@@ -20,13 +20,17 @@ from penstock.errors import VerificationError
 from penstock.partition._compat import flatten
 from penstock.pipe import Options, Pipeline
 from penstock.runtime import batch as batches
+from penstock.runtime import exact as exact_rules
 from penstock.runtime.loss import Loss, Reduction, own_loss, root_of, weighted_sum, weights
 from penstock.runtime.world import World
 from penstock.schedule import Schedule, generate
 from penstock.stages import ties
 
 TIED_TOLERANCE = 1e-6
-"""Largest difference, over the tensor's largest entry, where several stages' terms are added in another order."""
+"""Largest difference, over the tensor's largest entry, where several stages' terms are added in another order; in half
+precision `TIED_EPSILONS` of its epsilons."""
+
+TIED_EPSILONS = 4
 
 STEPS = 2
 """Only the last one is compared: the first agrees on layouts, and its messages take another way than all others."""
@@ -247,7 +251,8 @@ def _run_unsplit(alone: Pipeline, batch: _Batch, loss: Loss | None, reduction: R
             assert value is not None
             streams.begin(k, {}, again=True)
             root = root_of(value, weighted[k], _tensors(output))
-            root.backward(torch.full_like(value, weighted[k]))  # type: ignore[no-untyped-call]
+            with exact_rules.outside_autocast(value.device.type):
+                root.backward(torch.full_like(value, weighted[k]))  # type: ignore[no-untyped-call]
             losses.append(value.detach())
             outputs.append(output)
     total = weighted_sum(losses, weighted)
@@ -318,11 +323,15 @@ def _row(
     if _same_bits(mine, other):
         return Row(kind, name, stages, "equal", 0.0, _largest(other))
     difference, largest = _largest(mine.double() - other.double()), _largest(other)
-    if tied and difference <= TIED_TOLERANCE * largest:
+    if tied and difference <= _tied_tolerance(other.dtype) * largest:
         return Row(kind, name, stages, "close", difference, largest, "terms of several stages, added in another order")
     if not exact and _is_close(mine, other):
         return Row(kind, name, stages, "close", difference, largest, "not demanded to the bit here")
     return Row(kind, name, stages, "different", difference, largest)
+
+
+def _tied_tolerance(dtype: torch.dtype) -> float:
+    return max(TIED_TOLERANCE, TIED_EPSILONS * torch.finfo(dtype).eps)
 
 
 def _same_bits(mine: Tensor, other: Tensor) -> bool:

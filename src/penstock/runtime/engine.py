@@ -174,7 +174,7 @@ class Engine:
         self.watchdog.check()
         for program in job.programs:
             program.start(feed)
-        job.head.start(feed.targets, feed.weights, feed.keep_outputs)
+        job.head.start(feed.targets, feed.weights, feed.keep_outputs, feed.loss_scale)
         devices = tuple({self.devices[rank] for rank in self.ranks})
         reducers = [r for rank in self.ranks for r in self._reducers[rank].values()] if job.training else []
         for reducer in reducers:

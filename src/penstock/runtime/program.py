@@ -93,12 +93,14 @@ class Feed:
         targets: for each microbatch; None in an evaluation without one.
         weights: of each microbatch's loss.
         keep_outputs: keep the model's output of each microbatch.
+        loss_scale: what gradients are multiplied with.
     """
 
     inputs: Sequence[Mapping[int, Tensor]] = ()
     targets: Sequence[Any] | None = None
     weights: Sequence[float] = ()
     keep_outputs: bool = False
+    loss_scale: float = 1.0
 
 
 class Program:

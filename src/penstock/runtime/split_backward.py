@@ -113,7 +113,7 @@ class SplitBackward:
         left = Counter(id(base_of(weight)) for call in waiting for weight in call.weights)
         terms: defaultdict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         waiting.reverse()
-        with torch.no_grad():
+        with torch.no_grad(), exact.outside_autocast(self._anchor.device.type):
             for parameter, grad in self._early.pop(microbatch, ()):
                 _add(parameter, grad)
             while waiting:  # what a call has kept is freed once its gradient is there
