@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from penstock.errors import ArgumentError, ScheduleError
+from penstock.groups import OptionsOf, parameter_groups
 from penstock.partition import Balance, Partition
 from penstock.partition._compat import flatten
 from penstock.result import SharedLoss, StepResult
@@ -186,6 +187,19 @@ class Pipeline:
         """The parameters of this process's stages. A rank without any gets an empty one: optimizers want some."""
         held = [parameter for _, parameter in self.named_parameters()]
         return iter(held or [nn.Parameter(torch.empty(0, device=self.device))])
+
+    def parameter_groups(self, options_of: OptionsOf) -> list[dict[str, Any]]:
+        """Groups for an optimizer: the same number, in the same order, on every rank; some may be empty on this one.
+
+        Args:
+            options_of: takes a parameter's name in the unsplit model and the parameter (of other ranks' there is only
+                the shape), and returns its options, `{"weight_decay": 0.0}`; None leaves it out. It is not asked about
+                parameters that take no gradient: those are left out.
+
+        Raises:
+            ArgumentError: the options are no dict, or hold parameters.
+        """
+        return parameter_groups(self.all_parameters(), self.named_parameters(), options_of)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales all gradients so that their norm, over all ranks, is at most `max_norm`. Every rank calls it.

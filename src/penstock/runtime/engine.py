@@ -20,6 +20,7 @@ from penstock.runtime.failure import OUTSIDE, Position
 from penstock.runtime.local import LocalHub, LocalTransport
 from penstock.runtime.loss import Loss, LossHead
 from penstock.runtime.program import Entry, Feed, Moment, Program, run, run_timed
+from penstock.runtime.ranges import is_profiling, ranged
 from penstock.runtime.shared_memory import Neighbours, SharedMemoryTransport
 from penstock.runtime.streams import Streams
 from penstock.runtime.ties import TieGroup, TieReducer
@@ -179,11 +180,12 @@ class Engine:
         reducers = [r for rank in self.ranks for r in self._reducers[rank].values()] if job.training else []
         for reducer in reducers:
             reducer.begin_step()
+        entries = ranged(job.entries) if is_profiling() else job.entries
         with torch.set_grad_enabled(job.training), self.streams.drawing(step, devices), _same_autocast_after():
             if timed:
-                run_timed(job.entries, self.watchdog, moments, self._settle)
+                run_timed(entries, self.watchdog, moments, self._settle)
             else:
-                run(job.entries, self.watchdog)
+                run(entries, self.watchdog)
         for reducer in reducers:
             self.watchdog.position = reducer.position
             reducer.end_step()
