@@ -16,6 +16,8 @@ from penstock.errors import ArgumentError
 from penstock.partition import Balance
 from penstock.pipe import Options, Pipeline, refuse_illegal
 from penstock.runtime import batch as batches
+from penstock.runtime import compiled
+from penstock.runtime.compiled import Compile
 from penstock.runtime.engine import Engine, TransportChoice
 from penstock.runtime.loss import Loss, Reduction
 from penstock.runtime.materialize import Materialize
@@ -51,6 +53,7 @@ def pipeline(
     transport: TransportChoice = "auto",
     materialize: Materialize | None = None,
     seed: int | None = None,
+    compile: Compile = False,
 ) -> Pipeline:
     """Splits a model into stages and makes them ready to train.
 
@@ -80,6 +83,7 @@ def pipeline(
         materialize: `materialize(name, module)` sets the values of a module that was built on the meta device;
             None: its `reset_parameters()`.
         seed: of the random streams (dropout); None: torch's initial seed on rank 0.
+        compile: run each stage through `torch.compile`: True, or a dict of its arguments.
 
     Raises:
         ArgumentError: an argument is wrong; the text names it and says what to do.
@@ -101,13 +105,14 @@ def pipeline(
             f"transport={transport!r}: expected one of {', '.join(map(repr, get_args(TransportChoice)))}"
         )
     kind = torch.device(devices).type if isinstance(devices, (str, torch.device)) else _device_of(model).type
+    compiled.arguments_of(compile)
     world = join(ranks, mesh, kind)
     return build(
         model,
         (tuple(example_args), dict(example_kwargs or {})),
         world,
         _schedule(schedule, world.ranks, microbatches, chunks),
-        Options(loss, reduction, cuts, leaves, balance, devices, share_loss, transport, materialize, seed),
+        Options(loss, reduction, cuts, leaves, balance, devices, share_loss, transport, materialize, seed, compile),
     )
 
 

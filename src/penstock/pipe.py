@@ -18,6 +18,8 @@ from penstock.partition import Balance, Partition
 from penstock.partition._compat import flatten
 from penstock.result import SharedLoss, StepResult
 from penstock.runtime import batch as batches
+from penstock.runtime import compiled
+from penstock.runtime.compiled import Compile
 from penstock.runtime.engine import Engine, Job, TransportChoice, draws_in_glue
 from penstock.runtime.loss import Loss, LossHead, Reduction, checked_scale, weights
 from penstock.runtime.materialize import Materialize
@@ -51,6 +53,7 @@ class Options:
     transport: TransportChoice = "auto"
     materialize: Materialize | None = None
     seed: int | None = None
+    compile: Compile = False
 
 
 class Pipeline:
@@ -167,9 +170,11 @@ class Pipeline:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What recording the model had to say, and what the schedule costs in exactness."""
+        """What recording the model had to say, and what the schedule and compiled stages cost in exactness."""
         inexact = [violation.text for violation in check(self.schedule) if not violation.fatal]
-        return (*self._split.partitions(training=True)[0].notes, *inexact)
+        partition = self._split.partitions(training=True)[0]
+        draws = bool(partition.drawing_modules) or self.draws_in_glue
+        return (*partition.notes, *inexact, *compiled.notes_of(self._options.compile, self.schedule, draws=draws))
 
     @property
     def split_share(self) -> dict[int, float]:
@@ -372,7 +377,9 @@ class Pipeline:
         if key not in self._jobs:
             partitions = self._split.partitions(training=training)
             schedule = self._lowered(partitions[0], training=training)
-            self._jobs[key] = self._engine.bind(partitions, schedule, self._options.loss, training=training)
+            self._jobs[key] = self._engine.bind(
+                partitions, schedule, self._options.loss, training=training, compile=self._options.compile
+            )
         return self._jobs[key]
 
     def _lowered(self, partition: Partition, *, training: bool) -> Schedule:

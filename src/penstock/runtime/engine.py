@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from penstock.errors import PartitionError, PipelineFailure
 from penstock.partition import Partition
+from penstock.runtime.compiled import Compile, any_compiled, arguments_of
 from penstock.runtime.distributed import DistributedTransport, Groups
 from penstock.runtime.failure import OUTSIDE, Position
 from penstock.runtime.local import LocalHub, LocalTransport
@@ -111,11 +112,20 @@ class Engine:
         for reducer in reducers:
             reducer.end_equal()
 
-    def bind(self, partitions: Sequence[Partition], schedule: Schedule, loss: Loss | None, *, training: bool) -> Job:
+    def bind(
+        self,
+        partitions: Sequence[Partition],
+        schedule: Schedule,
+        loss: Loss | None,
+        *,
+        training: bool,
+        compile: Compile = False,
+    ) -> Job:
         """Binds a schedule, communication included, to the partitions of its microbatches.
 
         Every rank binds the same jobs in the same order.
         """
+        compiler = arguments_of(compile)
         placement = schedule.placement
         first = partitions[0]
         for other in partitions[1:]:
@@ -124,6 +134,8 @@ class Engine:
         draws = bool(drawing) or draws_in_glue(first)
         for partition in partitions:
             self.streams.watch(partition.drawing_modules)
+        if compiler is not None or any_compiled(m for stage in first.stages for m in stage.module.modules()):
+            self.streams.stay_eager()
         build = [partition.build_output for partition in partitions]
         head = LossHead(loss, build, self.streams, needed=training)
         programs = {
@@ -138,6 +150,7 @@ class Engine:
                 self.streams if draws else None,
                 self.devices[rank],
                 training=training,
+                compile=compiler,
             )
             for rank in self.ranks
         }

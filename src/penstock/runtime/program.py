@@ -7,7 +7,8 @@ of all of them, in an order that respects dependencies; else those of its own ra
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
 from time import perf_counter_ns
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from penstock.errors import ScheduleError
 from penstock.partition import Partition, Stage
+from penstock.runtime.compiled import OwnGradients, any_compiled, forward_of
 from penstock.runtime.failure import OUTSIDE, Position
 from penstock.runtime.loss import LossHead
 from penstock.runtime.routes import Route, RouteBuilder, route_of
@@ -48,6 +50,10 @@ class Entry:
     run: Callable[[int, Any], None]
     waiting: Position
     running: Position
+
+
+Around = Callable[[Action], AbstractContextManager[None]]
+"""What is done around each computation of a stage."""
 
 
 def run(entries: Sequence[Entry], watched: Watched) -> None:
@@ -112,6 +118,7 @@ class Program:
         row: the rank's actions, communication included.
         head: what stands behind the last stage; used on its rank only.
         reducers: by tie group.
+        compile: arguments of `torch.compile` for each stage; None: stages run as they are.
     """
 
     def __init__(
@@ -127,16 +134,23 @@ class Program:
         device: torch.device,
         *,
         training: bool,
+        compile: Mapping[str, Any] | None = None,
     ) -> None:
         metas = [stage.meta for stage in partitions[0].stages]
         rank = transport.rank
         builder = RouteBuilder(number, metas, placement, transport, training=training)
         self.head = head if any(map(placement.is_last, placement.stages_on(rank))) else None
         self.runners: dict[int, StageRunner] = {}
+        self._arounds: dict[int, list[Around]] = {}
         for index in placement.stages_on(rank):
+            around = self._arounds[index] = []
+            stage = partitions[0].stages[index]
+            functions = [forward_of(partition.stages[index].module, compile) for partition in partitions]
+            if training and any_compiled(stage.module.modules()):
+                around.append(OwnGradients(stage.parameters.values()))
             self.runners[index] = StageRunner(
                 metas[index],
-                [partition.stages[index].module.forward for partition in partitions],
+                functions,
                 builder.roots(index),
                 builder.routes(index),
                 head if placement.is_last(index) else None,
@@ -144,11 +158,11 @@ class Program:
                 partitions[0].draw_offsets[index],
                 device,
                 training,
-                _split(partitions[0].stages[index], row, device),
+                _split(stage, row, device),
             )
         self._reducers = reducers
         self._placement = placement
-        self.entries = [self._entry(rank, action) for action in row]
+        self.entries = [_within(self._arounds.get(a.stage, ()), self._entry(rank, a)) for a in row]
 
     def start(self, feed: Feed) -> None:
         """Gives a step's inputs to the first stage, if it is here."""
@@ -191,6 +205,20 @@ class Program:
     def _waiting(self, what: str, action: Action, routes: Sequence[Route]) -> Position:
         peers = sorted({self._placement.rank_of[route.stage] for route in routes if route.remote})
         return Position(f"{action.stage}{what}{action.microbatch}", tuple(peers))
+
+
+def _within(arounds: Sequence[Around], entry: Entry) -> Entry:
+    """The entry of a computation, with everything that is to be around it."""
+    if not arounds or not entry.action.op.is_compute:
+        return entry
+
+    def run(microbatch: int, ready: Any) -> None:
+        with ExitStack() as stack:
+            for around in arounds:
+                stack.enter_context(around(entry.action))
+            entry.run(microbatch, ready)
+
+    return replace(entry, run=run)
 
 
 def _split(stage: Stage, row: Sequence[Action], device: torch.device) -> SplitBackward | None:

@@ -51,7 +51,7 @@ class SplitBackward:
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._in_order = in_order
         self._unsplit: int | None = None
-        compiled = {id(p) for part in module.modules() if _is_compiled(part) for p in part.parameters()}
+        compiled = {id(p) for part in module.modules() if is_compiled(part) for p in part.parameters()}
         self._uses = WeightUses(p for p in self._parameters if id(p) not in compiled)
         self._waiting: dict[int, list[Waiting]] = {}
         self._early: dict[int, list[tuple[nn.Parameter, Tensor]]] = {}
@@ -154,7 +154,8 @@ class SplitBackward:
                 parameter.grad = grad
 
 
-def _is_compiled(module: nn.Module) -> bool:
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile` has been called on the module, in either way."""
     return getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules
 
 
