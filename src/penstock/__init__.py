@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.api import pipeline as pipeline
     from penstock.errors import ArgumentError as ArgumentError
+    from penstock.errors import NonFiniteError as NonFiniteError
     from penstock.errors import PartitionError as PartitionError
     from penstock.errors import PenstockError as PenstockError
     from penstock.errors import PipelineFailure as PipelineFailure
@@ -33,6 +34,7 @@ _HOMES = {
     "Pipeline": "pipe",
     "pipeline": "api",
     "ArgumentError": "errors",
+    "NonFiniteError": "errors",
     "PartitionError": "errors",
     "PenstockError": "errors",
     "PipelineFailure": "errors",

@@ -54,6 +54,7 @@ def pipeline(
     materialize: Materialize | None = None,
     seed: int | None = None,
     compile: Compile = False,
+    check_finite: bool = False,
 ) -> Pipeline:
     """Splits a model into stages and makes them ready to train.
 
@@ -84,6 +85,7 @@ def pipeline(
             None: its `reset_parameters()`.
         seed: of the random streams (dropout); None: torch's initial seed on rank 0.
         compile: run each stage through `torch.compile`: True, or a dict of its arguments.
+        check_finite: let the step that makes a NaN or Inf raise NonFiniteError. For debugging: every call is looked at.
 
     Raises:
         ArgumentError: an argument is wrong; the text names it and says what to do.
@@ -105,14 +107,31 @@ def pipeline(
             f"transport={transport!r}: expected one of {', '.join(map(repr, get_args(TransportChoice)))}"
         )
     kind = torch.device(devices).type if isinstance(devices, (str, torch.device)) else _device_of(model).type
-    compiled.arguments_of(compile)
+    if compiled.arguments_of(compile) is not None and check_finite:
+        raise ArgumentError(
+            "check_finite=True looks at every call of a stage, which compiled stages do not show; leave compile= out "
+            "while you look for a NaN"
+        )
     world = join(ranks, mesh, kind)
     return build(
         model,
         (tuple(example_args), dict(example_kwargs or {})),
         world,
         _schedule(schedule, world.ranks, microbatches, chunks),
-        Options(loss, reduction, cuts, leaves, balance, devices, share_loss, transport, materialize, seed, compile),
+        Options(
+            loss,
+            reduction,
+            cuts,
+            leaves,
+            balance,
+            devices,
+            share_loss,
+            transport,
+            materialize,
+            seed,
+            compile,
+            check_finite,
+        ),
     )
 
 

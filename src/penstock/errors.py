@@ -5,6 +5,7 @@
     ├── ScheduleError       (ValueError)    a schedule is not legal, or its text cannot be read
     ├── PartitionError      (ValueError)    the model cannot be recorded or cut as asked
     ├── ShapeError          (ValueError)    a batch or a value between stages is not what was agreed on
+    ├── NonFiniteError      (FloatingPointError) NaN or Inf, where `check_finite` looks for them
     ├── VerificationError   (AssertionError) the pipeline's result is not that of one device
     └── PipelineFailure     (RuntimeError)  a rank failed, or waits for one that does; names rank, action and cause
 
@@ -32,6 +33,10 @@ class PartitionError(PenstockError, ValueError):
 
 class ShapeError(PenstockError, ValueError):
     """A batch, or a value that crosses a cut, is not of the shape, dtype or structure that was agreed on."""
+
+
+class NonFiniteError(PenstockError, FloatingPointError):
+    """A value, the loss or a gradient is NaN or Inf. Names rank, action and what made it."""
 
 
 class VerificationError(PenstockError, AssertionError):

@@ -54,6 +54,7 @@ class Options:
     materialize: Materialize | None = None
     seed: int | None = None
     compile: Compile = False
+    check_finite: bool = False
 
 
 class Pipeline:
@@ -377,8 +378,14 @@ class Pipeline:
         if key not in self._jobs:
             partitions = self._split.partitions(training=training)
             schedule = self._lowered(partitions[0], training=training)
+            options = self._options
             self._jobs[key] = self._engine.bind(
-                partitions, schedule, self._options.loss, training=training, compile=self._options.compile
+                partitions,
+                schedule,
+                options.loss,
+                training=training,
+                compile=options.compile,
+                check_finite=options.check_finite,
             )
         return self._jobs[key]
 
@@ -414,7 +421,7 @@ class Pipeline:
             for partition, leaves in zip(job.partitions, pieces, strict=True):
                 inputs.append(dict(zip(positions, partition.select(leaves), strict=True)))
         if not self.has_outputs:
-            return Feed(inputs)
+            return Feed(inputs, loss_scale=self.loss_scale)
         targets = self._targets(job, target, kwargs)
         weighted = weights("mean" if targets is None else self._options.reduction, self._sizes, targets or ())
         return Feed(inputs, targets, weighted, outputs, self.loss_scale)

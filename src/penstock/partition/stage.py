@@ -146,6 +146,7 @@ def _graph(split: Split, plan: Plan, streams_name: str) -> fx.Graph:
         args = fx.map_arg(node.args, new.__getitem__)
         kwargs = fx.map_arg(node.kwargs, new.__getitem__)
         new[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)
+        new[node].meta["where"] = facts[node].scope, facts[node].source_line
 
     for modes, nodes in groupby(plan.run, lambda n: facts[n].modes):
         leave = list(_enter(graph, modes, split.recording.device))

@@ -120,6 +120,7 @@ class Engine:
         *,
         training: bool,
         compile: Compile = False,
+        check_finite: bool = False,
     ) -> Job:
         """Binds a schedule, communication included, to the partitions of its microbatches.
 
@@ -151,6 +152,7 @@ class Engine:
                 self.devices[rank],
                 training=training,
                 compile=compiler,
+                check_finite=check_finite,
             )
             for rank in self.ranks
         }

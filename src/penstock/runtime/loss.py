@@ -126,6 +126,10 @@ class LossHead:
             seed = self._seeds[key] = torch.full_like(loss, self._weights[microbatch] * self._scale)
         return seed
 
+    def counts(self, microbatch: int) -> bool:
+        """Whether the loss of a microbatch is part of the batch's: it has a weight other than 0."""
+        return self._weights[microbatch] != 0
+
     def terms(self, microbatches: range) -> list[Tensor | None]:
         """What some microbatches add to the batch's loss, in order; None for one whose loss is elsewhere."""
         if not self.losses:

@@ -19,6 +19,7 @@ from penstock.errors import ScheduleError
 from penstock.partition import Partition, Stage
 from penstock.runtime.compiled import OwnGradients, any_compiled, forward_of
 from penstock.runtime.failure import OUTSIDE, Position
+from penstock.runtime.finite import FiniteStage
 from penstock.runtime.loss import LossHead
 from penstock.runtime.routes import Route, RouteBuilder, route_of
 from penstock.runtime.split_backward import SplitBackward
@@ -119,6 +120,7 @@ class Program:
         head: what stands behind the last stage; used on its rank only.
         reducers: by tie group.
         compile: arguments of `torch.compile` for each stage; None: stages run as they are.
+        check_finite: raise where a value, the loss or a gradient is NaN or Inf.
     """
 
     def __init__(
@@ -135,6 +137,7 @@ class Program:
         *,
         training: bool,
         compile: Mapping[str, Any] | None = None,
+        check_finite: bool = False,
     ) -> None:
         metas = [stage.meta for stage in partitions[0].stages]
         rank = transport.rank
@@ -142,12 +145,18 @@ class Program:
         self.head = head if any(map(placement.is_last, placement.stages_on(rank))) else None
         self.runners: dict[int, StageRunner] = {}
         self._arounds: dict[int, list[Around]] = {}
+        self._finite: list[FiniteStage] = []
         for index in placement.stages_on(rank):
             around = self._arounds[index] = []
             stage = partitions[0].stages[index]
             functions = [forward_of(partition.stages[index].module, compile) for partition in partitions]
             if training and any_compiled(stage.module.modules()):
                 around.append(OwnGradients(stage.parameters.values()))
+            if training and check_finite:
+                finite = FiniteStage(rank, partitions[0], index, head if placement.is_last(index) else None)
+                functions = [finite.watching(partition.stages[index].module) for partition in partitions]
+                around.append(finite)
+                self._finite.append(finite)
             self.runners[index] = StageRunner(
                 metas[index],
                 functions,
@@ -168,6 +177,8 @@ class Program:
         """Gives a step's inputs to the first stage, if it is here."""
         for index, runner in self.runners.items():
             runner.begin_step(feed.inputs if self._placement.is_first(index) else ())
+        for finite in self._finite:
+            finite.looks_at_gradients = feed.loss_scale == 1.0
 
     def _entry(self, rank: int, action: Action) -> Entry:
         text = str(action)
