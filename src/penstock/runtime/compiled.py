@@ -1,6 +1,6 @@
 """Stages compiled by `torch.compile`.
 
-What draws random numbers stays outside of compiled code: a module's stream is set by Python, between two graphs.
+A module's random stream is set by Python, between two graphs: the compiler never looks into a `torch.Generator`.
 Inductor's own random numbers would be other masks than those of the uncompiled model, so that it is told to draw
 torch's, unless the caller's arguments do not allow it.
 """

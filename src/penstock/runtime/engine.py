@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from penstock.errors import PartitionError, PipelineFailure
 from penstock.partition import Partition
-from penstock.runtime.compiled import Compile, any_compiled, arguments_of
+from penstock.runtime.compiled import Compile, arguments_of
 from penstock.runtime.distributed import DistributedTransport, Groups
 from penstock.runtime.failure import OUTSIDE, Position
 from penstock.runtime.local import LocalHub, LocalTransport
@@ -135,8 +135,6 @@ class Engine:
         draws = bool(drawing) or draws_in_glue(first)
         for partition in partitions:
             self.streams.watch(partition.drawing_modules)
-        if compiler is not None or any_compiled(m for stage in first.stages for m in stage.module.modules()):
-            self.streams.stay_eager()
         build = [partition.build_output for partition in partitions]
         head = LossHead(loss, build, self.streams, needed=training)
         programs = {

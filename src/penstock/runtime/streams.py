@@ -64,11 +64,6 @@ class Streams:
                 self._hooked.add(id(module))
                 self._handles.append(module.register_forward_pre_hook(_Hook(self, name)))
 
-    def stay_eager(self) -> None:
-        """Keeps `enter` out of compiled code, which would else be compiled anew for each seed."""
-        if "enter" not in vars(self):
-            self.enter = torch.compiler.disable(self.enter)  # type: ignore[method-assign, no-untyped-call]
-
     def close(self) -> None:
         """Removes the hooks."""
         for handle in self._handles:
