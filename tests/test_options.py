@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import penstock
 from by_hand import assert_same_gradients, step_by_hand
 from models import GPT, SkipsTwice, squared_error, token_error
-from penstock import ArgumentError, PartitionError, ShapeError, pipeline, verify
+from penstock import ArgumentError, NonFiniteError, PartitionError, ShapeError, pipeline, verify
 from penstock.schedule import generate
 from small import ONE_STAGE, WIDTH, batch, mlp, tokens
 
@@ -75,6 +75,15 @@ def options_case() -> dict[str, Callable[[], None]]:
         losses = [step(model=model, seed=seed).loss for seed in (1, 2, 1)]
         assert losses[0] == losses[2] != losses[1]
 
+    def compiled() -> None:
+        assert any("compiled" in note for note in made(compile={"backend": "eager"}).notes)
+        refused(ArgumentError, "compile=1: expected True, False, or a dict", compile=1)
+
+    def check_finite() -> None:
+        with pytest.raises(NonFiniteError, match="the loss is NaN"):
+            step(check_finite=True, loss=lambda output, _: output.sum() * float("nan"))
+        refused(ArgumentError, "check_finite='no': expected True or False", check_finite="no")
+
     return {
         "model": lambda: refused(ArgumentError, "model", model=[1, 2]),
         "example_args": lambda: refused(ShapeError, "example: no tensor with rows", example_args=()),
@@ -95,6 +104,8 @@ def options_case() -> dict[str, Callable[[], None]]:
         "share_loss": lambda: assert_equal(step(share_loss=False).loss.shape, ()),  # seen on other ranks only
         "materialize": materialize,
         "seed": seed,
+        "compile": compiled,
+        "check_finite": check_finite,
     }
 
 

@@ -107,6 +107,8 @@ def pipeline(
             f"transport={transport!r}: expected one of {', '.join(map(repr, get_args(TransportChoice)))}"
         )
     kind = torch.device(devices).type if isinstance(devices, (str, torch.device)) else _device_of(model).type
+    if not isinstance(check_finite, bool):
+        raise ArgumentError(f"check_finite={check_finite!r}: expected True or False")
     if compiled.arguments_of(compile) is not None and check_finite:
         raise ArgumentError(
             "check_finite=True looks at every call of a stage, which compiled stages do not show; leave compile= out "
