@@ -224,6 +224,23 @@ def test_infinite_gradients_of_a_scaled_loss_are_the_scalers() -> None:
             pipe.step(x, target=y)
 
 
+def test_what_the_model_raises_keeps_its_text() -> None:
+    class Raising(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if float(x.detach().flatten()[0]) > 1e3:
+                raise ValueError("too large")
+            return super().forward(x)
+
+    x, y = batch(8)
+    model = nn.Sequential(nn.Linear(9, 9), Raising(9, 9))
+    options: dict[str, Any] = {"ranks": 2, "microbatches": 4, "loss": F.mse_loss, "leaves": ["1"]}
+    with penstock.pipeline(model, (x,), check_finite=True, **options) as pipe:
+        model[0].bias.data.fill_(1e4)
+        with pytest.raises(ValueError, match="too large") as error:
+            pipe.step(x, target=y)
+    assert error.value.args == ("too large",)
+
+
 def test_off_it_looks_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*args: Any) -> None:
         raise AssertionError("a value was looked at")

@@ -133,6 +133,7 @@ class _Watching(fx.Interpreter):
 
     def __init__(self, module: fx.GraphModule, names: dict[int, str], note: Callable[[str, Tensor], None]) -> None:
         super().__init__(module)
+        self.extra_traceback = False  # what the model raises keeps its text
         self._names = names
         self._note = note
         self._found: dict[fx.Node, dict[str, str]] = {}
