@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import penstock
 from by_hand import assert_same_gradients, step_by_hand
 from models import GPT, SkipsTwice, squared_error, token_error
-from penstock import ArgumentError, PartitionError, ShapeError, pipeline, verify
+from penstock import ArgumentError, NonFiniteError, PartitionError, ShapeError, pipeline, verify
 from penstock.schedule import generate
 from small import ONE_STAGE, WIDTH, batch, mlp, tokens
 
@@ -80,6 +80,15 @@ def options_case() -> dict[str, Callable[[], None]]:
             pipe.step(x, target=y)
             assert pipe.split_share == {0: 0.0, 1: 0.0}
 
+    def compiled() -> None:
+        assert any("compiled" in note for note in made(compile={"backend": "eager"}).notes)
+        refused(ArgumentError, "compile=1: expected True, False, or a dict", compile=1)
+
+    def check_finite() -> None:
+        with pytest.raises(NonFiniteError, match="the loss is NaN"):
+            step(check_finite=True, loss=lambda output, _: output.sum() * float("nan"))
+        refused(ArgumentError, "check_finite='no': expected True or False", check_finite="no")
+
     return {
         "model": lambda: refused(ArgumentError, "model", model=[1, 2]),
         "example_args": lambda: refused(ShapeError, "example: no tensor with rows", example_args=()),
@@ -105,6 +114,8 @@ def options_case() -> dict[str, Callable[[], None]]:
         "deferred_batch_norm": lambda: refused(
             ArgumentError, "deferred_batch_norm=True: no batch norm", deferred_batch_norm=True
         ),
+        "compile": compiled,
+        "check_finite": check_finite,
     }
 
 

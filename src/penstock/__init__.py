@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from penstock.api import pipeline as pipeline
     from penstock.errors import ArgumentError as ArgumentError
     from penstock.errors import CheckpointError as CheckpointError
+    from penstock.errors import NonFiniteError as NonFiniteError
     from penstock.errors import PartitionError as PartitionError
     from penstock.errors import PenstockError as PenstockError
     from penstock.errors import PipelineFailure as PipelineFailure
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from penstock.pipe import Pipeline as Pipeline
     from penstock.result import StepResult as StepResult
     from penstock.runtime.batch import Microbatches as Microbatches
+    from penstock.scaler import GradScaler as GradScaler
     from penstock.schedule import Schedule as Schedule
     from penstock.timeline import Timeline as Timeline
     from penstock.verification import Report as Report
@@ -35,6 +37,7 @@ _HOMES = {
     "pipeline": "api",
     "ArgumentError": "errors",
     "CheckpointError": "errors",
+    "NonFiniteError": "errors",
     "PartitionError": "errors",
     "PenstockError": "errors",
     "PipelineFailure": "errors",
@@ -43,6 +46,7 @@ _HOMES = {
     "VerificationError": "errors",
     "StepResult": "result",
     "Microbatches": "runtime.batch",
+    "GradScaler": "scaler",
     "Schedule": "schedule",
     "Timeline": "timeline",
     "Report": "verification",

@@ -16,6 +16,8 @@ from penstock.errors import ArgumentError
 from penstock.partition import Balance
 from penstock.pipe import Options, Pipeline, refuse_illegal
 from penstock.runtime import batch as batches
+from penstock.runtime import compiled
+from penstock.runtime.compiled import Compile
 from penstock.runtime.engine import Engine, TransportChoice
 from penstock.runtime.keeping import OffloadChoice, RecomputeChoice
 from penstock.runtime.loss import Loss, Reduction
@@ -60,6 +62,8 @@ def pipeline(
     recompute: RecomputeChoice = "never",
     offload: OffloadChoice = False,
     deferred_batch_norm: bool = False,
+    compile: Compile = False,
+    check_finite: bool = False,
 ) -> Pipeline:
     """Splits a model into stages and makes them ready to train.
 
@@ -99,6 +103,8 @@ def pipeline(
         offload: keep activations in the host's memory between forward and backward; likewise by stage. The backward of
             such a stage is not split: its I does all of it.
         deferred_batch_norm: batch norms update their running statistics once a step, from the whole batch.
+        compile: run each stage through `torch.compile`: True, or a dict of its arguments.
+        check_finite: let the step that makes a NaN or Inf raise NonFiniteError. For debugging: every call is looked at.
 
     Raises:
         ArgumentError: an argument is wrong; the text names it and says what to do.
@@ -120,6 +126,13 @@ def pipeline(
             f"transport={transport!r}: expected one of {', '.join(map(repr, get_args(TransportChoice)))}"
         )
     kind = torch.device(devices).type if isinstance(devices, (str, torch.device)) else _device_of(model).type
+    if not isinstance(check_finite, bool):
+        raise ArgumentError(f"check_finite={check_finite!r}: expected True or False")
+    if compiled.arguments_of(compile) is not None and check_finite:
+        raise ArgumentError(
+            "check_finite=True looks at every call of a stage, which compiled stages do not show; leave compile= out "
+            "while you look for a NaN"
+        )
     world = join(ranks, mesh, kind)
     return build(
         model,
@@ -128,7 +141,7 @@ def pipeline(
         _schedule(schedule, world.ranks, microbatches, chunks),
         Options(
             loss, reduction, cuts, leaves, balance, devices, share_loss, transport, materialize, parallelize, seed,
-            recompute, offload, deferred_batch_norm,
+            recompute, offload, deferred_batch_norm, compile, check_finite,
         ),
     )  # fmt: skip
 
@@ -235,7 +248,7 @@ def _check_model(model: object, example_args: object) -> None:
 
 
 def _check_names(kwargs: Mapping[str, Any]) -> None:
-    taken = sorted({"target", "outputs", "timeline"} & kwargs.keys())
+    taken = sorted({"target", "outputs", "timeline", "loss_scale"} & kwargs.keys())
     if taken:
         raise ArgumentError(
             f"example_kwargs: the model's argument {taken[0]!r} has the name of one that Pipeline.step takes itself; "

@@ -14,16 +14,20 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from penstock.errors import ArgumentError, ScheduleError
+from penstock.groups import OptionsOf, parameter_groups
 from penstock.partition import Balance, Partition
 from penstock.result import SharedLoss, StepResult
 from penstock.runtime import batch as batches
+from penstock.runtime import compiled
+from penstock.runtime.assembly import Choices
+from penstock.runtime.compiled import Compile
 from penstock.runtime.deferred_norm import DeferredNorms, refuse_unseen
 from penstock.runtime.distribution import local, whole
 from penstock.runtime.engine import Engine, Job, TransportChoice, draws_in_glue
 from penstock.runtime.jobs import Call, Jobs, Known
 from penstock.runtime.keeping import OffloadChoice, RecomputeChoice, keepings
 from penstock.runtime.keeping import notes as keeping_notes
-from penstock.runtime.loss import Loss, Reduction, weights
+from penstock.runtime.loss import Loss, Reduction, checked_scale, weights
 from penstock.runtime.materialize import Materialize
 from penstock.runtime.outline import Outline
 from penstock.runtime.outputs import Wanted, bring, code_of, join
@@ -68,6 +72,8 @@ class Options:
     recompute: RecomputeChoice = "never"
     offload: OffloadChoice = False
     deferred_batch_norm: bool = False
+    compile: Compile = False
+    check_finite: bool = False
 
 
 class Pipeline:
@@ -77,6 +83,7 @@ class Pipeline:
         schedule: what every rank does for a batch like the example, communication included.
         world: the processes.
         step_count: steps so far; keys the random streams, so that it belongs to what a checkpoint restores.
+        loss_scale: of the last step: what its gradients are multiplied with.
     """
 
     def __init__(
@@ -84,14 +91,21 @@ class Pipeline:
     ) -> None:
         self.world = engine.world
         self.step_count = 0
+        self.loss_scale = 1.0
         self._engine = engine
         self._split = split
         self._order = order
         self._options = options
         self._closed = False
         self._before_close: list[Callable[[], None]] = []
-        self._keepings = keepings(options.recompute, options.offload, order.placement.depth)
         self._norms = DeferredNorms(split.model.named_modules()) if options.deferred_batch_norm else None
+        self._choices = Choices(
+            keepings(options.recompute, options.offload, order.placement.depth),
+            self._norms,
+            split.sharded,
+            compiled.arguments_of(options.compile),
+            options.check_finite,
+        )
         engine.streams.first_microbatch = engine.world.replica * order.microbatches
         self._rows = sum(example.sizes)
         self._jobs = Jobs(engine, split, self._bind, order.placement.rank_of[0])
@@ -100,7 +114,13 @@ class Pipeline:
     # -- training -------------------------------------------------------------------------------------------------
 
     def step(
-        self, *args: Any, target: Any = None, outputs: Wanted = False, timeline: bool = False, **kwargs: Any
+        self,
+        *args: Any,
+        target: Any = None,
+        outputs: Wanted = False,
+        timeline: bool = False,
+        loss_scale: float = 1.0,
+        **kwargs: Any,
     ) -> StepResult:
         """Forward and backward of one batch. Gradients are added to `.grad`, as `loss.backward()` would.
 
@@ -113,6 +133,7 @@ class Pipeline:
             outputs: keep the model's outputs, for `result.outputs`: True where the last stage is, "all" on every rank,
                 a number on the rank of that number. Every rank says the same, or True and False.
             timeline: note what every rank does when, for `result.timeline`; on every rank alike.
+            loss_scale: gradients are multiplied with it, the loss that is reported is not; see `penstock.GradScaler`.
 
         Raises:
             ShapeError: tensors disagree on the number of rows.
@@ -120,6 +141,7 @@ class Pipeline:
             ArgumentError: a target is missing, the loss is no scalar, or the ranks do not make the same call.
             PipelineFailure: another rank failed.
         """
+        self.loss_scale = checked_scale(loss_scale)
         with self.deferring():
             result = self._run(args, kwargs, target, training=True, outputs=outputs, timeline=timeline)
         self.step_count += 1
@@ -224,10 +246,12 @@ class Pipeline:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What recording the model had to say, what the schedule costs in exactness, and offload in overlap."""
+        """What recording the model had to say, and what the schedule, compiled stages and offload cost."""
         inexact = [violation.text for violation in check(self.schedule) if not violation.fatal]
-        offloaded = keeping_notes(self._keepings, self._order)
-        return (*self._split.partitions(training=True)[0].notes, *inexact, *offloaded)
+        partition = self._split.partitions(training=True)[0]
+        draws = bool(partition.drawing_modules) or self.draws_in_glue
+        compiling = compiled.notes_of(self._options.compile, self.schedule, draws=draws)
+        return (*partition.notes, *inexact, *compiling, *keeping_notes(self._choices.keepings, self._order))
 
     @property
     def split_share(self) -> dict[int, float]:
@@ -245,6 +269,19 @@ class Pipeline:
         """The parameters of this process's stages. A rank without any gets an empty one: optimizers want some."""
         held = [parameter for _, parameter in self.named_parameters()]
         return iter(held or [nn.Parameter(torch.empty(0, device=self.device))])
+
+    def parameter_groups(self, options_of: OptionsOf) -> list[dict[str, Any]]:
+        """Groups for an optimizer: the same number, in the same order, on every rank; some may be empty on this one.
+
+        Args:
+            options_of: takes a parameter's name in the unsplit model and the parameter (of other ranks' there is only
+                the shape), and returns its options, `{"weight_decay": 0.0}`; None leaves it out. It is not asked about
+                parameters that take no gradient: those are left out.
+
+        Raises:
+            ArgumentError: the options are no dict, or hold parameters.
+        """
+        return parameter_groups(self.all_parameters(), self.named_parameters(), options_of)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales all gradients so that their norm, over all ranks, is at most `max_norm`. Every rank calls it.
@@ -458,15 +495,8 @@ class Pipeline:
         schedule = self._lowered(order, partitions[0], training=training)
         if training and self._norms is not None:
             refuse_unseen(partitions[0], self._split.model)
-        return self._engine.bind(
-            partitions,
-            schedule,
-            self._options.loss,
-            self._split.sharded,
-            training=training,
-            keepings=self._keepings if training else (),
-            norms=self._norms,
-        )
+        choices = self._choices if training else self._choices.of_evaluation()
+        return self._engine.bind(partitions, schedule, self._options.loss, choices, training=training)
 
     def _lowered(self, order: Schedule, partition: Partition, *, training: bool) -> Schedule:
         """The schedule as it is run: communication, tied gradients, and nothing that frozen stages do not need."""
@@ -502,10 +532,10 @@ class Pipeline:
             positions = model_inputs(known.job.partitions[0].stages[0].meta)
             inputs = [dict(zip(positions, given, strict=True)) for given in self._jobs.inputs(known, cut)]
         if not self.has_outputs:
-            return Feed(inputs)
+            return Feed(inputs, loss_scale=self.loss_scale)
         targets = self._targets(known, target, kwargs)
         weighted = self._weights("mean" if targets is None else self._options.reduction, known.sizes, targets or ())
-        return Feed(inputs, targets, weighted, keep_outputs)
+        return Feed(inputs, targets, weighted, keep_outputs, self.loss_scale)
 
     def _weights(self, reduction: Reduction, sizes: Sequence[int], targets: Sequence[Any]) -> list[float]:
         """Of the microbatches' losses, in the batch of all replicas."""

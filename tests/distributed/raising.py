@@ -21,12 +21,14 @@ LIMIT_SECONDS = 60.0
 
 
 class Changing(nn.Linear):
-    """Computes in another dtype once it is told to."""
+    """Computes in another dtype, or a NaN, once it is told to."""
 
     double = False
+    nan = False
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
+        y = (y - y.square() - 1).sqrt() if self.nan else y
         return y.double() if self.double else y
 
 
@@ -44,12 +46,14 @@ def train(rank: int, ranks: int, case: str, store: str) -> None:
             raise ValueError("the loss is\nnot a number")
         return (output - target).square().mean()
 
-    pipe = penstock.pipeline(model, (x,), microbatches=3, loss=loss)
+    pipe = penstock.pipeline(model, (x,), microbatches=3, loss=loss, check_finite=case == "finite")
     pipe.step(x, target=y)
     first, last = rank == 0, rank == ranks - 1
     try:
         if case == "dtype" and first:
             model[0].double = True
+        if case == "finite" and rank == 1:
+            model[1].nan = True
         if case == "user" and rank == 1:
             raise ZeroDivisionError("in the caller's own code")
         pipe.step(x[:5] if case == "rows" and first else x, target=None if case == "target" and last else y)

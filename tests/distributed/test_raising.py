@@ -29,6 +29,11 @@ CASES = {
     "rows": Raised(0, "ShapeError: input", "ShapeError: input[0][0] has 5 rows"),
     "dtype": Raised(0, "ShapeError: value", "rank 0 failed at 0SEND_F0"),
     "target": Raised(2, "ArgumentError: target=None", "ArgumentError: target=None"),
+    "finite": Raised(
+        1,
+        "NonFiniteError: rank 1, action 1F0, microbatch 0: value",
+        "rank 1 failed at 1F0: NonFiniteError: rank 1, action 1F0",
+    ),
     "user": Raised(1, "ZeroDivisionError", "rank 1"),
 }
 

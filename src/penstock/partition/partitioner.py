@@ -195,12 +195,20 @@ def default_kwargs(
     same to the unsplit model to compare with it.
     """
     config = getattr(model, "config", None)
-    forward: Callable[..., Any] = model.forward
-    signature = inspect.signature(forward)
-    if "use_cache" not in signature.parameters or not getattr(config, "use_cache", False):
+    if not getattr(config, "use_cache", False) or "use_cache" in (kwargs or {}):
         return {}
-    bound = signature.bind_partial(*args, **(kwargs or {}))
-    return {} if "use_cache" in bound.arguments else {"use_cache": False}
+    signature = _signature(model)
+    if "use_cache" not in signature.parameters:
+        # A wrapper, as that of `peft`, hands keyword arguments on to the model whose configuration it shows.
+        hands_on = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+        inner = [m for m in model.modules() if m is not model and getattr(m, "config", None) is config]
+        return {"use_cache": False} if hands_on and any("use_cache" in _signature(m).parameters for m in inner) else {}
+    return {} if "use_cache" in signature.bind_partial(*args, **(kwargs or {})).arguments else {"use_cache": False}
+
+
+def _signature(module: nn.Module) -> inspect.Signature:
+    forward: Callable[..., Any] = module.forward
+    return inspect.signature(forward)
 
 
 def _opened(model: nn.Module, units: Collection[int]) -> list[nn.Module]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -95,7 +96,7 @@ def _run(model: nn.Module, recorder: Recorder, mode: Any, inputs: list[Any], str
     observer = recorder.observer
     modules = [u.module for u in recorder.units.values()]
     try:
-        with mode, observer, observer.following_modules(), _autograd_functions(recorder):
+        with mode, observer, observer.following_modules(), _autograd_functions(recorder), _quiet_about_hooks():
             with intercepted(modules, recorder.call_unit), recorder:
                 return model(*args, **kwargs)
     except DATA_DEPENDENT as error:
@@ -109,6 +110,14 @@ def _run(model: nn.Module, recorder: Recorder, mode: Any, inputs: list[Any], str
         if "subclasses" in str(error) or "fake tensor" in str(error).lower():  # .numpy(), .data_ptr()
             raise PartitionError(_depends_on_values(recorder, error)) from error
         raise
+
+
+@contextmanager
+def _quiet_about_hooks() -> Iterator[None]:
+    """Blocks that went through `torch.compile` warn of the hooks with which modules are followed."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
+        yield
 
 
 def _depends_on_values(recorder: Recorder, error: Exception) -> str:

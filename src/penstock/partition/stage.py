@@ -170,6 +170,7 @@ def _graph(split: Split, plan: Plan, streams_name: str) -> fx.Graph:
         new[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)
         if facts[node].kind == "unit":
             new[node].meta[INPUT_OVERWRITTEN] = split.overwrites_input(node)
+        new[node].meta["where"] = facts[node].scope, facts[node].source_line
 
     for modes, nodes in groupby(plan.run, lambda n: facts[n].modes):
         leave = list(_enter(graph, modes, split.recording.device))

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from penstock.errors import PartitionError, PipelineFailure
 from penstock.partition import Partition
-from penstock.runtime.deferred_norm import DeferredNorms
+from penstock.runtime.assembly import Choices
 from penstock.runtime.distributed import DistributedTransport, Groups, all_reduce
 from penstock.runtime.failure import OUTSIDE, Position
-from penstock.runtime.keeping import Keeping
 from penstock.runtime.local import LocalHub, LocalTransport
 from penstock.runtime.loss import Loss, LossHead
 from penstock.runtime.program import Entry, Feed, Moment, Program, run, run_timed
+from penstock.runtime.ranges import is_profiling, ranged
 from penstock.runtime.replicas import Average, Replicas, copy_from_first
 from penstock.runtime.shared_memory import Neighbours, SharedMemoryTransport
 from penstock.runtime.streams import Streams
@@ -32,7 +32,7 @@ from penstock.runtime.world import World, backend_of, exchange
 from penstock.schedule import Placement, Schedule, linearize
 
 if TYPE_CHECKING:
-    from penstock.runtime.frame import Sharded
+    pass
 
 T = TypeVar("T")
 
@@ -130,11 +130,9 @@ class Engine:
         partitions: Sequence[Partition],
         schedule: Schedule,
         loss: Loss | None,
-        sharded: Mapping[int, Sharded],
+        choices: Choices,
         *,
         training: bool,
-        keepings: Sequence[Keeping] = (),
-        norms: DeferredNorms | None = None,
     ) -> Job:
         """Binds a schedule, communication included, to the partitions of its microbatches.
 
@@ -170,10 +168,8 @@ class Engine:
                 self.devices[rank],
                 self.world.names,
                 averages,
-                sharded,
+                choices,
                 training=training,
-                keepings=keepings,
-                norms=norms,
             )
             for rank in self.ranks
         }
@@ -239,18 +235,19 @@ class Engine:
         self.watchdog.check()
         for program in job.programs:
             program.start(feed, reduces=self.replicas is None or self.replicas.active)
-        job.head.start(feed.targets, feed.weights, feed.keep_outputs)
+        job.head.start(feed.targets, feed.weights, feed.keep_outputs, feed.loss_scale)
         devices = tuple({self.devices[rank] for rank in self.ranks})
         reducers = [r for rank in self.ranks for r in self._reducers[rank].values()] if job.training else []
         if job.averages and self.replicas is not None:
             self.replicas.begin_step(job.averages)
         for reducer in reducers:
             reducer.begin_step()
+        entries = ranged(job.entries) if is_profiling() else job.entries
         with torch.set_grad_enabled(job.training), self.streams.drawing(step, devices), _same_autocast_after():
             if timed:
-                run_timed(job.entries, self.watchdog, moments, self._settle)
+                run_timed(entries, self.watchdog, moments, self._settle)
             else:
-                run(job.entries, self.watchdog)
+                run(entries, self.watchdog)
         for reducer in reducers:
             self.watchdog.position = reducer.position
             reducer.end_step()

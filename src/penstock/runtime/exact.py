@@ -15,11 +15,14 @@ Every rule was found by experiment; break it, and bits change (tests/runtime/tes
    microbatch has its own allocation (`own`). BLAS takes another path, with other bits, for another address.
 6. A received tensor may be updated in place (`Receive` hands the buffer on as a value that is no leaf).
 7. Random streams are keyed by seed, step, microbatch and module: `penstock.runtime.streams`.
+8. Backward runs outside of autocast (`outside_autocast`), as it does after `with torch.autocast(...): loss = ...`.
+   Under autocast, products that the forward made in float32 would get gradients in half precision.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -65,7 +68,18 @@ def backward(roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
     An input that is a root gets its later consumers' gradient before this stage's own terms are added to it, which
     is the order in which autograd adds them in the unsplit model.
     """
-    torch.autograd.backward(tuple(roots), tuple(grads))
+    with outside_autocast(grads[0].device.type):
+        torch.autograd.backward(tuple(roots), tuple(grads))
+
+
+@contextmanager
+def outside_autocast(device_type: str) -> Iterator[None]:
+    """Around what is part of a backward, for a step that runs under autocast."""
+    if not torch.is_autocast_enabled(device_type):
+        yield
+        return
+    with torch.autocast(device_type, enabled=False):
+        yield
 
 
 def seeds(weights: Sequence[float], total: float | None = None) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -84,14 +85,20 @@ class LossHead:
         self._needed = needed
         self._targets: Sequence[Any] | None = None
         self._weights: Sequence[float] = ()
+        self._scale = 1.0
         self._seeds: dict[tuple[float, torch.dtype], Tensor] = {}
         self._keep_outputs = False
         self.losses: list[Tensor | None] = []
         self.outputs: list[Any] = []
 
-    def start(self, targets: Sequence[Any] | None, weights: Sequence[float], keep_outputs: bool) -> None:
-        """Begins a step. Without targets (in evaluation) only a model that computes its own loss has one."""
-        self._targets, self._weights, self._keep_outputs = targets, weights, keep_outputs
+    def start(
+        self, targets: Sequence[Any] | None, weights: Sequence[float], keep_outputs: bool, scale: float = 1.0
+    ) -> None:
+        """Begins a step. Without targets (in evaluation) only a model that computes its own loss has one.
+
+        All gradients are `scale` times those of the loss; the loss that is reported is not.
+        """
+        self._targets, self._weights, self._keep_outputs, self._scale = targets, weights, keep_outputs, scale
         self._seeds.clear()
         self.losses = [None] * len(weights)
         self.outputs = [None] * len(weights)
@@ -122,14 +129,18 @@ class LossHead:
         return root_of(loss, self._weights[microbatch], leaves)
 
     def seed(self, microbatch: int) -> Tensor | None:
-        """The gradient that the microbatch's backward starts from: the weight of its loss."""
+        """The gradient that the microbatch's backward starts from: the weight of its loss, times the scale."""
         loss = self.losses[microbatch]
         assert loss is not None
         key = (self._weights[microbatch], loss.dtype)
         seed = self._seeds.get(key)
         if seed is None or seed.shape != loss.shape:
-            seed = self._seeds[key] = torch.full_like(loss, self._weights[microbatch])
+            seed = self._seeds[key] = torch.full_like(loss, self._weights[microbatch] * self._scale)
         return seed
+
+    def counts(self, microbatch: int) -> bool:
+        """Whether the loss of a microbatch is part of the batch's: it has a weight other than 0."""
+        return self._weights[microbatch] != 0
 
     def terms(self, microbatches: range) -> list[Tensor | None]:
         """What some microbatches add to the batch's loss, in order; None for one whose loss is elsewhere."""
@@ -168,6 +179,16 @@ def root_of(loss: Tensor, weight: float, leaves: Sequence[Tensor]) -> Tensor:
         return loss
     zero = torch.stack([leaf.sum().to(loss) for leaf in others]).sum() * 0
     return zero.reshape(loss.shape)
+
+
+def checked_scale(scale: float) -> float:
+    """What the loss of a step is multiplied with. Raises ArgumentError unless it is a positive, finite number."""
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
+        raise ArgumentError(
+            f"loss_scale={scale!r}: expected a positive, finite number, such as scaler.get_scale() of a "
+            "penstock.GradScaler"
+        )
+    return float(scale)
 
 
 def own_loss(output: Any) -> Tensor | None:

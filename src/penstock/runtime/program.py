@@ -7,34 +7,28 @@ of all of them, in an order that respects dependencies; else those of its own ra
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.errors import ScheduleError
-from penstock.partition import Partition, Stage
-from penstock.runtime.deferred_norm import DeferredNorms
+from penstock.partition import Partition
+from penstock.runtime.assembly import Around, Choices, assemble
 from penstock.runtime.failure import OUTSIDE, Position, Watched
-from penstock.runtime.keeping import Keeping
+from penstock.runtime.finite import FiniteStage
 from penstock.runtime.loss import LossHead
-from penstock.runtime.offload import Offload
-from penstock.runtime.recompute import Keeper, microbatches_to_recompute, overwritten
-from penstock.runtime.recomputed_layers import with_recomputed_layers
 from penstock.runtime.replicas import Average
 from penstock.runtime.routes import Route, RouteBuilder, route_of
-from penstock.runtime.split_backward import SplitBackward
-from penstock.runtime.stage import Extras, StageRunner
+from penstock.runtime.stage import StageRunner
 from penstock.runtime.streams import Streams
 from penstock.runtime.ties import TieReducer
 from penstock.runtime.transport import Transport
 from penstock.schedule import Action, Op, Placement
 from penstock.stages import MODEL_INPUT, StageMeta
-
-if TYPE_CHECKING:
-    from penstock.runtime.frame import Sharded  # which imports torch's FSDP
 
 Moment = tuple[Action, int, int, int]
 """An action as it ran: when it began to wait, was ready, and ended, in nanoseconds of `time.perf_counter_ns`."""
@@ -96,12 +90,14 @@ class Feed:
         targets: for each microbatch; None in an evaluation without one.
         weights: of each microbatch's loss.
         keep_outputs: keep the model's output of each microbatch.
+        loss_scale: what gradients are multiplied with.
     """
 
     inputs: Sequence[Mapping[int, Tensor]] = ()
     targets: Sequence[Any] | None = None
     weights: Sequence[float] = ()
     keep_outputs: bool = False
+    loss_scale: float = 1.0
 
 
 class Program:
@@ -115,9 +111,7 @@ class Program:
         reducers: by tie group.
         names: of the ranks, by which messages call them.
         averages: over replicas, by stage.
-        sharded: the stages that `fully_shard` was applied to.
-        keepings: of each stage; none in evaluation.
-        norms: batch norms whose statistics are deferred.
+        choices: how stages run.
     """
 
     def __init__(
@@ -133,52 +127,49 @@ class Program:
         device: torch.device,
         names: Sequence[int],
         averages: Mapping[int, Average],
-        sharded: Mapping[int, Sharded],
+        choices: Choices,
         *,
         training: bool,
-        keepings: Sequence[Keeping] = (),
-        norms: DeferredNorms | None = None,
     ) -> None:
         metas = [stage.meta for stage in partitions[0].stages]
         rank = transport.rank
         builder = RouteBuilder(number, metas, placement, transport, training=training)
         self.head = head if any(map(placement.is_last, placement.stages_on(rank))) else None
         self.runners: dict[int, StageRunner] = {}
+        self._arounds: dict[int, Sequence[Around]] = {}
+        self._finite: list[FiniteStage] = []
         for index in placement.stages_on(rank):
-            keeping = keepings[index % len(keepings)] if keepings else Keeping()  # copies of a stage do as it does
+            behind = head if placement.is_last(index) else None
+            parts = assemble(rank, partitions, index, row, device, choices, behind, training=training)
+            self._arounds[index] = parts.arounds
+            self._finite += [] if parts.finite is None else [parts.finite]
             self.runners[index] = StageRunner(
                 metas[index],
-                _functions([partition.stages[index] for partition in partitions], keeping),
+                parts.functions,
                 builder.roots(index),
                 builder.routes(index),
-                head if placement.is_last(index) else None,
+                behind,
                 streams,
                 partitions[0].draw_offsets[index],
                 device,
                 training,
-                _split(partitions[0].stages[index], row, device, sharded.get(index), can_wait=not keeping.offload),
-                _extras(
-                    [partition.stages[index] for partition in partitions],
-                    metas,
-                    row,
-                    device,
-                    keeping,
-                    norms,
-                    sharded.get(index),
-                ),
+                parts.split,
+                parts.extras,
             )
         self._reducers = reducers
         self._averages = averages
-        self._sharded = sharded
+        self._sharded = choices.sharded
         self._names = names
         self._placement = placement
-        self.entries = [self._entry(rank, action) for action in row]
+        self.entries = [_within(self._arounds.get(a.stage, ()), self._entry(rank, a)) for a in row]
 
     def start(self, feed: Feed, *, reduces: bool) -> None:
         """Gives a step's inputs to the first stage, if it is here. `reduces`: gradients of sharded stages are."""
         for index, runner in self.runners.items():
             runner.reduces = reduces
             runner.begin_step(feed.inputs if self._placement.is_first(index) else ())
+        for finite in self._finite:
+            finite.looks_at_gradients = feed.loss_scale == 1.0
 
     def _entry(self, rank: int, action: Action) -> Entry:
         text = str(action)
@@ -228,58 +219,18 @@ class Program:
         return Position(f"{action.stage}{what}{action.microbatch}", tuple(peers))
 
 
-def _last_backward(row: Sequence[Action], stage: int) -> int | None:
-    """The microbatch of a stage's last backward; None if it has none."""
-    found = [action.microbatch for action in row if action.stage == stage and action.op in (Op.B, Op.I)]
-    return found[-1] if found else None
+def _within(arounds: Sequence[Around], entry: Entry) -> Entry:
+    """The entry of a computation, with everything that is to be around it."""
+    if not arounds or not entry.action.op.is_compute:
+        return entry
 
+    def run(microbatch: int, ready: Any) -> None:
+        with ExitStack() as stack:
+            for around in arounds:
+                stack.enter_context(around(entry.action))
+            entry.run(microbatch, ready)
 
-def _functions(stages: Sequence[Stage], keeping: Keeping) -> list[Callable[..., Sequence[Tensor]]]:
-    """The forward of a stage for each microbatch; one for all that are recorded alike."""
-    if keeping.every is None:
-        return [stage.forward for stage in stages]
-    again = {id(stage): replace(stage, module=with_recomputed_layers(stage, keeping.every)) for stage in stages}
-    for stage in again.values():
-        if stage.frame is not None:
-            stage.frame.adopt(stage)
-    return [again[id(stage)].forward for stage in stages]
-
-
-def _extras(
-    stages: Sequence[Stage],
-    metas: Sequence[StageMeta],
-    row: Sequence[Action],
-    device: torch.device,
-    keeping: Keeping,
-    norms: DeferredNorms | None,
-    sharded: Sharded | None,
-) -> Extras:
-    """What the stage does beside its forward and backward."""
-    stage = stages[0]
-    held = (*stage.parameters.values(), *stage.buffers.values())
-    offload = Offload(device, held) if keeping.offload else None
-    again = microbatches_to_recompute(keeping.recompute, row, stage.meta.index)
-    keeper = Keeper(stages, overwritten(stage.meta, metas), offload) if again else None
-    last = None if sharded is None else _last_backward(row, stage.meta.index)
-    return Extras(keeper, again, offload, norms, sharded, last)
-
-
-def _split(
-    stage: Stage, row: Sequence[Action], device: torch.device, sharded: Sharded | None, *, can_wait: bool
-) -> SplitBackward | None:
-    """What runs the backwards that the row splits, if it splits any of this stage."""
-
-    def microbatches(*ops: Op) -> list[int]:
-        own = (action for action in row if action.stage == stage.meta.index and action.op in ops)
-        return [action.microbatch for action in own if action.microbatch is not None]
-
-    split = microbatches(Op.I)
-    orders = (microbatches(Op.F), microbatches(Op.B, Op.I))
-    in_order = all(order == sorted(order) for order in orders)
-    if not split:
-        return None
-    parameters = (lambda: stage.parameters) if sharded is None else sharded.parameters
-    return SplitBackward(parameters, stage.module, device, split, in_order=in_order, can_wait=can_wait)
+    return replace(entry, run=run)
 
 
 def model_inputs(meta: StageMeta) -> list[int]:

@@ -137,7 +137,7 @@ class SplitBackward:
         left = Counter(id(base_of(weight)) for call in waiting for weight in call.weights)
         terms: defaultdict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         waiting.reverse()
-        with torch.no_grad():
+        with torch.no_grad(), exact.outside_autocast(self._anchor.device.type):
             for parameter, grad in self._early.pop(microbatch, ()):
                 _add(parameter, grad)
             while waiting:  # what a call has kept is freed once its gradient is there
@@ -179,7 +179,7 @@ class SplitBackward:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module was given to `torch.compile`."""
+    """Whether `torch.compile` has been called on the module, in either way."""
     return getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules
 
 

@@ -143,6 +143,12 @@ def _from_mesh(ranks: int | None, mesh: DeviceMesh) -> World:
     def along(*free: str) -> tuple[int, ...]:
         return next(part for part in parts(*free) if dist.get_rank() in part)
 
+    for name in names:
+        if any(list(part) != sorted(part) for part in parts(name)):
+            raise ArgumentError(
+                f"the global ranks of the mesh, {grid.tolist()}, do not ascend along {name!r}, as torch's groups want "
+                "them to; make the mesh of ascending ranks"
+            )
     members = along(PIPELINE)
     if ranks not in (None, len(members)):
         raise ArgumentError(f"ranks={ranks}, but the mesh has {len(members)} ranks in its pipeline dimension")

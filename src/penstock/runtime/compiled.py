@@ -1,0 +1,123 @@
+"""Stages compiled by `torch.compile`.
+
+A module's random stream is set by Python, between two graphs: the compiler never looks into a `torch.Generator`.
+Inductor's own random numbers would be other masks than those of the uncompiled model, so that it is told to draw
+torch's, unless the caller's arguments do not allow it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from penstock.errors import ArgumentError
+from penstock.partition.modes import enter_autocast, leave_autocast
+from penstock.runtime.split_backward import is_compiled
+from penstock.schedule import Action, Op, Schedule
+
+Compile = bool | Mapping[str, Any]
+"""Whether stages are compiled: False, True, or arguments of `torch.compile`."""
+
+
+def arguments_of(compile: Compile) -> dict[str, Any] | None:
+    """The arguments of `torch.compile` for a stage; None where stages are not compiled.
+
+    Raises:
+        ArgumentError: neither a bool nor a dict, or what cannot work in a pipeline.
+    """
+    if not isinstance(compile, (bool, Mapping)):
+        raise ArgumentError(
+            f"compile={compile!r}: expected True, False, or a dict of torch.compile's arguments, such as "
+            "{'backend': 'inductor'}"
+        )
+    if compile is False:
+        return None
+    arguments = {} if compile is True else dict(compile)
+    if arguments.get("disable"):
+        raise ArgumentError("compile={'disable': True}: leave compile= out")
+    mode, options = arguments.get("mode"), arguments.get("options") or {}
+    if mode in ("reduce-overhead", "max-autotune") or options.get("triton.cudagraphs"):
+        raise ArgumentError(
+            f"compile={compile!r} asks for CUDA graphs, which keep the results of one forward only, where a pipeline "
+            "has several microbatches under way; leave the mode out, or take 'max-autotune-no-cudagraphs'"
+        )
+    if draws_as_torch_does(arguments) and arguments.get("backend", "inductor") == "inductor":
+        arguments["options"] = {"fallback_random": True, **options}
+    return arguments
+
+
+def draws_as_torch_does(arguments: Mapping[str, Any]) -> bool:
+    """Whether the masks in compiled code are those of the uncompiled model. (torch allows no options beside a mode.)"""
+    if arguments.get("backend", "inductor") != "inductor":
+        return True
+    return arguments.get("mode") is None and (arguments.get("options") or {}).get("fallback_random", True)
+
+
+def notes_of(compile: Compile, schedule: Schedule, *, draws: bool) -> tuple[str, ...]:
+    """What the user should know of a compiled pipeline.
+
+    Args:
+        draws: the model draws random numbers.
+    """
+    arguments = arguments_of(compile)
+    if arguments is None:
+        return ()
+    notes = ["stages are compiled: a compiler may add in another order than the model as it is (close, not equal)"]
+    if any(action.op is Op.I for row in schedule.rows for action in row):
+        notes.append("stages are compiled: I runs the whole backward, and W nothing (split_share is 0)")
+    if draws and not draws_as_torch_does(arguments):
+        notes.append(
+            "stages are compiled with random numbers of the compiler's own: the same for any number of ranks, but not "
+            "those of the uncompiled model; leave out mode and fallback_random for those"
+        )
+    return tuple(notes)
+
+
+def forward_of(module: nn.Module, arguments: Mapping[str, Any] | None) -> Callable[..., Sequence[Tensor]]:
+    """What runs a stage: its module's forward as it is, or compiled."""
+    if arguments is None:
+        forward: Callable[..., Sequence[Tensor]] = module.forward
+        return forward
+    if not is_compiled(module):
+        if isinstance(module, fx.GraphModule):
+            _change_modes_outside(module)
+        module.compile(**arguments)
+    return module
+
+
+def _change_modes_outside(module: fx.GraphModule) -> None:
+    """Leaves what enters and leaves autocast to Python: the compiler loses the state in between."""
+    nodes = [node for node in module.graph.nodes if node.target in (enter_autocast, leave_autocast)]
+    for node in nodes:
+        node.target = torch.compiler.disable(node.target)  # type: ignore[no-untyped-call]
+    if nodes:
+        module.recompile()
+
+
+def any_compiled(modules: Iterable[nn.Module]) -> bool:
+    """Whether some module is compiled already."""
+    return any(map(is_compiled, modules))
+
+
+class OwnGradients:
+    """Around the backward of a stage with compiled code, whose gradients may share memory with one another.
+
+    Autograd takes a first gradient over as it is, and adds the next microbatch's to it in place, which would change the
+    other as well. (With torch 2.13 this makes accumulated gradients wrong, by as much as their size: two parameters of
+    which one is added to a slice of the other are enough.)
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+
+    @contextmanager
+    def __call__(self, action: Action) -> Iterator[None]:
+        new = [] if action.op is Op.F else [p for p in self._parameters if p.grad is None]
+        yield
+        for parameter in new:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()

@@ -1,0 +1,213 @@
+"""NaN and Inf, found by the action that makes them: `check_finite=True`.
+
+What leaves a stage is looked at: values that take a gradient, the loss, gradients of inputs and parameters. Inside of a
+stage an infinity may be meant (a mask), so that there everything is only noted, and told once something bad leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from penstock.errors import NonFiniteError
+from penstock.partition import Partition
+from penstock.partition._compat import flatten
+from penstock.runtime.loss import LossHead
+from penstock.schedule import Action, Op
+
+NAN, INF = "NaN", "Inf"
+
+
+class FiniteStage:
+    """Looks at what one stage of one rank computes in training. Called around each of its actions.
+
+    Args:
+        head: what stands behind the last stage; None on others.
+    """
+
+    def __init__(self, rank: int, partition: Partition, index: int, head: LossHead | None) -> None:
+        stage = partition.stages[index]
+        self._rank = rank
+        self._meta = stage.meta
+        self._parameters = stage.parameters
+        self._head = head
+        self._origins = partition.origins
+        self._names = {id(module): name for name, module in stage.module.named_modules()}
+        self._last: tuple[_Watching, Sequence[Tensor]] | None = None
+        self._gradients: list[str] = []
+        self._inputs: list[str] = []
+        self.looks_at_gradients = True
+        """False in a step with a scaled loss, whose infinite gradients are the scaler's affair."""
+
+    def watching(self, module: fx.GraphModule) -> Callable[..., Sequence[Tensor]]:
+        """The stage's forward, call by call."""
+
+        def forward(*args: Any) -> Sequence[Tensor]:
+            for value, arg in zip(self._meta.inputs, args, strict=True):
+                if isinstance(arg, Tensor) and arg.requires_grad:
+                    arg.register_hook(partial(self._note, self._inputs, value.name))  # type: ignore[no-untyped-call]
+            watching = _Watching(module, self._names, partial(self._note, self._gradients))
+            outputs: Sequence[Tensor] = watching.run(*args)
+            self._last = watching, outputs
+            return outputs
+
+        return forward
+
+    @contextmanager
+    def __call__(self, action: Action) -> Iterator[None]:
+        self._gradients.clear()
+        self._inputs.clear()
+        yield
+        if action.op is Op.F:
+            self._check_forward(action)
+        elif self.looks_at_gradients:
+            self._check_backward(action)
+
+    def _note(self, found: list[str], where: str, gradient: Tensor) -> None:
+        if self.looks_at_gradients and kind_of(gradient):
+            found.append(where)
+
+    def _check_forward(self, action: Action) -> None:
+        assert self._last is not None
+        (watching, outputs), self._last = self._last, None
+        if self._head is not None:
+            self._check_loss(action, watching, outputs)
+            return
+        for value, output in zip(self._meta.outputs, outputs, strict=True):
+            kind = kind_of(output) if value.meta.requires_grad else None
+            if kind:
+                self._raise(
+                    action,
+                    f"value {value.name!r}{self._origin(value.name)}, which leaves stage {action.stage}, holds {kind}",
+                    watching,
+                    kind,
+                )
+
+    def _check_loss(self, action: Action, watching: _Watching, outputs: Sequence[Tensor]) -> None:
+        assert self._head is not None
+        assert action.microbatch is not None
+        loss = self._head.losses[action.microbatch]
+        kind = None if loss is None or not self._head.counts(action.microbatch) else kind_of(loss)
+        if kind is None:
+            return
+        found = {kind_of(output) for output in outputs}
+        inherited = next((k for k in (kind, NAN, INF) if k in found), None)
+        if inherited is None:
+            self._raise(action, f"the loss is {kind}: the loss function made it of an output that is finite")
+        self._raise(action, f"the loss is {kind}", watching, inherited)
+
+    def _check_backward(self, action: Action) -> None:
+        parameters = [name for name, p in self._parameters.items() if p.grad is not None and kind_of(p.grad)]
+        if not parameters and not self._inputs:
+            return
+        what = [f"the gradient of parameter {name!r}" for name in parameters]
+        what += [f"the gradient of value {name!r}{self._origin(name)}" for name in self._inputs]
+        more = f" and {len(what) - 3} more are" if len(what) > 3 else " is" if len(what) == 1 else " are"
+        text = ", ".join(what[:3]) + more + " not finite"
+        if self._gradients:
+            text += f"; backward met it first in the gradient of what {self._gradients[0]} returned"
+        self._raise(action, text)
+
+    def _origin(self, name: str) -> str:
+        origin = self._origins.get(name)
+        places = [] if origin is None else [f"module {origin.module!r}" if origin.module else "", origin.source_line]
+        return " (made by " + ", ".join(filter(None, places)) + ")" if any(places) else ""
+
+    def _raise(self, action: Action, text: str, watching: _Watching | None = None, kind: str = "") -> NoReturn:
+        if watching is not None:
+            text += f": {watching.made_by(kind)}"
+        bad = [name for name, p in self._parameters.items() if kind_of(p)]
+        if bad:
+            text += f". Not finite before this action: parameter {bad[0]!r}" + (" and others" if bad[1:] else "")
+        raise NonFiniteError(f"rank {self._rank}, action {action}, microbatch {action.microbatch}: {text}")
+
+
+class _Watching(fx.Interpreter):
+    """Runs a stage's code call by call; notes which results hold NaN or Inf, and for a module, where in it first."""
+
+    def __init__(self, module: fx.GraphModule, names: dict[int, str], note: Callable[[str, Tensor], None]) -> None:
+        super().__init__(module)
+        self.extra_traceback = False  # what the model raises keeps its text
+        self._names = names
+        self._note = note
+        self._found: dict[fx.Node, dict[str, str]] = {}
+        self._inside: dict[str, str] = {}
+
+    def run(self, *args: Any, **options: Any) -> Any:
+        with_hook = register_module_forward_hook(self._after_module)
+        try:
+            return super().run(*args, **options)
+        finally:
+            with_hook.remove()
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Runs one call."""
+        self._inside = {}
+        result = super().run_node(n)
+        if n.op != "output":
+            self._look(result, _place(n), self._found.setdefault(n, {}) if n.op != "get_attr" else {})
+        return result
+
+    def made_by(self, kind: str) -> str:
+        """The call that made the bad results: it has one, and none of what it takes."""
+        output = next(node for node in self.graph.nodes if node.op == "output")
+        bad = self._bad(output, kind)
+        if not bad:
+            return "made by a call that could not be found again"
+        while before := self._bad(bad[0], kind):
+            bad = before
+        where = self._found[bad[0]][kind]
+        if bad[0].op == "placeholder":
+            return f"{where} has it already"
+        infinite = kind == NAN and self._bad(bad[0], INF)
+        return f"made by {where}" + (f", out of Inf, made by {self._found[infinite[0]][INF]}" if infinite else "")
+
+    def _bad(self, node: fx.Node, kind: str) -> list[fx.Node]:
+        return [argument for argument in node.all_input_nodes if kind in self._found.get(argument, {})]
+
+    def _after_module(self, module: nn.Module, args: Any, result: Any) -> None:
+        name = self._names.get(id(module))
+        if name:
+            self._look(result, f"module {name!r}", self._inside)
+
+    def _look(self, result: Any, where: str, found: dict[str, str]) -> None:
+        for tensor in flatten(result).leaves:
+            if not isinstance(tensor, Tensor):
+                continue
+            for kind in _kinds_of(tensor):
+                found.setdefault(kind, self._inside.get(kind, where))
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(partial(self._note, where))  # type: ignore[no-untyped-call]
+
+
+def _place(node: fx.Node) -> str:
+    """What a node of a stage is, in words: a module, or a call, its line and the module that it stands in."""
+    scope, line = node.meta.get("where", ("", ""))
+    if node.op == "placeholder":
+        return f"what comes in as {node.name!r}"
+    if node.op == "call_module":
+        return f"module {str(node.target)!r}"
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    return f"{name}() at {line or 'an unknown line'} in " + (
+        f"module {scope!r}" if scope else "the model's own forward"
+    )
+
+
+def kind_of(tensor: Tensor) -> str | None:
+    """NAN, INF, or None for a tensor that is finite."""
+    return next(iter(_kinds_of(tensor)), None)
+
+
+def _kinds_of(tensor: Tensor) -> Iterable[str]:
+    tensor = tensor.detach()
+    if tensor.is_sparse:
+        tensor = tensor.coalesce().values()
+    if not (tensor.is_floating_point() or tensor.is_complex()) or bool(torch.isfinite(tensor).all()):
+        return ()
+    return [kind for kind, test in ((NAN, torch.isnan), (INF, torch.isinf)) if bool(test(tensor).any())]

@@ -1,0 +1,242 @@
+"""Half precision: autocast around a step and inside a model, scaled losses, and models that are wholly in bfloat16."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock
+from distributed.precision_jobs import OVERFLOWS, STEPS, Trained, by_hand, in_a_pipeline, in_a_pipeline_of
+from distributed.ranks import Ranks
+from models import CASES
+from penstock import checkpoint
+from penstock.errors import ArgumentError
+from penstock.schedule import generators
+from small import batch, mlp
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+# -- autocast ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("name", ["skips", "gpt", "convnet", "unet", "in_place"])
+@pytest.mark.parametrize(("ranks", "schedule"), [(2, "1f1b"), (4, "zb-h1")])
+def test_a_step_under_autocast_gives_the_bits_of_one_device(
+    name: str, dtype: torch.dtype, ranks: int, schedule: str
+) -> None:
+    case = CASES[name]()
+    with torch.autocast("cpu", dtype=dtype):
+        report = penstock.verify(
+            case.model, case.args, case.target, case.loss, ranks=ranks, microbatches=2, schedule=schedule, exact=True
+        )
+    report.check()
+
+
+class PartlyFull(nn.Module):
+    """Layers that are autocast, and some that are kept in float32."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.inside = inside
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.inside or torch.is_autocast_enabled("cpu")):
+            x = self.layers[0](x)
+            with torch.autocast("cpu", enabled=False):
+                x = self.layers[2](self.layers[1](x.float()))
+            return self.layers[3](x).float()
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
+@pytest.mark.parametrize(("ranks", "schedule"), [(2, "1f1b"), (4, "zb-h1")])
+def test_what_is_kept_out_of_autocast_has_gradients_in_full_precision(inside: bool, ranks: int, schedule: str) -> None:
+    x, y = batch(8, 64)
+    torch.manual_seed(0)
+    alone = PartlyFull(inside)
+    torch.manual_seed(0)
+    model = PartlyFull(inside)
+    for rows, target in zip(x.chunk(4), y.chunk(4), strict=True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not inside):
+            loss = F.mse_loss(alone(rows.clone()), target.clone()) / 4
+        loss.backward()  # type: ignore[no-untyped-call]
+    with penstock.pipeline(model, (x,), ranks=ranks, microbatches=4, loss=F.mse_loss, schedule=schedule) as pipe:
+        for _ in range(2):  # from the second microbatch on, zb-h1 puts weight gradients off to W
+            model.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not inside):
+                pipe.step(x, target=y)
+    for (name, mine), other in zip(model.named_parameters(), alone.parameters(), strict=True):
+        assert mine.grad is not None
+        assert other.grad is not None
+        assert torch.equal(mine.grad, other.grad), name
+
+
+def test_autocast_can_go_on_and_off_between_steps() -> None:
+    x, y = batch(8)
+    model = mlp()
+    seen: dict[bool, list[Tensor]] = {False: [], True: []}
+    with penstock.pipeline(model, (x,), ranks=2, microbatches=4, loss=F.mse_loss) as pipe:
+        for on in (False, True, True, False):
+            model.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=on):
+                pipe.step(x, target=y)
+            assert model[0].weight.grad is not None
+            seen[on].append(model[0].weight.grad.clone())
+    assert torch.equal(*seen[False])
+    assert torch.equal(*seen[True])
+    assert not torch.equal(seen[False][0], seen[True][0])
+
+
+# -- scaled losses ----------------------------------------------------------------------------------------------------
+
+
+def assert_same_training(trained: list[Trained], expected: Trained) -> None:
+    """`trained` of every rank, against one device's."""
+    assert sum(math.isfinite(norm) for norm in expected.norms) in (0, STEPS - len(OVERFLOWS))
+    for one in trained:
+        assert one.scales == expected.scales
+        assert one.losses == expected.losses
+        assert torch.equal(*(torch.tensor(of.norms).nan_to_num(nan=-1.0) for of in (one, expected)))
+    weights = {name: tensor for one in trained for name, tensor in one.weights.items()}
+    assert weights.keys() == expected.weights.keys()
+    for name, tensor in weights.items():
+        assert torch.equal(tensor, expected.weights[name]), name
+
+
+@pytest.mark.parametrize("clip", [True, False], ids=["clipped", "not clipped"])
+@pytest.mark.parametrize(("ranks", "schedule"), [(1, "naive"), (2, "zb-h1"), (4, "1f1b")])
+def test_scaled_training_is_that_of_torchs_scaler_on_one_device(ranks: int, schedule: str, clip: bool) -> None:
+    expected = by_hand(clip)
+    assert len(set(expected.scales)) > 2  # the scale went down and up
+    assert_same_training([in_a_pipeline(0, clip, ranks=ranks, schedule=schedule)], expected)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("clip", [True, False], ids=["clipped", "not clipped"])
+def test_one_rank_with_an_infinity_makes_all_ranks_skip(ranks2: Ranks, ranks4: Ranks, clip: bool) -> None:
+    expected = by_hand(clip)
+    for pool, schedule in ((ranks2, "1f1b"), (ranks4, "zb-h1")):
+        assert_same_training(pool.run(in_a_pipeline_of, {"clip": clip, "schedule": schedule}), expected)
+
+
+def test_the_scale_multiplies_gradients_and_not_the_loss() -> None:
+    x, y = batch(8)
+    model = mlp()
+    with penstock.pipeline(model, (x,), ranks=2, microbatches=4, loss=F.mse_loss) as pipe:
+        plain = pipe.step(x, target=y).loss
+        expected = [parameter.grad * 1024 for parameter in model.parameters() if parameter.grad is not None]
+        model.zero_grad()
+        assert torch.equal(pipe.step(x, target=y, loss_scale=1024.0).loss, plain)
+        for parameter, grad in zip(model.parameters(), expected, strict=True):
+            assert torch.equal(parameter.grad, grad)  # type: ignore[arg-type]
+
+
+def test_a_scaler_goes_into_checkpoints(tmp_path: Path) -> None:
+    x, y = batch(8)
+    with penstock.pipeline(mlp(), (x,), ranks=2, microbatches=4, loss=F.mse_loss) as pipe:
+        scaler, optimizer = penstock.GradScaler(pipe, growth_interval=2), torch.optim.SGD(pipe.parameters())
+        for _ in range(3):
+            pipe.step(x, target=y, loss_scale=scaler.get_scale())
+            scaler.step(optimizer)
+            scaler.update()
+        checkpoint.save(tmp_path, pipe, optimizer, others={"scaler": scaler})
+        other = penstock.GradScaler(pipe)
+        checkpoint.load(tmp_path, pipe, optimizer, others={"scaler": other})
+    assert other.get_scale() == 2.0**17
+    assert other.state_dict() == scaler.state_dict()
+    assert other.state_dict().keys() == torch.amp.GradScaler("cpu").state_dict().keys()
+    assert other.state_dict()["_growth_tracker"] == 1
+
+
+def test_two_optimizers_skip_each_by_its_own_gradients() -> None:
+    x, y = batch(8)
+    model = mlp()
+    with penstock.pipeline(model, (x,), ranks=2, microbatches=4, loss=F.mse_loss) as pipe:
+        scaler = penstock.GradScaler(pipe)
+        good, bad = torch.optim.SGD(model[0].parameters()), torch.optim.SGD(model[1].parameters())
+        pipe.step(x, target=y, loss_scale=scaler.get_scale())
+        model[1].bias.grad[3] = torch.nan
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        for optimizer in (good, bad):
+            scaler.step(optimizer)
+        scaler.update()
+    changed = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+    assert changed[:4] == [True, True, False, False]
+    assert scaler.get_scale() == 2.0**15
+
+
+def test_a_disabled_scaler_does_nothing() -> None:
+    x, y = batch(8)
+    model = mlp()
+    with penstock.pipeline(model, (x,), ranks=2, microbatches=4, loss=F.mse_loss) as pipe:
+        scaler, optimizer = penstock.GradScaler(pipe, enabled=False), torch.optim.SGD(pipe.parameters())
+        pipe.step(x, target=y, loss_scale=scaler.get_scale())
+        before = model[0].weight.detach().clone()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    assert not torch.equal(before, model[0].weight)
+    assert scaler.get_scale() == 1.0
+
+
+def test_what_a_scaler_refuses() -> None:
+    x, y = batch(8)
+    with pytest.raises(ArgumentError, match=r"what penstock\.pipeline returned"):
+        penstock.GradScaler("cpu")  # type: ignore[arg-type]
+    with penstock.pipeline(mlp(), (x,), ranks=2, microbatches=4, loss=F.mse_loss) as pipe:
+        scaler, optimizer = penstock.GradScaler(pipe), torch.optim.SGD(pipe.parameters())
+        with pytest.raises(ArgumentError, match=r"loss_scale=scaler\.get_scale\(\)"):
+            scaler.scale(pipe.step(x, target=y).loss)
+        with pytest.raises(ArgumentError, match="loss_scale=1, but the scaler's is 65536"):
+            scaler.unscale_(optimizer)
+        pipe.step(x, target=y, loss_scale=scaler.get_scale())
+        with pytest.raises(ArgumentError, match="closure"):
+            scaler.step(optimizer, lambda: 0.0)
+        with pytest.raises(RuntimeError, match=r"without step\(\)"):
+            scaler.update()
+        scaler.unscale_(optimizer)
+        with pytest.raises(RuntimeError, match="already"):
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        with pytest.raises(RuntimeError, match="already"):
+            scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan, "2", True, None])
+def test_a_scale_is_a_positive_number(scale: Any) -> None:
+    x, y = batch(8)
+    with penstock.pipeline(mlp(), (x,), ranks=2, microbatches=4, loss=F.mse_loss) as pipe:
+        with pytest.raises(ArgumentError, match=r"loss_scale=.*positive, finite number"):
+            pipe.step(x, target=y, loss_scale=scale)
+
+
+# -- models in half precision -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("name", [g.name for g in generators() if g.slices == 1])
+def test_half_models_through_every_schedule(name: str, dtype: torch.dtype) -> None:
+    x, y = batch(16)
+    report = penstock.verify(
+        mlp(16).to(dtype), (x.to(dtype),), y.to(dtype), F.mse_loss, ranks=4, microbatches=8, schedule=name
+    )
+    report.check()
+    copied = any(len(row.stages) > 1 for row in report.rows if row.kind == "gradient")
+    assert copied or {row.verdict for row in report.rows} == {"equal"}  # what one stage holds has the same bits
+
+
+def test_gradients_in_float16_are_not_scaled() -> None:
+    x, y = batch(8)
+    with penstock.pipeline(mlp().half(), (x.half(),), ranks=2, microbatches=4, loss=F.mse_loss) as pipe:
+        scaler, optimizer = penstock.GradScaler(pipe, init_scale=8.0), torch.optim.SGD(pipe.parameters())
+        pipe.step(x.half(), target=y.half(), loss_scale=scaler.get_scale())
+        with pytest.raises(ArgumentError, match=r"float16.*torch\.autocast"):
+            scaler.unscale_(optimizer)

@@ -1,0 +1,74 @@
+"""Adapters of the `peft` library on a frozen base: unedited, to the bit, saved as `peft` saves them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from distributed.peft_jobs import adapted, by_hand, train
+from distributed.ranks import Ranks
+
+torch.set_num_threads(1)  # bits are compared
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "schedule"),
+    [
+        *(("gpt2", *case) for case in ((1, "naive"), (2, "zb-v"), (4, "1f1b"), (4, "zb-h1"), (2, "dualpipe-v"))),
+        *(("llama", *case) for case in ((2, "zb-h1"), (4, "1f1b"))),
+    ],
+)
+def test_adapters_have_the_gradients_of_one_device(name: str, ranks: int, schedule: str) -> None:
+    case = adapted(name, lora_dropout=0.2)
+    report = penstock.verify(case.model, kwargs=case.kwargs, ranks=ranks, microbatches=4, schedule=schedule, exact=True)
+    report.check()
+    trained = {row.name for row in report.rows if row.kind == "gradient" and row.max_reference > 0}
+    assert trained == {name for name, p in _module(case.model).named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_stages_without_adapters_have_no_backward(schedule: str) -> None:
+    case = adapted("gpt2", layers_to_transform=[2])
+    options = {"ranks": 4, "microbatches": 4, "schedule": schedule}
+    with penstock.pipeline(case.model, (), case.kwargs, **options) as pipe:
+        backward = {action.stage for row in pipe.schedule.rows for action in row if action.op.value in "BIW"}
+        assert backward == {2, 3}  # the last one hands the gradient on
+        names = {name for name, _ in pipe.named_parameters()}
+    assert names == {name for name, _ in _module(adapted("gpt2", layers_to_transform=[2]).model).named_parameters()}
+    penstock.verify(adapted("gpt2", layers_to_transform=[2]).model, kwargs=case.kwargs, exact=True, **options).check()
+
+
+@pytest.mark.parametrize(("ranks", "schedule"), [(1, "naive"), (2, "zb-h1"), (4, "1f1b")])
+def test_adapters_alone_are_saved_under_pefts_names(ranks: int, schedule: str) -> None:
+    assert_same(train(0, ranks, schedule), by_hand())
+
+
+@pytest.mark.long  # each rank imports peft
+@pytest.mark.distributed
+def test_every_rank_gathers_the_adapters(ranks2: Ranks) -> None:
+    for saved in ranks2.run(train, None, "zb-h1"):
+        assert_same(saved, by_hand())
+
+
+def test_saved_adapters_load_into_the_unsplit_model() -> None:
+    from peft import set_peft_model_state_dict
+
+    saved = train(0, 2, "1f1b")
+    model = _module(adapted("gpt2").model)
+    assert not set_peft_model_state_dict(model, saved).unexpected_keys
+    held = model.state_dict()
+    assert all(torch.equal(tensor, held[name.replace(".weight", ".default.weight")]) for name, tensor in saved.items())
+
+
+def assert_same(saved: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert saved.keys() == expected.keys()
+    assert len(saved) == 8
+    for name, tensor in saved.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def _module(model: nn.Module | list[nn.Module]) -> nn.Module:
+    assert isinstance(model, nn.Module)
+    return model
