@@ -35,8 +35,8 @@ def with_recomputed_layers(stage: Stage, every: int) -> fx.GraphModule:
     calls = [node for node in graph.nodes if node.op == "call_module" and _has_parameters(module, node)]
     if stage.parameters and not calls:
         raise ArgumentError(
-            f"recompute={every}: the code of stage {stage.meta.index} calls no module with parameters as a whole, and so "
-            f"has no layers; choose another policy for it, such as recompute={{{stage.meta.index}: 'always'}}"
+            f"recompute={every}: the code of stage {stage.meta.index} calls no module with parameters as a whole, and "
+            f"so has no layers; choose another policy for it, such as recompute={{{stage.meta.index}: 'always'}}"
         )
     for number, node in enumerate(calls[::every]):
         layer = module.get_submodule(str(node.target))
