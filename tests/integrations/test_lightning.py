@@ -12,6 +12,7 @@ from typing import Any
 import lightning
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import penstock
 import small
@@ -105,6 +106,15 @@ def test_what_cannot_work_is_refused(tmp_path: Path, module: Module, options: di
     )
     with pytest.raises(ArgumentError, match=says):
         trainer.fit(module, [small.batch()])
+
+
+@pytest.mark.parametrize("options", [{"gradient_clip_val": 1.0}, {"accumulate_grad_batches": 2}])
+def test_what_does_not_reach_a_pipeline_is_refused_by_lightning(tmp_path: Path, options: dict[str, Any]) -> None:
+    trainer = lightning.Trainer(
+        strategy=PipelineStrategy(), accelerator="cpu", devices=1, default_root_dir=tmp_path, logger=False, **options
+    )
+    with pytest.raises(MisconfigurationException, match="manual optimization"):
+        trainer.fit(Module(), [small.batch()])
 
 
 def test_a_folder_without_checkpoint_is_refused(tmp_path: Path) -> None:
