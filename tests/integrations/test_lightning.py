@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -123,3 +124,10 @@ def test_a_folder_without_checkpoint_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ArgumentError, match="there is no checkpoint"):
         trainer.fit(Module(), [small.batch()], ckpt_path=str(tmp_path))
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
+    monkeypatch.delitem(sys.modules, PipelineStrategy.__module__)
+    with pytest.raises(ImportError, match=r"pip install penstock\[lightning\]"):
+        importlib.import_module(PipelineStrategy.__module__)
