@@ -88,7 +88,7 @@ def main():
             optimizer.zero_grad()
             if step % 20 == 0 or step == options.steps:
                 value = float(result.loss)  # the same on every rank
-                if pipe.world.rank in (None, 0):
+                if pipe.is_first:
                     print(f"step {step:4d}  loss {value:.6f}", flush=True)
 
 

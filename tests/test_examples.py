@@ -37,3 +37,10 @@ def test_gpt_learns_the_same_alone_and_in_processes() -> None:
     losses = [float(line.split()[3]) for line in alone]
     assert losses[1] < losses[0] < 2.0
     assert lines_of(*PENSTOCK, "run", "--ranks", "2", *script) == alone
+
+
+def test_resumable_goes_on_where_it_was(tmp_path: Path) -> None:
+    script = [str(EXAMPLES / "train_resumable.py"), "--every", "4", "--folder"]
+    whole = lines_of(*script, str(tmp_path / "whole"), "--steps", "8")
+    assert [line.split()[1] for line in whole] == [str(step) for step in range(1, 9)]
+    assert lines_of(*script, str(tmp_path / "whole"), "--steps", "8") == [], "it was done"

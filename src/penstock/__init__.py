@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.api import pipeline as pipeline
     from penstock.errors import ArgumentError as ArgumentError
+    from penstock.errors import CheckpointError as CheckpointError
     from penstock.errors import PartitionError as PartitionError
     from penstock.errors import PenstockError as PenstockError
     from penstock.errors import PipelineFailure as PipelineFailure
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from penstock.inspection import inspect as inspect
     from penstock.pipe import Pipeline as Pipeline
     from penstock.result import StepResult as StepResult
+    from penstock.runtime.batch import Microbatches as Microbatches
     from penstock.schedule import Schedule as Schedule
     from penstock.timeline import Timeline as Timeline
     from penstock.verification import Report as Report
@@ -32,6 +34,7 @@ _HOMES = {
     "Pipeline": "pipe",
     "pipeline": "api",
     "ArgumentError": "errors",
+    "CheckpointError": "errors",
     "PartitionError": "errors",
     "PenstockError": "errors",
     "PipelineFailure": "errors",
@@ -39,6 +42,7 @@ _HOMES = {
     "ShapeError": "errors",
     "VerificationError": "errors",
     "StepResult": "result",
+    "Microbatches": "runtime.batch",
     "Schedule": "schedule",
     "Timeline": "timeline",
     "Report": "verification",

@@ -5,6 +5,7 @@
     ├── ScheduleError       (ValueError)    a schedule is not legal, or its text cannot be read
     ├── PartitionError      (ValueError)    the model cannot be recorded or cut as asked
     ├── ShapeError          (ValueError)    a batch or a value between stages is not what was agreed on
+    ├── CheckpointError     (RuntimeError)  a checkpoint cannot be written or read: a full disk, a file that is gone
     ├── VerificationError   (AssertionError) the pipeline's result is not that of one device
     └── PipelineFailure     (RuntimeError)  a rank failed, or waits for one that does; names rank, action and cause
 
@@ -32,6 +33,10 @@ class PartitionError(PenstockError, ValueError):
 
 class ShapeError(PenstockError, ValueError):
     """A batch, or a value that crosses a cut, is not of the shape, dtype or structure that was agreed on."""
+
+
+class CheckpointError(PenstockError, RuntimeError):
+    """A checkpoint, or a file of weights, cannot be written or read. Every rank raises it; training can go on."""
 
 
 class VerificationError(PenstockError, AssertionError):

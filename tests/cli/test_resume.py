@@ -30,7 +30,7 @@ for number, (x, y) in enumerate(itertools.islice(batches, done, None), done):
     if number % 3 == 2:
         checkpoint.save("checkpoints", pipe, optimizer, extra=number + 1)
     loss = float(result.loss)
-    if pipe.world.rank in (None, 0):
+    if pipe.is_first:
         print(number, loss.hex(), flush=True)
     if os.environ.get("DIES_AT") == str(number) and pipe.world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -10,6 +10,7 @@ from jobs import TASKS
 
 import penstock
 from penstock import checkpoint
+from penstock.checkpoint import folders
 
 Trained = tuple[list[float], dict[str, torch.Tensor]]
 """The losses of the steps, and what this process holds after them."""
@@ -68,7 +69,7 @@ def refusal(rank: int, folder: Path, name: str, action: str) -> str:
                 checkpoint.save(folder, pipe, optimizer)
             else:
                 checkpoint.load(folder, pipe, optimizer if action == "load with optimizer" else None)
-        except penstock.ArgumentError as error:
+        except penstock.PenstockError as error:
             return str(error)
     return "nothing"
 
@@ -78,5 +79,5 @@ def die_in_the_middle(rank: int, folder: Path) -> None:
     task = TASKS["mlp"]()
     with penstock.pipeline(task.model, task.args, loss=task.loss, microbatches=4) as pipe:
         pipe.step(*task.args, target=task.target)
-        checkpoint._publish = lambda *_: None  # type: ignore[assignment]
+        folders.publish = lambda *_: None  # type: ignore[assignment]
         checkpoint.save(folder, pipe)

@@ -21,6 +21,7 @@ VERBS: dict[str, dict[str, Any]] = {
     "demo": {},
     "inspect": {},
     "verify": {},
+    "export": {},
     "schedules": {},
     "simulate": {},
     "search": {},

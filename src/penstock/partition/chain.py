@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from penstock.errors import ArgumentError
+
 
 class Chain(nn.Module):
     """Runs modules one after the other. A tuple that one returns is passed on as positional arguments."""
@@ -27,6 +29,16 @@ class Chain(nn.Module):
         return value
 
 
+def as_module(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
+    """The model itself, or its layers as a `Chain`. Raises ArgumentError for anything else."""
+    if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
+        return model
+    layers = list(model) if isinstance(model, (list, tuple, nn.ModuleList)) else []
+    if not layers or not all(isinstance(layer, nn.Module) for layer in layers):
+        raise ArgumentError(f"model: expected a module or a list of modules, not {model!r}")
+    return Chain(layers)
+
+
 def public_names(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
     """The names by which a model's parameters or buffers are known.
 
@@ -38,3 +50,13 @@ def public_names(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
     bare = {name: name.partition(".")[2] for name in names}
     counts = Counter([*bare.values(), *names])
     return {name: short if counts[short] == 1 else name for name, short in bare.items()}
+
+
+def known_names(model: nn.Module) -> dict[str, str]:
+    """For every name that a parameter or buffer has in the model, the one by which it is known: that of its first."""
+    every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    first: dict[int, str] = {}
+    for name, tensor in every:
+        first.setdefault(id(tensor), name)
+    public = public_names(model, list(first.values()))
+    return {name: public[first[id(tensor)]] for name, tensor in every}

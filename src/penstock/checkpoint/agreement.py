@@ -1,0 +1,64 @@
+"""What one rank cannot do, no rank does: all raise the same error, and none waits for another in vain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from penstock.errors import ArgumentError, CheckpointError
+from penstock.pipe import Pipeline
+
+T = TypeVar("T")
+
+
+def together(pipe: Pipeline, act: Callable[[], T], fails: str) -> T:
+    """What `act` returns here, once it has succeeded on every rank. A collective; `act` must have none in it.
+
+    Args:
+        pipe: whose ranks.
+        act: what each of them does.
+        fails: what could not be done, for the error's text.
+
+    Raises:
+        ArgumentError: on every rank, if `act` raised one somewhere.
+        CheckpointError: on every rank, if it raised anything else.
+    """
+    future = attempt(act)
+    for said in pipe.gather(_said(future.exception(), pipe.world.name)):
+        if said is not None:
+            is_argument, text = said
+            error = ArgumentError(text) if is_argument else CheckpointError(f"{fails}: {text}")
+            raise error from future.exception()
+    return future.result()
+
+
+def on_first(pipe: Pipeline, act: Callable[[], T], fails: str) -> T:
+    """What `act` returns on the first rank, which alone runs it, on every rank. Raises as `together` does."""
+    value = together(pipe, lambda: act() if pipe.is_first else None, fails)
+    given: T = pipe.gather(value)[0]
+    return given
+
+
+def attempt(act: Callable[[], T]) -> Future[T]:
+    """Does something here and now, and keeps what it returned or raised for later."""
+    future: Future[T] = Future()
+    try:
+        future.set_result(act())
+    except (Exception, CheckpointException) as error:
+        future.set_exception(error)
+    return future
+
+
+def _said(error: BaseException | None, rank: int) -> tuple[bool, str] | None:
+    """Whether an error is an argument's, and its words. Of what torch has collected from several ranks, the first."""
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (error, _) = next(iter(error.failures.items()))
+    if error is None:
+        return None
+    if isinstance(error, ArgumentError):
+        return True, str(error)
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return False, f"{type(error).__name__}: {text} (rank {rank})"

@@ -1,0 +1,196 @@
+"""What a checkpoint has in it, and by which names: the same for every split.
+
+model/NAME            parameters and persistent buffers; a tied one by its first name
+optimizer/NAME/KEY    the optimizer's state of a parameter: a tensor, or anything else as a pickle
+rest                  a pickle of what has no tensor's name: `Rest`
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from penstock.errors import ArgumentError
+from penstock.pipe import Pipeline
+
+REST = "rest"
+_MODEL, _OPTIMIZER = "model/", "optimizer/"
+
+
+class Stateful(Protocol):
+    """A scheduler, a scaler: what is the same on every rank."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One of the optimizer's groups of parameters: their names, of all ranks, and its options."""
+
+    names: tuple[str, ...]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """What has no tensor's name.
+
+    Attributes:
+        step, seed: of the random streams.
+        extra, others: as given to `save`.
+        ties: for every other name of a tied parameter or buffer, the one that it has here.
+        optimizer: the kind of the optimizer; None if there is none.
+        groups: its groups.
+    """
+
+    step: int
+    seed: int
+    extra: Any
+    others: dict[str, Any]
+    ties: dict[str, str]
+    optimizer: str | None = None
+    groups: tuple[Group, ...] = ()
+
+    def to_bytes(self) -> bytes:
+        """As a dict of plain values, which a later version can read."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        groups = [{"names": group.names, "options": group.options} for group in self.groups]
+        return pickle.dumps({**values, "groups": groups})  # bytes: of a dict, torch would make an entry for each item
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Rest:
+        read = pickle.loads(data)
+        return cls(**{**read, "groups": tuple(Group(**group) for group in read["groups"])})
+
+
+# -- the model --------------------------------------------------------------------------------------------------------
+
+
+def model_state(pipe: Pipeline) -> dict[str, Any]:
+    """The tensors of this process's stages, live."""
+    return {model_key(name): tensor for name, tensor in pipe.state_dict().items()}
+
+
+def model_tensors(metadata: Metadata) -> dict[str, Tensor]:
+    """A tensor on the meta device for each of the model's in a checkpoint, by its name in the model."""
+    return {
+        key.removeprefix(_MODEL): torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
+        for key, stored in metadata.state_dict_metadata.items()
+        if key.startswith(_MODEL) and isinstance(stored, TensorStorageMetadata)
+    }
+
+
+def model_key(name: str) -> str:
+    """Where a tensor of the model is."""
+    return _MODEL + name
+
+
+# -- the optimizer ----------------------------------------------------------------------------------------------------
+
+
+def group_names(pipe: Pipeline, optimizer: torch.optim.Optimizer) -> list[tuple[str, ...]]:
+    """The names of this process's parameters in each group.
+
+    Raises ArgumentError for a parameter that is not the pipeline's: its state would be lost.
+    """
+    names = {id(parameter): name for name, parameter in pipe.named_parameters()}
+    groups = []
+    for index, group in enumerate(optimizer.param_groups):
+        real = [parameter for parameter in group["params"] if parameter.numel()]  # not what stands in for none at all
+        foreign = [parameter for parameter in real if id(parameter) not in names]
+        if foreign:
+            raise ArgumentError(
+                f"optimizer: group {index} has a parameter of shape {tuple(foreign[0].shape)} that is not of the "
+                "pipeline; make the optimizer of pipe.parameters() or pipe.named_parameters(), after the pipeline"
+            )
+        groups.append(tuple(names[id(parameter)] for parameter in real if id(parameter) in names))
+    return groups
+
+
+def merge_groups(parts: Sequence[list[tuple[str, ...]] | None]) -> list[tuple[str, ...]] | None:
+    """The names in each group, over all processes; None if there is no optimizer.
+
+    Raises ArgumentError if the processes do not have the same number of groups.
+    """
+    counts = [None if part is None else len(part) for part in parts]
+    for rank, count in enumerate(counts):
+        if count != counts[0]:
+            one, other = ("no optimizer" if n is None else f"{n} groups of parameters" for n in (counts[0], count))
+            raise ArgumentError(
+                f"optimizer: {one} on rank 0, but {other} on rank {rank}; make the same groups on every rank: a "
+                "group may be empty"
+            )
+    known = [part for part in parts if part is not None]
+    if not known:
+        return None
+    return [tuple(dict.fromkeys(name for part in known for name in part[index])) for index in range(len(known[0]))]
+
+
+def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What each group has besides its parameters."""
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def optimizer_state(pipe: Pipeline, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state of each of this process's parameters. Tensors are the live ones."""
+    return {
+        f"{_OPTIMIZER}{name}/{key}": value if isinstance(value, Tensor) else pickle.dumps(value)
+        for name, parameter in pipe.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def empty_state(pipe: Pipeline, metadata: Metadata) -> dict[str, Any]:
+    """What a checkpoint has for the parameters of this process: tensors to load into, None for a pickle."""
+    held = dict(pipe.named_parameters())
+    return {
+        path: _empty_like(held[name], key, metadata.state_dict_metadata[path])
+        for path, name, key in _optimizer_entries(metadata.state_dict_metadata)
+        if name in held
+    }
+
+
+def load_optimizer(
+    pipe: Pipeline, optimizer: torch.optim.Optimizer, options: Sequence[dict[str, Any]], state: Mapping[str, Any]
+) -> None:
+    """Gives an optimizer the options of its groups, and the state of this process's parameters as it was read."""
+    names = {id(parameter): name for name, parameter in pipe.named_parameters()}
+    own: dict[str, dict[str, Any]] = {}
+    for path, name, key in _optimizer_entries(state):
+        value = state[path]
+        own.setdefault(name, {})[key] = pickle.loads(value) if isinstance(value, bytes) else value
+    numbered: dict[int, dict[str, Any]] = {}
+    groups: list[dict[str, Any]] = []
+    count = 0
+    for group, option in zip(group_options(optimizer), options, strict=True):
+        parameters = optimizer.param_groups[len(groups)]["params"]
+        groups.append({**group, **option, "params": list(range(count, count + len(parameters)))})
+        for parameter in parameters:
+            numbered[count] = own.get(names.get(id(parameter), ""), {})
+            count += 1
+    optimizer.load_state_dict({"state": {n: state for n, state in numbered.items() if state}, "param_groups": groups})
+
+
+def _optimizer_entries(paths: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+    """The optimizer's entries, each as its path, the parameter's name and the key of its state."""
+    for path in paths:
+        if path.startswith(_OPTIMIZER):
+            name, _, key = path.removeprefix(_OPTIMIZER).rpartition("/")
+            yield path, name, key
+
+
+def _empty_like(parameter: Tensor, key: str, stored: object) -> Tensor | None:
+    if not isinstance(stored, TensorStorageMetadata):
+        return None
+    if stored.size == parameter.shape:
+        return torch.empty_like(parameter, dtype=stored.properties.dtype, requires_grad=False)
+    device = "cpu" if key == "step" else parameter.device
+    return torch.empty(stored.size, dtype=stored.properties.dtype, device=device)

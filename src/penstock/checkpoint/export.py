@@ -1,0 +1,206 @@
+"""One `safetensors` file of the whole model, written by the first rank while the others send a tensor at a time.
+
+The format is a length, a JSON header and the bytes; the library's own writer wants the whole model in one process's
+memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.checkpoint import folders
+from penstock.checkpoint.agreement import attempt, together
+from penstock.checkpoint.contents import model_key, model_tensors
+from penstock.checkpoint.storage import Reader
+from penstock.errors import ArgumentError
+from penstock.pipe import Pipeline
+
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.bool: "BOOL", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor that is to be written, and the process that has it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    owner: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def export_safetensors(path: str | Path, pipe: Pipeline, *, metadata: Mapping[str, str] | None = None) -> Path:
+    """Writes all parameters and persistent buffers to one file, under the unsplit model's names. Every rank calls it.
+
+    A tied tensor is there once, under its first name; the file's metadata name it for each of its other names, as
+    `safetensors.torch.save_model` does. `safetensors.torch.load_model(model, path)` loads it into the unsplit model,
+    and so does `from_pretrained` of `transformers` next to a `config.json`. The first rank holds one tensor of the
+    others at a time. The file is written aside and renamed.
+
+    Args:
+        path: of the file, for the first rank; its folder is made if it is not there.
+        pipe: the pipeline, between two steps.
+        metadata: texts to put into the file besides.
+
+    Raises:
+        ArgumentError: on every rank, if a tensor's dtype has no name in the format.
+        CheckpointError: on every rank, if the file cannot be written.
+    """
+    path = Path(path)
+    own = pipe.state_dict()
+    held = pipe.gather([Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in own.items()])
+    entries = in_order(held, pipe.all_names())
+    ties = {name: first for name, first in pipe.first_names().items() if name != first and first in own}
+    notes = {name: first for part in pipe.gather(ties) for name, first in part.items()} | dict(metadata or {})
+    fails = f"cannot write {path}"
+    together(pipe, lambda: _check(entries, notes), fails)
+
+    def stream() -> None:
+        exchange = _Exchange(pipe, own)
+        if not pipe.is_first:
+            exchange.send(entries)
+            return
+        left = iter(entries)
+        try:
+            write_file(path, entries, notes, (exchange.take(entry) for entry in left))
+        finally:
+            for entry in left:  # of a file that could not be written: the others send all the same
+                exchange.take(entry)
+
+    with pipe.waiting("the weights"):
+        done = attempt(stream)
+    together(pipe, done.result, fails)
+    return path
+
+
+def export_checkpoint(folder: str | Path, path: str | Path) -> Path:
+    """Writes the model in a checkpoint to one `safetensors` file, as `export_safetensors` does; needs no model.
+
+    Args:
+        folder: a checkpoint, or a folder of checkpoints, of which the latest is taken.
+        path: of the file; its folder is made if it is not there. One tensor is in memory at a time.
+
+    Raises:
+        ArgumentError: there is no checkpoint, or a tensor's dtype has no name in the format.
+        OSError: the file cannot be written.
+    """
+    found = folders.find(Path(folder))
+    if found is None:
+        raise ArgumentError(f"{folder}: expected a checkpoint, or a folder of checkpoints")
+    reader = Reader(found)
+    like = model_tensors(reader.metadata)
+    held = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in like.items()]
+    entries = in_order([held], sorted(like))
+    ties = {name: first for name, first in reader.rest().ties.items() if first in like}
+    _check(entries, ties)
+
+    def read(name: str) -> Tensor:
+        tensor = torch.empty_like(like[name], device="cpu")
+        reader.read({model_key(name): tensor})
+        return _bytes_of(tensor)
+
+    write_file(Path(path), entries, ties, (read(entry.name) for entry in entries))
+    return Path(path)
+
+
+class _Exchange:
+    """Brings tensors from their owners to the first rank, as bytes, in the order of the file."""
+
+    def __init__(self, pipe: Pipeline, own: Mapping[str, Tensor]) -> None:
+        self._group = pipe.control_group
+        self._rank = 0 if self._group is None else dist.get_rank(self._group)
+        self._own = own
+
+    def take(self, entry: Entry) -> Tensor:
+        if entry.owner == self._rank:
+            return _bytes_of(self._own[entry.name])
+        if entry.name in self._own:
+            _whole(self._own[entry.name])
+        data = torch.empty(entry.bytes, dtype=torch.uint8)
+        if entry.bytes:
+            dist.recv(data, group=self._group, group_src=entry.owner)
+        return data
+
+    def send(self, entries: Iterable[Entry]) -> None:
+        for entry in entries:
+            if entry.name not in self._own:
+                continue
+            whole = _whole(self._own[entry.name])
+            if entry.owner == self._rank and entry.bytes:
+                dist.send(_bytes_of(whole), group=self._group, group_dst=0)
+
+
+def write_file(path: Path, entries: Sequence[Entry], notes: Mapping[str, str], data: Iterable[Tensor]) -> None:
+    """Writes a `safetensors` file aside and renames it.
+
+    Args:
+        path: of the file.
+        entries: what is in it, in its order.
+        notes: texts by name.
+        data: the bytes of each entry. Raises OSError.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.new")
+    with aside.open("wb") as file:
+        file.write(_header(entries, notes))
+        for tensor in data:
+            file.write(tensor.numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def in_order(held: Sequence[Sequence[Entry]], names: Sequence[str]) -> list[Entry]:
+    """Every tensor once, of the first process that has it. Large elements first, so that all are aligned."""
+    found = {entry.name: replace(entry, owner=owner) for owner in reversed(range(len(held))) for entry in held[owner]}
+    return sorted((found[name] for name in names if name in found), key=lambda entry: -entry.dtype.itemsize)
+
+
+def _header(entries: Sequence[Entry], notes: Mapping[str, str]) -> bytes:
+    """The length of the JSON that follows, and the JSON, filled up to whole words."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **notes}}
+    end = 0
+    for entry in entries:
+        begin, end = end, end + entry.bytes
+        header[entry.name] = {"dtype": _DTYPES[entry.dtype], "shape": entry.shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _check(entries: Sequence[Entry], notes: Mapping[str, str]) -> None:
+    for entry in entries:
+        if entry.dtype not in _DTYPES:
+            raise ArgumentError(
+                f"{entry.name} is of {entry.dtype}, for which a safetensors file has no name; save a checkpoint instead"
+            )
+    for name, text in notes.items():
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise ArgumentError(f"metadata: expected texts by name, not {name!r}: {text!r}")
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """The tensor, where it is in shards: put together by all that have one."""
+    gather: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else gather()
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return _whole(tensor).cpu().contiguous().reshape(-1).view(torch.uint8)

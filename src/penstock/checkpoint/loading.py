@@ -1,0 +1,149 @@
+"""Loads what any split saved. All is checked, on every rank, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.checkpoint import folders
+from penstock.checkpoint.agreement import on_first, together
+from penstock.checkpoint.contents import (
+    Rest,
+    Stateful,
+    empty_state,
+    group_names,
+    load_optimizer,
+    merge_groups,
+    model_state,
+    model_tensors,
+)
+from penstock.checkpoint.saving import finish
+from penstock.checkpoint.storage import Reader
+from penstock.errors import ArgumentError
+from penstock.pipe import Pipeline
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What was loaded.
+
+    Attributes:
+        path: of the checkpoint.
+        step: how many steps had been taken.
+        extra: what was given to `save`.
+    """
+
+    path: Path
+    step: int
+    extra: Any
+
+
+def load(
+    folder: str | Path,
+    pipe: Pipeline,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    others: Mapping[str, Stateful] | None = None,
+) -> Restored | None:
+    """Loads the latest checkpoint of a folder, or the one that the path names. Every rank calls it.
+
+    The pipeline may be split in another way, by another schedule, over another number of ranks. Training goes on as it
+    would have: the random streams, too, are where they were.
+
+    Args:
+        folder: as for `save`, or one of the checkpoints in it.
+        pipe: of the same model.
+        optimizer: of the same kind as the one that was saved, with the same groups, by the parameters' names.
+        others: as for `save`.
+
+    Returns:
+        None if there is no checkpoint: then nothing was changed.
+
+    Raises:
+        ArgumentError: on every rank, if the checkpoint is not of this model, or lacks something that is asked for on
+            one. Nothing was changed.
+        CheckpointError: on every rank, if it cannot be read on one. The model may have been changed in part.
+    """
+    finish(pipe)
+    others = dict(others or {})
+    path = on_first(pipe, partial(folders.find, Path(folder)), f"cannot read {folder}")
+    if path is None:
+        return None
+    fails = f"cannot read {path}"
+    reader = together(pipe, lambda: Reader(path), fails)
+    rest = together(pipe, reader.rest, fails)
+    own = together(pipe, lambda: None if optimizer is None else group_names(pipe, optimizer), fails)
+    merge_groups(pipe.gather(own))
+
+    def check() -> None:
+        _check_model(path, pipe, model_tensors(reader.metadata))
+        _check_others(path, others, rest)
+        if optimizer is not None and own is not None:
+            _check_optimizer(path, pipe, type(optimizer).__name__, own, rest)
+
+    together(pipe, check, fails)
+    state = model_state(pipe) | ({} if optimizer is None else empty_state(pipe, reader.metadata))
+    together(pipe, lambda: reader.read(state), fails)
+
+    def set_all() -> None:
+        if optimizer is not None:
+            load_optimizer(pipe, optimizer, [group.options for group in rest.groups], state)
+        for key, other in others.items():
+            other.load_state_dict(rest.others[key])
+
+    together(pipe, set_all, f"cannot load {path}")
+    pipe.restore(step_count=rest.step, seed=rest.seed)
+    return Restored(path, rest.step, rest.extra)
+
+
+def _check_model(path: Path, pipe: Pipeline, there: Mapping[str, Tensor]) -> None:
+    own = pipe.state_dict()
+    missing = [name for name in own if name not in there]
+    foreign = sorted(there.keys() - set(pipe.all_names()))
+    if missing or foreign:
+        some = ", ".join((missing or foreign)[:4])
+        what = f"lacks {len(missing)} of its tensors" if missing else f"has {len(foreign)} tensors that it has not"
+        raise ArgumentError(
+            f"{path} is not of this model: it {what}, as {some}. Make the model as it was when it was saved"
+        )
+    for name, tensor in own.items():
+        shape = tuple(there[name].shape)
+        if shape != tuple(tensor.shape):
+            raise ArgumentError(
+                f"{path} is not of this model: {name} has shape {shape} there and {tuple(tensor.shape)} here"
+            )
+
+
+def _check_others(path: Path, others: Mapping[str, Stateful], rest: Rest) -> None:
+    missing = [key for key in others if key not in rest.others]
+    if missing:
+        there = ", ".join(rest.others) or "none"
+        raise ArgumentError(f"others[{missing[0]!r}] is not in {path}, which has {there}")
+
+
+def _check_optimizer(path: Path, pipe: Pipeline, kind: str, own: list[tuple[str, ...]], rest: Rest) -> None:
+    if rest.optimizer is None:
+        raise ArgumentError(f"{path} has no optimizer; load it without, or save one")
+    if rest.optimizer != kind:
+        raise ArgumentError(
+            f"{path} has the state of {rest.optimizer}, but the optimizer is {kind}; make the same kind"
+        )
+    if len(rest.groups) != len(own):
+        raise ArgumentError(
+            f"{path} has {len(rest.groups)} groups of parameters, but the optimizer {len(own)}; make the groups as "
+            "they were, on every rank: a group may be empty"
+        )
+    then = {name: index for index, group in enumerate(rest.groups) for name in group.names}
+    now = {name: index for index, names in enumerate(own) for name in names}
+    for name, _ in pipe.named_parameters():
+        if then.get(name) != now.get(name):
+            was, is_ = ("in none" if n is None else f"in group {n}" for n in (then.get(name), now.get(name)))
+            raise ArgumentError(
+                f"{path}: {name} was {was} of the optimizer's groups, and is {is_} now; make the groups as they were"
+            )

@@ -1,0 +1,208 @@
+"""Saves a run: collected and checked on every rank, written aside by all, made a checkpoint by the first.
+
+With `wait=False` a thread writes copies while training goes on. Its collectives have a process group of their own: on
+one that the training uses, ranks would meet in another order and wait for each other for ever.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from penstock.checkpoint import folders, storage
+from penstock.checkpoint.agreement import attempt, on_first, together
+from penstock.checkpoint.contents import (
+    REST,
+    Group,
+    Rest,
+    Stateful,
+    group_names,
+    group_options,
+    merge_groups,
+    model_state,
+    optimizer_state,
+)
+from penstock.errors import ArgumentError
+from penstock.pipe import Pipeline
+
+
+@dataclass(frozen=True, slots=True)
+class Background:
+    """What one pipeline's background saves use: a thread, and a group of processes (None: this one is alone)."""
+
+    thread: ThreadPoolExecutor
+    group: ProcessGroup | None
+
+
+@dataclass(frozen=True, slots=True)
+class UnderWay:
+    """A save that a thread works on."""
+
+    path: Path
+    future: Future[None]
+
+
+_BACKGROUNDS: dict[Pipeline, Background] = {}
+_UNDER_WAY: dict[Pipeline, UnderWay] = {}
+
+
+def save(
+    folder: str | Path,
+    pipe: Pipeline,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    others: Mapping[str, Stateful] | None = None,
+    extra: Any = None,
+    keep: int | None = 2,
+    wait: bool = True,
+) -> Path:
+    """Writes `folder/step-N`, where N is how many steps the pipeline has taken. Every rank calls it.
+
+    Parameters, persistent buffers and the optimizer's states go by the unsplit model's names, a tied parameter by its
+    first. Each rank writes what it holds, to a folder that all ranks see. Those that are older are deleted once the new
+    one is whole. One save is under way at a time: another waits for it.
+
+    Args:
+        folder: of this run's checkpoints; it is made if it is not there.
+        pipe: the pipeline, between two steps.
+        optimizer: of `pipe.parameters()`, or of groups of `pipe.named_parameters()`, as many on every rank.
+        others: a scheduler, a scaler, `Generators()`, by names of your choice. Rank 0's are saved.
+        extra: anything that can be pickled: how far the data were read. Rank 0's is saved.
+        keep: how many checkpoints stay, at least 1; None: all.
+        wait: False: return once all is copied to the host's memory, and write while training goes on. What goes wrong
+            then is raised by the next `save`, by `finish`, or by `pipe.close()`, which wait for it.
+
+    Returns the checkpoint's path, which with `wait=False` is there once it has been written.
+
+    Raises:
+        ArgumentError: on every rank, if an argument is wrong on one.
+        CheckpointError: on every rank, if something cannot be written. The last checkpoint is as it was.
+    """
+    finish(pipe)
+    storage.hush()
+    state = _collect(pipe, optimizer, dict(others or {}), extra, keep)
+    parent = Path(folder)
+    aside = on_first(pipe, partial(folders.prepare, parent, pipe.step_count), f"cannot write checkpoints to {parent}")
+    path = parent / folders.name_of(pipe.step_count)
+    if wait:
+        act = partial(_write, aside, state, pipe.control_group, pipe.is_first, keep)
+        with pipe.waiting("a checkpoint"):
+            future = attempt(act)
+        together(pipe, future.result, f"cannot write {path}")
+    else:
+        background = _background(pipe)
+        copied = together(pipe, lambda: {key: _copy(value) for key, value in state.items()}, f"cannot copy {path}")
+        act = partial(_write, aside, copied, background.group, pipe.is_first, keep)
+        _UNDER_WAY[pipe] = UnderWay(path, background.thread.submit(act))
+    return path
+
+
+def finish(pipe: Pipeline) -> Path | None:
+    """Waits until the save that is under way is whole. Every rank calls it.
+
+    Returns its path; None if none was under way. Raises CheckpointError, on every rank, if it could not be written.
+    """
+    under_way = _UNDER_WAY.pop(pipe, None)
+    if under_way is None:
+        return None
+    with pipe.waiting("a checkpoint"):
+        wait_for([under_way.future])
+    together(pipe, under_way.future.result, f"cannot write {under_way.path}")
+    return under_way.path
+
+
+def _collect(
+    pipe: Pipeline,
+    optimizer: torch.optim.Optimizer | None,
+    others: Mapping[str, Stateful],
+    extra: Any,
+    keep: int | None,
+) -> dict[str, Any]:
+    """What this process has to write, once all of it was found to be right on every rank. Tensors are the live ones."""
+
+    def own_groups() -> list[tuple[str, ...]] | None:
+        if keep is not None and keep < 1:
+            raise ArgumentError(f"keep={keep}: expected at least 1, or None to keep all")
+        return None if optimizer is None else group_names(pipe, optimizer)
+
+    groups = merge_groups(pipe.gather(together(pipe, own_groups, "cannot save")))
+
+    def own_state() -> dict[str, Any]:
+        state = model_state(pipe)
+        if optimizer is not None:
+            state |= optimizer_state(pipe, optimizer)
+        if pipe.is_first:
+            options = [] if optimizer is None else group_options(optimizer)
+            rest = Rest(
+                step=pipe.step_count,
+                seed=pipe.seed,
+                extra=extra,
+                others={key: other.state_dict() for key, other in others.items()},
+                ties={name: first for name, first in pipe.first_names().items() if name != first},
+                optimizer=None if optimizer is None else type(optimizer).__name__,
+                groups=tuple(Group(*pair) for pair in zip(groups or (), options, strict=True)),
+            )
+            state[REST] = rest.to_bytes()
+        return state
+
+    return together(pipe, own_state, "cannot save")
+
+
+def _write(aside: Path, state: dict[str, Any], group: ProcessGroup | None, is_first: bool, keep: int | None) -> None:
+    files = storage.write(aside, state, group)
+    if is_first:
+        folders.publish(aside, keep, files)
+
+
+# -- in the background ------------------------------------------------------------------------------------------------
+
+
+def _background(pipe: Pipeline) -> Background:
+    """The pipeline's thread and group, made at its first save in the background; closed with it."""
+    if pipe not in _BACKGROUNDS:
+        control = pipe.control_group
+        group = None
+        if control is not None:
+            members = dist.get_process_group_ranks(control)
+            apart = len(members) < dist.get_world_size()
+            group = dist.new_group(members, backend="gloo", use_local_synchronization=apart)
+        _BACKGROUNDS[pipe] = Background(ThreadPoolExecutor(1, "penstock-checkpoint"), group)
+        pipe.before_close(partial(_close, pipe))
+    return _BACKGROUNDS[pipe]
+
+
+def _close(pipe: Pipeline) -> None:
+    try:
+        finish(pipe)
+    finally:
+        background = _BACKGROUNDS.pop(pipe)
+        background.thread.shutdown()
+        if background.group is not None:
+            dist.destroy_process_group(background.group)
+
+
+def _copy(value: Any) -> Any:
+    """A tensor's value now, in the host's memory."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.clone() if value.device.type == "cpu" else value.cpu()
+
+
+@atexit.register
+def _say_what_failed() -> None:
+    """For a script that ends without closing its pipeline; by now the threads have ended."""
+    for under_way in _UNDER_WAY.values():
+        if under_way.future.done() and (error := under_way.future.exception()):
+            print(f"penstock: cannot write {under_way.path}: {error}", file=sys.stderr)

@@ -1,0 +1,98 @@
+"""Files with the weights of a whole model, read a tensor at a time: `safetensors`, one or several, and checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from penstock.checkpoint import folders
+from penstock.checkpoint.contents import model_key, model_tensors
+from penstock.checkpoint.storage import Reader
+from penstock.errors import ArgumentError
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+"""What the `transformers` library calls a file of all weights, and the index of several."""
+
+
+class Source(Protocol):
+    """Tensors by name."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of each tensor that is there."""
+
+    def fill(self, tensor: Tensor, name: str) -> None:
+        """Copies one tensor's values into another of its shape, cast to that one's dtype."""
+
+
+def source_of(path: str | Path) -> Source:
+    """What a path holds.
+
+    Args:
+        path: a `.safetensors` file; a folder with `model.safetensors`, or with `model.safetensors.index.json` and the
+            files that it names; a checkpoint, or a folder of checkpoints, of which the latest is taken.
+
+    Raises:
+        ArgumentError: there is nothing of the kind.
+    """
+    path = Path(path)
+    if path.is_file():
+        return SafetensorsFiles([path])
+    if (path / _SINGLE).is_file():
+        return SafetensorsFiles([path / _SINGLE])
+    if (path / _INDEX).is_file():
+        index = json.loads((path / _INDEX).read_text())
+        return SafetensorsFiles([path / name for name in sorted(set(index["weight_map"].values()))])
+    checkpoint = folders.find(path)
+    if checkpoint is None:
+        raise ArgumentError(
+            f"{path}: expected a .safetensors file, a folder with {_SINGLE} or {_INDEX}, or a checkpoint"
+        )
+    return Checkpoint(checkpoint)
+
+
+class SafetensorsFiles:
+    """One or more `safetensors` files. A file is open only while it is read, so that its pages can be given back."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._path_of: dict[str, Path] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for path in paths:
+            with _opened(path) as file:
+                names = list(file.keys())
+                self._path_of |= dict.fromkeys(names, path)
+                self.shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
+
+    def fill(self, tensor: Tensor, name: str) -> None:
+        with _opened(self._path_of[name]) as file:
+            tensor.detach().copy_(file.get_tensor(name))
+
+
+class Checkpoint:
+    """The model in a checkpoint."""
+
+    def __init__(self, path: Path) -> None:
+        self._reader = Reader(path)
+        like = model_tensors(self._reader.metadata)
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in like.items()}
+
+    def fill(self, tensor: Tensor, name: str) -> None:
+        # Straight to where it belongs: torch's reader is in cycles, which keep what it is given until they are found.
+        self._reader.read({model_key(name): tensor.detach()})
+
+
+def _opened(path: Path) -> Any:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise ArgumentError(
+            f"{path}: reading it needs the package safetensors: pip install penstock[safetensors]"
+        ) from None
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ArgumentError(f"{path} is no safetensors file: {error}") from None

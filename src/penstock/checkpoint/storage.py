@@ -1,0 +1,76 @@
+"""`torch.distributed.checkpoint` on a folder: tensors and pickles by name, written by all ranks, read by any."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from penstock.checkpoint.contents import REST, Rest
+from penstock.errors import ArgumentError
+
+
+def hush() -> None:
+    """Ignores torch's warning that one process works alone, which is as it should be.
+
+    For good, and not in `catch_warnings`, which is for one thread only.
+    """
+    warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+
+
+def write(folder: Path, state: dict[str, Any], group: ProcessGroup | None) -> list[str]:
+    """Writes what every rank of a group holds; None: this process is alone. What several hold is written once.
+
+    Returns the names of the files, of all ranks. Raises what torch does, on every rank.
+    """
+    writer = FileSystemWriter(folder)
+    metadata = save(state, storage_writer=writer, process_group=group, no_dist=group is None)
+    return sorted({stored.relative_path for stored in metadata.storage_data.values()})
+
+
+class Reader:
+    """Reads a checkpoint, on this process alone.
+
+    Attributes:
+        path: of the checkpoint.
+        metadata: what is in it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises ArgumentError if the checkpoint lacks one of its files, OSError if it cannot be read."""
+        self.path = path
+        self._reader = _OnceRead(path)
+        self.metadata = self._reader.read_metadata()
+        files = {stored.relative_path for stored in (self.metadata.storage_data or {}).values()}
+        missing = [name for name in sorted(files) if not (path / name).is_file()]
+        if missing or REST not in self.metadata.state_dict_metadata:
+            what = f"it lacks {missing[0]}" if missing else "it was not written by penstock.checkpoint.save"
+            raise ArgumentError(f"{path} cannot be loaded: {what}; take another checkpoint, or copy the whole folder")
+
+    def read(self, state: dict[str, Any]) -> None:
+        """Reads into the tensors of `state`, and puts what is stored in place of every None."""
+        hush()
+        load(state, storage_reader=self._reader, no_dist=True)
+
+    def rest(self) -> Rest:
+        """What has no tensor's name."""
+        state: dict[str, Any] = {REST: None}
+        self.read(state)
+        return Rest.from_bytes(state[REST])
+
+
+class _OnceRead(FileSystemReader):
+    """Reads the metadata once, however often something is read: they are of the whole model."""
+
+    _metadata: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._metadata is None:
+            self._metadata = super().read_metadata(*args, **kwargs)
+        return self._metadata

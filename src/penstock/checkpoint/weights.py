@@ -1,0 +1,132 @@
+"""Weights from a file of the whole model: each rank reads those of its own stages, a tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch import nn
+
+from penstock.checkpoint.agreement import together
+from penstock.checkpoint.sources import Source, source_of
+from penstock.errors import ArgumentError
+from penstock.partition.chain import as_module, known_names
+from penstock.pipe import Pipeline
+from penstock.runtime.materialize import Materialize
+
+
+def weights(
+    path: str | Path,
+    model: nn.Module | Sequence[nn.Module],
+    *,
+    otherwise: Materialize | None = None,
+    strict: bool = True,
+) -> Materialize:
+    """A rule for `pipeline(model, materialize=...)`: a model on the meta device gets its values from a file.
+
+    Each rank reads the tensors of its own stages only. Values are cast to the model's dtypes.
+
+    Args:
+        path: a `.safetensors` file; a folder with `model.safetensors` or `model.safetensors.index.json`, as those of
+            `transformers`; a checkpoint, or a folder of checkpoints, of which the latest is taken.
+        model: the one that is split, on the meta device.
+        otherwise: sets a module's tensors before those that the file has are read, where it does not have all
+            (buffers that are not persistent, say); None: the module's `reset_parameters()`.
+        strict: whether the file must have all of the model's parameters and persistent buffers, and nothing else.
+
+    Raises:
+        ArgumentError: there is no such file; a tensor is missing, unknown, or of another shape.
+    """
+    root = as_module(model)
+    source = source_of(path)
+    shapes = {name: tuple(tensor.shape) for name, tensor in root.state_dict(keep_vars=True).items()}
+    first = known_names(root)
+    there = _match(path, {first[name]: shape for name, shape in shapes.items() if name in first}, first, source, strict)
+
+    def rule(module_name: str, module: nn.Module) -> None:
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        prefix = f"{module_name}." if module_name else ""
+        found = [(tensor, there.get(first[prefix + key])) for key, tensor in own]
+        if any(name is None for _, name in found):
+            _initialise(module_name, module, otherwise)
+        for tensor, name in found:
+            if name is not None:
+                source.fill(tensor, name)
+
+    return rule
+
+
+def import_safetensors(path: str | Path, pipe: Pipeline, *, strict: bool = True) -> None:
+    """Reads weights into a pipeline's model. Every rank calls it, and reads the tensors of its own stages only.
+
+    Args:
+        path: as for `weights`.
+        pipe: of a model whose names the file has; of a tied tensor, any.
+        strict: whether the file must have all of the model's parameters and persistent buffers, and nothing else.
+
+    Raises:
+        ArgumentError: on every rank: there is no such file; a tensor is missing, unknown, or of another shape. Nothing
+            was changed.
+        CheckpointError: on every rank, if a file cannot be read on one.
+    """
+    fails = f"cannot read {path}"
+    source = together(pipe, lambda: source_of(path), fails)
+    own = pipe.state_dict()
+    first = pipe.first_names()
+    shapes = {first[name]: tuple(t.shape) for name, t in pipe.model.state_dict().items() if name in first}
+    there = together(pipe, lambda: _match(path, shapes, first, source, strict), fails)
+
+    def read() -> None:
+        for name, tensor in own.items():
+            if name in there:
+                source.fill(tensor, there[name])
+
+    together(pipe, read, fails)
+
+
+def _match(
+    path: str | Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    first: Mapping[str, str],
+    source: Source,
+    strict: bool,
+) -> dict[str, str]:
+    """For each of the model's names that the file has, under whichever of a tied tensor's names, the file's.
+
+    Args:
+        path: for errors.
+        shapes: of the model's tensors that are saved, by their first names.
+        first: for every name in the model the first one.
+        source: the file.
+        strict: whether all must be there, and nothing else.
+    """
+    there = {name: name for name in source.shapes if name in shapes}
+    for name in source.shapes:
+        there.setdefault(first.get(name, ""), name)
+    there.pop("", None)
+    missing = [name for name in shapes if name not in there]
+    unknown = [name for name in source.shapes if name not in first and name not in shapes]
+    if strict and (missing or unknown):
+        lacks, has = (", ".join(some[:4]) or "nothing" for some in (missing, unknown))
+        raise ArgumentError(
+            f"{path} lacks {lacks}, and has {has} that the model has not; give the weights of this model, or "
+            "strict=False to take what is there"
+        )
+    for name in shapes.keys() & there.keys():
+        if source.shapes[there[name]] != shapes[name]:
+            raise ArgumentError(
+                f"{path}: {there[name]} has shape {source.shapes[there[name]]} there and {shapes[name]} in the model"
+            )
+    return {name: there[name] for name in shapes if name in there}
+
+
+def _initialise(name: str, module: nn.Module, otherwise: Materialize | None) -> None:
+    if otherwise is not None:
+        otherwise(name, module)
+    elif (reset := getattr(module, "reset_parameters", None)) is not None:
+        reset()
+    elif any(True for _ in module.parameters(recurse=False)):
+        raise ArgumentError(
+            f"module {name} ({type(module).__name__}) has parameters that the file lacks, and no reset_parameters(); "
+            "pass otherwise=fn(name, module) that sets them"
+        )

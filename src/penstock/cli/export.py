@@ -1,0 +1,24 @@
+"""`penstock export`: the weights in a checkpoint as one file for the unsplit model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.errors import CheckpointError
+
+
+def export(
+    folder: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of checkpoints: then the latest.")],
+    out: Annotated[Path, typer.Argument(help="The safetensors file to write.")],
+) -> None:
+    """Write the model in a checkpoint, of any number of ranks, to one safetensors file. The model is not needed."""
+    from penstock.checkpoint import export_checkpoint
+
+    try:
+        path = export_checkpoint(folder, out)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {out}: {error.strerror or error}") from None
+    print(f"{path}: {path.stat().st_size / 1e6:.1f} MB")

@@ -1,0 +1,63 @@
+"""`torchrun --max-restarts` and nothing else: a job that one rank is lost of goes on from its last checkpoint."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_resumable.py"
+
+FALLS = """
+import os, runpy, signal, sys
+import penstock
+
+step = penstock.Pipeline.step
+rank = os.environ.get("RANK", "0")
+
+def fall_once(self, *args, **kwargs):
+    if self.step_count == 7 and rank == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    result = step(self, *args, **kwargs)
+    if rank == "0":
+        print("bits", self.step_count, float(result.loss).hex(), flush=True)
+    return result
+
+penstock.Pipeline.step = fall_once
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def losses(done: subprocess.CompletedProcess[str]) -> list[tuple[int, str]]:
+    """The steps, each with its loss to the bit."""
+    words = [line.split() for line in done.stdout.splitlines() if line.startswith("bits")]
+    return [(int(step), loss) for _, step, loss in words]
+
+
+@pytest.mark.distributed
+def test_a_rank_that_is_killed_once_changes_no_loss(tmp_path: Path) -> None:
+    (tmp_path / "falls.py").write_text(FALLS)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    program = ["falls.py", str(EXAMPLE), "--steps", "10", "--every", "3", "--folder"]
+
+    def run(*command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=90,
+            check=False,
+        )  # fmt: skip
+
+    whole = losses(run(*program, "whole"))
+    assert [step for step, _ in whole] == list(range(1, 11))
+    done = run(*torchrun, *program, "broken")
+    assert done.returncode == 0, done.stderr
+    seen = losses(done)
+    again = seen[7][0]
+    assert again in (4, 7), "that of step 6 may not have been whole"
+    assert [step for step, _ in seen] == [*range(1, 8), *range(again, 11)]
+    assert set(seen) == set(whole)
+    assert sorted(path.name for path in (tmp_path / "broken").iterdir()) == ["step-00000006", "step-00000009"]

@@ -1,0 +1,90 @@
+"""Saves that go on beside the training, that fail, or that are cut off; arguments that are wrong on one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import saving_jobs as jobs
+import torch
+
+from distributed.ranks import Ranks, RanksError
+from penstock import checkpoint
+
+pytestmark = pytest.mark.distributed
+
+WRONG = {
+    "keep": "ArgumentError: keep=0: expected at least 1",
+    "a foreign parameter": "optimizer: group 0 has a parameter of shape (3,) that is not of the pipeline",
+    "more groups": "ArgumentError: optimizer: 1 groups of parameters on rank 0, but 2 groups of parameters on rank 1",
+    "no optimizer": "ArgumentError: optimizer: 1 groups of parameters on rank 0, but no optimizer on rank 1",
+    "others cannot": "CheckpointError: cannot save: KeyError: 'not there' (rank 0)",
+    "not in others": "ArgumentError: others['two'] is not in ",
+    "another kind": "has the state of AdamW, but the optimizer is SGD; make the same kind",
+    "another group": "was in group 0 of the optimizer's groups, and is in none now",
+    "other groups": "has 1 groups of parameters, but the optimizer 2",
+    "a name": "ArgumentError: there is no whole checkpoint ",
+    "cut off": "CheckpointError: cannot read ",
+    "a file that is gone": "cannot be loaded: it lacks __1_0.distcp",
+}
+
+
+def test_what_is_wrong_on_one_rank_is_refused_on_all_and_changes_nothing(ranks2: Ranks, tmp_path: Path) -> None:
+    every = ranks2.run(jobs.wrong_on_one_rank, tmp_path)
+    assert every[0].keys() == WRONG.keys()
+    for name, part in WRONG.items():
+        texts = {said[name][0] for said in every}
+        assert len(texts) == 1, texts
+        assert part in texts.pop(), name
+        if name != "cut off":  # only reading could find it out
+            assert all(said[name][1] for said in every), name
+
+
+@pytest.mark.parametrize("options", [{}, {"ranks": 2}], ids=["two processes", "one process"])
+def test_training_goes_on_while_a_copy_is_written(ranks2: Ranks, tmp_path: Path, options: dict[str, Any]) -> None:
+    if options:
+        every = [jobs.save_while_training(0, tmp_path, options)]
+    else:
+        every = ranks2.run(jobs.save_while_training, tmp_path, options)
+    for names, losses, again in every:
+        assert names == ["step-00000001", "step-00000003"]
+        assert losses == again
+
+
+def test_what_fails_in_the_background_is_told_on_every_rank(ranks2: Ranks, tmp_path: Path) -> None:
+    every = ranks2.run(jobs.fail_in_the_background, tmp_path)
+    assert every[0] == every[1]
+    told = [f"cannot write {tmp_path}/step-{n:08d}: OSError: No space left on device (rank 1)" for n in (2, 3, 4, 2)]
+    assert every[0] == told
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["at once", "in the background"])
+def test_a_kill_in_the_middle_leaves_the_last_good_one(ranks2: Ranks, tmp_path: Path, wait: bool) -> None:
+    with pytest.raises(RanksError, match="its process ended with -9"):
+        ranks2.run(jobs.die_while_saving, tmp_path, wait)
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-00000001"
+    assert (tmp_path / ".step-00000002.new").exists()
+    assert ranks2.run(jobs.go_on, tmp_path) == [(1, (tmp_path / "loss").read_text())] * 2
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-00000002"
+    assert not list(tmp_path.glob(".step*"))
+
+
+@pytest.mark.parametrize(("saves", "loads"), [(4, 1), (1, 4)], ids=["4 to 1", "1 to 4"])
+def test_groups_by_name_schedules_scalers_and_generators_go_on(
+    ranks4: Ranks, tmp_path: Path, saves: int, loads: int
+) -> None:
+    """Where a rank may have none of a group's parameters."""
+
+    def train(n: int, *args: Any) -> list[Any]:
+        return [jobs.train_in_groups(0, *args)] if n == 1 else ranks4.run(jobs.train_in_groups, *args)
+
+    whole = train(loads, tmp_path / "whole", 6, {}, 6)
+    first = train(saves, tmp_path / "split", 3, {}, 3)
+    then = train(loads, tmp_path / "split", 6, {}, None)
+    assert all(losses == first[0][0] for losses, _, _ in first)
+    assert all(first[0][0] + losses == whole[0][0] for losses, _, _ in then)
+    for (_, _, there), (_, _, here) in zip(whole, then, strict=True):
+        assert all(torch.equal(here[name], tensor) for name, tensor in there.items())
+    sizes = [sizes for _, sizes, _ in (first if saves == 4 else then)]
+    assert [size[0] for size in sizes] == [2, 0, 0, 0], "the others have no parameter of the first group"
