@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 import lightning
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import penstock
 import small
@@ -107,9 +109,25 @@ def test_what_cannot_work_is_refused(tmp_path: Path, module: Module, options: di
         trainer.fit(module, [small.batch()])
 
 
+@pytest.mark.parametrize("options", [{"gradient_clip_val": 1.0}, {"accumulate_grad_batches": 2}])
+def test_what_does_not_reach_a_pipeline_is_refused_by_lightning(tmp_path: Path, options: dict[str, Any]) -> None:
+    trainer = lightning.Trainer(
+        strategy=PipelineStrategy(), accelerator="cpu", devices=1, default_root_dir=tmp_path, logger=False, **options
+    )
+    with pytest.raises(MisconfigurationException, match="manual optimization"):
+        trainer.fit(Module(), [small.batch()])
+
+
 def test_a_folder_without_checkpoint_is_refused(tmp_path: Path) -> None:
     trainer = lightning.Trainer(
         strategy=PipelineStrategy(), accelerator="cpu", devices=1, default_root_dir=tmp_path, logger=False
     )
     with pytest.raises(ArgumentError, match="there is no checkpoint"):
         trainer.fit(Module(), [small.batch()], ckpt_path=str(tmp_path))
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
+    monkeypatch.delitem(sys.modules, PipelineStrategy.__module__)
+    with pytest.raises(ImportError, match=r"pip install penstock\[lightning\]"):
+        importlib.import_module(PipelineStrategy.__module__)

@@ -25,6 +25,12 @@ def test_v_placement_goes_there_and_back() -> None:
     placement = Placement.v(3)
     assert placement.rank_of == (0, 1, 2, 2, 1, 0)
     assert placement.stages_on(0) == (0, 5)
+    assert placement.by_rank == ((0, 5), (1, 4), (2, 3))
+
+
+def test_copies_of_the_model_share_the_microbatches_out() -> None:
+    placement = Placement.bidirectional(2)
+    assert [placement.share_of(stage, 5) for stage in range(4)] == [range(2), range(2), range(2, 5), range(2, 5)]
 
 
 @pytest.mark.parametrize(("ranks", "rank_of"), [(2, (0, 0)), (2, (0, 1, 2)), (1, (0, -1)), (0, ())])

@@ -101,7 +101,7 @@ def show(found: Inspection, console: Console) -> None:
         *(f"tied: {tie.name} on stages {_listed(tie.stages)}; gradients are added up" for tie in found.ties),
         *(f"stage {s.index} takes no gradient: its parameters are frozen" for s in found.stages if _frozen(s)),
         *(f"stage {s.index} updates {_listed(s.updated)}" for s in found.stages if s.updated),
-        *(f"stage {s.index} draws random numbers in modules: {len(s.draws)}" for s in found.stages if s.draws),
+        *(f"stage {s.index} draws random numbers in {_listed(s.draws)}" for s in found.stages if s.draws),
         *(f"holds for batches of this kind only: {branch}" for branch in found.branches),
         *(f"note: {note}" for note in found.notes),
     ]

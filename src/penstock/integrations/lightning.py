@@ -11,13 +11,17 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
 from penstock.checkpoint import load, save
 from penstock.errors import ArgumentError
 from penstock.pipe import Pipeline
+
+try:
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.strategies import ParallelStrategy
+except ImportError as error:
+    raise ImportError(f"this needs the package lightning ({error}): pip install penstock[lightning]") from error
 
 T = TypeVar("T")
 
