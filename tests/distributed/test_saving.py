@@ -42,7 +42,7 @@ def test_what_is_wrong_on_one_rank_is_refused_on_all_and_changes_nothing(ranks2:
 
 
 @pytest.mark.parametrize("options", [{}, {"ranks": 2}], ids=["two processes", "one process"])
-def test_training_goes_on_while_a_copy_is_written(ranks2: Ranks, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_trap_25_training_goes_on_while_a_copy_is_written(ranks2: Ranks, tmp_path: Path, options: dict[str, Any]) -> None:
     if options:
         every = [jobs.save_while_training(0, tmp_path, options)]
     else:
