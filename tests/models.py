@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 
 class Case(NamedTuple):
-    """`loss(model(*args, **kwargs), target)` is a scalar to train on. Batches are 2 or 4 samples."""
+    """`loss(model(*args, **kwargs), target)` is a scalar to train on. Batches here are 2 or 4 samples."""
 
     model: nn.Module | list[nn.Module]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     target: Any
-    loss: Callable[[Any, Any], Tensor]
+    loss: Callable[[Any, Any], Tensor] | None
+    """None: the model computes its own."""
 
 
 def squared_error(output: Tensor, target: Tensor) -> Tensor:
@@ -72,9 +73,9 @@ def list_of_stages() -> Case:
 class SkipsTwice(nn.Module):
     """A skip that crosses every cut and is used twice on the way; a second one in a dict."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, layers: int = 6) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(6))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         first = self.layers[0](x)
@@ -82,7 +83,9 @@ class SkipsTwice(nn.Module):
         y = self.layers[2](values["second"]) * first
         y = self.layers[3](y + first)
         y = self.layers[4](y + values["second"])
-        return self.layers[5](y) - first
+        for layer in self.layers[5:]:
+            y = layer(y) - first
+        return y
 
 
 def skips() -> Case:
@@ -120,11 +123,12 @@ def convnet() -> Case:
 class UNet(nn.Module):
     """Down, up, and a skip from each level to its mirror."""
 
-    def __init__(self) -> None:
+    def __init__(self, widths: tuple[int, ...] = (3, 4, 6, 8)) -> None:
         super().__init__()
-        self.down = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in [(3, 4), (4, 6), (6, 8)])
-        self.up = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in [(14, 6), (10, 4), (7, 3)])
-        self.middle = nn.Conv2d(8, 8, 1)
+        levels = list(pairwise(widths))
+        self.down = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in levels)
+        self.up = nn.ModuleList(nn.Conv2d(a + b, a, 3, padding=1) for a, b in reversed(levels))
+        self.middle = nn.Conv2d(widths[-1], widths[-1], 1)
 
     def forward(self, x: Tensor) -> Tensor:
         skips = []
@@ -227,19 +231,21 @@ def gpt(dropout: float = 0.0) -> Case:
 class EncoderDecoder(nn.Module):
     """The encoder's result is used by every block of the decoder."""
 
-    def __init__(self, width: int = 8) -> None:
+    def __init__(self, vocabulary: int = 13, width: int = 8, layers: int = 2) -> None:
         super().__init__()
-        self.embed = nn.Embedding(13, width)
+        self.embed = nn.Embedding(vocabulary, width)
         self.encoder = nn.TransformerEncoder(
-            nn.TransformerEncoderLayer(width, 2, 16, 0.0, batch_first=True), 2, enable_nested_tensor=False
+            nn.TransformerEncoderLayer(width, 2, 16, 0.0, batch_first=True), layers, enable_nested_tensor=False
         )
-        self.decoder = nn.ModuleList(nn.TransformerDecoderLayer(width, 2, 16, 0.0, batch_first=True) for _ in range(2))
-        self.head = nn.Linear(width, 13)
+        self.decoder = nn.ModuleList(
+            nn.TransformerDecoderLayer(width, 2, 16, 0.0, batch_first=True) for _ in range(layers)
+        )
+        self.head = nn.Linear(width, vocabulary)
 
-    def forward(self, source: Tensor, *, target: Tensor) -> Tensor:
+    def forward(self, source: Tensor, *, shifted: Tensor) -> Tensor:
         memory = self.encoder(self.embed(source))
-        y = self.embed(target)
-        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1], device=target.device)
+        y = self.embed(shifted)
+        mask = nn.Transformer.generate_square_subsequent_mask(shifted.shape[1], device=shifted.device)
         for block in self.decoder:
             y = block(y, memory, tgt_mask=mask)
         return self.head(y)
@@ -248,17 +254,17 @@ class EncoderDecoder(nn.Module):
 def encoder_decoder() -> Case:
     torch.manual_seed(0)
     source, target = torch.randint(0, 13, (2, 5)), torch.randint(0, 13, (2, 4))
-    return Case(EncoderDecoder(), (source,), {"target": target}, target.roll(-1, 1), token_error)
+    return Case(EncoderDecoder(), (source,), {"shifted": target}, target.roll(-1, 1), token_error)
 
 
 class InPlace(nn.Module):
     """Updates values in place after a cut, in blocks and between them."""
 
-    def __init__(self, width: int = 6) -> None:
+    def __init__(self, width: int = 6, layers: int = 6) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True)) if i % 2 else nn.Linear(width, width)
-            for i in range(6)
+            for i in range(layers)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -268,8 +274,10 @@ class InPlace(nn.Module):
         y = self.layers[3](memory * 2)
         memory[:, 0] = y[:, 1].tanh()
         y = self.layers[4](memory * 1.5)
-        memory.add_(y.sigmoid())
-        return self.layers[5](memory) + memory
+        for layer in self.layers[5:]:
+            memory.add_(y.sigmoid())
+            y = layer(memory * 1.0) + memory
+        return y
 
 
 def in_place() -> Case:

@@ -252,7 +252,7 @@ def test_bad_target_missing() -> None:
         with pytest.raises(ArgumentError, match=r"target=None, .*pass target="):
             pipe.step(x)
         assert pipe.step(x, target=y).loss > 0
-        with pytest.raises(ArgumentError, match=r"result.outputs: not kept; pass outputs=True"):
+        with pytest.raises(ArgumentError, match=r"result.outputs: not kept here; pass outputs=True"):
             _ = pipe.step(x, target=y).outputs
 
 
@@ -283,8 +283,9 @@ def test_bad_names_of_model_arguments() -> None:
 def test_bad_inputs_of_a_step() -> None:
     x, y = batch()
     with pipeline(mlp(), (x,), ranks=2, microbatches=3, loss=squared_error) as pipe:
-        with pytest.raises(ShapeError, match="structure"):
-            pipe.step(x, x, target=y)
+        with pytest.raises(TypeError, match="takes 2 positional arguments but 3 were given") as caught:
+            pipe.step(x, x, target=y)  # as the model itself says
+        assert "recorded for a batch of a new kind: args[0] [4, 9], args[1] [4, 9]" in caught.value.__notes__[0]
         with pytest.raises(ShapeError, match=r"requires a gradient.*detach"):
             pipe.step(x.clone().requires_grad_(), target=y)
         with pytest.raises(ShapeError, match="disagree on the number of rows"):

@@ -6,10 +6,9 @@ microbatch and its reference made once for each number of them: neither knows th
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,43 +16,30 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from models import GPT, SkipsTwice, squared_error, token_error
-from penstock import verification
+from models import GPT, Case, SkipsTwice, squared_error, token_error
 from penstock.errors import ArgumentError, PartitionError
-from penstock.partition import partitioner
-from penstock.partition._compat import flatten
-from penstock.partition.partition import describe
 from penstock.schedule import Schedule, generate, generator, generators
 from penstock.schedule.generators import Numbers
+from zoo.shared import Shared
 
 ROWS = 11
 MICROBATCHES = (1, 2, 3, 8)
 NOT_USED = {"model.rotary_emb.original_inv_freq"}  # a buffer that Llama's forward does not look at
 
 
-class Example(NamedTuple):
-    """A model and one batch; without a loss, the model computes its own."""
-
-    model: nn.Module
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = {}  # noqa: RUF012  (never written to)
-    target: Any = None
-    loss: Callable[[Any, Any], Tensor] | None = None
-
-
-def mlp() -> Example:
+def mlp() -> Case:
     layers = [m for _ in range(8) for m in (nn.Linear(33, 33), nn.Tanh())]
-    return Example(nn.Sequential(*layers, nn.Linear(33, 5)), _noise(33), {}, torch.randn(ROWS, 5), squared_error)
+    return Case(nn.Sequential(*layers, nn.Linear(33, 5)), _noise(33), {}, torch.randn(ROWS, 5), squared_error)
 
 
-def tied_gpt_with_dropout() -> Example:
+def tied_gpt_with_dropout() -> Case:
     ids = torch.randint(0, 37, (ROWS, 8))
     model = GPT(vocabulary=37, width=24, layers=8, dropout=0.1)
-    return Example(model, (ids[:, :-1],), {}, ids[:, 1:], token_error)
+    return Case(model, (ids[:, :-1],), {}, ids[:, 1:], token_error)
 
 
-def skips() -> Example:
-    return Example(SkipsTwice(33), _noise(33), {}, torch.randn(ROWS, 33), squared_error)
+def skips() -> Case:
+    return Case(SkipsTwice(33), _noise(33), {}, torch.randn(ROWS, 33), squared_error)
 
 
 class DigitsNet(nn.Module):
@@ -72,15 +58,15 @@ class DigitsNet(nn.Module):
         return self.head(images.mean((2, 3)))
 
 
-def batch_norm_on_digits() -> Example:
+def batch_norm_on_digits() -> Case:
     from sklearn.datasets import load_digits
 
     digits = load_digits()
     images = torch.tensor(digits.images[:ROWS], dtype=torch.float32)[:, None] / 16
-    return Example(DigitsNet(), (images,), {}, torch.tensor(digits.target[:ROWS]), F.cross_entropy)
+    return Case(DigitsNet(), (images,), {}, torch.tensor(digits.target[:ROWS]), F.cross_entropy)
 
 
-def llama() -> Example:
+def llama() -> Case:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -89,26 +75,26 @@ def llama() -> Example:
     )  # fmt: skip
     mask = torch.ones(ROWS, 6, dtype=torch.int64)
     mask[:, -1] = 0
-    return Example(LlamaForCausalLM(config), kwargs={**_tokens(), "attention_mask": mask})
+    return Case(LlamaForCausalLM(config), (), {**_tokens(), "attention_mask": mask}, None, None)
 
 
-def gpt2() -> Example:
+def gpt2() -> Case:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(vocab_size=37, n_embd=24, n_layer=4, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0)
     config.loss_type = "ForCausalLMLoss"
     assert config.resid_pdrop > 0
-    return Example(GPT2LMHeadModel(config), kwargs=_tokens())
+    return Case(GPT2LMHeadModel(config), (), _tokens(), None, None)
 
 
-def t5() -> Example:
+def t5() -> Case:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
         vocab_size=37, d_model=24, d_kv=8, d_ff=33, num_layers=2, num_heads=3, decoder_start_token_id=0
     )  # fmt: skip
     assert config.dropout_rate > 0
-    return Example(T5ForConditionalGeneration(config), kwargs=_tokens())
+    return Case(T5ForConditionalGeneration(config), (), _tokens(), None, None)
 
 
 def _noise(width: int) -> tuple[Tensor]:
@@ -129,59 +115,20 @@ DEPTHS = {
 """Into how many stages each can be cut."""
 
 
-class Shared:
-    """One example with the recordings and references that its runs have in common."""
-
-    def __init__(self, example: Example) -> None:
-        self.example = example
-        self.model = example.model.train()
-        self.before = copy.deepcopy(self.model.state_dict())
-        self.recordings: dict[Any, Any] = {}
-        self.references: dict[Any, Any] = {}
-
-    def verify(self, schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> penstock.Report:
-        record, reference = partitioner.record, verification._reference
-
-        def record_once(model: nn.Module, args: Any, kwargs: Any, leaves: Any) -> Any:
-            leaves_of_batch = tuple(describe(leaf) for leaf in flatten((args, kwargs)).leaves)
-            key = id(model), leaves_of_batch, torch.is_grad_enabled()
-            if key not in self.recordings:
-                self.recordings[key] = record(model, args, kwargs, leaves), model  # the model is kept for its id
-            return self.recordings[key][0]
-
-        def reference_once(model: Any, pipe: penstock.Pipeline, *rest: Any) -> Any:
-            m = pipe.schedule.microbatches
-            if m not in self.references:
-                self.references[m] = reference(model, pipe, *rest)
-            return self.references[m]
-
-        monkeypatch.setattr(partitioner, "record", record_once)
-        monkeypatch.setattr(verification, "_reference", reference_once)
-        self.model.load_state_dict(self.before)
-        self.model.zero_grad(set_to_none=True)
-        _, args, kwargs, target, loss = self.example
-        return penstock.verify(
-            self.model,
-            args,
-            target,
-            loss,
-            kwargs=kwargs,
-            ranks=schedule.ranks,
-            chunks=schedule.stages // schedule.ranks,
-            microbatches=schedule.microbatches,
-            schedule=schedule,
-            seed=7,
-            exact=True,
-        )
-
-
-@pytest.fixture(scope="module")
-def shared(request: pytest.FixtureRequest) -> Iterator[Shared]:
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield Shared(EXAMPLES[request.param]())
+    yield
     torch.set_num_threads(threads)
+
+
+@lru_cache(maxsize=1)  # a fixture with that parameter would be made anew for every test
+def shared(example: str) -> Shared:
+    torch.manual_seed(0)
+    made = EXAMPLES[example]()
+    made.model.train()
+    return Shared(made)
 
 
 def schedules_of(name: str, ranks: int) -> list[Schedule]:
@@ -203,41 +150,38 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("shared", "name", "ranks"), CASES, indirect=["shared"])
-def test_bits_of_one_device(shared: Shared, name: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("example", "name", "ranks"), CASES)
+def test_bits_of_one_device(example: str, name: str, ranks: int) -> None:
     schedules = schedules_of(name, ranks)
     assert schedules, f"{name} is for no number of microbatches of {MICROBATCHES}"
-    copies = schedules[0].placement.pipelines
-    if copies > 1 and any(isinstance(module, nn.BatchNorm2d) for module in shared.model.modules()):
+    copies, model = schedules[0].placement.pipelines, shared(example).model
+    if copies > 1 and any(isinstance(module, nn.BatchNorm2d) for module in model.modules()):
         with pytest.raises(PartitionError, match=f"updates 'blocks.0.1.running_mean' .* runs {copies} copies"):
-            shared.verify(schedules[0], monkeypatch)
+            shared(example).verify(schedules[0])
         return
     for schedule in schedules:
-        with monkeypatch.context() as patches:
-            report = shared.verify(schedule, patches)
+        report = shared(example).verify(schedule)
         assert report.ok, f"{schedule.microbatches} microbatches: {report.summary()}"
         kinds = {row.kind for row in report.rows}
         assert kinds >= {"output", "loss", "gradient"}
         gradients = [row for row in report.rows if row.kind == "gradient"]
-        assert len(gradients) == len(list(shared.model.parameters()))
+        assert len(gradients) == len(list(model.parameters()))
         if copies == 1:
             assert sum(row.verdict == "equal" for row in gradients) >= len(gradients) - 1  # but for one that is tied
         assert all(row.verdict == "equal" for row in report.rows if row.kind in ("output", "loss"))
-        buffers = {name for name, _ in shared.model.named_buffers()} - NOT_USED
+        buffers = {name for name, _ in model.named_buffers()} - NOT_USED
         assert {row.name for row in report.rows if row.kind == "buffer"} == buffers
 
 
-def test_slices_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_are_not_run() -> None:
     with pytest.raises(ArgumentError, match="'seq1f1b' cuts microbatches into 2 slices of the sequence"):
         penstock.pipeline(nn.Linear(2, 2), (torch.randn(4, 2),), ranks=1, schedule="seq1f1b", microbatches=2)
 
 
-@pytest.mark.parametrize("shared", EXAMPLES, indirect=True)
+@pytest.mark.parametrize("example", EXAMPLES)
 @pytest.mark.parametrize(("ranks", "chunks"), [(1, 3), (2, 2), (2, 3)])
 @pytest.mark.parametrize("name", ["naive", "gpipe"])
-def test_several_chunks_a_rank(
-    shared: Shared, name: str, ranks: int, chunks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    report = shared.verify(generate(name, ranks, 3, chunks), monkeypatch)
+def test_several_chunks_a_rank(example: str, name: str, ranks: int, chunks: int) -> None:
+    report = shared(example).verify(generate(name, ranks, 3, chunks))
     assert report.stages == ranks * chunks
     assert report.ok, report.summary()

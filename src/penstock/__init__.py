@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from penstock.inspection import inspect as inspect
     from penstock.pipe import Pipeline as Pipeline
     from penstock.result import StepResult as StepResult
+    from penstock.runtime.batch import Microbatches as Microbatches
     from penstock.schedule import Schedule as Schedule
     from penstock.timeline import Timeline as Timeline
     from penstock.verification import Report as Report
@@ -41,6 +42,7 @@ _HOMES = {
     "ShapeError": "errors",
     "VerificationError": "errors",
     "StepResult": "result",
+    "Microbatches": "runtime.batch",
     "Schedule": "schedule",
     "Timeline": "timeline",
     "Report": "verification",

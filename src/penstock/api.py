@@ -6,7 +6,7 @@ The same script runs alone (one process drives all ranks) and under torchrun (ea
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from penstock.runtime import batch as batches
 from penstock.runtime.engine import Engine, TransportChoice
 from penstock.runtime.loss import Loss, Reduction
 from penstock.runtime.materialize import Materialize
+from penstock.runtime.outline import Outline
 from penstock.runtime.split_model import SplitModel
 from penstock.runtime.world import World, device_of, join
 from penstock.schedule import (
@@ -29,6 +30,9 @@ from penstock.schedule import (
     drop_communication,
     generate,
 )
+
+if TYPE_CHECKING:
+    from penstock.runtime.frame import Parallelize
 
 
 def pipeline(
@@ -50,6 +54,7 @@ def pipeline(
     share_loss: bool = True,
     transport: TransportChoice = "auto",
     materialize: Materialize | None = None,
+    parallelize: Parallelize | None = None,
     seed: int | None = None,
 ) -> Pipeline:
     """Splits a model into stages and makes them ready to train.
@@ -59,26 +64,30 @@ def pipeline(
 
     Args:
         model: any module; or a list of layers, or of as many modules as there are stages.
-        example_args: one batch, as the model's positional inputs: tensors with the batch in their first dimension.
-            Needed on every rank: shapes are read from it, values are not used.
+        example_args: one batch, as the model's positional inputs: tensors with the batch in their first dimension, or
+            `Microbatches`. Needed on every rank: shapes are read from it, and values only where the forward branches
+            on those of integers. Later batches may have other shapes.
         example_kwargs: likewise by keyword.
         ranks: the number of ranks; None: the world size under torchrun, one otherwise.
         chunks: stages a rank; there are `ranks * chunks` stages. None: the `Schedule`'s, or 1.
         schedule: a name from `penstock.schedule.names()`, or a `Schedule`.
-        microbatches: into how many pieces each batch is cut. None: the `Schedule`'s, or 8.
+        microbatches: into how many pieces each batch is cut (fewer if it has fewer rows). None: the `Schedule`'s, or 8.
         loss: `loss(output, target)`, a scalar; None where the model computes its own (`output.loss`).
         reduction: how the loss reduces a batch: "mean", "sum", or a function of the target that gives a microbatch's
             weight in the mean (for masked targets: the number of tokens that count).
         cuts: the name of each module that begins a new stage; None: balanced.
         leaves: modules to take as one piece, besides those found automatically.
         balance: "parameters" or "layers": what automatic cuts make even.
-        mesh: the processes to use, where these are not all: the mesh's dimension "pp".
+        mesh: the processes to use, by dimensions: "pp" for the pipeline; "dp" (or "dp_replicate", "dp_shard", "fsdp")
+            for replicas that train on other data; "tp" for layers that `parallelize` divides. None: all, one pipeline.
         devices: see `penstock.runtime.world.device_of`.
         transport: what carries values between processes, where there are several: "auto" takes shared memory between
             CPU ranks of one machine and `torch.distributed` else; "distributed" always the latter.
         share_loss: give the loss to every rank, not only to that of the last stage.
         materialize: `materialize(name, module)` sets the values of a module that was built on the meta device;
             None: its `reset_parameters()`.
+        parallelize: called with each of this process's stages, a module that holds the model's own modules under their
+            names, to shard it in place: `fully_shard` over `mesh["dp"]`, `parallelize_module` over `mesh["tp"]`.
         seed: of the random streams (dropout); None: torch's initial seed on rank 0.
 
     Raises:
@@ -107,7 +116,7 @@ def pipeline(
         (tuple(example_args), dict(example_kwargs or {})),
         world,
         _schedule(schedule, world.ranks, microbatches, chunks),
-        Options(loss, reduction, cuts, leaves, balance, devices, share_loss, transport, materialize, seed),
+        Options(loss, reduction, cuts, leaves, balance, devices, share_loss, transport, materialize, parallelize, seed),
     )
 
 
@@ -119,29 +128,44 @@ def build(
     options: Options,
 ) -> Pipeline:
     """Makes a pipeline of known processes and schedule. `example` is one batch: positional and keyword inputs."""
-    sizes = batches.sizes_of(batches.rows_of(example, "example"), order.microbatches)
-    examples = batches.split(example, sizes, "example")
+    given = batches.cut(example, order.microbatches, "example", pipelines=order.placement.pipelines)
+    if len(given.sizes) < order.microbatches:
+        raise ArgumentError(
+            f"microbatches={order.microbatches}, but the example makes {len(given.sizes)}, of {sum(given.sizes)} rows: "
+            "a later batch may be smaller, but the example must be a whole one; give a larger one or fewer microbatches"
+        )
     current = _device_of(model)
     devices = [device_of(options.devices, world, rank, current) for rank in range(world.ranks)]
     engine = Engine(world, devices, torch.initial_seed() if options.seed is None else options.seed, options.transport)
     try:
+        _check_alike(engine, given.sizes)
         split = SplitModel(
             model,
-            examples,
+            Outline.of(given),
             order.placement,
             engine,
             cuts=options.cuts,
             leaves=options.leaves,
             balance=options.balance,
             rule=options.materialize,
+            parallelize=options.parallelize,
         )
-        return Pipeline(engine, split, order, sizes, options)
+        return Pipeline(engine, split, order, given, options)
     except BaseException as error:
         cause = engine.fail(error)
         engine.close()
         if cause is error:
             raise
         raise cause from error
+
+
+def _check_alike(engine: Engine, sizes: tuple[int, ...]) -> None:
+    rows = [sum(others) for others in engine.gather(sizes)]
+    if len(set(rows)) > 1:
+        raise ArgumentError(
+            f"the example has {rows} rows on the processes 0..{len(rows) - 1}; each must give one of the same shape, "
+            "as data-parallel replicas divide the batch evenly"
+        )
 
 
 def _schedule(schedule: str | Schedule, ranks: int, microbatches: int | None, chunks: int | None) -> Schedule:
@@ -192,8 +216,9 @@ def _check_model(model: object, example_args: object) -> None:
     layers = [model] if isinstance(model, nn.Module) else model
     if not isinstance(layers, Sequence) or not all(isinstance(layer, nn.Module) for layer in layers):
         raise ArgumentError(f"model: expected a module or a sequence of modules, not {type(model).__name__}")
-    if isinstance(example_args, Tensor):
-        raise ArgumentError("example_args is a tensor; expected a tuple of the model's positional inputs: give (x,)")
+    if isinstance(example_args, (Tensor, batches.Microbatches)):
+        kind = "a tensor" if isinstance(example_args, Tensor) else "a Microbatches"
+        raise ArgumentError(f"example_args is {kind}; expected a tuple of the model's positional inputs: give (x,)")
 
 
 def _check_names(kwargs: Mapping[str, Any]) -> None:

@@ -23,17 +23,23 @@ class SharedLoss:
 
     Args:
         parts: for each rank that terms come from, the terms; on other ranks as many times None.
+        divisor: what the sum is divided by, term by term.
+
+    Attributes:
+        buffers: for each part a row a term: the value, and 1 + the number of its dtype. All zero where there is none,
+            so that a sum over ranks of which one has the term gives the term.
     """
 
-    def __init__(self, parts: Sequence[Sequence[Tensor | None]]) -> None:
-        self.buffers = [torch.full((len(terms), 2), -1.0, dtype=torch.float64) for terms in parts]
+    def __init__(self, parts: Sequence[Sequence[Tensor | None]], divisor: int = 1) -> None:
+        self._divisor = divisor
+        self.buffers = [torch.zeros((len(terms), 2), dtype=torch.float64) for terms in parts]
         self.waits: list[Callable[[], None]] = []
         """Each returns when one of the buffers is here; none is left once all are."""
         for buffer, terms in zip(self.buffers, parts, strict=True):
             for slot, term in zip(buffer, terms, strict=True):
                 if term is not None:
                     slot[0] = term.detach().double()
-                    slot[1] = float(_DTYPES.index(term.dtype))
+                    slot[1] = float(1 + _DTYPES.index(term.dtype))
 
     def read(self) -> Tensor | None:
         """The loss, a scalar on the CPU; None if there is none."""
@@ -41,8 +47,8 @@ class SharedLoss:
             self.waits.pop()()
         total: Tensor | None = None
         for value, dtype in (slot for buffer in self.buffers for slot in buffer.tolist()):
-            if dtype >= 0:
-                term = torch.tensor(value, dtype=_DTYPES[int(dtype)])
+            if dtype:
+                term = torch.tensor(value, dtype=_DTYPES[int(dtype) - 1]) / self._divisor
                 total = term if total is None else total + term
         return total
 
@@ -54,10 +60,12 @@ class StepResult:
     Attributes:
         losses: each microbatch's own loss, unweighted, in order of microbatch; on the last stage's rank, else empty.
         timeline: what every rank did when, where it was asked for.
+        sizes: the rows of each microbatch; on every rank.
     """
 
     losses: tuple[Tensor, ...] = ()
     timeline: Timeline | None = None
+    sizes: tuple[int, ...] = ()
     _loss: SharedLoss | None = field(default=None, repr=False)
     _outputs: tuple[Any, ...] | None = field(default=None, repr=False)
 
@@ -75,15 +83,17 @@ class StepResult:
 
     @property
     def outputs(self) -> tuple[Any, ...]:
-        """The model's output for each microbatch, in order; on the rank of the last stage.
+        """The model's output for each microbatch, in order; on the rank of the last stage, or on those that asked.
 
-        A schedule with two copies of the model has two last stages; each one's rank has None for the other's.
+        A schedule with two copies of the model has two last stages; with `outputs=True` each one's rank has None for
+        the other's.
 
         Raises:
             ArgumentError: they were not asked for, or are on another rank.
         """
         if self._outputs is None:
             raise ArgumentError(
-                "result.outputs: not kept; pass outputs=True, and read them where pipe.has_outputs is true"
+                "result.outputs: not kept here; pass outputs=True, and read them where pipe.has_outputs is true, or "
+                "outputs='all', or the number of the rank that is to have them"
             )
         return self._outputs

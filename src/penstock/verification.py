@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.api import build, pipeline
-from penstock.errors import VerificationError
-from penstock.partition._compat import flatten
+from penstock.errors import ArgumentError, VerificationError
+from penstock.partition._compat import flatten, unflatten
 from penstock.pipe import Options, Pipeline
 from penstock.runtime import batch as batches
 from penstock.runtime.loss import Loss, Reduction, own_loss, root_of, weighted_sum, weights
@@ -26,7 +26,8 @@ from penstock.schedule import Schedule, generate
 from penstock.stages import ties
 
 TIED_TOLERANCE = 1e-6
-"""Largest difference, over the tensor's largest entry, where several stages' terms are added in another order."""
+"""Largest difference, over the tensor's largest entry, where terms of several stages or replicas are added in another
+order."""
 
 STEPS = 2
 """Only the last one is compared: the first agrees on layouts, and its messages take another way than all others."""
@@ -73,6 +74,7 @@ class Report:
     microbatches: int
     loss: float | None
     exact: bool
+    replicas: int = 1
 
     @property
     def ok(self) -> bool:
@@ -130,7 +132,8 @@ def verify(
 
     The model is taken over, as by `penstock.pipeline`, and left without gradients of its own; give a copy to keep it.
 
-    Under torchrun every rank calls it with the same arguments, and gets the same report.
+    Under torchrun every rank calls it with the same arguments, and gets the same report. On a mesh with replicas each
+    passes its own part of the batch, and the unsplit model runs on all parts.
 
     Args:
         model, args, kwargs, target, loss, reduction, schedule: as for `penstock.pipeline` and `Pipeline.step`.
@@ -145,7 +148,9 @@ def verify(
             _forget_gradients(pipe)
             result = pipe.step(*args, target=target, outputs=True, **kwargs)
         total = result.loss
-        expected = _reference(original, pipe, _Batch(tuple(args), kwargs, target), loss, reduction, options)
+        parts = dict(pipe.gather((pipe.world.replica, _Batch(tuple(args), kwargs, target))))
+        batch = _joined([parts[replica] for replica in range(pipe.world.data_parallel)], pipe.schedule.microbatches)
+        expected = _reference(original, pipe, batch, loss, reduction, options)
         if exact is None:
             exact = expected.can_be_exact
         outputs = result.outputs if pipe.has_outputs else None
@@ -158,6 +163,7 @@ def verify(
             pipe.schedule.microbatches,
             float(total),
             exact,
+            pipe.world.data_parallel,
         )
 
 
@@ -168,9 +174,29 @@ class _Batch:
     target: Any
 
 
+def _joined(parts: Sequence[_Batch], microbatches: int) -> _Batch:
+    """The batch of all replicas, which divides into the same microbatches."""
+    if len(parts) == 1:
+        return parts[0]
+    rows = batches.rows_of((parts[0].args, parts[0].kwargs), "input")
+    if rows % microbatches:
+        raise ArgumentError(
+            f"a replica's batch has {rows} rows in {microbatches} microbatches; to verify replicas, give batches that "
+            "divide evenly"
+        )
+
+    def join(*leaves: Any) -> Any:
+        return torch.cat(leaves) if isinstance(leaves[0], Tensor) and leaves[0].dim() else leaves[0]
+
+    trees = [flatten((part.args, part.kwargs, part.target)) for part in parts]
+    leaves = [join(*column) for column in zip(*(tree.leaves for tree in trees), strict=True)]
+    return _Batch(*unflatten(leaves, trees[0].structure))
+
+
 @dataclass(frozen=True, slots=True)
 class _Reference:
-    """One step of the unsplit model. `outputs` are the tensor leaves of each microbatch's output."""
+    """One step of the unsplit model. `outputs` are the tensor leaves of each microbatch's output, of all replicas;
+    `buffers` what the first replica's part leaves, as in DistributedDataParallel."""
 
     outputs: list[list[Tensor]]
     loss: Tensor
@@ -192,11 +218,12 @@ def _reference(
     Where the model draws outside of any module that is called, its own forward cannot be told which stream to use:
     there the reference is the recorded model on one rank.
     """
+    replicas = pipe.world.data_parallel
     alone = build(
         model,
         (batch.args, batch.kwargs),
         World(1),
-        generate("naive", 1, pipe.schedule.microbatches),
+        generate("naive", 1, pipe.schedule.microbatches * replicas),
         Options(
             loss=loss,
             reduction=reduction,
@@ -210,17 +237,22 @@ def _reference(
         for _ in range(STEPS):
             _forget_gradients(alone)
             if alone.draws_in_glue:
+                if replicas > 1 and any(stage.updated for stage in alone.stages):
+                    raise ArgumentError(
+                        "this model updates buffers, and draws random numbers outside of any module that is called; "
+                        "there is no reference for it with replicas: verify it on a mesh without"
+                    )
                 result = alone.step(*batch.args, target=batch.target, outputs=True, **batch.kwargs)
-                outputs, total = list(result.outputs), result.loss
+                outputs, total, buffers = list(result.outputs), result.loss, dict(alone.named_buffers())
             else:
-                outputs, total = _run_unsplit(alone, batch, loss, reduction)
+                outputs, total, buffers = _run_unsplit(alone, batch, loss, reduction, replicas)
                 alone.step_count += 1
         parameters = alone.all_parameters()
         return _Reference(
             [_tensors(output) for output in outputs],
             total,
             {name: parameter.grad for name, parameter in parameters},
-            dict(alone.named_buffers()),
+            buffers,
             all(p.device.type == "cpu" and p.dtype in (torch.float32, torch.float64) for _, p in parameters),
         )
 
@@ -230,14 +262,18 @@ def _forget_gradients(pipe: Pipeline) -> None:
         parameter.grad = None
 
 
-def _run_unsplit(alone: Pipeline, batch: _Batch, loss: Loss | None, reduction: Reduction) -> tuple[list[Any], Tensor]:
+def _run_unsplit(
+    alone: Pipeline, batch: _Batch, loss: Loss | None, reduction: Reduction, replicas: int
+) -> tuple[list[Any], Tensor, dict[str, Tensor]]:
+    """Outputs, loss and buffers after one step."""
     pieces = alone.split_batch((batch.args, batch.kwargs))
     target = batch.kwargs.get("labels") if batch.target is None else batch.target
-    targets = alone.split_batch(target)
+    targets = alone.split_batch(target, like=(batch.args, batch.kwargs))
     sizes = [batches.rows_of(piece, "input") for piece in pieces]
     weighted = weights(reduction, sizes, targets)
     outputs: list[Any] = []
     losses: list[Tensor] = []
+    buffers: dict[str, Tensor] = {}
     with alone.drawing() as streams:
         for k, (args, kwargs) in enumerate(pieces):
             streams.begin(k, {})
@@ -250,9 +286,13 @@ def _run_unsplit(alone: Pipeline, batch: _Batch, loss: Loss | None, reduction: R
             root.backward(torch.full_like(value, weighted[k]))  # type: ignore[no-untyped-call]
             losses.append(value.detach())
             outputs.append(output)
+            if (k + 1) * replicas == len(pieces):
+                buffers = {name: buffer.clone() for name, buffer in alone.named_buffers()}
+    for name, buffer in alone.named_buffers():
+        buffer.copy_(buffers[name])
     total = weighted_sum(losses, weighted)
     assert total is not None
-    return outputs, total.cpu()
+    return outputs, total.cpu(), buffers
 
 
 def _compare(
@@ -262,19 +302,31 @@ def _compare(
     order = pipe.schedule
     lasts = [stage for stage in range(order.stages) if order.placement.is_last(stage)]
     rows = []
+    first = pipe.world.replica * order.microbatches
     if outputs is not None:
-        for k, (output, reference) in enumerate(zip(outputs, expected.outputs, strict=True)):
+        for k, output in enumerate(outputs):
+            reference = expected.outputs[first + k]
             last = next(stage for stage in lasts if k in order.numbers_on(stage))
             if output is None and len(lasts) > 1:
                 continue  # on the rank of another copy's last stage
             for index, (mine, other) in enumerate(zip(_tensors(output), reference, strict=True)):
-                rows.append(_row("output", f"{index} of microbatch {k}", (last,), mine, other, exact))
+                rows.append(_row("output", f"{index} of microbatch {first + k}", (last,), mine, other, exact))
         rows.append(_row("loss", "loss", tuple(lasts), loss, expected.loss, exact))
     shared = ties(pipe.stages)
     holders = {name: (stage.index,) for stage in pipe.stages for name in (*stage.parameters, *stage.buffers)} | shared
+    over = "terms of several replicas, added in another order" if pipe.world.data_parallel > 1 else ""
+    why = "terms of several stages, added in another order"
     for name, parameter in pipe.named_parameters():
         rows.append(
-            _row("gradient", name, holders[name], parameter.grad, expected.gradients[name], exact, tied=name in shared)
+            _row(
+                "gradient",
+                name,
+                holders[name],
+                parameter.grad,
+                expected.gradients[name],
+                exact,
+                why if name in shared else over,
+            )
         )
     for name, buffer in pipe.named_buffers():
         rows.append(_row("buffer", name, holders[name], buffer, expected.buffers[name], exact))
@@ -306,9 +358,9 @@ def _row(
     mine: Tensor | None,
     other: Tensor | None,
     exact: bool,
-    *,
-    tied: bool = False,
+    reordered: str = "",
 ) -> Row:
+    """`reordered`: why terms may have been added in another order; empty where they must not."""
     if mine is None or other is None:
         absent: Verdict = "missing" if mine is None else "unexpected"
         return Row(kind, name, stages, "equal" if mine is other else absent)
@@ -318,8 +370,8 @@ def _row(
     if _same_bits(mine, other):
         return Row(kind, name, stages, "equal", 0.0, _largest(other))
     difference, largest = _largest(mine.double() - other.double()), _largest(other)
-    if tied and difference <= TIED_TOLERANCE * largest:
-        return Row(kind, name, stages, "close", difference, largest, "terms of several stages, added in another order")
+    if reordered and difference <= TIED_TOLERANCE * largest:
+        return Row(kind, name, stages, "close", difference, largest, reordered)
     if not exact and _is_close(mine, other):
         return Row(kind, name, stages, "close", difference, largest, "not demanded to the bit here")
     return Row(kind, name, stages, "different", difference, largest)

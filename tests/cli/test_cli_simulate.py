@@ -316,6 +316,11 @@ def test_file_that_is_no_text(tmp_path: Path) -> None:
         (["--schedule", "1f1b", *NUMBERS, "--costs", "c.json", "--comm", "1"], "the file says what --comm would"),
         (["--schedule", "1f1b", *NUMBERS, "--backward-input", "-1"], "--backward-input -1: expected a cost of 0 or"),
         (["--schedule", "1f1b", *NUMBERS, "--comm", "nan"], "--comm nan: expected a cost of 0 or more"),
+        (["--schedule", "1f1b", *NUMBERS, "--forward", "1e308"], "--forward 1e+308: expected a number below 1e+100"),
+        (
+            ["--schedule", "1f1b", *NUMBERS, "--output-bytes", "1", "--bandwidth", "1e-300"],
+            "--bandwidth 1e-300: expected a bandwidth above 1e-100; give sizes in a smaller unit",
+        ),
         (["--schedule", "1f1b", *NUMBERS, "--bandwidth", "2"], "--bandwidth means nothing without --output-bytes"),
         (["--schedule", "1f1b", *NUMBERS, "--contended"], "--contended: no message holds up another"),
         (["--schedule", "1f1b", *NUMBERS, "--memory-weight-grad", "1"], "--memory-weight-grad 1 of --memory-activ"),

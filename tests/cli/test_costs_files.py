@@ -67,11 +67,11 @@ def test_nesting_that_can_be_read_can_be_shown(write: Write, depth: int) -> None
     [
         ("1" + "0" * 400, "forward=1000"),
         ("1" + "0" * 400, "stage 0: "),
-        ("1" + "0" * 400, "expected a number below 1.8e308; give it in a larger unit"),
+        ("1" + "0" * 400, "expected a number below 1e+100; give it in a larger unit"),
         ("-1" + "0" * 400, "expected 0 or more"),
-        ("1" + "0" * 5000, "a number has too many digits; expected one below 1.8e308, so give a larger unit"),
-        ("1e400", "forward=inf: expected a number below 1.8e308"),
-        ("Infinity", "forward=inf: expected a number below 1.8e308"),
+        ("1" + "0" * 5000, "a number has too many digits; expected one below 1e+100, so give a larger unit"),
+        ("1e400", "forward=inf: expected a number below 1e+100"),
+        ("Infinity", "forward=inf: expected a number below 1e+100"),
         ("-Infinity", "forward=-inf: expected 0 or more"),
         ("NaN", "forward=nan: expected 0 or more"),
         ("true", "forward=True: expected a number"),
@@ -85,8 +85,8 @@ def test_numbers_that_are_no_costs(write: Write, number: str, says: str) -> None
 
 
 def test_large_integers_are_costs(write: Write) -> None:
-    made = as_json(*SIMULATE, "--costs", write(stage_with("1" + "0" * 300)))
-    assert made["makespan"] == pytest.approx(2e300)
+    made = as_json(*SIMULATE, "--costs", write(stage_with("1" + "0" * 90)))
+    assert made["makespan"] == pytest.approx(2e90)
 
 
 def test_bandwidth_and_latency_are_checked_too(write: Write) -> None:

@@ -1,7 +1,7 @@
 """Forks the ranks of a real pipeline, lets one fall at a chosen action of its second step, and reports how each ended.
 
 Usage: falling.py FOLDER, then a JSON list of cases on standard input: {"name", "victim", "op", "how"}, and, if
-it is not the default, {"schedule", "transport"}. All run at the same time, since they mostly wait. Writes
+it is not the default, {"schedule", "transport", "replicas"}. All run at the same time, since they mostly wait. Writes
 FOLDER/NAME.RANK.log, and prints one JSON line a case: the seconds from the fall until each rank's end, and its exit
 status.
 """
@@ -19,11 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import penstock
 from penstock.runtime.program import Entry
 
-RANKS = 3
+STAGES = 3
 LIMIT_SECONDS = 60.0
 
 
@@ -49,12 +50,19 @@ def fall(how: str, mark: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
 
 
+def ranks_of(case: dict[str, Any]) -> int:
+    return STAGES * int(case.get("replicas", 1))
+
+
 def train(rank: int, folder: Path, case: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     store = f"file://{folder}/{case['name']}.store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks_of(case))
     ids, target = torch.randint(0, 11, (4, 5)), torch.randint(0, 11, (20,))
+    mesh = None
+    if "replicas" in case:
+        mesh = DeviceMesh("cpu", torch.arange(ranks_of(case)).view(-1, STAGES), mesh_dim_names=("dp", "pp"))
     pipe = penstock.pipeline(
         Tied(),
         (ids,),
@@ -63,6 +71,7 @@ def train(rank: int, folder: Path, case: dict[str, Any]) -> None:
         microbatches=4,
         schedule=case.get("schedule", "1f1b"),
         transport=case.get("transport", "auto"),
+        mesh=mesh,
     )
     target = target.view(4, 5)
     pipe.step(ids, target=target)
@@ -75,7 +84,8 @@ def train(rank: int, folder: Path, case: dict[str, Any]) -> None:
 
 def plant(pipe: penstock.Pipeline, case: dict[str, Any], folder: Path) -> None:
     """Makes the second action of the kind `op` the victim's last."""
-    key, job = next((key, job) for key, job in pipe._jobs.items() if job.training)
+    (known,) = pipe._jobs._known.values()
+    job = known.job
     found = [index for index, entry in enumerate(job.entries) if entry.action.op.value == case["op"]]
     index = found[min(1, len(found) - 1)]
 
@@ -84,7 +94,7 @@ def plant(pipe: penstock.Pipeline, case: dict[str, Any], folder: Path) -> None:
 
     entries: list[Entry] = list(job.entries)
     entries[index] = replace(entries[index], run=run)
-    pipe._jobs[key] = replace(job, entries=tuple(entries))
+    pipe._jobs._known[known.number] = replace(known, job=replace(job, entries=tuple(entries)))
 
 
 def skip_teardown(ended: list[bool]) -> None:
@@ -107,7 +117,7 @@ def main() -> None:
     cases = json.loads(sys.stdin.read())
     children: dict[int, tuple[int, int]] = {}
     for number, case in enumerate(cases):
-        for rank in range(RANKS):
+        for rank in range(ranks_of(case)):
             pid = os.fork()
             if pid == 0:
                 child(rank, folder, case)

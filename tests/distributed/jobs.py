@@ -133,6 +133,18 @@ def verify(rank: int, name: str, options: dict[str, Any]) -> tuple[bool, str, li
     return report.ok, report.summary(), sorted({row.kind for row in report.rows})
 
 
+def verify_zoo(rank: int, asked: list[tuple[str, dict[str, Any]]], options: dict[str, Any]) -> list[tuple[bool, str]]:
+    """The same for each of many models of the zoo, with options of its own besides those of all."""
+    from zoo import ZOO
+
+    found = []
+    for name, own in asked:
+        model, args, kwargs, target, loss = ZOO[name].case()
+        report = penstock.verify(model, args, target, loss, kwargs=kwargs, exact=True, **options, **own)
+        found.append((report.ok, report.summary()))
+    return found
+
+
 class Trained(NamedTuple):
     """What one process saw. Tensors by name."""
 
@@ -221,7 +233,8 @@ def wrong_calls(rank: int, ranks: int) -> dict[str, str]:
 
     attempt("ranks", ranks=ranks + 1)
     attempt("transport", transport="pigeon")
-    attempt("reused axis", mesh=init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("dp", "pp")))
+    attempt("context", mesh=init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("cp", "pp")))
+    attempt("unknown axis", mesh=init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("x", "pp")))
     attempt("no axis", mesh=init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("dp", "tp")))
     attempt("devices", devices=["cpu"] * (ranks + 1))
     return said

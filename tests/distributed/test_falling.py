@@ -18,10 +18,14 @@ SECONDS = 10.0
 pytestmark = pytest.mark.distributed
 
 
-def cases(how: str, **options: str) -> list[dict[str, Any]]:
+MESH_OPS = {1: ["REDUCE_GRAD"], 4: ["F", "REDUCE_GRAD"]}
+"""Of two replicas of three ranks: the fall of a rank ends both."""
+
+
+def cases(how: str, **options: Any) -> list[dict[str, Any]]:
     return [
         {"name": f"{how}-{victim}-{op}", "victim": victim, "op": op, "how": how, **options}
-        for victim, ops in (SPLIT_OPS if "schedule" in options else OPS).items()
+        for victim, ops in (SPLIT_OPS if "schedule" in options else MESH_OPS if "replicas" in options else OPS).items()
         for op in ops
     ]
 
@@ -35,10 +39,12 @@ def cases(how: str, **options: str) -> list[dict[str, Any]]:
         ("kill", {"transport": "distributed"}),
         ("stop", {"schedule": "zb-h1"}),
         ("raise", {"schedule": "zb-h1"}),
+        ("kill", {"replicas": 2}),
+        ("raise", {"replicas": 2}),
     ],
-    ids=["kill", "stop", "raise", "kill-gloo", "stop-split", "raise-split"],
+    ids=["kill", "stop", "raise", "kill-gloo", "stop-split", "raise-split", "kill-mesh", "raise-mesh"],
 )
-def test_the_others_end_and_name_the_rank_that_fell(tmp_path: Path, how: str, options: dict[str, str]) -> None:
+def test_the_others_end_and_name_the_rank_that_fell(tmp_path: Path, how: str, options: dict[str, Any]) -> None:
     planned = cases(how, **options)
     script = Path(__file__).with_name("falling.py")
     done = subprocess.run(
@@ -54,7 +60,7 @@ def test_the_others_end_and_name_the_rank_that_fell(tmp_path: Path, how: str, op
     ends = {end["name"]: end for end in map(json.loads, done.stdout.splitlines())}
     for case in planned:
         end, victim = ends[case["name"]], case["victim"]
-        for rank in {0, 1, 2} - {victim}:
+        for rank in set(range(3 * case.get("replicas", 1))) - {victim}:
             log = (tmp_path / f"{case['name']}.{rank}.log").read_text()
             about = f"{case['name']}, rank {rank}, after {end['seconds'][str(rank)]} s: {log}"
             assert end["status"][str(rank)] not in (0, -9), about

@@ -236,7 +236,8 @@ def test_wrong_arguments_are_refused_on_every_rank(ranks4: Ranks) -> None:
     assert said[0] == said[1] == said[2] == said[3]
     assert "ranks=5, but 4 processes were started; leave ranks out" in said[0]["ranks"]
     assert "transport='pigeon': expected one of 'auto', 'distributed'" in said[0]["transport"]
-    assert "mesh has dimensions {'dp': 2} besides 'pp'" in said[0]["reused axis"]
+    assert "mesh has a dimension 'cp', which a pipeline cannot have: context parallelism" in said[0]["context"]
+    assert "mesh has a dimension 'x', which a pipeline cannot have: the dimensions are" in said[0]["unknown axis"]
     assert "expected one named 'pp'" in said[0]["no axis"]
     assert "devices has 5 entries; expected one for each of 4 ranks" in said[0]["devices"]
 

@@ -169,6 +169,15 @@ def test_first_failure_wins() -> None:
     assert board.failure == Failure(1, None, "first")
 
 
+def test_of_several_that_are_gone_the_first_is_named() -> None:
+    """As when torchrun ends the ranks of a machine on which one was killed: nobody is left there who waits for it."""
+    world = World([Position("0RECV_B0", (1,)), Position("1RECV_B0", (2,)), Position("2F0")])
+    world.board.hang_up(2)
+    world.clock.now += 0.1
+    world.board.hang_up(1)
+    assert world.pass_time(1, silent=(1, 2)) == Failure(2, "2F0", "its process is gone", "lost")
+
+
 def test_board_is_deserted_when_all_have_left_or_are_gone() -> None:
     world = World([OUTSIDE, OUTSIDE])
     world.board.beat(0, Sighting(left=True))

@@ -47,7 +47,7 @@ class Stage:
             [a for a in self.order if a[0] == op] == sorted(a for a in self.order if a[0] == op) for op in "FI"
         )
         self.split = SplitBackward(
-            dict(model.named_parameters()), model, torch.device("cpu"), range(len(inputs)), in_order=in_order
+            lambda: dict(model.named_parameters()), model, torch.device("cpu"), range(len(inputs)), in_order=in_order
         )
 
     def step(self) -> None:

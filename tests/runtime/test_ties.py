@@ -48,7 +48,7 @@ def reducers(
     held = [[nn.Parameter(value.clone()) for value in mine] for mine in values]
     names = tuple(f"p{i}" for i in range(len(values[0])))
     group = TieGroup(names, tuple(range(ranks)), tuple(range(ranks)))
-    return held, [TieReducer(0, group, mine, LocalTransport(rank, hub)) for rank, mine in enumerate(held)]
+    return held, [TieReducer(0, group, mine, LocalTransport(rank, hub), range(ranks)) for rank, mine in enumerate(held)]
 
 
 def step(made: list[TieReducer], held: list[list[nn.Parameter]], grads: list[list[Tensor | None]]) -> None:

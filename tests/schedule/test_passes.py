@@ -12,9 +12,11 @@ from penstock.schedule import (
     check,
     drop_backward,
     drop_communication,
+    first_microbatches,
     forward_only,
     generate,
     merge_backward,
+    peak_activations,
     reduce_ties,
     split_backward,
 )
@@ -32,6 +34,29 @@ def test_splitting_and_merging_gives_the_schedule_back(schedule: Schedule) -> No
     assert not any(a.op is Op.B for row in split.rows for a in row)
     if not any(a.op is Op.I for row in schedule.rows for a in row):
         assert merge_backward(split) == schedule
+
+
+@given(st.one_of(generated(max_microbatches=12), arbitrary()), st.data())
+def test_the_first_microbatches_of_a_schedule_are_a_schedule(schedule: Schedule, data: st.DataObject) -> None:
+    count = data.draw(st.integers(schedule.placement.pipelines, schedule.microbatches))
+    fewer = first_microbatches(schedule, count)
+    assert fewer.microbatches == count
+    assert not any(violation.fatal for violation in check(fewer))
+    assert all(a <= b for a, b in zip(peak_activations(fewer), peak_activations(schedule), strict=True))
+    if schedule.placement.pipelines == 1:
+        kept = [[a for a in row if (a.microbatch or 0) < count * schedule.slices] for row in schedule.rows]
+        assert [list(row) for row in fewer.rows] == kept
+    if count == schedule.microbatches:
+        assert fewer == schedule
+
+
+def test_each_pipeline_keeps_the_first_of_its_share() -> None:
+    fewer = first_microbatches(generate("chimera", 2, 8), 4)
+    assert {a.microbatch for row in fewer.rows for a in row if a.stage < 2} == {0, 1}
+    assert {a.microbatch for row in fewer.rows for a in row if a.stage >= 2} == {2, 3}
+    for count in (0, 1, 9):
+        with pytest.raises(ArgumentError, match=f"microbatches={count}: .*'chimera' has 8, of which at least 2"):
+            first_microbatches(generate("chimera", 2, 8), count)
 
 
 def test_an_overlap_stays_one_only_while_both_its_parts_stay() -> None:

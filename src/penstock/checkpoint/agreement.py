@@ -27,7 +27,7 @@ def together(pipe: Pipeline, act: Callable[[], T], fails: str) -> T:
         CheckpointError: on every rank, if it raised anything else.
     """
     future = attempt(act)
-    for said in pipe.gather(_said(future.exception(), pipe.world.rank or 0)):
+    for said in pipe.gather(_said(future.exception(), pipe.world.name)):
         if said is not None:
             is_argument, text = said
             error = ArgumentError(text) if is_argument else CheckpointError(f"{fails}: {text}")

@@ -32,6 +32,8 @@ _KEYS = {
     "optimizer": "optimizer_bytes",
     "overlapped": "overlapped_seconds",
 }
+_BOUND = 1e100
+"""Costs are below it, and bandwidths above its inverse: sums, and sizes divided by bandwidths, stay finite."""
 _NEEDED = ("forward", "backward_input", "backward_weight")
 _MEMORY = ("activation", "parameters", "gradients", "optimizer")
 
@@ -103,8 +105,9 @@ class CostOptions:
 
     def _from_numbers(self, given: Mapping[str, float]) -> Costs:
         for name, value in given.items():
-            if not 0 <= value < math.inf:
+            if not value >= 0:
                 raise ArgumentError(f"{_name(name)} {value:g}: expected a cost of 0 or more")
+            _refuse_extreme(name, value, f"{_name(name)} {value:g}")
         for name, other in (("output_bytes", "bandwidth"), ("bandwidth", "output_bytes")):
             if name in given and other not in given:
                 raise ArgumentError(f"{_name(name)} means nothing without {_name(other)}; give both")
@@ -212,9 +215,6 @@ def _joined(stages: Sequence[StageCost]) -> StageCost:
 
 # -- the file ---------------------------------------------------------------------------------------------------------
 
-_TOO_LARGE = "1.8e308"
-"""What no float reaches, as text."""
-
 
 def _read_file(path: Path) -> Costs:
     text = read_text(path, "--costs")
@@ -229,7 +229,7 @@ def _read_file(path: Path) -> Costs:
         ) from None
     except ValueError:  # Python makes no int of thousands of digits
         raise ArgumentError(
-            f"--costs {path}: a number has too many digits; expected one below {_TOO_LARGE}, so give a larger unit"
+            f"--costs {path}: a number has too many digits; expected one below {_BOUND:g}, so give a larger unit"
         ) from None
     whole = data if isinstance(data, dict) else {"stages": data}
     _refuse_unknown(whole, ("stages", "links"), f"--costs {path}")
@@ -316,9 +316,16 @@ def _number(key: str, value: Any, where: str) -> float:
         number = float(value)
     except OverflowError:
         number = math.inf
-    if number == math.inf:
-        raise ArgumentError(f"{given}: expected a number below {_TOO_LARGE}; give it in a larger unit")
+    _refuse_extreme(key, number, given)
     return number
+
+
+def _refuse_extreme(name: str, value: float, given: str) -> None:
+    """Refuses what could make a sum or a quotient infinite; `given` is the number as it was given."""
+    if value >= _BOUND:
+        raise ArgumentError(f"{given}: expected a number below {_BOUND:g}; give it in a larger unit")
+    if name == "bandwidth" and 0 < value <= 1 / _BOUND:
+        raise ArgumentError(f"{given}: expected a bandwidth above {1 / _BOUND:g}; give sizes in a smaller unit")
 
 
 def _refuse_unknown(entry: Mapping[str, Any], known: Sequence[str] | Mapping[str, str], where: str) -> None:

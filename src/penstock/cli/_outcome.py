@@ -107,7 +107,7 @@ _OPS = (Op.F, Op.B, Op.I, Op.W)
 def chunks(schedule: Schedule) -> int:
     """Stages a rank, of one copy of the model; the most that any has, where a file shares them out unevenly."""
     placement = schedule.placement
-    return max(-(-len(placement.stages_on(rank)) // placement.pipelines) for rank in range(placement.ranks))
+    return max(-(-len(stages) // placement.pipelines) for stages in placement.by_rank)
 
 
 def title(schedule: Schedule) -> str:

@@ -122,8 +122,7 @@ def style(palette: Palette, op: Op, chunk: int, microbatch: int) -> Style:
 
 def _places(schedule: Schedule) -> dict[int, int]:
     """The how-manieth of its rank's stages each stage is, from 0."""
-    placement = schedule.placement
-    return {stage: index for rank in range(placement.ranks) for index, stage in enumerate(placement.stages_on(rank))}
+    return {stage: index for stages in schedule.placement.by_rank for index, stage in enumerate(stages)}
 
 
 def _runs(track: Track, moments: list[float]) -> Iterator[tuple[Action | None, int]]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,25 +12,24 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock.errors import ArgumentError, PenstockError
+from penstock.cli._spread import Json
+from penstock.cli._target import Cuts, TargetName, loaded, names
 
 if TYPE_CHECKING:
     from penstock.inspection import Crossing, Inspection, StageFound
 
 
 def inspect(
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="module:function or file.py:function.")],
+    target: TargetName,
     stages: Annotated[int, typer.Option("--stages", "-n", help="Into how many stages.")] = 2,
-    cuts: Annotated[
-        str | None, typer.Option(help="The modules that begin a new stage, a,b,c; by default balanced.")
-    ] = None,
+    cuts: Cuts = None,
     leaves: Annotated[
         str | None, typer.Option(help="Modules that run as a whole, a,b,c: for what a recording cannot follow.")
     ] = None,
     balance: Annotated[
         Literal["parameters", "layers"], typer.Option(help="What the stages share evenly.")
     ] = "parameters",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Show how a model would be split: stages, what crosses each cut, ties, skips.
 
@@ -40,7 +37,7 @@ def inspect(
     `penstock verify`. Nothing is computed: the forward is recorded with fake
     tensors. If that fails, the module, the source line and the remedy are named.
     """
-    found = find(target, stages, _names(cuts), _names(leaves), balance)
+    found = find(target, stages, names(cuts), names(leaves), balance)
     if as_json:
         print(json.dumps(found.to_dict()))
     else:
@@ -59,24 +56,10 @@ def find(
     Raises:
         PenstockError: TARGET or an option is wrong, or the model cannot be split.
     """
-    import torch
-
     from penstock.inspection import inspect as look
-    from penstock.target import describe, load
 
-    with contextlib.redirect_stdout(sys.stderr):
-        torch.manual_seed(0)
-        given = load(target)
-        try:
-            return look(given.model, given.args, given.kwargs, stages=stages, cuts=cuts, leaves=leaves, balance=balance)
-        except PenstockError:
-            raise
-        except Exception as error:
-            raise ArgumentError(f"the model of {target} raised {describe(error)}") from error
-
-
-def _names(text: str | None) -> list[str] | None:
-    return [name.strip() for name in text.split(",")] if text else None
+    with loaded(target, "the model") as given:
+        return look(given.model, given.args, given.kwargs, stages=stages, cuts=cuts, leaves=leaves, balance=balance)
 
 
 def show(found: Inspection, console: Console) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -23,6 +22,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from penstock.cli._spread import OUTPUT_PANEL, Json
+from penstock.cli._target import Cuts, TargetName, loaded, names
 from penstock.errors import ArgumentError, PenstockError, PipelineFailure, VerificationError
 from penstock.launch import launch
 from penstock.schedule import generate
@@ -59,7 +60,7 @@ class Case:
 
 
 def verify(
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="module:function or file.py:function.")],
+    target: TargetName,
     ranks: Annotated[int, typer.Option("--ranks", "-n", help="How many ranks.")] = 2,
     chunks: Annotated[
         int | None, typer.Option(help="Stages a rank; by default what the schedule is known for.")
@@ -69,17 +70,17 @@ def verify(
     reduction: Annotated[
         ReductionName, typer.Option(help="Whether the loss is a mean over the batch's rows or a sum.")
     ] = "mean",
-    cuts: Annotated[
-        str | None, typer.Option(help="The modules that begin a new stage, a,b,c; by default balanced.")
-    ] = None,
+    cuts: Cuts = None,
     transport: Annotated[
         TransportName, typer.Option(help="All ranks in one process, or a process for each.")
     ] = TransportName.local,
     exact: Annotated[
         bool | None, typer.Option("--exact/--no-exact", help="Demand every bit; by default where it can be promised.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")] = False,
-    show_all: Annotated[bool, typer.Option("--all", help="A row for every value, however many.")] = False,
+    as_json: Json = False,
+    show_all: Annotated[
+        bool, typer.Option("--all", help="A row for every value, however many.", rich_help_panel=OUTPUT_PANEL)
+    ] = False,
 ) -> None:
     """Prove that a pipeline computes what the unsplit model does: outputs, loss, gradients and buffers.
 
@@ -91,8 +92,7 @@ def verify(
     The exit status is 0 if all is equal, 1 if something differs, and 2 if
     something else is wrong.
     """
-    names = [name.strip() for name in cuts.split(",")] if cuts else None
-    case = Case(target, ranks, chunks, microbatches, schedule, reduction, names, exact)
+    case = Case(target, ranks, chunks, microbatches, schedule, reduction, names(cuts), exact)
     generate(schedule, ranks, microbatches, chunks)  # says what is wrong before anything is loaded
     try:
         report = prove(case) if transport is TransportName.local else prove_distributed(case)
@@ -114,33 +114,23 @@ def prove(case: Case) -> dict[str, Any]:
         PenstockError: TARGET or an option is wrong, or the model cannot be split.
         ArgumentError: the model or its loss raised.
     """
-    import torch
-
-    from penstock.target import describe, load
     from penstock.verification import verify as compare
 
-    with contextlib.redirect_stdout(sys.stderr):
-        torch.manual_seed(0)
-        given = load(case.target)
-        try:
-            return compare(
-                given.model,
-                given.args,
-                given.target,
-                given.loss,
-                kwargs=given.kwargs,
-                reduction=case.reduction,
-                exact=case.exact,
-                schedule=case.schedule,
-                ranks=case.ranks,
-                chunks=case.chunks,
-                microbatches=case.microbatches,
-                cuts=case.cuts,
-            ).to_dict()
-        except PenstockError:
-            raise
-        except Exception as error:
-            raise ArgumentError(f"the model or the loss of {case.target} raised {describe(error)}") from error
+    with loaded(case.target, "the model or the loss") as given:
+        return compare(
+            given.model,
+            given.args,
+            given.target,
+            given.loss,
+            kwargs=given.kwargs,
+            reduction=case.reduction,
+            exact=case.exact,
+            schedule=case.schedule,
+            ranks=case.ranks,
+            chunks=case.chunks,
+            microbatches=case.microbatches,
+            cuts=case.cuts,
+        ).to_dict()
 
 
 def prove_distributed(case: Case) -> dict[str, Any]:

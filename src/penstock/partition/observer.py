@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.partition._compat import storage_of
+from penstock.partition._compat import flatten, storage_of
 
 RUNNING = ("running_mean", "running_var")
 """Arguments of batch norm that are updated in training only, whatever the schema says."""
@@ -25,6 +25,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         stack: the modules whose forward is running, outermost first.
         calls: every module called so far, with the value of `position` at that time.
+        returned: for the `id` of each tensor that a module returned, the tensor and the innermost such module.
         position: set by the owner; the index of the node that is being recorded.
     """
 
@@ -34,6 +35,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.stack: list[nn.Module] = []
         self.calls: list[tuple[nn.Module, int]] = []
+        self.returned: dict[int, tuple[Tensor, nn.Module]] = {}
         self.position = 0
         self._drew: list[nn.Module | None] = []
         self._written: dict[int, Tensor] = {}
@@ -69,8 +71,11 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.stack.append(module)
                 self.calls.append((module, self.position))
 
-        def leave(module: nn.Module, _args: Any, _result: Any) -> None:
+        def leave(module: nn.Module, _args: Any, result: Any) -> None:
             if threading.get_ident() == thread:
+                for leaf in flatten(result).leaves:
+                    if isinstance(leaf, Tensor):
+                        self.returned.setdefault(id(leaf), (leaf, module))
                 while self.stack and self.stack.pop() is not module:  # those above it left by an exception
                     pass
 

@@ -66,9 +66,20 @@ class Partition:
         Raises ShapeError, naming the leaf, if structure, shape, dtype or a constant is not as recorded, and
         PartitionError if the forward would take another branch than the recorded one.
         """
-        given = flatten((tuple(args), dict(kwargs)))
+        return self.take(flatten((tuple(args), dict(kwargs))))
+
+    def take(self, given: Flat) -> list[Tensor]:
+        """The tensors that stage 0 receives, from flattened (args, kwargs); raises as `flatten_inputs` does."""
         self.check_structure(given)
         return self.select(given.leaves)
+
+    def holds(self, leaves: Sequence[Any]) -> bool:
+        """Whether the forward reads from the values of these leaves of (args, kwargs) what it read when recorded."""
+        return all(guard.holds(leaves) for guard in self.guards)
+
+    def arrange(self, leaves: Sequence[Any]) -> list[Tensor]:
+        """The tensors that stage 0 receives, from leaves of (args, kwargs) that are known to be as recorded."""
+        return [leaves[i] for i in self.input_order]
 
     def check_structure(self, given: Flat) -> None:
         """Raises ShapeError unless flattened (args, kwargs) have the structure that was recorded."""
@@ -96,7 +107,7 @@ class Partition:
                     "example that takes the same branch as the batches do, make a pipeline for each kind of batch, or "
                     "have the model not branch (models of transformers: attn_implementation='eager')"
                 )
-        return [leaves[i] for i in self.input_order]
+        return self.arrange(leaves)
 
     def build_output(self, leaves: Sequence[Tensor]) -> Any:
         """The model's own result (a tensor, a dict, a ModelOutput) from the last stage's outputs."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, get_args
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from penstock.errors import ArgumentError, PartitionError
 from penstock.partition._compat import autocast_state, flatten
@@ -25,6 +25,10 @@ from penstock.partition.units import find_units
 
 VARIANTS = 32
 """How many recordings one signature may have, if the forward branches on the values of its integer inputs."""
+
+
+KEPT_PARTITIONS = 128
+"""How many signatures' partitions are kept for another call; the oldest are forgotten first."""
 
 
 class Partitioner:
@@ -67,8 +71,9 @@ class Partitioner:
         self.cuts = None if cuts is None else tuple(cuts)
         self._leaves, self._streams, self._balance = tuple(leaves or ()), streams, balance
         self._partitions: dict[Hashable, list[Partition]] = {}
-        self._keep_alive: list[object] = []
+        self._keep_alive: dict[Hashable, list[object]] = {}
         self._modules = list(self.model.modules())
+        self._exposed: frozenset[type[nn.Module]] = frozenset()
         self._opened = _opened(self.model, find_units(self.model, self._leaves))
         self._slots = [(slots, name) for m in self._modules for slots in (m._parameters, m._buffers) for name in slots]
 
@@ -82,10 +87,11 @@ class Partitioner:
         """
         kwargs = dict(kwargs or {})
         given = flatten((tuple(args), kwargs))
-        key = given.structure, tuple(describe(leaf) for leaf in given.leaves), self._state()
-        variants = self._partitions.setdefault(key, [])
+        signature = given.structure, tuple(describe(leaf) for leaf in given.leaves)
+        key = (*signature, self._state())
+        variants = self._partitions.get(key, [])
         for partition in variants:
-            if all(guard.holds(given.leaves) for guard in partition.guards):
+            if partition.holds(given.leaves):
                 return partition
         if len(variants) == VARIANTS:
             guard = variants[-1].guards[-1]
@@ -93,10 +99,16 @@ class Partitioner:
                 f"the forward reads values of its inputs at {guard.source_line}, and got another result for each of "
                 f"{VARIANTS} microbatches (now not {guard.expected!r}). Name an enclosing module in leaves=[...]"
             )
-        variants.append(self._partition(args, kwargs))
+        partition = self._partition(args, kwargs)
+        key = (*signature, self._state())  # it may have opened blocks
+        self._partitions.setdefault(key, []).append(partition)
         # the key has ids in it, which must not be taken by other objects
-        self._keep_alive.append((given.leaves, [slots.get(name) for slots, name in self._slots]))
-        return variants[-1]
+        plain = [leaf for leaf in given.leaves if not isinstance(leaf, Tensor)]
+        self._keep_alive[key] = [*plain, *(slots.get(name) for slots, name in self._slots)]
+        while len(self._partitions) > KEPT_PARTITIONS:
+            oldest = next(iter(self._partitions))
+            del self._partitions[oldest], self._keep_alive[oldest]
+        return partition
 
     def forget(self) -> None:
         """Drops what was recorded, and with it every reference to parameters that the model no longer holds."""
@@ -130,7 +142,10 @@ class Partitioner:
     def _partition(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Partition:
         model = self.model
         defaults = default_kwargs(model, args, kwargs)
-        recording = record(model, args, {**kwargs, **defaults}, self._leaves)
+        recording = record(model, args, {**kwargs, **defaults}, self._leaves, self._exposed)
+        if recording.exposed != self._exposed:
+            self._exposed = recording.exposed
+            self._opened = _opened(model, find_units(model, self._leaves, self._exposed))
         if self.cuts is None:
             self.cuts = balanced_cuts(recording, model, self.stages, self._balance)
         starts = cut_positions(recording, model, self.cuts)

@@ -10,6 +10,7 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,26 +27,42 @@ from penstock.partition.recorder import Recorder
 from penstock.partition.recording import Constant, Recording
 from penstock.partition.source import raising_line
 from penstock.partition.state import Loan, Snapshot, fake_like, fake_value, untouched_generators
-from penstock.partition.units import find_units, intercepted
+from penstock.partition.units import Leak, Unit, find_units, intercepted
 
 
-def record(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], leaves: Sequence[str] = ()) -> Recording:
+def record(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    leaves: Sequence[str] = (),
+    exposed: frozenset[type[nn.Module]] = frozenset(),
+) -> Recording:
     """Record `model(*args, **kwargs)`. Parameters may be on `meta`: they are taken to be where the first input is.
+
+    `leaves` and `exposed`: see `find_units`; what else turns out to be exposed is in the recording.
 
     Raises PartitionError, with the line of the user's code, for what a stage could not replay.
     """
     fake_calls: frozenset[int] = frozenset()
     while True:
+        units = find_units(model, leaves, exposed)
         try:
-            return _record(model, args, kwargs, leaves, fake_calls)
+            return replace(_record(model, args, kwargs, units, fake_calls), exposed=exposed)
         except Restart as restart:
             fake_calls = restart.fake_calls
+        except Leak as leak:
+            if leak.kind in exposed:
+                raise PartitionError(leak.refusal) from None
+            exposed, fake_calls = exposed | {leak.kind}, frozenset()  # calls are numbered anew
 
 
 def _record(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], leaves: Sequence[str], fake_calls: frozenset[int]
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    units: dict[int, Unit],
+    fake_calls: frozenset[int],
 ) -> Recording:
-    units = find_units(model, leaves)
     given = flatten((tuple(args), dict(kwargs)))
     device = next((x.device for x in given.leaves if isinstance(x, Tensor)), torch.device("cpu"))
     names = {id(m): name for name, m in reversed(list(model.named_modules()))}

@@ -26,7 +26,7 @@ from penstock.partition.observer import Observer
 from penstock.partition.real import run_for_real
 from penstock.partition.recording import Fact, Kind, tensor_meta
 from penstock.partition.state import Loan
-from penstock.partition.units import Call, Unit
+from penstock.partition.units import Call, Leak, Unit
 
 Seen = tuple[Tensor, fx.Node, bool]
 """A tensor that the forward handles (kept alive, so that its id stays its own), its node, and its requires_grad."""
@@ -255,11 +255,14 @@ class Recorder(TorchFunctionMode):
         if name is not None:
             return self._attribute(name, "parameter" if isinstance(tensor, nn.Parameter) else "buffer", tensor)
         if isinstance(tensor, FakeTensor):
-            raise PartitionError(
+            refusal = (
                 f"{self._here()} uses a tensor of shape {tuple(tensor.shape)} that no recorded call made: "
                 f"{self._holder_of(tensor) or 'a block left it in an attribute, or compiled code made it'}. "
                 "Return it from the block, or name an enclosing module in leaves=[...], so that it runs as a whole"
             )
+            if id(tensor) in self.observer.returned:
+                raise Leak(type(self.observer.returned[id(tensor)][1]), refusal)
+            raise PartitionError(refusal)
         if tensor.requires_grad:
             raise PartitionError(
                 f"{self._here()} uses a tensor of shape {tuple(tensor.shape)} that requires a gradient but is no "

@@ -87,6 +87,7 @@ class Recording:
         device: where the forward was recorded "as if".
         guards: what the forward read from the values of its integer inputs; it holds where they read the same.
         notes: things to tell the user.
+        exposed: kinds of modules whose results are used outside of the block that they are in.
     """
 
     graph: fx.Graph
@@ -104,6 +105,7 @@ class Recording:
     device: torch.device
     guards: tuple[Guard, ...]
     notes: tuple[str, ...]
+    exposed: frozenset[type[nn.Module]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +31,7 @@ class Stage:
             own modules, not copies.
         parameters, buffers: the model's own tensors that live here, by the names in `meta`.
         device: where it was recorded; calls that make tensors make them there. See `retarget`.
+        frame: called with the stage's forward and its arguments; None where nothing is to be done around it.
     """
 
     meta: StageMeta
@@ -37,6 +39,13 @@ class Stage:
     parameters: Mapping[str, nn.Parameter]
     buffers: Mapping[str, Tensor]
     device: torch.device
+    frame: nn.Module | None = None
+
+    @property
+    def forward(self) -> Callable[..., Sequence[Tensor]]:
+        """`forward(*inputs)`, the tuple of outputs."""
+        forward: Callable[..., Sequence[Tensor]] = self.module.forward
+        return forward if self.frame is None else partial(self.frame, forward)
 
     @property
     def code(self) -> str:

@@ -134,6 +134,6 @@ def untouched_generators() -> Iterator[None]:
         random.setstate(python_state)
         raise PartitionError(
             "the forward draws from Python's or numpy's random numbers, which differ between ranks and which a "
-            "recording would freeze. Draw them with torch (torch.rand), or switch it off (layer drop: rate 0 or eval "
-            "mode)"
+            "recording would freeze. Draw them with torch (torch.rand), or switch them off (models of transformers: "
+            "mask_time_prob=0 and layerdrop=0 in the configuration, or eval mode)"
         )

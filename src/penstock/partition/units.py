@@ -1,13 +1,15 @@
 """Which modules run as a unit: repeated blocks, torch's own layers, and those that the user names.
 
-Everything else is descended into, and its torch calls are recorded one by one. The set follows from the model alone,
-never from the cuts, because random streams are keyed by what is recorded.
+Everything else is descended into, and its torch calls are recorded one by one. A module whose result is used outside of
+the unit that it is in (a router's logits, which a hook collects for an auxiliary loss) is a unit by itself, and what
+encloses it is opened. The set follows from the model and its options, never from the cuts, because random streams are
+keyed by what is recorded.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -33,27 +35,52 @@ class Unit:
     block: bool
 
 
-def find_units(model: nn.Module, leaves: Sequence[str] = ()) -> dict[int, Unit]:
-    """The units of a model, by `id` of the module. Raises PartitionError for a name in `leaves` that is no module."""
+class Leak(BaseException):
+    """A value that a module inside a unit made is used outside of the unit: record again with its kind exposed.
+
+    No Exception, so that the model's own `except` clauses do not take it.
+    """
+
+    def __init__(self, kind: type[nn.Module], refusal: str) -> None:
+        super().__init__(refusal)
+        self.kind, self.refusal = kind, refusal
+
+
+def find_units(
+    model: nn.Module, leaves: Sequence[str] = (), exposed: Collection[type[nn.Module]] = ()
+) -> dict[int, Unit]:
+    """The units of a model, by `id` of the module.
+
+    Args:
+        leaves: names of modules that are units whatever they hold.
+        exposed: kinds of modules whose results are used outside of the block that they are in.
+
+    Raises PartitionError for a name in `leaves` that is no module.
+    """
     named = {id(resolve(model, name, "leaves")) for name in leaves}
     units: dict[int, Unit] = {}
     seen: set[int] = {id(model)}
 
-    def descend(parent: nn.Module, prefix: str) -> None:
+    def descend(parent: nn.Module, prefix: str, in_block: bool = False) -> None:
         container = isinstance(parent, (*LISTS, nn.Sequential, Chain))
         for child_name, child in parent.named_children():
             name = prefix + child_name
             if id(child) in seen:
                 continue
             seen.add(id(child))
-            whole = container or (type(child).__module__.startswith("torch.nn") and not isinstance(child, STACKS))
-            if id(child) in named or (whole and not _is_opened(child, parent)):
+            of_torch = type(child).__module__.startswith("torch.nn") and not isinstance(child, STACKS)
+            whole = (in_block or container or of_torch) and not _is_opened(child, parent)
+            if id(child) in named or (whole and not _encloses(child, exposed)):
                 units[id(child)] = Unit(name, child, block=container)
             else:
-                descend(child, name + ".")
+                descend(child, name + ".", in_block=whole)
 
     descend(model, "")
     return units
+
+
+def _encloses(module: nn.Module, kinds: Collection[type[nn.Module]]) -> bool:
+    return any(type(inner) in kinds for inner in module.modules() if inner is not module)
 
 
 def _is_opened(child: nn.Module, parent: nn.Module) -> bool:

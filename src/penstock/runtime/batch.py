@@ -1,12 +1,14 @@
-"""A batch, cut into microbatches along its first dimension.
+"""A batch, cut into microbatches along its first dimension, or cut already by the user.
 
-Every tensor of a batch (in any nesting of tuples, lists and dicts) has the batch's rows in its first dimension; scalars
+Every tensor of a batch (in any nesting that torch can take apart) has the batch's rows in its first dimension; scalars
 and plain values go to each microbatch as they are. A batch that does not divide evenly gives microbatches whose sizes
-differ by one.
+differ by one; one with fewer rows than microbatches gives fewer of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,20 +16,62 @@ from torch import Tensor
 
 from penstock.errors import ArgumentError, ShapeError
 from penstock.partition._compat import Flat, flatten, unflatten
+from penstock.partition.partition import describe
 from penstock.runtime import exact
 
 
-def sizes_of(rows: int, microbatches: int) -> tuple[int, ...]:
+class Microbatches:
+    """Values that are cut into microbatches already: bucketed sequences, say, each bucket with a length of its own.
+
+    It may stand wherever a tensor of a batch may, in inputs, targets and the example: each microbatch gets its piece,
+    which may be any nesting of tensors and plain values. Tensors beside it are cut into pieces of as many rows.
+
+    Args:
+        pieces: one for each microbatch, in order.
+    """
+
+    def __init__(self, pieces: Iterable[Any]) -> None:
+        self.pieces = tuple(pieces)
+        if not self.pieces:
+            raise ArgumentError("Microbatches([]): expected at least one piece")
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def __repr__(self) -> str:
+        return f"Microbatches({list(self.pieces)!r})"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cut:
+    """The inputs of one batch as microbatches.
+
+    Attributes:
+        pieces: the flattened (args, kwargs) of each microbatch, its tensors in memory of their own.
+        sizes: the rows of each.
+        kind: all that a recording depends on, but for values of tensors: batches of one kind may share it.
+    """
+
+    pieces: tuple[Flat, ...]
+    sizes: tuple[int, ...]
+    kind: Hashable
+
+
+def sizes_of(rows: int, microbatches: int, pipelines: int = 1) -> tuple[int, ...]:
     """How many rows each microbatch gets: as even as can be, the larger ones first.
 
+    With fewer rows than microbatches there are as many microbatches as rows.
+
     Raises:
-        ArgumentError: fewer rows than microbatches.
+        ArgumentError: fewer rows than pipelines (copies of the model), each of which needs one.
     """
-    if rows < microbatches:
+    if rows < pipelines:
         raise ArgumentError(
-            f"microbatches={microbatches}, but the batch has {rows} rows; "
-            "each microbatch needs at least one: give larger batches or fewer microbatches"
+            f"the batch has {rows} rows, but the schedule needs at least {pipelines}: one for each copy of the model"
+            if pipelines > 1
+            else "the batch has no rows; expected at least one"
         )
+    microbatches = min(rows, microbatches)
     small, extra = divmod(rows, microbatches)
     return tuple(small + (index < extra) for index in range(microbatches))
 
@@ -53,18 +97,37 @@ def rows_of(tree: Any, what: str) -> int:
     return next(iter(found))
 
 
-def split(tree: Any, sizes: tuple[int, ...], what: str, device: torch.device | None = None) -> list[Any]:
+def cut(tree: Any, microbatches: int, what: str, device: torch.device | None = None, *, pipelines: int = 1) -> Cut:
+    """A batch as microbatches, at most so many, each tensor in an aligned allocation of its own on `device`.
+
+    Raises:
+        ArgumentError: more pieces were given than microbatches, or fewer rows or pieces than pipelines.
+        ShapeError: tensors disagree on the number of rows, or one requires a gradient.
+    """
+    flat = flatten(tree)
+    given = [leaf for leaf in flat.leaves if isinstance(leaf, Microbatches)]
+    if given:
+        sizes = _sizes_given(given, microbatches, what, pipelines)
+        pieces = tuple(map(flatten, split(tree, sizes, what, device)))
+    else:
+        sizes = sizes_of(rows_of(tree, what), microbatches, pipelines)
+        pieces = tuple(Flat(list(p), flat.paths, flat.structure) for p in split_leaves(flat, sizes, what, device))
+    return Cut(pieces, sizes, _kind(flat))
+
+
+def split(tree: Any, sizes: Sequence[int], what: str, device: torch.device | None = None) -> list[Any]:
     """The microbatches of a batch, each tensor in an aligned allocation of its own on `device` (default: as it is).
 
     Raises:
-        ShapeError: a tensor's first dimension is not the sum of `sizes`, or a tensor requires a gradient.
+        ShapeError: a tensor's first dimension is not the sum of `sizes`, a tensor requires a gradient, or what was cut
+            already has not as many pieces.
     """
     flat = flatten(tree)
     return [unflatten(leaves, flat.structure) for leaves in split_leaves(flat, sizes, what, device)]
 
 
 def split_leaves(
-    flat: Flat, sizes: tuple[int, ...], what: str, device: torch.device | None = None
+    flat: Flat, sizes: Sequence[int], what: str, device: torch.device | None = None
 ) -> list[tuple[Any, ...]]:
     """As `split`, of a batch that is flattened already: the leaves of each microbatch."""
     if not flat.leaves:
@@ -75,19 +138,59 @@ def split_leaves(
     return list(zip(*columns, strict=True))
 
 
-def _split_leaf(leaf: Any, sizes: tuple[int, ...], where: str, device: torch.device | None) -> list[Any]:
+def _split_leaf(leaf: Any, sizes: Sequence[int], where: str, device: torch.device | None) -> list[Any]:
+    if isinstance(leaf, Microbatches):
+        return _given(leaf, sizes, where, device)
     if not isinstance(leaf, Tensor):
         return [leaf] * len(sizes)
-    if leaf.requires_grad:
+    if leaf.dim() == 0:
+        return [_own(leaf, where, device) for _ in sizes]
+    if leaf.shape[0] != sum(sizes):
+        raise ShapeError(
+            f"{where} has {leaf.shape[0]} rows (shape {list(leaf.shape)}); expected {sum(sizes)}, as the inputs have"
+        )
+    return [_own(part, where, device) for part in torch.split(leaf, list(sizes))]
+
+
+def _given(leaf: Microbatches, sizes: Sequence[int], where: str, device: torch.device | None) -> list[Any]:
+    if len(leaf) != len(sizes):
+        raise ShapeError(f"{where} has {len(leaf)} pieces; expected {len(sizes)}, the number of microbatches")
+    pieces = []
+    for piece in leaf.pieces:
+        flat = flatten(piece)
+        own = [_own(leaf, where, device) if isinstance(leaf, Tensor) else leaf for leaf in flat.leaves]
+        pieces.append(unflatten(own, flat.structure))
+    return pieces
+
+
+def _own(tensor: Tensor, where: str, device: torch.device | None) -> Tensor:
+    if tensor.requires_grad:
         raise ShapeError(
             f"{where} requires a gradient, which a pipeline does not return for its inputs; pass {where}.detach()"
         )
-    if leaf.dim() == 0:
-        return [exact.own(leaf if device is None else leaf.to(device)) for _ in sizes]
-    if leaf.shape[0] != sum(sizes):
-        raise ShapeError(
-            f"{where} has {leaf.shape[0]} rows (shape {list(leaf.shape)}); expected {sum(sizes)}, "
-            "the rows of the batch that the pipeline was made for; pad or drop the last batch, "
-            "or make a pipeline for this size"
+    return exact.own(tensor if device is None else tensor.to(device))
+
+
+def _sizes_given(given: Sequence[Microbatches], microbatches: int, what: str, pipelines: int) -> tuple[int, ...]:
+    """The rows of each microbatch, of a batch that is cut already."""
+    counts = sorted({len(one) for one in given})
+    if len(counts) > 1:
+        raise ShapeError(f"{what}: one Microbatches has {counts[0]} pieces, another {counts[-1]}; give as many in each")
+    if not pipelines <= counts[0] <= microbatches:
+        raise ArgumentError(
+            f"{what}: {counts[0]} microbatches were given, but the schedule is for {microbatches}"
+            + (f", and needs at least {pipelines}" if pipelines > 1 else "")
+            + "; give at most as many, or make the pipeline with a larger microbatches="
         )
-    return [exact.own(part if device is None else part.to(device)) for part in torch.split(leaf, list(sizes))]
+    return tuple(rows_of([one.pieces[k] for one in given], f"{what}, microbatch {k}") for k in range(counts[0]))
+
+
+def _kind(flat: Flat) -> Hashable:
+    return flat.structure, tuple(map(_kind_of_leaf, flat.leaves))
+
+
+def _kind_of_leaf(leaf: Any) -> Hashable:
+    """A leaf as `describe` sees it, without its device: microbatches are moved to the first stage's."""
+    if isinstance(leaf, Microbatches):
+        return tuple(_kind(flatten(piece)) for piece in leaf.pieces)
+    return describe(leaf)[:4]

@@ -3,7 +3,7 @@
 Everything that decides whether a rank is given up lives in this file, without sockets or threads. The rules:
 
     a rank that ...                     is given up when another waits for it and ...
-    closed its connection, no goodbye   ... still does a beat later
+    closed its connection, no goodbye   ... still does a beat later; of several such ranks the first is named
     is silent                           ... that lasts for `stall_seconds`, unless the kernel says that its process runs
     said goodbye                        ... still does `stall_seconds` later
 
@@ -180,12 +180,19 @@ class Board:
         if closed is not None:  # what it sent last may still be on its way, so the wait must outlast it
             outlasted = wait.heard - max(closed, wait.heard - wait.sighting.seconds)
             if seat.left is None and outlasted >= self._patience.beat_seconds:
-                self.accuse(Failure(peer, position.action or None, "its process is gone", "lost"))
+                self._accuse_first_gone()
             elif outlasted >= self._patience.stall_seconds:
                 ended = f"its program ended while rank {waiter} {wait.sighting.position}"
                 self.accuse(Failure(peer, None, ended, "left"))
         elif (what := self._lost(seat)) is not None:
             self.accuse(Failure(peer, position.action or None, what, "lost"))
+
+    def _accuse_first_gone(self) -> None:
+        """A launcher ends the other ranks of its machine when one is gone: those that followed it are not the cause."""
+        gone = {rank: seat.gone for rank, seat in enumerate(self._seats) if seat.gone is not None and seat.left is None}
+        first = min(gone, key=gone.__getitem__)
+        action = self._seats[first].sighting.position.action or None
+        self.accuse(Failure(first, action, "its process is gone", "lost"))
 
     def _lost(self, seat: _Seat) -> str | None:
         """What the silence of a rank that has joined means, or None as long as it may be alive."""

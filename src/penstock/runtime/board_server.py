@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import ipaddress
 import json
 import os
 import secrets
@@ -76,10 +77,9 @@ class BoardServer:
         self._stopping = threading.Event()
         self._unaware: set[int] = set()
         self._noted = threading.Event()
-        hosts = [] if alone else [os.environ.get("MASTER_ADDR", ""), socket.gethostname()]
         process = Process.here()
         self.address: Address = {
-            "hosts": [host for host in hosts if host] + ["127.0.0.1"],
+            "hosts": [*([] if alone else _own_hosts()), "127.0.0.1"],
             "port": self._listener.getsockname()[1],
             "token": self._token,
             "process": [process.machine, process.pid, process.started],
@@ -231,6 +231,25 @@ def _on_one_machine() -> bool:
     if ranks is not None and ranks == here:
         return True
     return os.environ.get("MASTER_ADDR", "localhost") in ("localhost", "127.0.0.1", "::1")
+
+
+def _own_hosts() -> list[str]:
+    """What other machines may know this one by, the surest first."""
+    master = os.environ.get("MASTER_ADDR", "")
+    # The pipeline may be a part of the job that has no rank on the master's machine; and a pod's host name is its own.
+    return [host for host in (_address_towards(master), master, socket.gethostname()) if host]
+
+
+def _address_towards(host: str) -> str | None:
+    """The address from which this machine speaks to another one; None if only this machine can use it."""
+    try:
+        family, kind, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(there)  # sends nothing
+            address: str = probe.getsockname()[0]
+    except OSError:
+        return None
+    return None if ipaddress.ip_address(address).is_loopback else address
 
 
 def _listen(alone: bool) -> socket.socket:

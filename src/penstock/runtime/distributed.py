@@ -18,7 +18,9 @@ from penstock.errors import ShapeError
 from penstock.runtime import exact
 from penstock.runtime.agreement import Agreement, Layouts, describe
 from penstock.runtime.exact import Layout
+from penstock.runtime.shares import SHARES_IN_FLIGHT
 from penstock.runtime.transport import Message, Pending
+from penstock.runtime.world import World
 from penstock.stages import Link
 
 SENDS_IN_FLIGHT = 2
@@ -34,20 +36,42 @@ _DTYPES = (
 
 
 class Groups:
-    """The process groups of one pipeline. Made on all of its ranks together.
+    """The process groups of one pipeline. Made by all processes of its mesh together.
 
     NCCL matches messages of a pair of ranks by order alone, so each direction has a group of its own. Control values
     (the loss) travel over gloo where there is one.
+
+    Where the mesh takes all processes of the job, each of them takes part in making every group, as torch wants it.
+    Where it does not, only the members do. Torch then names a group by its ranks and the number of groups that there
+    are, and finds the addresses of an earlier group of that name: so none is destroyed, and ranks of a pipeline have
+    as many.
+
+    Attributes:
+        up, down, control: of the pipeline's ranks.
+        everyone: of the whole mesh, over gloo.
+        replicas, weights: of those that hold the same and train on other data; the latter over gloo.
+        column: of those that run the same stages.
     """
 
-    def __init__(self, rank: int, members: Sequence[int], backend: str, whole_world: bool) -> None:
-        self._rank = rank
-        self.members = tuple(members)
+    def __init__(self, world: World, backend: str) -> None:
+        assert world.rank is not None
+        self._rank = world.rank
+        self.members = world.members
         self.backend = backend
-        self._local = not whole_world
-        self.up = self._new(range(len(members)))
-        self.down = self._new(range(len(members)))
-        self.control = self._new(range(len(members)), "gloo")
+        self._lines = world.lines
+        self._local = len(world.everyone) < dist.get_world_size()
+        self._own: list[dist.ProcessGroup] = []
+        self.up = self._one_of(world.lines, backend)
+        self.down = self._one_of(world.lines, backend)
+        self.control = self._one_of(world.lines, "gloo")
+        alone = world.everyone == world.members
+        self.everyone = self.control if alone else self._one_of([world.everyone], "gloo")
+        self.replicas = self.weights = self.column = None
+        if len(world.replicas) > 1:
+            self.replicas = self.column = self._one_of(world.replica_sets, backend)
+            self.weights = self._one_of(world.replica_sets, "gloo")
+        if len(world.column) > len(world.replicas):
+            self.column = self._one_of(world.columns, backend)
         self._ties: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._made: set[tuple[int, ...]] = set()
 
@@ -62,21 +86,29 @@ class Groups:
             return
         self._made.add(key)
         if self._rank in key:
-            self._ties[key] = self._new(key)
-        elif not self._local:
-            self._new(key)  # torch wants every process of the world to take part, and gives others no group
+            self._ties[key] = self._one_of([[line[rank] for rank in key] for line in self._lines], self.backend)
+        elif self._local:
+            self._one_of([[dist.get_rank()]], "gloo")
+        else:
+            for line in self._lines:
+                dist.new_group([line[rank] for rank in key], backend=self.backend)
 
     def close(self) -> None:
         """Destroys the groups."""
-        for group in (self.up, self.down, self.control, *self._ties.values()):
+        for group in () if self._local else self._own:
             dist.destroy_process_group(group)
 
-    def _new(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
-        members = [self.members[rank] for rank in ranks]
-        group: dist.ProcessGroup = dist.new_group(
-            members, backend=backend or self.backend, use_local_synchronization=self._local
-        )
-        return group
+    def _one_of(self, parts: Sequence[Sequence[int]], backend: str) -> dist.ProcessGroup:
+        """Makes a group of each of these sets of global ranks, as far as this process takes part; its own."""
+        own: dist.ProcessGroup | None = None
+        for members in parts:
+            here = dist.get_rank() in members
+            if here or not self._local:
+                group = dist.new_group(list(members), backend=backend, use_local_synchronization=self._local)
+                own = group if here else own
+        assert own is not None
+        self._own.append(own)
+        return own
 
 
 class DistributedTransport:
@@ -87,8 +119,8 @@ class DistributedTransport:
         self.ranks = len(groups.members)
         self.device = device
         self._groups = groups
-        self._channels: list[DistributedChannel] = []
-        self._shared: _Shared | None = None
+        self._channels: dict[int, list[DistributedChannel]] = {}
+        self._shared: deque[_Shared] = deque()
 
     def channel(
         self, program: int, link: Link, source_rank: int, target_rank: int, *, backward: bool
@@ -98,28 +130,32 @@ class DistributedTransport:
         stages = 1 + max(link.source, link.target)
         tag = 2 * (stages * stages + link.source + link.target) + backward  # distinct for each pair and direction
         channel = DistributedChannel(link, group, peer, tag, self.device)
-        self._channels.append(channel)
+        self._channels.setdefault(program, []).append(channel)
         return channel
 
     def reduce(self, group: int, holders: Sequence[int], tensors: Sequence[Tensor]) -> Pending:
-        return _Sum(tensors, self._groups.of(holders))
+        return all_reduce(tensors, self._groups.of(holders))
 
     def share(self, value: Tensor, source_rank: int) -> Pending:
-        if self._shared is not None:
-            self._shared.wait()  # long done; but work that is under way must not be dropped
-        self._shared = _Shared(value, source_rank, self._groups.control)
-        return self._shared
+        while len(self._shared) >= SHARES_IN_FLIGHT:
+            self._shared.popleft().wait()  # long done; but work that is under way must not be dropped
+        self._shared.append(_Shared(value, source_rank, self._groups.control))
+        return self._shared[-1]
+
+    def release(self, program: int) -> None:
+        for channel in self._channels.pop(program, ()):
+            channel.drain()
 
     def end_step(self) -> None:
-        for channel in self._channels:
-            channel.end_step()
+        for channels in self._channels.values():
+            for channel in channels:
+                channel.end_step()
 
     def close(self) -> None:
-        for channel in self._channels:
-            channel.drain()
-        if self._shared is not None:
-            self._shared.wait()
-        self._channels.clear()
+        for program in list(self._channels):
+            self.release(program)
+        while self._shared:
+            self._shared.popleft().wait()
 
 
 class DistributedChannel:
@@ -200,6 +236,11 @@ class DistributedChannel:
         return _layouts(header.tolist())
 
 
+def all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Pending:
+    """Starts to sum each tensor, in place, over a group."""
+    return _Sum(tensors, group)
+
+
 class _Sum:
     """All-reduces that are under way."""
 
@@ -214,7 +255,7 @@ class _Sum:
 
 
 class _Shared:
-    """A broadcast of one scalar."""
+    """A broadcast of a small value."""
 
     def __init__(self, buffer: Tensor, source: int, group: dist.ProcessGroup) -> None:
         self._work: dist.Work | None = dist.broadcast(buffer, group=group, group_src=source, async_op=True)

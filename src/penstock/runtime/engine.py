@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,18 +15,22 @@ from torch import Tensor, nn
 
 from penstock.errors import PartitionError, PipelineFailure
 from penstock.partition import Partition
-from penstock.runtime.distributed import DistributedTransport, Groups
+from penstock.runtime.distributed import DistributedTransport, Groups, all_reduce
 from penstock.runtime.failure import OUTSIDE, Position
 from penstock.runtime.local import LocalHub, LocalTransport
 from penstock.runtime.loss import Loss, LossHead
 from penstock.runtime.program import Entry, Feed, Moment, Program, run, run_timed
+from penstock.runtime.replicas import Average, Replicas, copy_from_first
 from penstock.runtime.shared_memory import Neighbours, SharedMemoryTransport
 from penstock.runtime.streams import Streams
 from penstock.runtime.ties import TieGroup, TieReducer
 from penstock.runtime.transport import Transport
 from penstock.runtime.watchdog import Watchdog
 from penstock.runtime.world import World, backend_of, exchange
-from penstock.schedule import Schedule, linearize
+from penstock.schedule import Placement, Schedule, linearize
+
+if TYPE_CHECKING:
+    from penstock.runtime.frame import Sharded
 
 T = TypeVar("T")
 
@@ -41,11 +45,17 @@ TransportChoice = Literal["auto", "distributed"]
 class Job:
     """A schedule bound to partitions, for the ranks of this process."""
 
+    number: int
+    """Of its programs; the same on every rank."""
     partitions: tuple[Partition, ...]
     """Of each microbatch."""
     entries: tuple[Entry, ...]
     programs: tuple[Program, ...]
     head: LossHead
+    averages: Mapping[int, Average]
+    """Over replicas, by stage; empty where there are none."""
+    updated: tuple[Tensor, ...]
+    """The buffers of this process that a step updates."""
     schedule: Schedule
     training: bool
 
@@ -71,13 +81,15 @@ class Engine:
             device = self.devices[world.rank]
             if device.type == "cuda":
                 torch.cuda.set_device(device)  # NCCL and the random generators look at the current one
-            self._groups = Groups(world.rank, world.members, backend_of(device), world.is_whole)
-            give = exchange(self._groups.control)
+            self._groups = Groups(world, backend_of(device))
+            give = exchange(self._groups.everyone)
             seed = give(seed)
-            self.watchdog = Watchdog.connect(world.rank, world.ranks, give)
+            self.watchdog = Watchdog.connect(world.name, len(world.everyone), give)
             self.transports = {world.rank: self._transport(world.rank, self._groups, device, transport)}
             atexit.register(self.close)  # what was sent must arrive, also from a script that does not close
         self.streams = Streams(seed)
+        replicated = self._groups is not None and self._groups.replicas is not None
+        self.replicas = Replicas(world, self._groups) if self._groups is not None and replicated else None
 
     def _transport(
         self, rank: int, groups: Groups, device: torch.device, choice: TransportChoice
@@ -85,9 +97,9 @@ class Engine:
         """Shared memory between CPU ranks of one machine, `torch.distributed` else."""
         plain = DistributedTransport(rank, groups, device)
         possible = device.type == "cpu" and Neighbours.supported()
-        if not all(self.gather(possible and choice == "auto")):
+        if not all(self.gather_line(possible and choice == "auto")):
             return plain
-        neighbours = Neighbours(rank, self.gather)
+        neighbours = Neighbours(rank, self.gather_line)
         return SharedMemoryTransport(plain, neighbours) if neighbours.ranks else plain
 
     @property
@@ -103,14 +115,23 @@ class Engine:
             for rank in self.ranks:
                 if rank in group.ranks:
                     held = [parameter(name) for name in group.names]
-                    self._reducers[rank][index] = TieReducer(index, group, held, self.transports[rank])
+                    transport, names = self.transports[rank], self.world.names
+                    self._reducers[rank][index] = TieReducer(index, group, held, transport, names)
         reducers = [reducer for rank in self.ranks for reducer in self._reducers[rank].values()]
         for reducer in reducers:
             reducer.start_equal()
         for reducer in reducers:
             reducer.end_equal()
 
-    def bind(self, partitions: Sequence[Partition], schedule: Schedule, loss: Loss | None, *, training: bool) -> Job:
+    def bind(
+        self,
+        partitions: Sequence[Partition],
+        schedule: Schedule,
+        loss: Loss | None,
+        sharded: Mapping[int, Sharded],
+        *,
+        training: bool,
+    ) -> Job:
         """Binds a schedule, communication included, to the partitions of its microbatches.
 
         Every rank binds the same jobs in the same order.
@@ -125,6 +146,13 @@ class Engine:
             self.streams.watch(partition.drawing_modules)
         build = [partition.build_output for partition in partitions]
         head = LossHead(loss, build, self.streams, needed=training)
+        averages = self._averages(first, placement) if training else {}
+        updated = tuple(
+            stage.buffers[name]
+            for stage in first.stages
+            if placement.rank_of[stage.meta.index] in self.ranks
+            for name in stage.meta.updated
+        )
         programs = {
             rank: Program(
                 self._jobs,
@@ -136,11 +164,14 @@ class Engine:
                 self._reducers[rank],
                 self.streams if draws else None,
                 self.devices[rank],
+                self.world.names,
+                averages,
+                sharded,
                 training=training,
             )
             for rank in self.ranks
         }
-        self._jobs += 1
+        number, self._jobs = self._jobs, self._jobs + 1
         self._agree(schedule, first)
         if self.world.rank is None:
             done = dict.fromkeys(self.ranks, 0)
@@ -150,15 +181,43 @@ class Engine:
                 done[rank] += 1
         else:
             entries = programs[self.world.rank].entries
-        return Job(tuple(partitions), tuple(entries), tuple(programs.values()), head, schedule, training)
+        return Job(
+            number,
+            tuple(partitions),
+            tuple(entries),
+            tuple(programs.values()),
+            head,
+            averages,
+            updated,
+            schedule,
+            training,
+        )
+
+    def release(self, job: Job) -> None:
+        """Gives back what a job holds that will not be run any more. Every rank calls it between the same two steps."""
+        for transport in self.transports.values():
+            transport.release(job.number)
+
+    def _averages(self, partition: Partition, placement: Placement) -> dict[int, Average]:
+        """What averages gradients over the replicas, by stage."""
+        if self.replicas is None:
+            return {}
+        here = [stage for stage in partition.stages if placement.rank_of[stage.meta.index] in self.ranks]
+        tied = [p for rank in self.ranks for reducer in self._reducers[rank].values() for p in reducer.parameters]
+        return self.replicas.averages(here, tied)
 
     def _agree(self, schedule: Schedule, partition: Partition) -> None:
-        """Finds out before the first message whether all ranks split the same model in the same way."""
+        """Finds out before the first message whether all ranks split the same model in the same way. Later jobs are
+        each pipeline's own business."""
         mine = hashlib.sha256(repr((str(schedule), [stage.meta for stage in partition.stages])).encode()).hexdigest()
-        differing = [rank for rank, other in enumerate(self.gather(mine)) if other != mine]
+        if self._jobs == 1:
+            differing = [rank for rank, other in enumerate(self.gather(mine)) if other != mine]
+        else:
+            line = zip(self.world.names, self.gather_line(mine), strict=True)
+            differing = [rank for rank, other in line if other != mine]
         if differing:
             raise PartitionError(
-                f"rank {self.world.rank} has other stages or another schedule than rank {differing[0]}: "
+                f"rank {self.world.name} has other stages or another schedule than rank {differing[0]}: "
                 "every rank must call penstock.pipeline with the same model, example and arguments"
             )
 
@@ -173,10 +232,12 @@ class Engine:
         self.watchdog.step += 1
         self.watchdog.check()
         for program in job.programs:
-            program.start(feed)
+            program.start(feed, reduces=self.replicas is None or self.replicas.active)
         job.head.start(feed.targets, feed.weights, feed.keep_outputs)
         devices = tuple({self.devices[rank] for rank in self.ranks})
         reducers = [r for rank in self.ranks for r in self._reducers[rank].values()] if job.training else []
+        if job.averages and self.replicas is not None:
+            self.replicas.begin_step(job.averages)
         for reducer in reducers:
             reducer.begin_step()
         with torch.set_grad_enabled(job.training), self.streams.drawing(step, devices), _same_autocast_after():
@@ -187,6 +248,8 @@ class Engine:
         for reducer in reducers:
             self.watchdog.position = reducer.position
             reducer.end_step()
+        if job.averages and self.replicas is not None:
+            self.replicas.end_step(job.averages, job.updated, self.watchdog)
         for transport in self.transports.values():
             transport.end_step()
         self.watchdog.position = OUTSIDE
@@ -197,23 +260,67 @@ class Engine:
             if self.devices[rank].type == "cuda":
                 torch.cuda.synchronize(self.devices[rank])
 
-    def give(self, value: T) -> T:
-        """Rank 0's object, on every rank; one call a process."""
+    def start_equal(self, tensors: Iterable[Tensor]) -> None:
+        """Gives all that run the same stages the first one's values, in place."""
+        if self._groups is not None and self._groups.column is not None:
+            numbers = [self.world.everyone.index(rank) for rank in self.world.column]
+            with self._waiting("equal parameters", tuple(n for n in numbers if n != self.world.name)):
+                copy_from_first(tensors, self._groups.column)
+
+    def give(self, value: T, source_rank: int = 0) -> T:
+        """One rank's object, on every rank of the pipeline; one call a process."""
         if self._groups is None:
             return value
-        peers = () if self.world.rank == 0 else (0,)
+        peers = () if self.world.rank == source_rank else (self.world.names[source_rank],)
         with self._waiting("broadcast", peers):
-            given: T = exchange(self._groups.control)(value)
+            given: T = exchange(self._groups.control, source_rank)(value)
         return given
 
-    def share(self, value: Tensor, source_rank: int) -> Callable[[], None]:
+    def announce(self, numbers: Sequence[int], source_rank: int) -> list[int]:
+        """One rank's numbers, on every rank of the pipeline; each gives as many. That rank does not wait for the
+        others."""
+        if self._groups is None:
+            return list(numbers)
+        buffer = torch.tensor(numbers, dtype=torch.float64)
+        wait = self.share(buffer, source_rank, "the step's announcement")
+        if source_rank not in self.ranks:
+            wait()
+        return [int(number) for number in buffer.tolist()]
+
+    def bring(self, buffer: Tensor, source_rank: int, target_ranks: Sequence[int]) -> None:
+        """Copies a CPU tensor, in place, from one rank to others. All of these ranks call it, and none else."""
+        if self._groups is None:
+            return
+        group, here = self._groups.control, self.world.rank
+        targets = [rank for rank in target_ranks if rank != source_rank]
+        waited = targets if here == source_rank else [source_rank]
+        with self._waiting("the outputs", tuple(self.world.names[rank] for rank in waited)):
+            if here != source_rank:
+                dist.recv(buffer, group=group, group_src=source_rank)
+            else:
+                for target in targets:
+                    dist.send(buffer, group=group, group_dst=target)
+
+    def share(self, value: Tensor, source_rank: int, what: str = "the loss") -> Callable[[], None]:
         """Starts to copy a small CPU tensor from one rank to all, in place. Returns what waits for it."""
         pending = [transport.share(value, source_rank) for transport in self.transports.values()]
 
         def wait() -> None:
-            with self._waiting("the loss", () if source_rank in self.ranks else (source_rank,)):
+            source = () if source_rank in self.ranks else (self.world.names[source_rank],)
+            with self._waiting(what, source):
                 for one in pending:
                     one.wait()
+
+        return wait
+
+    def share_sum(self, value: Tensor) -> Callable[[], None]:
+        """Starts to sum a small CPU tensor, in place, over all processes. Returns what waits for it."""
+        assert self._groups is not None
+        pending = all_reduce([value], self._groups.everyone)
+
+        def wait() -> None:
+            with self._waiting("the loss", self._others):
+                pending.wait()
 
         return wait
 
@@ -232,22 +339,34 @@ class Engine:
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
         """Around a wait for all other ranks outside of a step: if one is lost, this rank says so and ends."""
-        return self._waiting(what, tuple(rank for rank in range(self.world.ranks) if rank not in self.ranks))
+        return self._waiting(what, self._others)
 
     @property
     def control_group(self) -> dist.ProcessGroup | None:
         """A gloo group of all processes; None if there is one."""
-        return None if self._groups is None else self._groups.control
+        return None if self._groups is None else self._groups.everyone
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's object, on every rank; one call a process."""
+        """Every process's object, on all of them; each of them calls it."""
+        if self._groups is None:
+            return [value]
+        values: list[Any] = [None] * len(self.world.everyone)
+        with self._waiting("gather", self._others):
+            dist.all_gather_object(values, value, group=self._groups.everyone)
+        return values
+
+    def gather_line(self, value: Any) -> list[Any]:
+        """As `gather`, of the ranks of this pipeline."""
         if self._groups is None:
             return [value]
         values: list[Any] = [None] * self.world.ranks
-        peers = tuple(rank for rank in range(self.world.ranks) if rank != self.world.rank)
-        with self._waiting("gather", peers):
+        with self._waiting("gather", tuple(name for name in self.world.names if name != self.world.name)):
             dist.all_gather_object(values, value, group=self._groups.control)
         return values
+
+    @property
+    def _others(self) -> tuple[int, ...]:
+        return tuple(number for number in range(len(self.world.everyone)) if number != self.world.name)
 
     def fail(self, error: BaseException) -> BaseException:
         """Tells the others that this rank raised; returns what is to be raised here: the first cause."""
@@ -262,7 +381,7 @@ class Engine:
             patience = None if position.peers else _OWN_ERROR_SECONDS
             if self.watchdog.cause(patience) is not None:
                 return _failure_of(self.watchdog, error)
-        error.add_note(f"penstock: on rank {self.world.rank}" + (f", in {position.action}" if position.action else ""))
+        error.add_note(f"penstock: on rank {self.world.name}" + (f", in {position.action}" if position.action else ""))
         self.watchdog.report(position.action or None, error)
         return error
 
@@ -271,8 +390,7 @@ class Engine:
         atexit.unregister(self.close)
         self.streams.close()
         if not self.failed:
-            others = tuple(rank for rank in range(self.world.ranks) if rank not in self.ranks)
-            with self._waiting("close", others):
+            with self._waiting("close", self._others):
                 for transport in self.transports.values():
                     transport.close()
         self.watchdog.close()
@@ -312,8 +430,8 @@ def _check_alike(one: Partition, other: Partition) -> None:
         same = [(i.name, i.source) for i in a.meta.inputs] == [(i.name, i.source) for i in b.meta.inputs]
         if not same or [o.name for o in a.meta.outputs] != [o.name for o in b.meta.outputs]:
             raise PartitionError(
-                f"stage {a.meta.index} is not the same for all microbatches of the example: their sizes or values lead "
-                "the model's forward along different branches; give an example that divides evenly by the number of "
-                "microbatches and takes one branch, or have the model not branch (models of transformers with padding: "
-                "attn_implementation='eager')"
+                f"stage {a.meta.index} is not the same for all microbatches of the batch: their sizes or values lead "
+                "the model's forward along different branches; give batches that divide evenly by the number of "
+                "microbatches and take one branch each, or have the model not branch (models of transformers with "
+                "padding: attn_implementation='eager')"
             )

@@ -68,9 +68,9 @@ def backward(roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
     torch.autograd.backward(tuple(roots), tuple(grads))
 
 
-def seeds(weights: Sequence[float]) -> list[float]:
+def seeds(weights: Sequence[float], total: float | None = None) -> list[float]:
     """What each microbatch's loss is multiplied with: its weight over the sum of all, ascending by microbatch."""
-    total = sum(weights)
+    total = sum(weights) if total is None else total
     return [weight / total for weight in weights]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 Kind = Literal["raised", "lost", "left", "stalled"]
 
@@ -34,6 +34,12 @@ class Position:
 
 
 OUTSIDE = Position()
+
+
+class Watched(Protocol):
+    """Told what the rank does, so that a watchdog can say who waits for whom."""
+
+    position: Position
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,6 +78,10 @@ class LocalTransport:
             share.source = value
         return share
 
+    def release(self, program: int) -> None:
+        for key in [key for key in self._hub.channels if key[0] == program]:
+            del self._hub.channels[key]
+
     def end_step(self) -> None:
         for channel in self._hub.channels.values():
             channel.agreement.end_step()

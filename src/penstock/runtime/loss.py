@@ -20,30 +20,42 @@ Reduction = Literal["mean", "sum"] | Callable[[Any], float | Tensor]
 weight of its mean (the number of tokens that count, say)."""
 
 
-def weights(reduction: Reduction, sizes: Sequence[int], targets: Sequence[Any]) -> list[float]:
+def weights(
+    reduction: Reduction,
+    sizes: Sequence[int],
+    targets: Sequence[Any],
+    replicas: int = 1,
+    mean: Callable[[float], float] = float,
+) -> list[float]:
     """What each microbatch's loss is multiplied with, so that the sum is the loss of the whole batch.
+
+    Where several replicas have a part of the batch each, the mean over them of that sum is.
 
     Args:
         reduction: see `Reduction`.
         sizes: rows in each microbatch.
         targets: each microbatch's target; only a function looks at them.
+        replicas: how many there are.
+        mean: gives the mean over the replicas of what each of them passes in.
 
     Raises:
         ArgumentError: the reduction is unknown, or its weights are negative or all zero.
     """
     if reduction == "sum":
-        return [1.0] * len(sizes)
+        return [float(replicas)] * len(sizes)
     if reduction == "mean":
-        return exact.seeds([float(size) for size in sizes])
-    if not callable(reduction):
+        given = [float(size) for size in sizes]
+    elif callable(reduction):
+        given = [float(reduction(target)) for target in targets]
+    else:
         raise ArgumentError(f"reduction={reduction!r}: expected 'mean', 'sum' or a function of the target")
-    given = [float(reduction(target)) for target in targets]
-    if any(weight < 0 or weight != weight for weight in given) or sum(given) == 0:
+    total = mean(sum(given))
+    if any(weight < 0 or weight != weight for weight in given) or total == 0:
         raise ArgumentError(
             f"reduction: the weights of the microbatches' targets are {given}; "
             "expected non-negative numbers that are not all zero (a batch in which no token counts has no mean)"
         )
-    return exact.seeds(given)
+    return exact.seeds(given, total)
 
 
 class LossHead:

@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from penstock.errors import ScheduleError
 from penstock.partition import Partition, Stage
-from penstock.runtime.failure import OUTSIDE, Position
+from penstock.runtime.failure import OUTSIDE, Position, Watched
 from penstock.runtime.loss import LossHead
+from penstock.runtime.replicas import Average
 from penstock.runtime.routes import Route, RouteBuilder, route_of
 from penstock.runtime.split_backward import SplitBackward
 from penstock.runtime.stage import StageRunner
@@ -27,14 +28,11 @@ from penstock.runtime.transport import Transport
 from penstock.schedule import Action, Op, Placement
 from penstock.stages import MODEL_INPUT, StageMeta
 
+if TYPE_CHECKING:
+    from penstock.runtime.frame import Sharded  # which imports torch's FSDP
+
 Moment = tuple[Action, int, int, int]
 """An action as it ran: when it began to wait, was ready, and ended, in nanoseconds of `time.perf_counter_ns`."""
-
-
-class Watched(Protocol):
-    """Told what the rank does, so that a watchdog can say who waits for whom."""
-
-    position: Position
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +108,9 @@ class Program:
         row: the rank's actions, communication included.
         head: what stands behind the last stage; used on its rank only.
         reducers: by tie group.
+        names: of the ranks, by which messages call them.
+        averages: over replicas, by stage.
+        sharded: the stages that `fully_shard` was applied to.
     """
 
     def __init__(
@@ -123,6 +124,9 @@ class Program:
         reducers: Mapping[int, TieReducer],
         streams: Streams | None,
         device: torch.device,
+        names: Sequence[int],
+        averages: Mapping[int, Average],
+        sharded: Mapping[int, Sharded],
         *,
         training: bool,
     ) -> None:
@@ -134,7 +138,7 @@ class Program:
         for index in placement.stages_on(rank):
             self.runners[index] = StageRunner(
                 metas[index],
-                [partition.stages[index].module.forward for partition in partitions],
+                [partition.stages[index].forward for partition in partitions],
                 builder.roots(index),
                 builder.routes(index),
                 head if placement.is_last(index) else None,
@@ -142,24 +146,34 @@ class Program:
                 partitions[0].draw_offsets[index],
                 device,
                 training,
-                _split(partitions[0].stages[index], row, device),
+                _split(partitions[0].stages[index], row, device, sharded.get(index)),
+                _last_backward(row, index) if index in sharded else None,
+                sharded.get(index),
             )
         self._reducers = reducers
+        self._averages = averages
+        self._sharded = sharded
+        self._names = names
         self._placement = placement
         self.entries = [self._entry(rank, action) for action in row]
 
-    def start(self, feed: Feed) -> None:
-        """Gives a step's inputs to the first stage, if it is here."""
+    def start(self, feed: Feed, *, reduces: bool) -> None:
+        """Gives a step's inputs to the first stage, if it is here. `reduces`: gradients of sharded stages are."""
         for index, runner in self.runners.items():
+            runner.reduces = reduces
             runner.begin_step(feed.inputs if self._placement.is_first(index) else ())
 
     def _entry(self, rank: int, action: Action) -> Entry:
         text = str(action)
         running = Position(text)
         if action.op is Op.REDUCE_GRAD:
-            assert action.microbatch is not None
-            reducer = self._reducers[action.microbatch]
-            return Entry(rank, action, 0, None, lambda _, __: reducer.start(), running, running)
+            start = self._reduction(action)
+            return Entry(rank, action, 0, None, lambda _, __: start(), running, running)
+        if action.op in (Op.UNSHARD, Op.RESHARD):
+            sharded = self._sharded[action.stage]
+            turn = sharded.unshard if action.op is Op.UNSHARD else sharded.reshard
+            gathering = Position(text)
+            return Entry(rank, action, 0, None, lambda _, __: turn(), gathering, gathering)
         runner = self.runners[action.stage]
         assert action.microbatch is not None
         routes = runner.routes
@@ -177,7 +191,7 @@ class Program:
                 forward = action.op is Op.SEND_F
                 route = route_of(action, routes.values_out if forward else routes.grads_out)
                 send = runner.send_values if forward else runner.send_grads
-                blocked = Position(text, (self._placement.rank_of[route.stage],))
+                blocked = Position(text, (self._names[self._placement.rank_of[route.stage]],))
                 return Entry(rank, action, action.microbatch, None, lambda k, _: send(k, route), blocked, blocked)
             case Op.RECV_F | Op.RECV_B:
                 route = route_of(action, routes.values_in if action.op is Op.RECV_F else routes.grads_in)
@@ -186,12 +200,24 @@ class Program:
             case _:
                 raise ScheduleError(f"action {text} of rank {rank}: {action.op.value} cannot be run; leave it out")
 
+    def _reduction(self, action: Action) -> Callable[[], None]:
+        """Starts the sum over a group of tied stages, or over the replicas of one stage."""
+        if action.microbatch is None:
+            return self._averages[action.stage].start
+        return self._reducers[action.microbatch].start
+
     def _waiting(self, what: str, action: Action, routes: Sequence[Route]) -> Position:
-        peers = sorted({self._placement.rank_of[route.stage] for route in routes if route.remote})
+        peers = sorted({self._names[self._placement.rank_of[route.stage]] for route in routes if route.remote})
         return Position(f"{action.stage}{what}{action.microbatch}", tuple(peers))
 
 
-def _split(stage: Stage, row: Sequence[Action], device: torch.device) -> SplitBackward | None:
+def _last_backward(row: Sequence[Action], stage: int) -> int | None:
+    """The microbatch of a stage's last backward; None if it has none."""
+    found = [action.microbatch for action in row if action.stage == stage and action.op in (Op.B, Op.I)]
+    return found[-1] if found else None
+
+
+def _split(stage: Stage, row: Sequence[Action], device: torch.device, sharded: Sharded | None) -> SplitBackward | None:
     """What runs the backwards that the row splits, if it splits any of this stage."""
 
     def microbatches(*ops: Op) -> list[int]:
@@ -201,7 +227,10 @@ def _split(stage: Stage, row: Sequence[Action], device: torch.device) -> SplitBa
     split = microbatches(Op.I)
     orders = (microbatches(Op.F), microbatches(Op.B, Op.I))
     in_order = all(order == sorted(order) for order in orders)
-    return SplitBackward(stage.parameters, stage.module, device, split, in_order=in_order) if split else None
+    if not split:
+        return None
+    parameters = (lambda: stage.parameters) if sharded is None else sharded.parameters
+    return SplitBackward(parameters, stage.module, device, split, in_order=in_order)
 
 
 def model_inputs(meta: StageMeta) -> list[int]:

@@ -1,7 +1,7 @@
 """A faster transport for CPU ranks of one machine: messages through shared memory, wake-ups through a socket.
 
 gloo takes several wake-ups of its own threads for a message; here the sender copies into memory that both processes
-map, and one byte wakes the receiver. The first step, in which layouts are agreed on, and collectives go over gloo.
+map, and four bytes wake the receiver. The first step, in which layouts are agreed on, and reductions go over gloo.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from penstock.runtime.agreement import Agreement, Layouts
 from penstock.runtime.board import Process
 from penstock.runtime.distributed import DistributedChannel, DistributedTransport
 from penstock.runtime.exact import Layout
+from penstock.runtime.shares import Shares, receive_exactly
 from penstock.runtime.transport import Channel, Message, Pending
 from penstock.schedule.communication import BUFFERS_PER_LINK
 from penstock.stages import Link
@@ -42,6 +43,7 @@ JOIN_SECONDS = 60.0
 _ALIGN = 64
 _KEY = struct.Struct("<5i")  # program, source stage, target stage, backward, bytes of a slot
 _MESSAGE = struct.Struct("<i")  # microbatch
+_HELLO = struct.Struct("<2i")  # rank, kind of connection
 
 Gather = Callable[[Any], list[Any]]
 """Gives every rank each rank's object; all of them call it."""
@@ -56,6 +58,8 @@ class Neighbours:
     def __init__(self, rank: int, gather: Gather) -> None:
         self._rank = rank
         self._connections: dict[int, socket.socket] = {}
+        self.lines: dict[int, socket.socket] = {}
+        """A second socket to each of them, for `Shares`."""
         self._arrived: dict[tuple[int, bytes], tuple[int, socket.socket]] = {}
         token = gather(secrets.token_hex(16))[0]
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
@@ -65,18 +69,19 @@ class Neighbours:
             door.listen()
             machines = gather(Process.here().machine)  # also a barrier: everyone listens
             near = [peer for peer, machine in enumerate(machines) if machine == machines[rank] and peer != rank]
+            kinds = (self._connections, self.lines)
             for peer in near:
-                if peer < rank:
+                for kind, sockets in enumerate(kinds if peer < rank else ()):
                     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                     connection.connect(f"\0penstock-{token}-{peer}")
-                    connection.sendall(_MESSAGE.pack(rank))
-                    self._connections[peer] = connection
-            for _ in (peer for peer in near if peer > rank):
+                    connection.sendall(_HELLO.pack(rank, kind))
+                    sockets[peer] = connection
+            for _ in range(len(kinds) * sum(peer > rank for peer in near)):
                 connection, _ = door.accept()
                 connection.settimeout(JOIN_SECONDS)
-                (peer,) = _MESSAGE.unpack(_exactly(connection, _MESSAGE.size))
+                peer, kind = _HELLO.unpack(receive_exactly(connection, _HELLO.size))
                 connection.settimeout(None)
-                self._connections[peer] = connection
+                kinds[kind][peer] = connection
 
     @staticmethod
     def supported() -> bool:
@@ -109,7 +114,7 @@ class Neighbours:
         for memory, bell in self._arrived.values():
             os.close(memory)
             bell.close()
-        for connection in self._connections.values():
+        for connection in (*self._connections.values(), *self.lines.values()):
             connection.close()
 
 
@@ -121,34 +126,39 @@ class SharedMemoryTransport:
         self.ranks = inner.ranks
         self._inner = inner
         self._neighbours = neighbours
-        self._channels: list[SharedMemoryChannel] = []
+        one_machine = len(neighbours.ranks) == self.ranks - 1
+        self._shares = Shares(self.rank, neighbours.lines) if one_machine else None
+        self._channels: dict[int, list[SharedMemoryChannel]] = {}
 
     def channel(self, program: int, link: Link, source_rank: int, target_rank: int, *, backward: bool) -> Channel:
         inner = self._inner.channel(program, link, source_rank, target_rank, backward=backward)
-        sends = source_rank == self.rank
-        peer = target_rank if sends else source_rank
+        peer = target_rank if source_rank == self.rank else source_rank
         if peer not in self._neighbours.ranks:
             return inner
-        channel = SharedMemoryChannel(inner, self._neighbours, peer, (program, link, backward), sends=sends)
-        self._channels.append(channel)
+        channel = SharedMemoryChannel(inner, self._neighbours, peer, (program, link, backward))
+        self._channels.setdefault(program, []).append(channel)
         return channel
 
     def reduce(self, group: int, holders: Sequence[int], tensors: Sequence[Tensor]) -> Pending:
         return self._inner.reduce(group, holders, tensors)
 
     def share(self, value: Tensor, source_rank: int) -> Pending:
-        return self._inner.share(value, source_rank)
+        return (self._shares.start if self._shares else self._inner.share)(value, source_rank)
+
+    def release(self, program: int) -> None:
+        self._inner.release(program)
+        for channel in self._channels.pop(program, ()):
+            channel.close()
 
     def end_step(self) -> None:
-        learned = [channel for channel in self._channels if channel.agreement.learning]
         self._inner.end_step()
-        for channel in learned:
-            channel.open()
 
     def close(self) -> None:
         self._inner.close()
-        for channel in self._channels:
-            channel.close()
+        if self._shares:
+            self._shares.close()
+        for program in list(self._channels):
+            self.release(program)
         self._neighbours.close()
 
 
@@ -161,15 +171,12 @@ class SharedMemoryChannel:
         neighbours: Neighbours,
         peer: int,
         key: tuple[int, Link, bool],
-        *,
-        sends: bool,
     ) -> None:
         self._inner = inner
         self._neighbours = neighbours
         self._peer = peer
         program, link, backward = key
         self._key = (program, link.source, link.target, int(backward))
-        self._sends = sends
         self._lane: _Lane | None = None
 
     @property
@@ -181,7 +188,8 @@ class SharedMemoryChannel:
             self._inner.send(microbatch, message)
             return
         self.agreement.check(microbatch, message)
-        assert self._lane is not None
+        if self._lane is None:
+            self._lane = self._open()
         self._lane.put(microbatch, message)
 
     def post(self, microbatch: int) -> None:
@@ -196,17 +204,15 @@ class SharedMemoryChannel:
             self._lane = _Lane(memory, bell, _KEY.unpack(key)[4], self.agreement)
         return self._lane.take(microbatch)
 
-    def open(self) -> None:
-        """The first step is over: the sender makes the memory and hands it over."""
-        if self.agreement.learning or not self._sends:
-            return
+    def _open(self) -> _Lane:
+        """In the second step the sender makes the memory and hands it over: a program that runs once needs none."""
         size = max(_Lane.size_of(layouts) for layouts in self.agreement.all())
         memory = os.memfd_create("penstock")
         os.ftruncate(memory, max(1, size) * SLOTS)
         mine, other = socket.socketpair()
         with other, contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a receiver may have closed already
             self._neighbours.hand_over(self._peer, _KEY.pack(*self._key, size), memory, other)
-        self._lane = _Lane(memory, mine, size, self.agreement)
+        return _Lane(memory, mine, size, self.agreement)
 
     def close(self) -> None:
         """Gives the memory back."""
@@ -317,13 +323,3 @@ class _Lane:
 
 def _padded(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
-
-
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        more = connection.recv(size - len(data))
-        if not more:
-            raise ConnectionError("the other rank closed its connection")
-        data += more
-    return data

@@ -13,7 +13,7 @@ with any other use is not put off at all, since the terms of one microbatch are 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -22,6 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.errors import PartitionError, ScheduleError
 from penstock.runtime import exact
+from penstock.runtime.distribution import is_distributed
 from penstock.runtime.weight_uses import Waiting, WeightUses, base_of
 
 
@@ -29,7 +30,7 @@ class SplitBackward:
     """The split backwards of one stage.
 
     Args:
-        parameters: the stage's, by name.
+        parameters: gives the stage's, by name, once a forward begins.
         module: the stage's code.
         microbatches: those whose backward is split; others are none of its business.
         in_order: F, and I or B, come in ascending order of microbatch, so that what I adds to `.grad` is added in
@@ -38,7 +39,7 @@ class SplitBackward:
 
     def __init__(
         self,
-        parameters: Mapping[str, nn.Parameter],
+        parameters: Callable[[], Mapping[str, nn.Parameter]],
         module: nn.Module,
         device: torch.device,
         microbatches: Iterable[int],
@@ -46,13 +47,15 @@ class SplitBackward:
         in_order: bool,
     ) -> None:
         self.microbatches = frozenset(microbatches)
-        self._names = {id(p): name for name, p in parameters.items()}
-        self._parameters = [p for p in parameters.values() if p.requires_grad]
+        self._given = parameters
+        self._module = module
+        self._looked = False
+        self._names: dict[int, str] = {}
+        self._parameters: list[nn.Parameter] = []
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._in_order = in_order
         self._unsplit: int | None = None
-        compiled = {id(p) for part in module.modules() if _is_compiled(part) for p in part.parameters()}
-        self._uses = WeightUses(p for p in self._parameters if id(p) not in compiled)
+        self._uses = WeightUses(())
         self._waiting: dict[int, list[Waiting]] = {}
         self._early: dict[int, list[tuple[nn.Parameter, Tensor]]] = {}
 
@@ -72,6 +75,8 @@ class SplitBackward:
     @contextmanager
     def forward(self, microbatch: int) -> Iterator[None]:
         """Around the forward of a microbatch."""
+        if not self._looked:
+            self._look()
         if not self._uses.decided:
             self._unsplit = microbatch
             with self._uses.learning():
@@ -80,6 +85,16 @@ class SplitBackward:
             waiting = self._waiting[microbatch] = []
             with self._uses.putting_off(waiting, self._anchor):
                 yield
+
+    def _look(self) -> None:
+        """Takes up the parameters. What is sharded is whole only now, and what is distributed never waits."""
+        self._looked = True
+        parameters = self._given()
+        self._names = {id(p): name for name, p in parameters.items()}
+        self._parameters = [p for p in parameters.values() if p.requires_grad]
+        compiled = {id(p) for part in self._module.modules() if _is_compiled(part) for p in part.parameters()}
+        able = [p for p in self._parameters if id(p) not in compiled and not is_distributed(p)]
+        self._uses = WeightUses(able)
 
     def learn(self, microbatch: int, roots: Iterable[GradientEdge | None]) -> None:
         """After a forward: `roots` are what its backward starts from."""

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ArgumentError
-from penstock.partition import Balance, Partition, Partitioner, Stage, default_kwargs, retarget
+from penstock.errors import ArgumentError, PartitionError
+from penstock.partition import KEPT_PARTITIONS, Balance, Partition, Partitioner, Stage, default_kwargs, retarget
 from penstock.runtime.copies import with_copies
+from penstock.runtime.distribution import check_sharding
 from penstock.runtime.engine import Engine
 from penstock.runtime.materialize import Materialize, materialize
+from penstock.runtime.outline import Example, Outline
 from penstock.runtime.ties import tie_groups
 from penstock.schedule import Placement
 from penstock.stages import ties
 
-Example = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword inputs of one microbatch."""
+if TYPE_CHECKING:
+    from penstock.runtime.frame import Frames, Parallelize, Sharded
 
 
 class SplitModel:
@@ -36,7 +39,7 @@ class SplitModel:
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],
-        examples: Sequence[Example],
+        example: Outline,
         placement: Placement,
         engine: Engine,
         *,
@@ -44,7 +47,10 @@ class SplitModel:
         leaves: Sequence[str] | None,
         balance: Balance,
         rule: Materialize | None,
+        parallelize: Parallelize | None = None,
     ) -> None:
+        self._frames: Frames | None = None
+        self._stages: Sequence[Stage] = ()
         self._engine = engine
         self._placement = placement
         self._partitioner = Partitioner(
@@ -52,12 +58,16 @@ class SplitModel:
         )
         self.model = self._partitioner.model
         self._modules = list(self.model.modules())
-        self._examples = engine.give(list(examples))  # a forward may branch on their values: all ranks record the same
+        self._examples = engine.give(example).fill()  # a forward may branch on values: all ranks record the same
         self._copied: dict[int, tuple[Partition, Partition]] = {}
         self._placed: dict[int, tuple[Partition, Partition]] = {}
         shared = ties([stage.meta for stage in self._record(training=True)[0].stages])
         self._refuse_copies(shared)
         self._take_over(rule)
+        engine.start_equal(self._held_tensors())
+        if parallelize is not None:
+            self._parallelize(parallelize, shared)
+        self.sharded_stages = frozenset(stage for stages in engine.gather_line(list(self.sharded)) for stage in stages)
         self._parameters = list(self.model.parameters())
         self._stages = self.partitions(training=True)[0].stages
         self.tie_groups = () if engine.world.is_local else tie_groups(shared, placement.rank_of)
@@ -68,9 +78,22 @@ class SplitModel:
     def cuts(self) -> tuple[str, ...]:
         return self._partitioner.cuts or ()
 
-    def partitions(self, *, training: bool) -> list[Partition]:
-        """The partition of each microbatch, in the modules' present modes, on this process's devices."""
-        return [self._place(partition) for partition in self._record(training=training)]
+    def partitions(self, *, training: bool, examples: Sequence[Example] | None = None) -> list[Partition]:
+        """The partition of each microbatch, in the modules' present modes, on this process's devices.
+
+        Args:
+            examples: of each microbatch, the same on every rank; None: those that the pipeline was made with.
+
+        Raises:
+            PartitionError: one cannot be recorded, or needs parameters where they are not held.
+        """
+        placed = [self._place(partition) for partition in self._record(training=training, examples=examples)]
+        for partition in placed:
+            self._refuse_what_is_elsewhere(partition)
+        for cache in (self._copied, self._placed):
+            while len(cache) > KEPT_PARTITIONS:
+                del cache[next(iter(cache))]
+        return placed
 
     def signature(self) -> tuple[Any, ...]:
         """What a recording depends on besides its inputs: each module's mode, which parameters are trained, autocast,
@@ -131,9 +154,59 @@ class SplitModel:
         """For every name of a parameter or buffer in the unsplit model, tied ones' too, that of its first."""
         return self._partitioner.names()
 
-    def _record(self, *, training: bool) -> list[Partition]:
-        with torch.set_grad_enabled(training):
-            return [self._copy(self._partitioner(args, kwargs)) for args, kwargs in self._examples]
+    @property
+    def sharded(self) -> Mapping[int, Sharded]:
+        """The stages of this process that `fully_shard` was applied to."""
+        return {} if self._frames is None else self._frames.sharded
+
+    def _parallelize(self, function: Parallelize, shared: Mapping[str, Sequence[int]]) -> None:
+        """Applies the user's function to this process's stages. What was recorded before is recorded anew."""
+        from penstock.runtime.frame import Frames  # torch's FSDP takes long to import
+
+        if self._placement.pipelines > 1:
+            raise ArgumentError(
+                "parallelize= works on one copy of each stage, and this schedule has several; take one with one copy "
+                "(dualpipe-v for dualpipe)"
+            )
+        here = [s for s in self.partitions(training=True)[0].stages if self._is_here(s)]
+        self._frames = Frames(self.model, here, function)
+        self._copied.clear()
+        self._placed.clear()
+        self._partitioner.forget()
+        for stage in self.partitions(training=True)[0].stages:
+            if self._is_here(stage):
+                check_sharding(stage, self._engine.world.divided, shared)
+
+    def _is_here(self, stage: Stage) -> bool:
+        return self._placement.rank_of[stage.meta.index] in self._engine.ranks
+
+    def _held_tensors(self) -> list[Tensor]:
+        """Every parameter and buffer of this process's stages, in the model's order."""
+        stages = self._record(training=True)[0].stages
+        here = [stage for stage in stages if self._is_here(stage)]
+        held = {name: t for stage in here for name, t in (*stage.parameters.items(), *stage.buffers.items())}
+        return [held[name] for name in sorted(held)]
+
+    def _record(self, *, training: bool, examples: Sequence[Example] | None = None) -> list[Partition]:
+        plain = nullcontext() if self._frames is None else self._frames.off()
+        with torch.set_grad_enabled(training), plain:
+            given = self._examples if examples is None else examples
+            return [self._copy(self._partitioner(args, kwargs)) for args, kwargs in given]
+
+    def _refuse_what_is_elsewhere(self, partition: Partition) -> None:
+        """Each process holds what the stages of the first recording need; a batch may take another branch."""
+        if self._engine.world.is_local:
+            return
+        rank_of = self._placement.rank_of
+        held = {(rank_of[stage.meta.index], name) for stage in self._stages for name in _names(stage)}
+        for stage in partition.stages if held else ():
+            for name in _names(stage):
+                if (rank_of[stage.meta.index], name) not in held:
+                    raise PartitionError(
+                        f"for this batch the model's forward uses {name!r} on stage {stage.meta.index}, which it did "
+                        "not for the pipeline's example, so that the rank of this stage does not hold it; give an "
+                        "example that takes the same branch, or other cuts"
+                    )
 
     def _copy(self, partition: Partition) -> Partition:
         """The partition with the stages of all pipelines."""
@@ -145,7 +218,7 @@ class SplitModel:
     def _place(self, partition: Partition) -> Partition:
         """The partition with this process's stages on their devices."""
         if id(partition) not in self._placed:
-            stages = tuple(self._place_stage(stage) for stage in partition.stages)
+            stages = tuple(self._framed(self._place_stage(stage)) for stage in partition.stages)
             self._placed[id(partition)] = partition, replace(partition, stages=stages)
         return self._placed[id(partition)][1]
 
@@ -158,8 +231,15 @@ class SplitModel:
         stage.module.to(device)
         return stage
 
+    def _framed(self, stage: Stage) -> Stage:
+        if self._frames is None or not self._is_here(stage):
+            return stage
+        frame = self._frames[stage.meta.index]
+        frame.adopt(stage)
+        return replace(stage, frame=frame)
+
     def _stages_here(self) -> list[Stage]:
-        return [stage for stage in self._stages if self._placement.rank_of[stage.meta.index] in self._engine.ranks]
+        return [stage for stage in self._stages if self._is_here(stage)]
 
     def _refuse_copies(self, shared: dict[str, tuple[int, ...]]) -> None:
         if not self._engine.world.is_local:
@@ -199,6 +279,10 @@ class SplitModel:
         if not engine.world.is_local:
             self._copied.clear()
             self._partitioner.forget()  # what was recorded so far keeps the memory of other ranks' parameters
+
+
+def _names(stage: Stage) -> tuple[str, ...]:
+    return (*stage.meta.parameters, *stage.meta.buffers)
 
 
 def _own_tensors(module: nn.Module) -> Iterator[Tensor]:

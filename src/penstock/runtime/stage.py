@@ -7,8 +7,9 @@ from, and a slot for the gradient of each input. Values and gradients are droppe
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,11 +17,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.errors import ArgumentError, PartitionError
 from penstock.runtime import exact
+from penstock.runtime.distribution import is_distributed
 from penstock.runtime.loss import LossHead
 from penstock.runtime.routes import Root, Route, Routes
 from penstock.runtime.split_backward import SplitBackward
 from penstock.runtime.streams import Streams
 from penstock.stages import StageMeta, needs_backward
+
+if TYPE_CHECKING:
+    from penstock.runtime.frame import Sharded  # which imports torch's FSDP
 
 
 @dataclass(slots=True)
@@ -53,6 +58,8 @@ class StageRunner:
         streams: random streams, if anything on this stage draws.
         draw_offsets: how often each module that draws was called on earlier stages.
         split: runs the backward of some microbatches in two parts; None where all are whole.
+        last: the microbatch of the last backward, where that is when gradients are reduced.
+        sharded: what `fully_shard` was applied to, if it was.
     """
 
     def __init__(
@@ -67,6 +74,8 @@ class StageRunner:
         device: torch.device,
         training: bool,
         split: SplitBackward | None = None,
+        last: int | None = None,
+        sharded: Sharded | None = None,
     ) -> None:
         self.meta = meta
         self.routes = routes
@@ -81,6 +90,10 @@ class StageRunner:
         self._root_outputs = [root.position for root in roots if root.is_output]
         self._root_inputs = [root.position for root in roots if not root.is_output]
         self.split = split
+        self._last = last
+        self.reduces = True
+        """Whether the gradients of a sharded stage are reduced in this step."""
+        self._sharded = sharded
         self._saved: dict[int, _Saved] = {}
         self._values = _Outbox()
         self._grads = _Outbox()
@@ -123,6 +136,7 @@ class StageRunner:
             with split.forward(microbatch):
                 outputs = self._functions[microbatch](*args)
         args.clear()
+        self._check_whole(outputs)
         if self._training:
             self._check_untracked(outputs)
         if self._head is not None:
@@ -155,7 +169,8 @@ class StageRunner:
         grads.clear()
         split = self._split_of(microbatch)
         if present and split is None:
-            exact.backward([root for root, _ in present], [grad for _, grad in present])
+            with self._reducing(microbatch):
+                exact.backward([root for root, _ in present], [grad for _, grad in present])
         elif present and split is not None:
             with split.input_gradients(microbatch):
                 exact.backward([root for root, _ in present], [grad for _, grad in present])
@@ -176,6 +191,11 @@ class StageRunner:
         """Sends the gradients of a microbatch's inputs to a stage on another rank."""
         route.channel.send(microbatch, self._grads.mail.pop((route.stage, microbatch)))
 
+    def _reducing(self, microbatch: int) -> AbstractContextManager[None]:
+        """Around the backward in which a sharded stage reduces its gradients."""
+        reduces = self._sharded is not None and microbatch == self._last and self.reduces
+        return self._sharded.reducing() if self._sharded is not None and reduces else nullcontext()
+
     def _split_of(self, microbatch: int) -> SplitBackward | None:
         return self.split if self.split is not None and microbatch in self.split.microbatches else None
 
@@ -188,6 +208,15 @@ class StageRunner:
                 "model's output, without detach() or no_grad"
             )
         return None
+
+    def _check_whole(self, outputs: Sequence[Tensor]) -> None:
+        for output, meta in zip(outputs, self.meta.outputs, strict=True):
+            if type(output) is not Tensor and is_distributed(output):
+                raise PartitionError(
+                    f"value {meta.name!r} leaves stage {self.meta.index} as a DTensor, of which each process holds a "
+                    "part; have the plan of parallelize_module give whole tensors there (RowwiseParallel, or "
+                    "PrepareModuleOutput with desired_layouts=Replicate() and use_local_output=True), or move the cut"
+                )
 
     def _check_untracked(self, outputs: Sequence[Tensor]) -> None:
         for position in self._untracked_outputs:

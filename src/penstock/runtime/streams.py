@@ -47,6 +47,8 @@ class Streams:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
+        self.first_microbatch = 0
+        """Of this replica in the whole batch: each replica draws what one device would for its part of the batch."""
         self._keys: dict[str, int] = {}
         self._calls: dict[str, int] = {}
         self._drawn: dict[tuple[str, int], int] = {}
@@ -93,13 +95,13 @@ class Streams:
             offsets: how often each module was called on earlier stages, if at all.
             again: in backward, where recomputation must draw what was drawn before.
         """
-        self._base = mix(self.seed, self._step, microbatch)
+        self._base = mix(self.seed, self._step, self.first_microbatch + microbatch)
         self._calls = dict(offsets)
         self._again = again
 
     def begin_loss(self, microbatch: int) -> None:
         """Sets the stream of a loss function, which may draw as well."""
-        self._seed(mix(self.seed, self._step, microbatch, _LOSS))
+        self._seed(mix(self.seed, self._step, self.first_microbatch + microbatch, _LOSS))
 
     def enter(self, name: str) -> None:
         """Sets the stream of the next call of `name`."""

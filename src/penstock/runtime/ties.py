@@ -1,18 +1,18 @@
 """Parameters that several ranks hold: started equal, and their gradients summed among exactly those ranks.
 
-A group is the parameters that the same set of stages holds. Only the step's own contribution is summed: what earlier
-steps have accumulated is the same on every holder already.
+A group is the parameters that the same set of stages holds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from penstock.runtime.failure import Position
+from penstock.runtime.sums import GradientSum
 from penstock.runtime.transport import Pending, Transport
 
 
@@ -39,29 +39,37 @@ def tie_groups(ties: Mapping[str, Sequence[int]], rank_of: Sequence[int]) -> tup
 
 
 class TieReducer:
-    """One rank's part in one group."""
+    """One rank's part in one group.
 
-    def __init__(self, index: int, group: TieGroup, parameters: Sequence[nn.Parameter], transport: Transport) -> None:
-        self._index = index
-        self._group = group
-        self._parameters = tuple(parameters)
-        self._transport = transport
-        self._before: list[Tensor | None] = []
-        self._buffers: list[Tensor] = []
+    Args:
+        names: of the ranks, by which messages call them.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        group: TieGroup,
+        parameters: Sequence[nn.Parameter],
+        transport: Transport,
+        names: Sequence[int],
+    ) -> None:
+        self.parameters = tuple(parameters)
+        self._rank = transport.rank
+        self._first = group.ranks[0]
+        self._reduce = partial(transport.reduce, index, group.ranks)
+        self._sum = GradientSum(parameters, self._reduce)
         self._pending: Pending | None = None
 
-        peers = tuple(rank for rank in group.ranks if rank != transport.rank)
+        peers = tuple(names[rank] for rank in group.ranks if rank != transport.rank)
         self.position = Position(f"REDUCE_GRAD{index}", peers)
         """What a rank does while it waits for the sum."""
 
     def start_equal(self) -> None:
         """Starts to copy the parameters of the group's first rank to the others: a sum in which theirs are zero."""
-        for parameter in self._parameters:
-            if self._transport.rank != self._group.ranks[0]:
+        for parameter in self.parameters:
+            if self._rank != self._first:
                 parameter.data.zero_()
-        self._pending = self._transport.reduce(
-            self._index, self._group.ranks, [parameter.data for parameter in self._parameters]
-        )
+        self._pending = self._reduce([parameter.data for parameter in self.parameters])
 
     def end_equal(self) -> None:
         """Waits for the copies."""
@@ -71,43 +79,12 @@ class TieReducer:
 
     def begin_step(self) -> None:
         """Sets aside what earlier steps accumulated."""
-        self._before = [parameter.grad for parameter in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = None
+        self._sum.set_aside()
 
     def start(self) -> None:
-        """Starts the sum. One buffer a dtype: the gradients, then for each the number of ranks that have one."""
-        self._buffers = []
-        for members in self._by_dtype():
-            flat = [p.new_zeros(p.numel()) if p.grad is None else p.grad.detach().reshape(-1) for p in members]
-            held = members[0].new_tensor([float(p.grad is not None) for p in members])
-            self._buffers.append(torch.cat([*flat, held]))
-        self._pending = self._transport.reduce(self._index, self._group.ranks, self._buffers)
+        """Starts the sum."""
+        self._sum.start()
 
     def end_step(self) -> None:
         """Waits for the sum and adds it to what was there before."""
-        if self._pending is None:  # no stage of the group has a backward: nothing was added
-            for parameter, grad in zip(self._parameters, self._before, strict=True):
-                parameter.grad = grad
-            return
-        self._pending.wait()
-        self._pending = None
-        before = dict(zip(self._parameters, self._before, strict=True))
-        for members, buffer in zip(self._by_dtype(), self._buffers, strict=True):
-            *flat, held = torch.split(buffer, [*(p.numel() for p in members), len(members)])
-            for parameter, total, count in zip(members, flat, held.tolist(), strict=True):
-                grad = torch.empty_like(parameter.data).copy_(total.view(parameter.shape)) if count else None
-                parameter.grad = _add(before[parameter], grad)
-        self._before, self._buffers = [], []
-
-    def _by_dtype(self) -> list[list[nn.Parameter]]:
-        groups: dict[torch.dtype, list[nn.Parameter]] = {}
-        for parameter in self._parameters:
-            groups.setdefault(parameter.dtype, []).append(parameter)
-        return list(groups.values())
-
-
-def _add(before: Tensor | None, grad: Tensor | None) -> Tensor | None:
-    if before is None or grad is None:
-        return before if grad is None else grad
-    return before.add_(grad)
+        self._sum.finish()

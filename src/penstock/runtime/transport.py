@@ -57,7 +57,12 @@ class Transport(Protocol):
         """
 
     def share(self, value: Tensor, source_rank: int) -> Pending:
-        """Starts to copy a scalar float64 on the CPU, in place, from one rank to all. Never blocks."""
+        """Starts to copy a small float64 tensor on the CPU, in place, from one rank to all. Never blocks."""
+
+    def release(self, program: int) -> None:
+        """Gives back what the channels of a program hold. Both ends call it between the same two steps, and use these
+        channels no more.
+        """
 
     def end_step(self) -> None:
         """Ends a program's step: the layouts that its first step saw hold from now on."""

@@ -1,8 +1,11 @@
-"""Which processes form the pipeline: one alone, all that torchrun started, or one dimension of a DeviceMesh."""
+"""Which processes take part: one alone, all that torchrun started, or those of a DeviceMesh, of which a pipeline is a
+line.
+"""
 
 from __future__ import annotations
 
 import atexit
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,22 +18,77 @@ from torch.distributed.device_mesh import DeviceMesh
 from penstock.errors import ArgumentError
 from penstock.runtime import rendezvous
 
+PIPELINE = "pp"
+DATA = ("dp", "dp_replicate", "dp_shard", "fsdp")
+"""Dimensions of a mesh along which the batch is divided."""
+TENSOR = "tp"
+_UNSUPPORTED = {
+    "cp": "context parallelism divides the sequence, along which a loss and its weight would have to be added up",
+    "ep": "expert parallelism trains with other data on ranks that share all other parameters",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The pipeline's ranks. `rank` is None where this process drives all of them."""
+    """The pipeline's ranks. `rank` is None where this process drives all of them.
+
+    Attributes:
+        ranks: how many ranks a pipeline has.
+        rank: this process's, 0..ranks-1.
+        members: each rank's global rank in `torch.distributed`.
+        everyone: the global ranks of the whole mesh, of which `members` is one line; by default nothing but it.
+        replicas: the global ranks that hold the same as this one and train on other data, in order; this one included.
+        column: the global ranks that run the same stages: on other data, or a share of each layer.
+        lines, replica_sets, columns: the same of all processes: each divides `everyone` into disjoint parts.
+        divided: the dimensions of the mesh along which the batch is divided.
+        replica: this process's number among `replicas`.
+        share: this process's number among those that share a replica's layers (tensor parallelism).
+    """
 
     ranks: int
     rank: int | None = None
     members: tuple[int, ...] = ()
-    """Each rank's global rank in `torch.distributed`."""
-    is_whole: bool = True
-    """The pipeline takes all processes of the job."""
+    everyone: tuple[int, ...] = ()
+    replicas: tuple[int, ...] = ()
+    column: tuple[int, ...] = ()
+    divided: tuple[str, ...] = ()
+    replica: int = 0
+    share: int = 0
+    lines: tuple[tuple[int, ...], ...] = ()
+    replica_sets: tuple[tuple[int, ...], ...] = ()
+    columns: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.rank is not None:
+            me = (self.members[self.rank],)
+            alone = {"everyone": self.members, "replicas": me, "column": me, "lines": (self.members,)}
+            for field, value in alone.items():
+                object.__setattr__(self, field, getattr(self, field) or value)
 
     @property
     def is_local(self) -> bool:
         """One process drives all ranks."""
         return self.rank is None
+
+    @property
+    def is_first(self) -> bool:
+        """Of all processes, the one that does what is done once, such as making a folder."""
+        return self.rank is None or self.name == 0
+
+    @property
+    def names(self) -> tuple[int, ...]:
+        """For each rank of the pipeline its number in the whole mesh, by which messages call it."""
+        return tuple(self.everyone.index(member) for member in self.members) or tuple(range(self.ranks))
+
+    @property
+    def name(self) -> int:
+        """This process's number in the whole mesh."""
+        return 0 if self.rank is None else self.names[self.rank]
+
+    @property
+    def data_parallel(self) -> int:
+        """How many replicas of the model train together, each on its own part of the batch."""
+        return max(1, len(self.replicas))
 
 
 def join(ranks: int | None, mesh: DeviceMesh | None, device_type: str) -> World:
@@ -64,24 +122,48 @@ def _leave() -> None:
 
 
 def _from_mesh(ranks: int | None, mesh: DeviceMesh) -> World:
-    names = mesh.mesh_dim_names or ()
-    others = {name: mesh.size(index) for index, name in enumerate(names) if name != "pp" and mesh.size(index) > 1}
-    if mesh.ndim > 1 and "pp" not in names:
-        raise ArgumentError(f"mesh has dimensions {names}; expected one named 'pp' for the pipeline")
-    if others:
-        raise ArgumentError(
-            f"mesh has dimensions {others} besides 'pp'; only the pipeline's is supported: pass mesh['pp'] of a mesh "
-            "whose other dimensions have size 1"
-        )
-    line = mesh["pp"] if mesh.ndim > 1 else mesh
-    members = tuple(int(rank) for rank in line.mesh.flatten().tolist())
-    if ranks is not None and ranks != len(members):
+    names = mesh.mesh_dim_names or (PIPELINE,)
+    if PIPELINE not in names or len(names) != mesh.ndim:
+        raise ArgumentError(f"mesh has dimensions {names}; expected one named {PIPELINE!r} for the pipeline")
+    for name in names:
+        if name not in (PIPELINE, TENSOR, *DATA) and mesh.size(names.index(name)) > 1:
+            reason = _UNSUPPORTED.get(name, f"the dimensions are {PIPELINE!r}, {TENSOR!r} and, for data, {DATA}")
+            raise ArgumentError(f"mesh has a dimension {name!r}, which a pipeline cannot have: {reason}")
+    grid = mesh.mesh
+    if not (grid == dist.get_rank()).any():
+        raise ArgumentError(f"global rank {dist.get_rank()} is not in the mesh {grid.tolist()}")
+
+    def parts(*free: str) -> tuple[tuple[int, ...], ...]:
+        """The mesh in pieces whose global ranks differ in these dimensions only."""
+        inside = [axis for axis, name in enumerate(names) if name in free]
+        outside = [axis for axis, name in enumerate(names) if name not in free]
+        size = math.prod(grid.shape[axis] for axis in inside)
+        return tuple(map(tuple, grid.permute(*outside, *inside).reshape(-1, size).tolist()))
+
+    def along(*free: str) -> tuple[int, ...]:
+        return next(part for part in parts(*free) if dist.get_rank() in part)
+
+    members = along(PIPELINE)
+    if ranks not in (None, len(members)):
         raise ArgumentError(f"ranks={ranks}, but the mesh has {len(members)} ranks in its pipeline dimension")
-    if len(members) == 1:
+    if grid.numel() == 1:
         return World(1)
-    if dist.get_rank() not in members:
-        raise ArgumentError(f"global rank {dist.get_rank()} is not in the mesh {members}")
-    return World(len(members), members.index(dist.get_rank()), members, len(members) == dist.get_world_size())
+    replicas, shares = along(*DATA), along(TENSOR)
+    me = dist.get_rank()
+    return World(
+        len(members),
+        members.index(me),
+        members,
+        along(*names),
+        replicas,
+        along(TENSOR, *DATA),
+        tuple(name for name in names if name in DATA and mesh.size(names.index(name)) > 1),
+        replicas.index(me),
+        shares.index(me),
+        parts(PIPELINE),
+        parts(*DATA),
+        parts(TENSOR, *DATA),
+    )
 
 
 def backend_of(device: torch.device) -> str:
@@ -89,12 +171,12 @@ def backend_of(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-def exchange(group: dist.ProcessGroup) -> Callable[[Any], Any]:
-    """A function that gives rank 0's object to every rank of the group; each of them calls it."""
+def exchange(group: dist.ProcessGroup, source: int = 0) -> Callable[[Any], Any]:
+    """A function that gives the object of rank `source` to every rank of the group; each of them calls it."""
 
     def give(value: Any) -> Any:
         box = [value]
-        dist.broadcast_object_list(box, group=group, group_src=0)
+        dist.broadcast_object_list(box, group=group, group_src=source)
         return box[0]
 
     return give

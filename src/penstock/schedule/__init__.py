@@ -9,12 +9,16 @@ from penstock.schedule.generators import Generator, generate, generator, generat
 from penstock.schedule.grid import grid
 from penstock.schedule.order import linearize
 from penstock.schedule.passes import (
+    add_sharding,
     drop_backward,
     drop_communication,
+    first_microbatches,
     forward_only,
     merge_backward,
+    reduce_replicas,
     reduce_ties,
     split_backward,
+    whole_last_backward,
 )
 from penstock.schedule.placement import Placement
 from penstock.schedule.row import Row
@@ -32,9 +36,11 @@ __all__ = [
     "Schedule",
     "Violation",
     "add_communication",
+    "add_sharding",
     "check",
     "drop_backward",
     "drop_communication",
+    "first_microbatches",
     "forward_only",
     "from_csv",
     "generate",
@@ -46,9 +52,11 @@ __all__ = [
     "names",
     "peak_activations",
     "read_csv",
+    "reduce_replicas",
     "reduce_ties",
     "split_backward",
     "stages_with_backward",
     "to_csv",
+    "whole_last_backward",
     "write_csv",
 ]

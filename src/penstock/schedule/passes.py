@@ -1,11 +1,12 @@
-"""From a schedule to a schedule: split or merge backwards, leave some out, reduce tied gradients.
+"""From a schedule to a schedule: split or merge backwards, leave some out, reduce gradients, gather what is sharded.
 
 `add_communication` has a file of its own, `communication.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
+from dataclasses import replace
 
 from penstock.errors import ArgumentError
 from penstock.schedule.action import Action, Op, Overlap
@@ -55,6 +56,37 @@ def drop_backward(schedule: Schedule, stages: Collection[int]) -> Schedule:
     return _replace(schedule, keep)
 
 
+def first_microbatches(schedule: Schedule, microbatches: int) -> Schedule:
+    """The schedule for a smaller batch: of the first so many microbatches, in the same order, numbered anew.
+
+    Nothing waits for what is left out, so that a legal schedule stays legal, and within its memory. Where there are
+    several pipelines, each keeps the first microbatches of its share.
+
+    Args:
+        schedule: without messages.
+        microbatches: how many are left; at most those that there are, and one for each pipeline.
+
+    Raises:
+        ArgumentError: there are not so many, or too few.
+    """
+    if not schedule.placement.pipelines <= microbatches <= schedule.microbatches:
+        raise ArgumentError(
+            f"microbatches={microbatches}: schedule {schedule.name!r} has {schedule.microbatches}, of which at least "
+            f"{schedule.placement.pipelines} must stay"
+        )
+    made = Schedule(schedule.name, schedule.placement, microbatches, [()] * schedule.ranks, schedule.slices)
+    numbers = [(schedule.numbers_on(stage), made.numbers_on(stage)) for stage in range(schedule.stages)]
+
+    def renumbered(action: Action) -> tuple[Action, ...]:
+        if action.microbatch is None or action.op is Op.REDUCE_GRAD:  # whose number is a group's
+            return (action,)
+        before, after = numbers[action.stage]
+        number = action.microbatch - before.start
+        return (replace(action, microbatch=after[number]),) if number < len(after) else ()
+
+    return made.with_rows(_replace(schedule, renumbered).rows)
+
+
 def reduce_ties(schedule: Schedule, groups: Sequence[Sequence[int]]) -> Schedule:
     """Adds the reduction of the gradients of parameters that several stages hold.
 
@@ -87,10 +119,89 @@ def reduce_ties(schedule: Schedule, groups: Sequence[Sequence[int]]) -> Schedule
     return schedule.with_rows(rows)
 
 
+def reduce_replicas(schedule: Schedule, stages: Set[int], like: Schedule | None = None) -> Schedule:
+    """Adds the reduction of the gradients of stages that have replicas: a `REDUCE_GRAD` without a number.
+
+    It comes right after the stage's last B or W, and what that sends, so that it is under way while other stages still
+    run. A stage without any backward gets none.
+
+    Args:
+        like: replicas must reduce in one order, though one may have fewer microbatches: that of this schedule.
+    """
+
+    def changed(row: Row, pattern: Row) -> Iterator[Action | Overlap]:
+        items = list(row.items())
+        last, turn = _last_weight_gradients(row), _last_weight_gradients(pattern)
+        place = 0
+        behind: dict[int, list[int]] = {}
+        for stage in sorted(stages & last.keys(), key=turn.__getitem__):
+            place = max(place, last[stage])
+            while place + 1 < len(items) and all(part.op.is_send for part in items[place + 1].parts):
+                place += 1
+            behind.setdefault(place, []).append(stage)
+        for index, item in enumerate(items):
+            yield item
+            yield from (Action(stage, Op.REDUCE_GRAD) for stage in behind.get(index, ()))
+
+    patterns = (schedule if like is None else like).rows
+    return schedule.with_rows([changed(row, pattern) for row, pattern in zip(schedule.rows, patterns, strict=True)])
+
+
+def _last_weight_gradients(row: Row) -> dict[int, int]:
+    """For each stage, the place of its last B or W among the row's items."""
+    items = enumerate(row.items())
+    return {part.stage: index for index, item in items for part in item.parts if part.op in (Op.B, Op.W)}
+
+
+def whole_last_backward(schedule: Schedule, stages: Set[int]) -> Schedule:
+    """The last backward of each of these stages whole, with all of the stage's other weight gradients before it.
+
+    For stages whose gradients are reduced within their last backward (`fully_shard`).
+    """
+
+    def changed(row: Row) -> Iterable[Action | Overlap]:
+        items = list(row.items())
+        for stage in stages:
+            ends = [i for i, item in enumerate(items) if any(p.stage == stage and p.op is Op.I for p in item.parts)]
+            whole = [i for i, item in enumerate(items) if any(p.stage == stage and p.op is Op.B for p in item.parts)]
+            if ends and (not whole or ends[-1] > whole[-1]):
+                items = _ending_whole(items, stage, ends[-1])
+        return items
+
+    return schedule.with_rows([changed(row) for row in schedule.rows])
+
+
+def _ending_whole(items: list[Action | Overlap], stage: int, last: int) -> list[Action | Overlap]:
+    """The items with the stage's I at `last` whole, and the Ws behind it, but its own, in front of it."""
+    (number,) = [part.microbatch for part in items[last].parts if part.stage == stage and part.op is Op.I]
+    waiting = [i for i in items[last:] if isinstance(i, Action) and i.stage == stage and i.op is Op.W]
+    whole = Action(stage, Op.B, number)
+    item = items[last]
+    end = Overlap(item.forward, whole) if isinstance(item, Overlap) else whole
+    before = [w for w in waiting if w.microbatch != number]
+    return [*items[:last], *before, end, *(i for i in items[last + 1 :] if i not in waiting)]
+
+
+def add_sharding(schedule: Schedule, stages: Set[int]) -> Schedule:
+    """Adds `UNSHARD` before the first action of each of these stages, and `RESHARD` behind its last."""
+
+    def changed(row: Row) -> Iterator[Action | Overlap]:
+        items = list(row.items())
+        computes = {s: [i for i, item in enumerate(items) if any(p.stage == s for p in item.parts)] for s in stages}
+        first = {s: places[0] for s, places in computes.items() if places}
+        last = {s: places[-1] for s, places in computes.items() if places}
+        for index, item in enumerate(items):
+            yield from (Action(s, Op.UNSHARD) for s in sorted(first) if first[s] == index)
+            yield item
+            yield from (Action(s, Op.RESHARD) for s in sorted(last) if last[s] == index)
+
+    return schedule.with_rows([changed(row) for row in schedule.rows])
+
+
 def _with_reductions(row: Row, groups: dict[int, list[int]]) -> list[Action | Overlap]:
     """The row with each group's reduction behind the last weight gradient of its stages, in order of the groups."""
     items = list(row.items())
-    last = {part.stage: index for index, item in enumerate(items) for part in item.parts if part.op in (Op.B, Op.W)}
+    last = _last_weight_gradients(row)
     place = 0
     behind: dict[int, list[Action]] = {}
     for g, stages in sorted(groups.items()):

@@ -87,6 +87,16 @@ class Placement:
         """The stages of one rank, ascending."""
         return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
 
+    @property
+    def by_rank(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of every rank: `stages_on` each."""
+        return tuple(map(self.stages_on, range(self.ranks)))
+
+    def share_of(self, stage: int, microbatches: int) -> range:
+        """The microbatches that go through a stage: its pipeline's share, in one piece."""
+        pipeline = self.pipeline_of(stage)
+        return range(microbatches * pipeline // self.pipelines, microbatches * (pipeline + 1) // self.pipelines)
+
     def __str__(self) -> str:
         copies = range(0, self.stages, self.depth)
         return " | ".join(" ".join(map(str, self.rank_of[first : first + self.depth])) for first in copies)

@@ -76,9 +76,8 @@ class Schedule:
 
     def numbers_on(self, stage: int) -> range:
         """The microbatches (or slices) that go through a stage: its pipeline's share, in one piece."""
-        pipeline, pipelines = self.placement.pipeline_of(stage), self.placement.pipelines
-        first, end = (self.microbatches * p // pipelines for p in (pipeline, pipeline + 1))
-        return range(first * self.slices, end * self.slices)
+        share = self.placement.share_of(stage, self.microbatches)
+        return range(share.start * self.slices, share.stop * self.slices)
 
     def with_rows(self, rows: Iterable[Iterable[Action | Overlap]]) -> Schedule:
         """The same schedule with other rows: how every pass ends."""

@@ -25,7 +25,7 @@ class Admission:
 
     def __init__(self, problem: Problem, caps: Sequence[tuple[float, float]]) -> None:
         self._held, self._kept, self._limit = problem.held, problem.kept, problem.limit
-        self._stages = problem.stages_on
+        self._stages = problem.placement.by_rank
         self._memory = [0.0] * problem.ranks
         self._forwards = [0] * problem.stages
         self._open = [0.0] * problem.stages
@@ -77,7 +77,7 @@ class Admission:
 def _caps(problem: Problem, shares: Sequence[tuple[float, float]]) -> list[float]:
     """For each stage, what it and the lower ones of its rank may hold until their I. At least one microbatch each."""
     caps = [0.0] * problem.stages
-    for rank, stages in enumerate(problem.stages_on):
+    for rank, stages in enumerate(problem.placement.by_rank):
         place = rank / max(1, problem.ranks - 1)
         room = min(problem.limit[rank], sum(problem.held[s] * problem.count[3 * s] for s in stages))
         below = 0.0
@@ -95,7 +95,7 @@ def _deeper(problem: Problem) -> list[list[tuple[list[int], float]]]:
     """
     depth = problem.placement.depth
     found: list[list[tuple[list[int], float]]] = [[] for _ in range(problem.stages)]
-    for rank, stages in enumerate(problem.stages_on):
+    for rank, stages in enumerate(problem.placement.by_rank):
         for stage in stages:
             for level in sorted({s % depth for s in stages if s % depth > stage % depth}):
                 lower = [s for s in stages if s % depth < level]

@@ -38,7 +38,7 @@ def lower_bound(problem: Problem) -> float:
         return max(*bounds, *_areas(problem, chains), *work)
     found = [*work, *_areas(problem, chains)]
     busiest = sorted(range(problem.ranks), key=lambda rank: -work[rank])[:_BUSY]
-    for rank, stages in enumerate(problem.stages_on):
+    for rank, stages in enumerate(problem.placement.by_rank):
         # Relative to the rank's first F, which comes before all else that is on it.
         start = [0.0 if lane // 3 in stages else -math.inf for lane in range(problem.lanes)]
         heads, tails = chains.heads(start), chains.tails(start)
@@ -115,7 +115,7 @@ def memory_waits(problem: Problem) -> Iterator[tuple[int, int, int]]:
     When F of microbatch k starts on a stage, the k before it have had theirs there, and on the rank's stages below.
     Of all that may have been freed by then, what follows takes as much as can be.
     """
-    for rank, stages in enumerate(problem.stages_on):
+    for rank, stages in enumerate(problem.placement.by_rank):
         limit = problem.limit[rank]
         if limit == math.inf:
             continue
@@ -145,7 +145,7 @@ def _one_machine(problem: Problem, rank: int, heads: Heads, tails: Heads) -> flo
     """The length of Jackson's preemptive schedule of a rank's actions: the most urgent first, with interruptions."""
     jobs = [
         (head, tail, problem.seconds[3 * stage + op])
-        for stage in problem.stages_on[rank]
+        for stage in problem.placement.by_rank[rank]
         for op in range(3)
         for head, tail in zip(heads[3 * stage + op].tolist(), tails[3 * stage + op].tolist(), strict=True)
         if head > -math.inf and tail > -math.inf
@@ -182,7 +182,7 @@ def _areas(problem: Problem, chains: _Chains) -> list[float]:
     found = [a / limit if a and limit < math.inf else 0.0 for a, limit in zip(area, problem.limit, strict=True)]
     if problem.objective == "makespan":
         first = chains.heads([0.0] * problem.lanes)
-        for rank, stages in enumerate(problem.stages_on):
+        for rank, stages in enumerate(problem.placement.by_rank):
             found[rank] += min((float(first[3 * s][0]) for s in stages if len(first[3 * s])), default=0.0)
     return found
 

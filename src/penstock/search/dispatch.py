@@ -82,7 +82,9 @@ class _Dispatch:
         self.number = [0] * problem.lanes
         self.arrival = [math.inf] * problem.lanes
         self.rows: Rows = [[] for _ in range(problem.ranks)]
-        self.lanes_on = [[(3 * s + op, s, op) for s in stages for op in range(3)] for stages in problem.stages_on]
+        self.lanes_on = [
+            [(3 * s + op, s, op) for s in stages for op in range(3)] for stages in problem.placement.by_rank
+        ]
         self.due = [0.0] * problem.ranks
         self.stalled = False
         for lane in range(0, problem.lanes, 3):

@@ -148,7 +148,7 @@ class _Model:
         """The solution's order on each rank."""
         asked = self.asked
         rows = []
-        for stages in asked.stages_on:
+        for stages in asked.placement.by_rank:
             placed = []
             for lane in (3 * stage + op for stage in stages for op in range(3)):
                 trip = (lane, -lane, asked.lanes)[lane % 3]  # actions that take no time: F up, then I down, then W
@@ -180,7 +180,7 @@ class _Model:
     def _resources(self, horizon: int) -> None:
         """A rank runs one action at a time and holds no more than its limit."""
         asked, model = self.asked, self.model
-        for rank, stages in enumerate(asked.stages_on):
+        for rank, stages in enumerate(asked.placement.by_rank):
             lanes = [3 * stage + op for stage in stages for op in range(3)]
             model.add_no_overlap(
                 [
@@ -206,7 +206,7 @@ class _Model:
 
     def _objective(self, cost: cp_model.IntVar) -> None:
         asked, model = self.asked, self.model
-        for stages in asked.stages_on:
+        for stages in asked.placement.by_rank:
             firsts = {asked.placement.pipeline_of(stage): 3 * stage for stage in reversed(stages)}
             for lane in [lane for lane in firsts.values() if asked.objective == "span" and self.start[lane]]:
                 first, source = self.start[lane][0], asked.need[lane]

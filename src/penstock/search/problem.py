@@ -74,20 +74,15 @@ class Problem:
         return sum(self.count)
 
     @property
-    def stages_on(self) -> tuple[tuple[int, ...], ...]:
-        """The stages of each rank, ascending."""
-        return tuple(map(self.placement.stages_on, range(self.ranks)))
-
-    @property
     def chunks(self) -> int:
         """The most stages that a rank has."""
-        return max(map(len, self.stages_on))
+        return max(map(len, self.placement.by_rank))
 
     @property
     def work_seconds(self) -> tuple[float, ...]:
         """How long each rank computes."""
         spent = [seconds * count for seconds, count in zip(self.seconds, self.count, strict=True)]
-        return tuple(sum(sum(spent[3 * s : 3 * s + 3]) for s in stages) for stages in self.stages_on)
+        return tuple(sum(sum(spent[3 * s : 3 * s + 3]) for s in stages) for stages in self.placement.by_rank)
 
     def rank_of(self, lane: int) -> int:
         return self.placement.rank_of[lane // 3]
@@ -100,7 +95,7 @@ class Problem:
     def schedule(self, name: str, rows: Rows) -> Schedule:
         """The schedule that runs these rows."""
         made = []
-        first = [self._numbers(stage).start for stage in range(self.stages)]
+        first = [self.placement.share_of(stage, self.microbatches).start for stage in range(self.stages)]
         for row in rows:
             taken = [0] * self.lanes
             columns = array("i"), array("b"), array("i")
@@ -127,9 +122,6 @@ class Problem:
                 latest[lane] = k
             rows.append(lanes)
         return rows
-
-    def _numbers(self, stage: int) -> range:
-        return _numbers(self.placement, self.microbatches, stage)
 
 
 def problem(
@@ -227,11 +219,5 @@ def _limits(
     return tuple(limit * (1 + _SLACK) for limit in limits)
 
 
-def _numbers(placement: Placement, microbatches: int, stage: int) -> range:
-    """The microbatches that go through a stage: as `Schedule.numbers_on`."""
-    pipeline, pipelines = placement.pipeline_of(stage), placement.pipelines
-    return range(microbatches * pipeline // pipelines, microbatches * (pipeline + 1) // pipelines)
-
-
 def _counts(placement: Placement, microbatches: int) -> tuple[int, ...]:
-    return tuple(len(_numbers(placement, microbatches, lane // 3)) for lane in range(3 * placement.stages))
+    return tuple(len(placement.share_of(lane // 3, microbatches)) for lane in range(3 * placement.stages))

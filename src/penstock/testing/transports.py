@@ -168,6 +168,34 @@ def another_layout_is_refused_by_the_sender() -> Iterator[Step]:
     yield 1, lambda rank: rank.transport.end_step()
 
 
+def a_released_program_makes_room_for_another() -> Iterator[Step]:
+    """As for batches of new shapes: another program, with another layout, over the same link."""
+    for turn in range(3):
+        for step in range(2):
+
+            def send(rank: _Rank, step: int = step, turn: int = turn) -> None:
+                rank.channel().send(0, [tensor[: turn + 1] for tensor in message(step, 0)])
+
+            def receive(rank: _Rank, step: int = step, turn: int = turn) -> None:
+                rank.channel().post(0)
+                for got, expected in zip(rank.channel().receive(0), message(step, 0), strict=True):
+                    assert got is not None, "a tensor did not arrive"
+                    assert torch.equal(got.cpu(), expected[: turn + 1]), "a tensor arrived with other values"
+
+            yield 0, send
+            yield 1, receive
+            yield 0, lambda rank: rank.transport.end_step()
+            yield 1, lambda rank: rank.transport.end_step()
+
+        def release(rank: _Rank) -> None:
+            rank.transport.release(rank.program)
+            rank.program += len(SCRIPTS)
+            rank.channels.clear()
+
+        yield 1, release
+        yield 0, release
+
+
 def a_loss_reaches_every_rank() -> Iterator[Step]:
     for step in range(3):
         for r in (0, 1):
@@ -187,11 +215,36 @@ def a_loss_reaches_every_rank() -> Iterator[Step]:
             yield r, read
 
 
+def values_of_several_ranks_cross_each_other() -> Iterator[Step]:
+    """Announcements of one rank and losses of the other, of which nobody reads some, and others late."""
+    for turn in range(6):
+        for source, r in ((0, 0), (0, 1), (1, 0), (1, 1)):
+
+            def start(rank: _Rank, source: int = source, r: int = r, turn: int = turn) -> None:
+                if source == 0:
+                    rank.tensors, rank.pending = [], []
+                values = [10.0 * turn + source, 2.0, 3.0] if r == source else [0.0] * 3
+                rank.tensors.append(torch.tensor(values, dtype=torch.float64))
+                rank.pending.append(rank.transport.share(rank.tensors[-1], source))
+
+            yield r, start
+        for r in (0, 1) if turn % 2 else ():
+
+            def read(rank: _Rank, turn: int = turn) -> None:
+                for source in (1, 0):
+                    rank.pending[source].wait()
+                    assert rank.tensors[source].tolist() == [10.0 * turn + source, 2.0, 3.0], "not the source's value"
+
+            yield r, read
+
+
 SCRIPTS: tuple[Script, ...] = (
     values_keep_bits_strides_and_alignment,
     sends_run_ahead_of_receives,
     absent_tensors_arrive_as_none,
     what_arrives_is_memory_of_its_own,
     another_layout_is_refused_by_the_sender,
+    a_released_program_makes_room_for_another,
     a_loss_reaches_every_rank,
+    values_of_several_ranks_cross_each_other,
 )

@@ -1,0 +1,50 @@
+"""TARGET and the options that go with it, and the running of something on what TARGET returns."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock.errors import ArgumentError, PenstockError
+
+if TYPE_CHECKING:
+    from penstock.target import Target
+
+TargetName = Annotated[str, typer.Argument(metavar="TARGET", help="module:function or file.py:function.")]
+Cuts = Annotated[str | None, typer.Option(help="The modules that begin a new stage, a,b,c; by default balanced.")]
+
+
+def names(text: str | None) -> list[str] | None:
+    """The names in `a,b,c`; None if nothing is given."""
+    return [name.strip() for name in text.split(",")] if text else None
+
+
+@contextlib.contextmanager
+def loaded(name: str, what: str) -> Iterator[Target]:
+    """What TARGET returns, from seed 0. Until the end of the block, all that is printed goes to stderr.
+
+    Args:
+        name: of TARGET.
+        what: whose code the block runs, for the message: "the model", say.
+
+    Raises:
+        PenstockError: TARGET is wrong, or the block raised it.
+        ArgumentError: the block raised anything else.
+    """
+    import torch
+
+    from penstock.target import describe, load
+
+    with contextlib.redirect_stdout(sys.stderr):
+        torch.manual_seed(0)
+        given = load(name)
+        try:
+            yield given
+        except PenstockError:
+            raise
+        except Exception as error:
+            raise ArgumentError(f"{what} of {name} raised {describe(error)}") from error

@@ -1,0 +1,67 @@
+"""Tensors of which each process holds a part (`torch.distributed.tensor.DTensor`), which takes long to import."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from penstock.errors import ArgumentError
+from penstock.partition import Stage
+
+
+def is_distributed(tensor: Any) -> bool:
+    """Whether a tensor is a `DTensor`."""
+    return isinstance(tensor, Tensor) and hasattr(tensor, "device_mesh")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor: all of it, unless it is distributed."""
+    mine: Tensor = tensor.to_local() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
+    return mine
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole of a tensor. A collective where it is distributed."""
+    full: Tensor = tensor.full_tensor() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
+    return full
+
+
+def mesh_dimensions(tensor: Tensor) -> tuple[str, ...]:
+    """The names of the mesh dimensions over which a tensor is distributed; none if it is not."""
+    return tuple(tensor.device_mesh.mesh_dim_names or ()) if is_distributed(tensor) else ()  # type: ignore[attr-defined]
+
+
+def check_sharding(stage: Stage, divided: Sequence[str], shared: Mapping[str, Sequence[int]]) -> None:
+    """Refuses what would leave gradients wrong.
+
+    Args:
+        stage: one that the user's function has been applied to.
+        divided: the dimensions of the mesh along which the batch is divided.
+        shared: parameters that several stages hold, and those stages.
+
+    Raises:
+        ArgumentError: a parameter is distributed over a mesh without names, over some of `divided` only, or though
+            several stages hold it.
+    """
+    for name, parameter in stage.parameters.items():
+        if not is_distributed(parameter):
+            continue
+        over = mesh_dimensions(parameter)
+        left = [dimension for dimension in divided if dimension not in over]
+        if not over:
+            raise ArgumentError(
+                f"parallelize distributed {name!r} over a mesh without mesh_dim_names; give it a part of the "
+                "pipeline's mesh, such as mesh['dp']"
+            )
+        if name in shared:
+            raise ArgumentError(
+                f"parallelize distributed {name!r}, which stages {list(shared[name])} share; leave it whole "
+                "(fully_shard(..., ignored_params={...})), or choose cuts that keep its uses on one stage"
+            )
+        if left and len(left) < len(divided):
+            raise ArgumentError(
+                f"parallelize sharded {name!r} over {over}, but the batch is divided along {left[0]!r} as well, where "
+                f"nothing would add its gradients up; shard over {tuple(divided)} together, as mesh[{tuple(divided)}]"
+            )

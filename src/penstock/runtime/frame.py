@@ -1,0 +1,171 @@
+"""What `parallelize` is applied to: each stage as a module that holds the model's own modules under their names.
+
+A stage is recorded anew for each signature of its inputs and modes, but is sharded once. So its code is run inside of a
+frame that stays: hooks on it (as `fully_shard` puts there) are run, and the code finds parameters where they are put.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from penstock.errors import ArgumentError
+from penstock.partition import Stage
+
+Parallelize = Callable[[nn.Module], nn.Module | None]
+"""Called with each stage of this process, to shard it in place."""
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+class Frame(nn.Module):
+    """A stage: the modules and parameters that its code uses, by their names in the model."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()
+        code = stage.module
+        self.__dict__.update(_modules=code._modules, _parameters=code._parameters, _buffers=code._buffers)
+
+    def forward(self, run: Callable[..., Sequence[Tensor]], *args: Any) -> Sequence[Tensor]:
+        return run(*args)
+
+    def adopt(self, stage: Stage) -> None:
+        """Has the code of another recording of this stage use the frame's parameters."""
+        for node in stage.module.graph.nodes:
+            if node.op != "get_attr":
+                continue
+            path, _, name = str(node.target).rpartition(".")
+            holder, own = stage.module.get_submodule(path), _submodule(self, path)
+            if own is not None and own is not holder and name in own._parameters:
+                holder.__dict__["_parameters"] = own._parameters
+
+
+class Sharded:
+    """The parts of one stage that `fully_shard` was applied to, in the hands of a schedule.
+
+    Parameters are gathered by `unshard` and let go by `reshard`. Gradients stay whole until the stage's last backward,
+    which runs within `reducing`. All of it is public API, as its documentation asks for with microbatches.
+    """
+
+    def __init__(self, frame: nn.Module) -> None:
+        self.frame = frame
+        self._parts = [module for module in frame.modules() if isinstance(module, FSDPModule)]
+        for part in self._parts:
+            part.set_reshard_after_forward(False, recurse=False)
+        self._reduce(False)
+
+    def unshard(self) -> None:
+        """Gathers the parameters."""
+        for part in self._parts:
+            part.unshard()
+
+    def reshard(self) -> None:
+        """Lets go of what was gathered."""
+        for part in self._parts:
+            part.reshard()
+
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """The parameters that a forward uses; between `unshard` and `reshard`, the whole ones."""
+        return dict(self.frame.named_parameters())
+
+    @contextmanager
+    def reducing(self) -> Iterator[None]:
+        """Around the last backward of a stage: gradients are scattered and summed in it."""
+        self._reduce(True)
+        try:
+            yield
+        finally:
+            self._reduce(False)
+
+    def _reduce(self, now: bool) -> None:
+        for part in self._parts:
+            part.set_requires_gradient_sync(now, recurse=False)
+            part.set_is_last_backward(now)
+            part.set_reshard_after_backward(False, recurse=False)
+
+
+class Frames:
+    """The frames of this process's stages.
+
+    Args:
+        model: whose modules they hold.
+        stages: recorded before anything is sharded.
+        parallelize: the user's function.
+    """
+
+    def __init__(self, model: nn.Module, stages: Sequence[Stage], parallelize: Parallelize) -> None:
+        self._model = model
+        self._by_stage = {stage.meta.index: Frame(stage) for stage in stages}
+        self._plain = {
+            id(module): (module, type(module), {name: getattr(module, name).copy() for name in _HOOKS})
+            for frame in self._by_stage.values()
+            for module in frame.modules()
+        }
+        for index, frame in self._by_stage.items():
+            self._apply(index, frame, parallelize)
+        self.sharded = {
+            index: Sharded(frame)
+            for index, frame in self._by_stage.items()
+            if any(isinstance(module, FSDPModule) for module in frame.modules())
+        }
+
+    def __getitem__(self, stage: int) -> Frame:
+        return self._by_stage[stage]
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Without what `parallelize` put around the modules: a recording runs the model's own code."""
+        present = [
+            (module, type(module), {name: getattr(module, name) for name in _HOOKS})
+            for module, *_ in self._plain.values()
+        ]
+        try:
+            for module, kind, hooks in self._plain.values():
+                _dress(module, kind, hooks)
+            yield
+        finally:
+            for module, kind, hooks in present:
+                _dress(module, kind, hooks)
+
+    def _apply(self, index: int, frame: Frame, parallelize: Parallelize) -> None:
+        before = dict(frame.named_parameters(remove_duplicate=False))
+        result = parallelize(frame)
+        if result is not None and result is not frame:
+            raise ArgumentError(
+                f"parallelize returned a {type(result).__name__} for stage {index}; it must change the module that it "
+                "is given in place (fully_shard and parallelize_module do) and return it, or None"
+            )
+        changed: dict[int, nn.Parameter] = {}
+        for name, parameter in frame.named_parameters(remove_duplicate=False):
+            old = before.get(name)
+            if old is None:
+                raise ArgumentError(
+                    f"parallelize added a parameter, {name!r}, to stage {index}; the model has none such"
+                )
+            changed[id(old)] = parameter
+        _replace(self._model, {key: new for key, new in changed.items() if key != id(new)})
+
+
+def _replace(model: nn.Module, new: Mapping[int, nn.Parameter]) -> None:
+    """Puts parameters where others were, by identity: also in containers that are in no stage."""
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if id(parameter) in new:
+                module._parameters[name] = new[id(parameter)]
+
+
+def _dress(module: nn.Module, kind: type[nn.Module], hooks: Mapping[str, Any]) -> None:
+    if type(module) is not kind:
+        module.__class__ = kind
+    module.__dict__.update(hooks)
+
+
+def _submodule(root: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return root.get_submodule(path)
+    except AttributeError:
+        return None

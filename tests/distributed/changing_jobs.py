@@ -1,0 +1,150 @@
+"""What ranks run to see batches change from step to step; each compares with the unsplit model by itself."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import penstock
+from by_hand import sizes_by_hand, step_by_hand
+from models import Block, squared_error, token_error
+
+MICROBATCHES = 4
+
+BATCHES = ((11, 6), (5, 6), (11, 4), (3, 6), (2, 9), (11, 6), (5, 6), (3, 6), (5, 6), (1, 3))
+"""Rows and length of each step's batch. Fewer rows than microbatches, fewer microbatches than stages; and kinds that
+come a second time (which over shared memory is another way) and a third."""
+
+
+class Words(nn.Module):
+    """Blocks between an embedding and a head, nothing tied, so that all is equal to the bit."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(19, 8), nn.Linear(8, 19)
+        self.h = nn.ModuleList(Block(8, 2, 0.0) for _ in range(layers))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        positions = torch.arange(ids.shape[1], device=ids.device)
+        x = self.embed(ids)
+        for block in self.h:
+            x = block(x, positions[:, None] >= positions[None, :])
+        return self.head(x)
+
+
+def words(rows: int, length: int) -> tuple[Tensor, Tensor]:
+    """Ids, and targets of which some do not count."""
+    generator = torch.Generator().manual_seed(100 * rows + length)
+    ids = torch.randint(0, 19, (rows, length + 1), generator=generator)
+    target = ids[:, 1:].clone()
+    target[::2, 1:] = -100
+    return ids[:, :-1].clone(), target
+
+
+def count(target: Tensor) -> Tensor:
+    return (target != -100).sum()
+
+
+def weights_by_hand(target: Tensor, microbatches: int) -> list[float]:
+    counts = [float(count(part)) for part in torch.split(target, sizes_by_hand(len(target), microbatches))]
+    return [one / sum(counts) for one in counts]
+
+
+def train(rank: int, layers: int, options: dict[str, Any]) -> list[str]:
+    """What differs, in words."""
+    torch.manual_seed(0)
+    model, wrong = Words(layers), []
+    reference = copy.deepcopy(model)
+    ids, _ = words(*BATCHES[0])
+    with penstock.pipeline(
+        model, (ids,), loss=token_error, reduction=count, microbatches=MICROBATCHES, **options
+    ) as pipe:
+        for number, (rows, length) in enumerate(BATCHES):
+            ids, target = words(rows, length)
+            microbatches = min(MICROBATCHES, rows)
+            reference.zero_grad()
+            for parameter in pipe.parameters():
+                parameter.grad = None
+            expected = step_by_hand(
+                reference, (ids,), target, token_error, microbatches, weights_by_hand(target, microbatches)
+            )
+            mine = (ids,) if pipe.needs_inputs else ()
+            wanted = target if pipe.needs_targets else None
+            result = pipe.step(*mine, target=wanted, outputs="all")
+            grads = {name: parameter.grad for name, parameter in reference.named_parameters()}
+            wrong += [f"{number}: {n}" for n, p in pipe.named_parameters() if not torch.equal(p.grad, grads[n])]
+            evaluated = pipe.evaluate(*mine, target=wanted)
+            for what, loss in (("loss", result.loss), ("evaluated", evaluated.loss)):
+                wrong += [] if torch.equal(loss, expected.total) else [f"{number}: {what}"]
+            if not all(map(torch.equal, result.outputs, expected.outputs)) or len(result.outputs) != microbatches:
+                wrong.append(f"{number}: outputs")
+            if pipe.has_outputs and not all(map(torch.equal, result.losses, expected.losses)):
+                wrong.append(f"{number}: losses")
+    return wrong
+
+
+def buckets(rank: int, transport: str) -> list[str]:
+    """Microbatches that are cut already, each of a length of its own."""
+    torch.manual_seed(0)
+    model, wrong = Words(4), []
+    reference = copy.deepcopy(model)
+    pieces = [words(rows, length) for rows, length in ((3, 5), (1, 9), (2, 2))]
+    given = [penstock.Microbatches(one) for one in zip(*pieces, strict=True)]
+    with penstock.pipeline(
+        model, given[:1], loss=token_error, reduction="sum", microbatches=3, transport=transport
+    ) as pipe:
+        for turn in (slice(None), slice(1, None), slice(None), slice(None, None, -1)):
+            reference.zero_grad()
+            for parameter in pipe.parameters():
+                parameter.grad = None
+            losses = [step_by_hand(reference, (x,), y, token_error, 1).total for x, y in pieces[turn]]
+            ids, target = (penstock.Microbatches(one) for one in zip(*pieces[turn], strict=True))
+            result = pipe.step(ids, target=target)
+            grads = {name: parameter.grad for name, parameter in reference.named_parameters()}
+            wrong += [n for n, p in pipe.named_parameters() if not torch.equal(p.grad, grads[n])]
+            if pipe.has_outputs and not all(map(torch.equal, result.losses, losses)):
+                wrong.append("losses")
+    return wrong
+
+
+def predict(rank: int, who: Any) -> Tensor | None:
+    """The whole output, where it was asked for."""
+    torch.manual_seed(0)
+    with penstock.pipeline(Words(2), (words(4, 5)[0],), loss=token_error, microbatches=MICROBATCHES) as pipe:
+        pipe.predict(words(4, 5)[0])
+        found: Tensor | None = pipe.predict(words(7, 5)[0], outputs=who)
+        return found
+
+
+def disagree(rank: int, what: str) -> None:
+    """The last rank does something else than the others in the second step."""
+    torch.manual_seed(0)
+    x, y = torch.randn(6, 5), torch.randn(6, 5)
+    model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)))
+    with penstock.pipeline(model, (x,), loss=squared_error, microbatches=3) as pipe:
+        pipe.step(x, target=y)
+        if pipe.has_outputs and what == "evaluate":
+            pipe.evaluate(x, target=y)
+        elif pipe.has_outputs and what == "outputs":
+            pipe.step(x, target=y, outputs="all")
+        elif pipe.has_outputs and what == "mode":
+            pipe.eval().step(x, target=y)
+        elif pipe.has_outputs and what == "target":
+            pipe.step(x, target=y[:5])
+        else:
+            pipe.step(x, target=y)
+
+
+def many_kinds(rank: int, kinds: int) -> tuple[int, int]:
+    """More kinds of batches than are kept, each twice: how many are kept, and how many lanes are open."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    with penstock.pipeline(model, (torch.zeros(1, 5),), loss=squared_error, microbatches=1) as pipe:
+        for rows in range(1, kinds + 1):
+            for _ in range(2):
+                pipe.step(torch.ones(rows, 5), target=torch.zeros(rows, 5))
+        channels = [c for some in pipe._engine.transports[rank]._channels.values() for c in some]  # type: ignore[attr-defined]
+        return len(list(pipe._jobs)), sum(channel._lane is not None for channel in channels)

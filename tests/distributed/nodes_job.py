@@ -1,0 +1,68 @@
+"""What each rank of two machines runs, under torchrun. Its arguments are a folder and what to do:
+
+prove MASTER    leaves FOLDER/shown.RANK, a JSON object: which ranks are reached through shared memory, and what
+                `penstock.verify` says of each transport; for the second, MASTER_ADDR names another machine
+fall            trains; the last rank is killed in the middle of its second step
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import penstock
+from penstock.runtime.shared_memory import SharedMemoryTransport
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import models
+
+
+def neighbours() -> list[int]:
+    """The ranks that this one reaches through shared memory."""
+    case = models.gpt()
+    with penstock.pipeline(case.model, case.args, loss=case.loss, microbatches=2) as pipe:
+        (transport,) = pipe._engine.transports.values()
+        return sorted(transport._neighbours.ranks) if isinstance(transport, SharedMemoryTransport) else []
+
+
+def prove() -> dict[str, Any]:
+    shown: dict[str, Any] = {"neighbours": neighbours()}
+    for transport in ("auto", "distributed"):
+        torch.manual_seed(0)
+        case = models.gpt(dropout=0.1)
+        report = penstock.verify(case.model, case.args, case.target, case.loss, microbatches=2, transport=transport)
+        shown[transport] = [report.ranks, report.ok, report.summary()]
+        os.environ["MASTER_ADDR"] = sys.argv[3]  # rank 0 need not be there: the pipeline may be a part of the job
+    return shown
+
+
+def fall() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+    x = torch.randn(8, 8)
+    calls = iter(range(100))
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if next(calls) == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.nn.functional.mse_loss(output, target)
+
+    with penstock.pipeline(model, (x,), loss=loss, microbatches=4) as pipe:
+        for _ in range(3):
+            pipe.step(x, target=x)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    if sys.argv[2] == "prove":
+        (Path(sys.argv[1]) / f"shown.{rank}").write_text(json.dumps(prove()))
+        dist.destroy_process_group()
+    else:
+        fall()

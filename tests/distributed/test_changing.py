@@ -1,0 +1,65 @@
+"""Real ranks with batches that change from step to step: other sizes, other lengths, fewer rows than microbatches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import changing_jobs as jobs
+import pytest
+import torch
+
+import penstock.runtime.jobs
+from distributed.ranks import Ranks, RanksError
+
+pytestmark = pytest.mark.distributed
+
+TRANSPORTS = ["auto", "distributed"]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("p", [2, 4])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved-1f1b"])
+def test_traps_5_7_12_21_batches_that_change_have_the_bits_of_one_device(
+    schedule: str, p: int, transport: str, request: pytest.FixtureRequest
+) -> None:
+    ranks: Ranks = request.getfixturevalue(f"ranks{p}")
+    chunks = 2 if schedule == "interleaved-1f1b" else 1
+    options = {"schedule": schedule, "transport": transport, "chunks": chunks}
+    assert ranks.run(jobs.train, max(4, p * chunks), options) == [[]] * p
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_microbatches_of_lengths_of_their_own(ranks3: Ranks, transport: str) -> None:
+    assert ranks3.run(jobs.buckets, transport) == [[]] * 3
+
+
+@pytest.mark.parametrize("who", [True, False, "all", 0])
+def test_the_whole_output_is_where_it_was_asked_for(ranks3: Ranks, who: Any) -> None:
+    found = ranks3.run(jobs.predict, who)
+    torch.manual_seed(0)
+    model = jobs.Words(2)
+    expected = torch.cat([model(part.clone()) for part in torch.split(jobs.words(7, 5)[0], [2, 2, 2, 1])])
+    here = {True: [2], False: [], "all": [0, 1, 2]}.get(who, [who]) if isinstance(who, (bool, str)) else [who]
+    assert [rank for rank, output in enumerate(found) if output is not None] == here
+    assert all(torch.equal(found[rank], expected) for rank in here)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("evaluate", r"rank 0 runs a training step, this rank \(1\) an evaluation; every rank must make the same"),
+        ("outputs", r"rank 0 runs with outputs=True or False, this rank \(1\) with outputs='all'"),
+        ("mode", r"this rank \(1\) with modes, requires_grad flags or an autocast of its own"),
+        ("target", r"target has 5 rows \(shape \[5, 5\]\); expected 6, as the inputs have"),
+    ],
+)
+def test_trap_23_ranks_that_do_not_make_the_same_call_are_told(ranks2: Ranks, what: str, words: str) -> None:
+    with pytest.raises(RanksError, match=words):
+        ranks2.run(jobs.disagree, what)
+
+
+def test_kinds_that_are_forgotten_leave_nothing_behind(ranks2: Ranks) -> None:
+    kept = penstock.runtime.jobs.KNOWN_JOBS
+    for jobs_kept, lanes in ranks2.run(jobs.many_kinds, kept + 5):
+        assert jobs_kept == kept
+        assert lanes == 2 * kept  # one there and one back

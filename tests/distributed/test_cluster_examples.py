@@ -1,0 +1,82 @@
+"""The examples for Slurm and Kubernetes train on two machines what one process trains.
+
+Slurm and Kubernetes are played: the one's commands by scripts that start a process on each machine, the other by host
+names and the command of its container.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from nodes import Nodes, two_machines
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ("examples/train_gpt.py", "--steps=20")
+SECONDS = 200.0
+ENVIRONMENT = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+
+pytestmark = [pytest.mark.distributed, pytest.mark.long]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[str]:
+    """What one process prints."""
+    command = [sys.executable, *SCRIPT]
+    done = subprocess.run(
+        command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS, check=True
+    )
+    assert done.stdout.startswith("step   20  loss")
+    return done.stdout.splitlines()
+
+
+def steps(printed: str) -> list[str]:
+    return [line for line in printed.splitlines() if line.startswith("step ")]
+
+
+def play_slurm(nodes: Nodes, folder: Path) -> dict[str, str]:
+    """Commands that do what Slurm's do. Returns the environment of a batch script."""
+    starts = "\n".join(f'{shlex.join([*nodes.enter(node), "env", "-C", str(ROOT)])} "$@" &' for node in range(2))
+    scripts = {
+        "scontrol": f"#!/bin/sh\n[ \"$*\" = 'show hostnames node-[a-b]' ] && printf '%s\\n' {' '.join(nodes.names)}\n",
+        "srun": "#!/bin/bash\nwhile [[ $1 == -* ]]; do shift; done\n" + starts + "\nwait -n && wait -n\n",
+    }
+    for name, text in scripts.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    given = {"JOB_ID": "7", "JOB_NODELIST": "node-[a-b]", "JOB_NUM_NODES": "2", "CPUS_PER_TASK": "2"}
+    path = f"{folder}:{ENVIRONMENT['PATH']}"
+    return {**ENVIRONMENT, "PATH": path, **{f"SLURM_{name}": value for name, value in given.items()}}
+
+
+def test_slurm(tmp_path: Path, alone: list[str]) -> None:
+    with two_machines(tmp_path) as nodes:
+        environment = play_slurm(nodes, tmp_path)
+        command = ["bash", "examples/slurm/train.sbatch", *SCRIPT]
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+        )
+    assert done.returncode == 0, done.stderr
+    assert steps(done.stdout) == alone
+
+
+def test_kubernetes(tmp_path: Path, alone: list[str]) -> None:
+    service, job = yaml.safe_load_all((ROOT / "examples/kubernetes/job.yaml").read_text())
+    name, pods = job["metadata"]["name"], job["spec"]["template"]["spec"]
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == 2
+    assert (service["kind"], service["spec"]["clusterIP"]) == ("Service", "None")
+    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}
+    assert service["metadata"]["name"] == pods["subdomain"]
+    (container,) = pods["containers"]
+    environment = {**ENVIRONMENT, **{variable["name"]: variable["value"] for variable in container["env"]}}
+    with two_machines(tmp_path, [f"{name}-{index}.{pods['subdomain']}" for index in range(2)]) as nodes:
+        command = container["command"] + container["args"]
+        started = [nodes.start(node, command, ROOT, environment) for node in range(2)]
+        printed = [process.communicate(timeout=SECONDS)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0], printed
+    assert steps("".join(printed)) == alone

@@ -1,0 +1,118 @@
+"""Data parallelism: pipelines side by side on one mesh, against one device that has the whole batch."""
+
+from __future__ import annotations
+
+import mesh_jobs
+import pytest
+import torch
+from torch import Tensor
+
+from distributed.ranks import Ranks
+from penstock.schedule import generate, reduce_replicas
+
+pytestmark = pytest.mark.distributed
+
+TOLERANCE = 1e-6
+
+
+def close(one: Tensor, other: Tensor) -> bool:
+    return float((one - other).abs().max()) <= TOLERANCE * float(other.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        *(("deep_gpt_with_dropout", s) for s in ("gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "zb-v", "dualpipe-v")),
+        *(("frozen_first_stage", s) for s in ("1f1b", "zb-h1")),
+    ],
+)
+def test_two_pipelines_of_two_give_what_one_device_gives(ranks4: Ranks, name: str, schedule: str) -> None:
+    seen = ranks4.run(mesh_jobs.verify, name, (2, 2), {"schedule": schedule, "microbatches": 6})
+    assert len({each.summary for each in seen}) == 1, "each process has the same report"
+    assert seen[0].ok, seen[0].summary
+    assert seen[0].replicas == 2
+    assert {"gradient", "loss", "output"} <= set(seen[0].kinds)
+    assert "loss loss" in seen[0].equal, "the loss of the whole batch, to the bit"
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (1, 4), (2, 2)])
+@pytest.mark.parametrize("name", ["convnet", "tied_gpt_with_dropout", "skips", "dicts_between_stages"])
+def test_any_shape_of_mesh(ranks4: Ranks, name: str, shape: tuple[int, int]) -> None:
+    for transport in ("auto", "distributed"):
+        seen = ranks4.run(mesh_jobs.verify, name, shape, {"microbatches": 3, "transport": transport})
+        assert seen[0].ok, seen[0].summary
+
+
+def test_training_is_that_of_one_pipeline_with_the_whole_batch(ranks4: Ranks) -> None:
+    whole = ranks4.run(mesh_jobs.train, "deep_gpt_with_dropout", None, 4, {"microbatches": 4})
+    for shape, microbatches in (((2, 2), 2), ((4, 1), 1)):
+        parts = ranks4.run(mesh_jobs.train, "deep_gpt_with_dropout", shape, 4, {"microbatches": microbatches})
+        weights = {name: value for rank in whole for name, value in rank.weights.items()}
+        for rank in parts:
+            assert rank.global_batch == whole[0].global_batch == 12
+            assert torch.equal(rank.losses[0], whole[0].losses[0]), "the same masks, to the bit"
+            assert all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(rank.losses, whole[0].losses, strict=True))
+            assert all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(rank.norms, whole[0].norms, strict=True))
+            assert all(torch.allclose(value, weights[name], atol=1e-6) for name, value in rank.weights.items())
+    seen: dict[str, Tensor] = {}
+    for rank in parts:
+        for name, value in rank.weights.items():
+            assert torch.equal(seen.setdefault(name, value), value), "replicas stay equal to the bit"
+
+
+def test_clipped_training_has_the_same_bits_at_any_depth(ranks4: Ranks, ranks2: Ranks) -> None:
+    deep = ranks4.run(mesh_jobs.train, "mlp", (2, 2), 4, {"microbatches": 3})
+    flat = ranks2.run(mesh_jobs.train, "mlp", (2, 1), 4, {"microbatches": 3})
+    weights = {name: value for rank in deep for name, value in rank.weights.items()}
+    assert all(torch.equal(value, weights[name]) for name, value in flat[0].weights.items())
+    assert all(torch.equal(a, b) for a, b in zip(deep[0].losses, flat[0].losses, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(deep[0].norms, flat[0].norms, strict=True))
+
+
+@pytest.mark.parametrize("plan", [[True, True], [False, True], [True, False, True], [False, False, True, True]])
+def test_gradients_accumulate_over_steps_with_and_without_averages(ranks4: Ranks, plan: list[bool]) -> None:
+    once = ranks4.run(mesh_jobs.gradients, [True])
+    many = ranks4.run(mesh_jobs.gradients, plan)
+    for one, other in zip(once, many, strict=True):
+        assert all(close(other[name], len(plan) * one[name]) for name in one)
+
+
+def test_without_an_average_gradients_are_the_replicas_own(ranks4: Ranks) -> None:
+    own = ranks4.run(mesh_jobs.gradients, [False])
+    average = ranks4.run(mesh_jobs.gradients, [True])
+    for rank in range(2):
+        for name, grad in average[rank].items():
+            assert not close(own[rank][name], own[rank + 2][name])
+            assert close((own[rank][name] + own[rank + 2][name]) / 2, grad)
+
+
+def test_trap_21_replicas_whose_targets_count_differently(ranks4: Ranks) -> None:
+    for loss, got, expected, wanted in ranks4.run(mesh_jobs.masked, (2, 2)):
+        assert torch.allclose(loss, expected, rtol=1e-6)
+        for name, grad in got.items():
+            torch.testing.assert_close(grad, wanted[name])
+
+
+def test_buffers_are_the_first_replicas_as_in_ddp(ranks4: Ranks) -> None:
+    seen = ranks4.run(mesh_jobs.batch_norm)
+    assert any("running_mean" in name for rank in seen for name in rank)
+    for rank in range(2):
+        assert seen[rank].keys() == seen[rank + 2].keys()
+        assert all(torch.equal(value, seen[rank + 2][name]) for name, value in seen[rank].items())
+
+
+def test_a_stage_is_reduced_as_soon_as_its_last_backward_is_done(ranks4: Ranks) -> None:
+    row = ranks4.run(mesh_jobs.order_of_reductions)[0]
+    assert row.index("2REDUCE_GRAD") < row.index("0REDUCE_GRAD")
+    assert row.index("2B3") < row.index("2REDUCE_GRAD") < row.index("0B3"), "while the other stage still has work"
+
+
+def test_reductions_come_after_what_the_last_backward_sends() -> None:
+    schedule = reduce_replicas(generate("zb-h1", 2, 3), {1})
+    assert [str(a) for a in schedule.rows[1]][-2:] == ["1W2", "1REDUCE_GRAD"]
+    assert not mesh_jobs.reduces(reduce_replicas(generate("1f1b", 2, 3), set()))
+
+
+def test_replicas_with_batches_of_other_sizes_are_refused(ranks4: Ranks) -> None:
+    for said in ranks4.run(mesh_jobs.other_rows):
+        assert "the example has [8, 8, 10, 10] rows on the processes 0..3" in said

@@ -1,0 +1,149 @@
+"""Stages sharded by torch's own FSDP2 and tensor parallelism, against replicas and against one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import shard_jobs
+import torch
+from shard_jobs import Seen
+from torch import Tensor
+
+from distributed.ranks import Ranks, RanksError
+from penstock.schedule import Op, check, generate, generators, whole_last_backward
+
+pytestmark = pytest.mark.distributed
+
+DP = ((2, 2), ("dp", "pp"))
+TP = ((2, 2), ("pp", "tp"))
+
+
+def close(one: Tensor, other: Tensor, tolerance: float = 1e-6) -> bool:
+    return float((one - other).abs().max()) <= tolerance * float(other.abs().max())
+
+
+def together(seen: list[Seen], field: str) -> dict[str, Tensor]:
+    return {name: value for rank in seen for name, value in getattr(rank, field).items()}
+
+
+def run(ranks: Ranks, mesh: Any, how: str, steps: int = 1, **options: Any) -> list[Seen]:
+    return ranks.run(shard_jobs.train, *mesh, how, steps, {"microbatches": 3, **options})
+
+
+@pytest.mark.parametrize("how", ["every_block", "whole_stage"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "interleaved-1f1b", "zb-v"])
+def test_fsdp_gives_the_gradients_of_replicas(ranks4: Ranks, schedule: str, how: str) -> None:
+    options = {"schedule": schedule, "microbatches": 6}
+    plain, sharded = run(ranks4, DP, "", **options), run(ranks4, DP, how, **options)
+    assert all(rank.sharded for rank in sharded)
+    assert not any(rank.sharded for rank in plain)
+    expected, got = together(plain, "gradients"), together(sharded, "gradients")
+    assert got.keys() == expected.keys()
+    assert len(got) == 4 * 6 + 2
+    for name, gradient in got.items():
+        assert close(gradient, expected[name]), name
+    assert torch.equal(sharded[0].losses[0], plain[0].losses[0])
+
+
+def test_fsdp_trains_as_replicas_do(ranks4: Ranks) -> None:
+    plain, sharded = run(ranks4, DP, "", steps=4), run(ranks4, DP, "every_block", steps=4)
+    for one, other in zip(plain, sharded, strict=True):
+        assert all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(one.losses, other.losses, strict=True))
+        assert all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(one.norms, other.norms, strict=True))
+        assert torch.allclose(one.evaluated, other.evaluated, rtol=1e-5)
+    expected = together(plain, "weights")
+    for name, weight in together(sharded, "weights").items():
+        torch.testing.assert_close(weight, expected[name])
+
+
+def test_fsdp_accumulates_over_steps_without_sync(ranks4: Ranks) -> None:
+    plain, sharded = (run(ranks4, DP, how, steps=2, accumulate=3) for how in ("", "every_block"))
+    expected = together(plain, "gradients")
+    for name, gradient in together(sharded, "gradients").items():
+        assert close(gradient, expected[name], 1e-5), name
+
+
+def test_a_split_backward_still_puts_weights_off_under_fsdp(ranks4: Ranks) -> None:
+    sharded = run(ranks4, DP, "every_block", schedule="zb-h1", microbatches=4)
+    assert all(share > 0.5 for rank in sharded for share in rank.share.values())
+    row = sharded[0].rows
+    assert row[0] == "0UNSHARD"
+    assert row[-2:] == ["0REDUCE_GRAD", "0RESHARD"] or row[-1] == "0RESHARD"
+    assert "0B3" in row, "the last backward is whole"
+    assert "0I2" in row
+    assert row.index("0W2") < row.index("0B3"), "all weight gradients are there before it"
+
+
+def test_a_rank_holds_its_share_of_its_stage_between_steps(ranks4: Ranks) -> None:
+    for mine, stage, whole in ranks4.run(shard_jobs.memory):
+        assert stage < whole
+        assert mine <= stage / 2 + 8
+
+
+def test_mixed_precision_of_fsdp(ranks4: Ranks) -> None:
+    plain, half = run(ranks4, DP, "", dropout=0.0), run(ranks4, DP, "half_precision", dropout=0.0)
+    expected = together(plain, "gradients")
+    for name, gradient in together(half, "gradients").items():
+        assert close(gradient, expected[name], 0.1), name
+        assert gradient.dtype is torch.float32
+    assert not torch.equal(half[0].losses[0], plain[0].losses[0])
+
+
+@pytest.mark.parametrize("how", ["by_plan", "by_sequence"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_tensor_parallel_layers(ranks4: Ranks, schedule: str, how: str) -> None:
+    dropout = 0.1 if how == "by_plan" else 0.0  # on activations that are divided, masks would be others
+    plain = run(ranks4, ((4,), ("pp",)), "", steps=3, dropout=dropout)
+    split = run(ranks4, TP, how, steps=3, schedule=schedule, dropout=dropout)
+    assert all(rank.sharded for rank in split)
+    for rank in split:
+        torch.testing.assert_close(rank.losses, plain[0].losses)
+        torch.testing.assert_close(rank.norms, plain[0].norms)
+        torch.testing.assert_close(rank.evaluated, plain[0].evaluated)
+    expected = together(plain, "weights")
+    for name, weight in together(split, "weights").items():
+        torch.testing.assert_close(weight, expected[name])
+    for rank in (0, 2):
+        one, other = split[rank].weights, split[rank + 1].weights
+        assert all(torch.equal(value, other[name]) for name, value in one.items()), "equal on both shares"
+
+
+def test_tensor_parallel_layers_with_replicas(ranks4: Ranks) -> None:
+    plain = run(ranks4, DP, "", steps=2)
+    split = run(ranks4, ((2, 1, 2), ("dp", "pp", "tp")), "by_plan", steps=2)
+    torch.testing.assert_close(split[0].losses, plain[0].losses)
+    expected = together(plain, "weights")
+    for name, weight in together(split, "weights").items():
+        torch.testing.assert_close(weight, expected[name])
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("tied", "which stages [0, 1] share; leave it whole"),
+        ("copies", "works on one copy of each stage"),
+        ("another module", "parallelize returned a Sequential for stage"),
+        ("a part of the mesh", "the batch is divided along 'dp_replicate' as well"),
+        ("no names", "over a mesh without mesh_dim_names"),
+    ],
+)
+def test_what_would_be_wrong_is_refused(ranks4: Ranks, case: str, text: str) -> None:
+    assert any(text in said for said in ranks4.run(shard_jobs.refused, case))
+
+
+def test_a_distributed_tensor_cannot_leave_a_stage(ranks4: Ranks) -> None:
+    with pytest.raises(RanksError, match=r"leaves stage 0 as a DTensor, of which each process holds a\s+part"):
+        ranks4.run(shard_jobs.refused, "distributed output")
+
+
+@pytest.mark.parametrize("schedule", [g.name for g in generators() if g.slices == 1])
+def test_the_last_backward_is_whole_in_every_schedule(schedule: str) -> None:
+    order = generate(schedule, 4, 8)
+    changed = whole_last_backward(order, set(range(order.stages)))
+    assert [v for v in check(changed) if v.fatal] == []
+    for row in changed.rows:
+        for stage in {action.stage for action in row}:
+            backwards = [a for a in row if a.stage == stage and a.op.is_backward]
+            if backwards:
+                assert backwards[-1].op is Op.B

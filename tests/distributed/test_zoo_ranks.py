@@ -1,0 +1,63 @@
+"""The zoo in real processes: many cells of the matrix in one job for each number of ranks and transport."""
+
+from __future__ import annotations
+
+from itertools import cycle
+
+import jobs
+import pytest
+
+from distributed.ranks import Ranks
+from penstock.schedule import generators
+from zoo import MICROBATCHES, ZOO
+from zoo.matrix import Cell, refusal
+
+pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]
+
+TRANSPORTS = ["auto", "distributed"]
+RUN = [entry.name for entry in generators() if entry.slices == 1]
+KINDS = [
+    "llama_left_padded", "t5", "mixtral", "resnet", "unet", "lstm", "dicts", "plain_arguments", "no_parameters",
+    "tied_three", "channels_last", "own_function",
+]  # fmt: skip
+"""One of each kind that a message between processes may spoil; with short runs, these only."""
+
+
+def some_cells(models: list[str], ranks: int, first: int) -> list[Cell]:
+    """Each model under the next schedule that takes it, from the `first` on."""
+    schedules = cycle(RUN[first:] + RUN[:first])
+    found = []
+    for model in models:
+        found.append(next(cell for name in schedules if refusal(cell := Cell(model, name, ranks)) is None))
+    return found
+
+
+def prove(pool: Ranks, cells: list[Cell], transport: str) -> None:
+    asked = [(cell.model, {"schedule": cell.schedule}) for cell in cells]
+    options = {"microbatches": MICROBATCHES, "transport": transport, "seed": 7}
+    for cell, *reports in zip(cells, *pool.run(jobs.verify_zoo, asked, options, seconds=250.0), strict=True):
+        assert set(reports) == {reports[0]}, "each rank has the same report"
+        ok, summary = reports[0]
+        assert ok, f"{cell}: {summary}"
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_model_of_each_kind(ranks: int, transport: str, request: pytest.FixtureRequest) -> None:
+    pool: Ranks = request.getfixturevalue(f"ranks{ranks}")
+    first = ranks + TRANSPORTS.index(transport)
+    prove(pool, some_cells(KINDS, ranks, first), transport)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("first", range(0, len(RUN), 5))
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_model(ranks: int, first: int, transport: str, request: pytest.FixtureRequest) -> None:
+    pool: Ranks = request.getfixturevalue(f"ranks{ranks}")
+    prove(pool, some_cells(list(ZOO), ranks, first), transport)
+
+
+def test_the_short_runs_have_every_schedule() -> None:
+    tried = {cell.schedule for r in (2, 4) for t in (0, 1) for cell in some_cells(KINDS, r, r + t)}
+    assert tried == set(RUN)

@@ -1,0 +1,115 @@
+"""PyTorch Lightning trains a pipeline in processes as it does in one, and what cannot work there is refused by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+
+import penstock
+import small
+from penstock.errors import ArgumentError
+from penstock.integrations.lightning import PipelineStrategy
+
+JOB = Path(__file__).with_name("lightning_job.py")
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_lightning.py"
+RUN = ["-c", "from penstock.cli import main; main()", "run", "--ranks", "2"]
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own
+
+
+def run(*arguments: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+def test_a_run_goes_on_in_processes_as_it_would_have_alone(tmp_path: Path) -> None:
+    """Trained alone, and again from its own checkpoint on two ranks."""
+    alone = run(EXAMPLE, "--steps", "40", folder=tmp_path)
+    assert alone.returncode == 0, alone.stderr
+    steps = alone.stdout.splitlines()
+    assert [line.split()[1] for line in steps] == ["20", "40"]
+    resumed = run(*RUN, EXAMPLE, "--steps", "40", "--resume", "runs/lightning/step=20.ckpt", folder=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert resumed.stdout.splitlines() == steps[1:]
+
+
+@pytest.mark.distributed
+def test_validation_logging_and_early_stopping_agree_on_all_ranks(tmp_path: Path) -> None:
+    alone = run(JOB, folder=tmp_path)
+    assert alone.returncode == 0, alone.stderr
+    _, steps, expected = json.loads(alone.stdout)
+    assert steps == 6, "EarlyStopping ended it after three epochs of two"
+    assert float.fromhex(expected.pop("rank")) == 0
+    together = run(*RUN, JOB, folder=tmp_path)
+    assert together.returncode == 0, together.stderr
+    ranks = sorted(map(json.loads, together.stdout.splitlines()))
+    assert [(rank, taken) for rank, taken, _ in ranks] == [(0, 6), (1, 6)]
+    for _, _, shown in ranks:
+        assert float.fromhex(shown.pop("rank")) == 2, "0 and 1 were added, for two batches"
+        assert shown == expected
+
+
+@pytest.mark.long
+@pytest.mark.distributed
+def test_a_rank_that_raises_is_named_on_the_other(tmp_path: Path) -> None:
+    done = run(*RUN, JOB, "fail", folder=tmp_path)
+    assert done.returncode != 0
+    assert "rank 0 stops: rank 1 failed outside of a step: ValueError: the data ran dry" in done.stderr
+
+
+class Module(lightning.LightningModule):
+    def __init__(self, *, manual: bool = True, optimizers: int = 1, has_pipe: bool = True) -> None:
+        super().__init__()
+        self.automatic_optimization = not manual
+        self.optimizer_count, self.has_pipe = optimizers, has_pipe
+
+    def configure_model(self) -> None:
+        if self.has_pipe:
+            x, _ = small.batch()
+            self.pipe = penstock.pipeline(small.mlp(), (x,), microbatches=4, loss=torch.nn.functional.mse_loss)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.pipe.parameters()) for _ in range(self.optimizer_count)]
+
+    def training_step(self, batch: Any, index: int) -> None:
+        raise AssertionError("refused before")
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "says"),
+    [
+        (Module(manual=False), {}, "automatic_optimization is True, and Lightning would run backward after"),
+        (Module(has_pipe=False), {}, "Module.pipe is None: expected what penstock.pipeline gives"),
+        (Module(optimizers=2), {}, "2 optimizers; expected one"),
+        (Module(), {"precision": "bf16-mixed"}, "Trainer.precision='bf16-mixed'. does not reach the pipeline's stages"),
+    ],
+)
+def test_what_cannot_work_is_refused(tmp_path: Path, module: Module, options: dict[str, Any], says: str) -> None:
+    trainer = lightning.Trainer(
+        strategy=PipelineStrategy(), accelerator="cpu", devices=1, default_root_dir=tmp_path, logger=False, **options
+    )
+    with pytest.raises(ArgumentError, match=says):
+        trainer.fit(module, [small.batch()])
+
+
+def test_a_folder_without_checkpoint_is_refused(tmp_path: Path) -> None:
+    trainer = lightning.Trainer(
+        strategy=PipelineStrategy(), accelerator="cpu", devices=1, default_root_dir=tmp_path, logger=False
+    )
+    with pytest.raises(ArgumentError, match="there is no checkpoint"):
+        trainer.fit(Module(), [small.batch()], ckpt_path=str(tmp_path))

@@ -1,0 +1,75 @@
+"""Every model of the zoo under every schedule gives the bits of one device, or is refused with a reason.
+
+A sampled half runs always, the rest is long; in one process here, in real processes in distributed/test_zoo_ranks.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock import ArgumentError, PartitionError
+from penstock.schedule import generate, names
+from zoo import MICROBATCHES, ZOO
+from zoo.matrix import RANKS, Cell, cells, page, refusal, table
+from zoo.shared import Shared
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers
+
+CELLS = [
+    pytest.param(*cell, marks=() if cell.sampled else pytest.mark.long, id="-".join(map(str, cell))) for cell in cells()
+]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@lru_cache(maxsize=1)  # a fixture with that parameter would be made anew for every test
+def shared(model: str) -> Shared:
+    return Shared(ZOO[model].case())
+
+
+@pytest.mark.parametrize(("model", "schedule", "ranks"), CELLS)
+def test_bits_of_one_device_or_a_reason(model: str, schedule: str, ranks: int) -> None:
+    reason = refusal(Cell(model, schedule, ranks))
+    if reason is not None:
+        with pytest.raises((ArgumentError, PartitionError)) as caught:
+            shared(model).verify(generate(schedule, ranks, MICROBATCHES))
+        assert reason in str(caught.value)
+        return
+    order = generate(schedule, ranks, MICROBATCHES)
+    report = shared(model).verify(order)
+    assert report.ok, report.summary()
+    gradients = {row.name: row.verdict for row in report.rows if row.kind == "gradient"}
+    assert len(gradients) == len(list(shared(model).model.parameters()))
+    assert all(row.verdict == "equal" for row in report.rows if row.kind in ("output", "loss"))
+    if order.placement.pipelines == 1:
+        assert {name for name, verdict in gradients.items() if verdict != "equal"} <= set(ZOO[model].tied)
+
+
+def test_the_sample_has_every_model_every_schedule_and_half_of_the_cells() -> None:
+    every, sampled = list(cells()), [cell for cell in cells() if cell.sampled]
+    assert {(cell.model, cell.schedule) for cell in sampled} == {(model, name) for model in ZOO for name in names()}
+    assert {cell.ranks for cell in sampled} == set(RANKS)
+    assert len(every) == len(ZOO) * len(names()) * len(RANKS)
+    assert 2 * len(sampled) >= 0.97 * len(every)
+
+
+def test_the_table_has_a_mark_for_every_cell() -> None:
+    rows = [line.split("|") for line in table().splitlines() if line.startswith("| ")]
+    assert len(rows) == 1 + len(ZOO)
+    assert all(mark.strip() for row in rows[1:] for mark in row[1:-1])
+
+
+def test_the_documented_table_is_this_one() -> None:
+    """If it is not: `PYTHONPATH=tests python -m zoo > docs/zoo.md`."""
+    assert (Path(__file__).parents[1] / "docs" / "zoo.md").read_text(encoding="utf-8") == page() + "\n"

@@ -1,0 +1,90 @@
+"""Every model of the zoo under every schedule: which cells work, which are refused, and why.
+
+`refusal` says it beforehand, the tests hold it against what happens, `table` draws it for the documentation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+from zlib import crc32
+
+from penstock.schedule import Generator, generator, generators
+from penstock.schedule.generators import Numbers
+from zoo import MICROBATCHES, ZOO
+
+RANKS = (1, 2, 4)
+
+
+class Cell(NamedTuple):
+    model: str
+    schedule: str
+    ranks: int
+
+    @property
+    def sampled(self) -> bool:
+        """Whether it is of the half that every run of the tests tries: for each pair of model and schedule two or four
+        ranks, and for half of the pairs one."""
+        draw = crc32(f"{self.model} {self.schedule}".encode())
+        return bool(draw & 1) if self.ranks == 1 else self.ranks == (2, 4)[draw >> 1 & 1]
+
+
+def cells() -> Iterator[Cell]:
+    for model in ZOO:
+        for entry in generators():
+            for ranks in RANKS:
+                yield Cell(model, entry.name, ranks)
+
+
+def refusal(cell: Cell) -> str | None:
+    """Part of the text with which the cell is refused; None where it works."""
+    model, schedule = ZOO[cell.model], generator(cell.schedule)
+    if (broken := schedule.broken(Numbers(cell.ranks, MICROBATCHES, schedule.chunks, schedule.slices))) is not None:
+        return f"works with {broken.text}"
+    if schedule.slices > 1:
+        return f"cuts microbatches into {schedule.slices} slices of the sequence"
+    if cell.ranks * schedule.chunks > model.layers:
+        return f"the model has only {model.layers} layers"
+    if model.updates is not None and _copies(schedule) > 1:
+        return f"the forward updates '{model.updates}' of stage 0, but this schedule runs {_copies(schedule)} copies"
+    return None
+
+
+def _copies(schedule: Generator) -> int:
+    return 2 if schedule.placement == "bidirectional" else 1
+
+
+def table() -> str:
+    """Markdown: a row a model, a column a schedule; letters where ranks are refused, explained below."""
+    letters: dict[str, str] = {}
+    columns = [entry.name for entry in generators()]
+    lines = [
+        f"| model | | {' | '.join(columns)} |",
+        f"|---|---|{'---|' * len(columns)}",
+    ]
+    for model in ZOO.values():
+        marks = []
+        for column in columns:
+            found = {ranks: refusal(Cell(model.name, column, ranks)) for ranks in RANKS}
+            reasons = [_reason(text, ranks, found) for ranks, text in found.items() if text is not None]
+            marks.append(" ".join(letters.setdefault(r, chr(ord("a") + len(letters))) for r in dict.fromkeys(reasons)))
+        lines.append(f"| {model.name} | {model.about} | {' | '.join(mark or 'ok' for mark in marks)} |")
+    return "\n".join([*lines, "", *(f"- {letter}: {reason}" for reason, letter in letters.items())])
+
+
+def page() -> str:
+    """What `docs/zoo.md` says."""
+    return f"""# The zoo
+
+Models of the tests, each under every schedule. *ok*: with {", ".join(map(str, RANKS[:-1]))} and {RANKS[-1]} ranks, in
+{MICROBATCHES} microbatches of 2, 1, 1 and 1 rows, outputs, loss, gradients and buffers are those of the unsplit model:
+to the bit, but for parameters that several stages hold. A letter: refused, with the text below. Schedules have the
+number of chunks that they are known for. Printed by `PYTHONPATH=tests python -m zoo`.
+
+{table()}"""
+
+
+def _reason(text: str, ranks: int, found: dict[int, str | None]) -> str:
+    """With the numbers of ranks for which it is given, unless these are all."""
+    alike = [str(r) for r in RANKS if found[r] == text]
+    return text if len(alike) == len(RANKS) else f"with {' or '.join(alike)} rank{'s' * (alike != ['1'])}: {text}"
