@@ -258,3 +258,28 @@ def train_in_groups(
                 scaler.update(2.0**15)
                 checkpoint.save(folder, pipe, optimizer, others=others)
         return losses, [len(group["params"]) for group in optimizer.param_groups], held(pipe)
+
+
+def save_on_a_mesh(rank: int, folder: Path) -> dict[str, Tensor]:
+    """Two replicas of two ranks each, which write one checkpoint and one file of the model; read back by all."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    with training("tied_gpt", mesh=mesh) as (task, pipe, optimizer):
+        step(task, pipe, optimizer)
+        before = held(pipe)
+        checkpoint.save(folder, pipe, optimizer, wait=False)
+        checkpoint.export_safetensors(folder / "model.safetensors", pipe)
+        step(task, pipe, optimizer)
+        checkpoint.load(folder, pipe, optimizer)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in pipe.state_dict().items())
+        return before
+
+
+def load_alone(folder: Path) -> dict[str, Tensor]:
+    with training("tied_gpt") as (_, pipe, optimizer):
+        assert checkpoint.load(folder, pipe, optimizer) is not None
+        loaded = held(pipe)
+        checkpoint.import_safetensors(folder / "model.safetensors", pipe)
+        assert all(torch.equal(tensor, loaded[name]) for name, tensor in pipe.state_dict().items())
+        return loaded
