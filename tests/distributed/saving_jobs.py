@@ -276,10 +276,27 @@ def save_on_a_mesh(rank: int, folder: Path) -> dict[str, Tensor]:
         return before
 
 
-def load_alone(folder: Path) -> dict[str, Tensor]:
-    with training("tied_gpt") as (_, pipe, optimizer):
+def load_alone(folder: Path, name: str = "tied_gpt") -> dict[str, Tensor]:
+    with training(name) as (_, pipe, optimizer):
         assert checkpoint.load(folder, pipe, optimizer) is not None
         loaded = held(pipe)
         checkpoint.import_safetensors(folder / "model.safetensors", pipe)
         assert all(torch.equal(tensor, loaded[name]) for name, tensor in pipe.state_dict().items())
         return loaded
+
+
+def save_shards(rank: int, folder: Path) -> dict[str, Tensor]:
+    """As `save_on_a_mesh`, where each replica of a stage holds half of each parameter."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    with training("mlp", mesh=mesh, parallelize=lambda stage: fully_shard(stage, mesh=mesh["dp"])) as (task, pipe, opt):
+        step(task, pipe, opt)
+        before = {name: tensor.full_tensor() for name, tensor in pipe.state_dict().items()}
+        checkpoint.save(folder, pipe, opt, wait=False)
+        checkpoint.export_safetensors(folder / "model.safetensors", pipe)
+        step(task, pipe, opt)
+        checkpoint.load(folder, pipe, opt)
+        assert all(torch.equal(tensor.full_tensor(), before[name]) for name, tensor in pipe.state_dict().items())
+        return before

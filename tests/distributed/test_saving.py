@@ -97,3 +97,10 @@ def test_replicas_write_one_checkpoint(ranks4: Ranks, tmp_path: Path) -> None:
     alone = jobs.load_alone(tmp_path)
     assert {name for part in every for name in part} == alone.keys()
     assert all(torch.equal(tensor, alone[name]) for part in every for name, tensor in part.items())
+
+
+def test_shards_become_whole_tensors(ranks4: Ranks, tmp_path: Path) -> None:
+    every = ranks4.run(jobs.save_shards, tmp_path)
+    alone = jobs.load_alone(tmp_path, "mlp")
+    assert {name for part in every for name in part} == alone.keys()
+    assert all(torch.equal(tensor, alone[name]) for part in every for name, tensor in part.items())
