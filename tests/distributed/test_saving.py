@@ -42,7 +42,9 @@ def test_what_is_wrong_on_one_rank_is_refused_on_all_and_changes_nothing(ranks2:
 
 
 @pytest.mark.parametrize("options", [{}, {"ranks": 2}], ids=["two processes", "one process"])
-def test_training_goes_on_while_a_copy_is_written(ranks2: Ranks, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_trap_25_training_goes_on_while_a_copy_is_written(
+    ranks2: Ranks, tmp_path: Path, options: dict[str, Any]
+) -> None:
     if options:
         every = [jobs.save_while_training(0, tmp_path, options)]
     else:
@@ -88,3 +90,17 @@ def test_groups_by_name_schedules_scalers_and_generators_go_on(
         assert all(torch.equal(here[name], tensor) for name, tensor in there.items())
     sizes = [sizes for _, sizes, _ in (first if saves == 4 else then)]
     assert [size[0] for size in sizes] == [2, 0, 0, 0], "the others have no parameter of the first group"
+
+
+def test_replicas_write_one_checkpoint(ranks4: Ranks, tmp_path: Path) -> None:
+    every = ranks4.run(jobs.save_on_a_mesh, tmp_path)
+    alone = jobs.load_alone(tmp_path)
+    assert {name for part in every for name in part} == alone.keys()
+    assert all(torch.equal(tensor, alone[name]) for part in every for name, tensor in part.items())
+
+
+def test_shards_become_whole_tensors(ranks4: Ranks, tmp_path: Path) -> None:
+    every = ranks4.run(jobs.save_shards, tmp_path)
+    alone = jobs.load_alone(tmp_path, "mlp")
+    assert {name for part in every for name in part} == alone.keys()
+    assert all(torch.equal(tensor, alone[name]) for part in every for name, tensor in part.items())

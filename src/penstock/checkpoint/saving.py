@@ -189,8 +189,10 @@ def _close(pipe: Pipeline) -> None:
     finally:
         background = _BACKGROUNDS.pop(pipe)
         background.thread.shutdown()
-        if background.group is not None:
-            dist.destroy_process_group(background.group)
+        group = background.group
+        # One of a part of the job's processes stays: torch would find its addresses when it names another as this one.
+        if group is not None and dist.get_world_size(group) == dist.get_world_size():
+            dist.destroy_process_group(group)
 
 
 def _copy(value: Any) -> Any:

@@ -22,7 +22,7 @@ class StepWriter:
 
     One rank makes it, any that has the loss; it starts no communication, so that the others need not know of it.
 
-        writer = StepWriter("runs/gpt") if pipe.world.rank in (None, 0) else None
+        writer = StepWriter("runs/gpt") if pipe.is_first else None
         ...
         if writer:
             writer.add(pipe.step_count, result, rows=len(x), gradient_norm=norm)
