@@ -228,7 +228,7 @@ def test_trap_14_dataclasses_and_plain_values_that_change_between_steps(ranks: i
                 terms.append(loss.detach() * (len(mine) / 11))
             assert torch.equal(result.loss, terms[0] + terms[1] + terms[2])
             assert_same_gradients(model, reference)
-        assert len(list(pipe._jobs)) == 4
+        assert len(list(pipe._steps.jobs)) == 4
 
 
 class Branching(nn.Module):
@@ -259,7 +259,7 @@ def test_a_batch_that_takes_another_branch_is_recorded_anew() -> None:
             pipe.step(x, mask, target=y)
             step_by_hand(reference, (x, mask), y, squared_error, 3)
             assert_same_gradients(model, reference)
-        assert len(list(pipe._jobs)) == 2
+        assert len(list(pipe._steps.jobs)) == 2
         with pytest.raises(PartitionError, match="not the same for all microbatches of the batch"):
             pipe.step(x, torch.tensor([1, 1, 1, 0, 1, 1]), target=y)
         pipe.step(x, full, target=y)
@@ -276,12 +276,12 @@ def test_kinds_are_known_again_and_the_oldest_is_forgotten(monkeypatch: pytest.M
         for _ in range(3):
             for rows in (1, 2, 3):
                 pipe.step(batch(rows)[0], target=batch(rows)[1])
-        assert len(recorded) == len(list(pipe._jobs)) == 3
+        assert len(recorded) == len(list(pipe._steps.jobs)) == 3
         with pytest.warns(UserWarning, match="kinds of batches.*Pad batches to a few shapes") as warned:
             pipe.step(batch(4)[0], target=batch(4)[1])
         assert warned[0].filename == __file__
         pipe.step(batch(5)[0], target=batch(5)[1])  # said once
-        assert len(list(pipe._jobs)) == 3
+        assert len(list(pipe._steps.jobs)) == 3
         assert len(pipe._engine.transports[0]._hub.channels) == 0  # type: ignore[attr-defined]
 
 

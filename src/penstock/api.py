@@ -13,14 +13,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import ArgumentError
+from penstock.options import Options
 from penstock.partition import Balance
-from penstock.pipe import Options, Pipeline, refuse_illegal
+from penstock.pipe import Pipeline
 from penstock.runtime import batch as batches
 from penstock.runtime import compiled
 from penstock.runtime.compiled import Compile
 from penstock.runtime.engine import Engine, TransportChoice
 from penstock.runtime.keeping import OffloadChoice, RecomputeChoice
 from penstock.runtime.loss import Loss, Reduction
+from penstock.runtime.lowering import refuse_illegal
 from penstock.runtime.materialize import Materialize
 from penstock.runtime.outline import Outline
 from penstock.runtime.split_model import SplitModel

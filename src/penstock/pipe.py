@@ -4,76 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from penstock.errors import ArgumentError, ScheduleError
+from penstock.errors import ArgumentError
 from penstock.groups import OptionsOf, parameter_groups
-from penstock.partition import Balance, Partition
-from penstock.result import SharedLoss, StepResult
+from penstock.options import Options
+from penstock.result import StepResult
 from penstock.runtime import batch as batches
 from penstock.runtime import compiled
 from penstock.runtime.assembly import Choices
-from penstock.runtime.compiled import Compile
-from penstock.runtime.deferred_norm import DeferredNorms, refuse_unseen
+from penstock.runtime.deferred_norm import DeferredNorms
 from penstock.runtime.distribution import local, whole
-from penstock.runtime.engine import Engine, Job, TransportChoice, draws_in_glue
-from penstock.runtime.jobs import Call, Jobs, Known
-from penstock.runtime.keeping import OffloadChoice, RecomputeChoice, keepings
+from penstock.runtime.engine import Engine, draws_in_glue
+from penstock.runtime.keeping import keepings
 from penstock.runtime.keeping import notes as keeping_notes
-from penstock.runtime.loss import Loss, Reduction, checked_scale, weights
-from penstock.runtime.materialize import Materialize
-from penstock.runtime.outline import Outline
-from penstock.runtime.outputs import Wanted, bring, code_of, join
-from penstock.runtime.program import Feed, model_inputs
+from penstock.runtime.loss import checked_scale
+from penstock.runtime.outputs import Wanted, join
 from penstock.runtime.split_model import SplitModel
+from penstock.runtime.state import evaluating, load_into
 from penstock.runtime.streams import Streams
-from penstock.schedule import (
-    Schedule,
-    add_communication,
-    add_sharding,
-    check,
-    drop_backward,
-    first_microbatches,
-    forward_only,
-    reduce_replicas,
-    reduce_ties,
-    stages_with_backward,
-    whole_last_backward,
-)
-from penstock.stages import StageMeta, backward_links, forward_links, needs_backward
-from penstock.timeline import Timeline
-
-if TYPE_CHECKING:
-    from penstock.runtime.frame import Parallelize
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What a pipeline is made with besides the model, its processes and the schedule; see `pipeline`."""
-
-    loss: Loss | None = None
-    reduction: Reduction = "mean"
-    cuts: Sequence[str] | None = None
-    leaves: Sequence[str] | None = None
-    balance: Balance = "parameters"
-    devices: Sequence[torch.device | str] | torch.device | str | None = None
-    share_loss: bool = True
-    transport: TransportChoice = "auto"
-    materialize: Materialize | None = None
-    parallelize: Parallelize | None = None
-    seed: int | None = None
-    recompute: RecomputeChoice = "never"
-    offload: OffloadChoice = False
-    deferred_batch_norm: bool = False
-    compile: Compile = False
-    check_finite: bool = False
+from penstock.schedule import Schedule, check
+from penstock.stages import StageMeta
+from penstock.steps import Steps
 
 
 class Pipeline:
@@ -96,6 +53,7 @@ class Pipeline:
         self._split = split
         self._order = order
         self._options = options
+        self._rows = sum(example.sizes)
         self._closed = False
         self._before_close: list[Callable[[], None]] = []
         self._norms = DeferredNorms(split.model.named_modules()) if options.deferred_batch_norm else None
@@ -106,10 +64,8 @@ class Pipeline:
             compiled.arguments_of(options.compile),
             options.check_finite,
         )
-        engine.streams.first_microbatch = engine.world.replica * order.microbatches
-        self._rows = sum(example.sizes)
-        self._jobs = Jobs(engine, split, self._bind, order.placement.rank_of[0])
-        self.schedule = self._jobs.add(example, Outline.of(example), training=True).job.schedule
+        self._steps = Steps(engine, split, order, example, options, self._choices)
+        self.schedule = self._steps.schedule
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -143,7 +99,9 @@ class Pipeline:
         """
         self.loss_scale = checked_scale(loss_scale)
         with self.deferring():
-            result = self._run(args, kwargs, target, training=True, outputs=outputs, timeline=timeline)
+            result = self._run(
+                args, kwargs, target, training=True, outputs=outputs, timeline=timeline, loss_scale=self.loss_scale
+            )
         self.step_count += 1
         return result
 
@@ -154,19 +112,13 @@ class Pipeline:
 
         Takes what `step` takes. Without a target there is no loss, unless the model computes its own.
         """
-        modes = [(module, module.training) for module in self._split.modules()]
-        buffers = [(buffer, buffer.detach().clone(), buffer._version) for buffer in self._split.buffers()]
-        try:
-            for module, _ in modes:
-                module.training = False
+        with evaluating(self._split):
             return self._run(args, kwargs, target, training=False, outputs=outputs, timeline=timeline)
-        finally:
-            for module, mode in modes:
-                module.training = mode
-            for buffer, before, version in buffers:
-                if buffer._version != version:
-                    with torch.no_grad():
-                        buffer.copy_(before)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, **options: Any) -> StepResult:
+        if self._closed:
+            raise ArgumentError("this pipeline was closed; make a new one")
+        return self._steps.run(self.step_count, args, kwargs, target, **options)
 
     def predict(self, *args: Any, outputs: Wanted = True, **kwargs: Any) -> Any:
         """The model's output for a whole batch, in evaluation mode, as the unsplit model would return it: the
@@ -212,7 +164,7 @@ class Pipeline:
     @property
     def needs_inputs(self) -> bool:
         """Whether this process must pass the model's inputs: it runs the first stage."""
-        return bool(self._ranks_of(self._order.placement.is_first) & set(self._engine.ranks))
+        return self._steps.needs_inputs
 
     @property
     def needs_targets(self) -> bool:
@@ -222,7 +174,7 @@ class Pipeline:
     @property
     def has_outputs(self) -> bool:
         """Whether this process runs the last stage, from which outputs and losses come."""
-        return bool(self._ranks_of(self._order.placement.is_last) & set(self._engine.ranks))
+        return self._steps.has_outputs
 
     @property
     def model(self) -> nn.Module:
@@ -257,7 +209,7 @@ class Pipeline:
     def split_share(self) -> dict[int, float]:
         """For each stage of this process whose backward the schedule splits: how much of it waits for W, as the share
         of the elements of its trained parameters whose gradient does. Known after a step; the rest is done at I."""
-        programs = next((job.programs for job in reversed(list(self._jobs)) if job.training), ())
+        programs = next((job.programs for job in reversed(list(self._steps.jobs)) if job.training), ())
         runners = (runner for program in programs for runner in program.runners.values())
         return {runner.meta.index: runner.split.share for runner in runners if runner.split is not None}
 
@@ -322,23 +274,7 @@ class Pipeline:
             ArgumentError: a shape differs; or, with `strict`, something that is held is not in `state`, or something in
                 `state` is not of the model.
         """
-        own, names = self.state_dict(), {*self.model.state_dict(), *self.all_names()}
-        missing = [name for name in own if name not in state]
-        unexpected = [name for name in state if name not in names]
-        if strict and (missing or unexpected):
-            lacks, has = (", ".join(some[:4]) or "nothing" for some in (missing, unexpected))
-            raise ArgumentError(
-                f"the state lacks {lacks}, and has {has} that the model has not; give the state of this model, or "
-                "strict=False"
-            )
-        for name, tensor in own.items():
-            if name not in state:
-                continue
-            if state[name].shape != tensor.shape:
-                raise ArgumentError(
-                    f"{name} has shape {tuple(state[name].shape)} in the state and {tuple(tensor.shape)} in the model"
-                )
-            tensor.copy_(state[name])
+        load_into(self.state_dict(), state, {*self.model.state_dict(), *self.all_names()}, strict=strict)
 
     def restore(self, *, step_count: int, seed: int) -> None:
         """Sets the random streams to where they are after so many steps. Every rank calls it."""
@@ -392,7 +328,7 @@ class Pipeline:
             like: the batch whose rows are counted, where `tree` is a target that may have none.
         """
         inputs = tree if like is None else like
-        return batches.split(tree, self._cut(inputs, "batch", self.device).sizes, "batch", self.device)
+        return batches.split(tree, self._steps.cut(inputs, "batch", self.device).sizes, "batch", self.device)
 
     @contextmanager
     def drawing(self) -> Iterator[Streams]:
@@ -458,159 +394,3 @@ class Pipeline:
             self.close()
         elif not self._engine.failed:  # tells the other ranks why nobody will answer them
             self._engine.fail(error)
-
-    # -- inside -------------------------------------------------------------------------------------------------------
-
-    def _run(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        target: Any,
-        *,
-        training: bool,
-        outputs: Wanted,
-        timeline: bool,
-    ) -> StepResult:
-        if self._closed:
-            raise ArgumentError("this pipeline was closed; make a new one")
-        try:
-            call = Call(training, code_of(outputs, self.world.ranks), timeline)
-            first = self._order.placement.is_first
-            cut = self._cut((args, kwargs), "input", self._device_of(first)) if self.needs_inputs else None
-            known = self._jobs.next(cut, call)
-            feed = self._feed(known, cut, target, kwargs, outputs is not False)
-            moments = self._engine.run(known.job, feed, self.step_count, timed=timeline)
-            return self._result(known, feed, call, moments)
-        except BaseException as error:
-            cause = self._engine.fail(error)
-            if cause is error:
-                raise
-            raise cause from None  # the cause is on another rank; what it did to this one only hides it
-
-    def _cut(self, tree: Any, what: str, device: torch.device) -> batches.Cut:
-        return batches.cut(tree, self._order.microbatches, what, device, pipelines=self._order.placement.pipelines)
-
-    def _bind(self, partitions: Sequence[Partition], training: bool) -> Job:
-        order = first_microbatches(self._order, len(partitions))
-        schedule = self._lowered(order, partitions[0], training=training)
-        if training and self._norms is not None:
-            refuse_unseen(partitions[0], self._split.model)
-        choices = self._choices if training else self._choices.of_evaluation()
-        return self._engine.bind(partitions, schedule, self._options.loss, choices, training=training)
-
-    def _lowered(self, order: Schedule, partition: Partition, *, training: bool) -> Schedule:
-        """The schedule as it is run: communication, tied gradients, and nothing that frozen stages do not need."""
-        metas = [stage.meta for stage in partition.stages]
-        if training:
-            order = whole_last_backward(order, self._split.sharded_stages)
-            order = drop_backward(order, [meta.index for meta in metas if not needs_backward(meta)])
-            order = add_communication(order, forward_links(metas), backward_links(metas))
-            order = reduce_ties(order, [group.stages for group in self._split.tie_groups])
-            if self.world.data_parallel > 1:
-                order = reduce_replicas(order, {meta.index for meta in metas if meta.trainable}, self._order)
-            _refuse_untrained(order, metas)
-        else:
-            order = add_communication(forward_only(order), forward_links(metas), ())
-        order = add_sharding(order, self._split.sharded_stages)
-        refuse_illegal(order)
-        return order
-
-    def _ranks_of(self, end: Callable[[int], bool]) -> set[int]:
-        """The ranks of the pipelines' first (or last) stages."""
-        placement = self._order.placement
-        return {placement.rank_of[stage] for stage in range(placement.stages) if end(stage)}
-
-    def _device_of(self, end: Callable[[int], bool]) -> torch.device:
-        """Where this process's first (or last) stage is."""
-        return self._engine.devices[min(self._ranks_of(end) & set(self._engine.ranks))]
-
-    def _feed(
-        self, known: Known, cut: batches.Cut | None, target: Any, kwargs: dict[str, Any], keep_outputs: bool
-    ) -> Feed:
-        inputs: list[dict[int, Tensor]] = []
-        if cut is not None:
-            positions = model_inputs(known.job.partitions[0].stages[0].meta)
-            inputs = [dict(zip(positions, given, strict=True)) for given in self._jobs.inputs(known, cut)]
-        if not self.has_outputs:
-            return Feed(inputs, loss_scale=self.loss_scale)
-        targets = self._targets(known, target, kwargs)
-        weighted = self._weights("mean" if targets is None else self._options.reduction, known.sizes, targets or ())
-        return Feed(inputs, targets, weighted, keep_outputs, self.loss_scale)
-
-    def _weights(self, reduction: Reduction, sizes: Sequence[int], targets: Sequence[Any]) -> list[float]:
-        """Of the microbatches' losses, in the batch of all replicas."""
-        replicas, engine = self._engine.replicas, self._engine
-        if replicas is None:
-            return weights(reduction, sizes, targets)
-        mean = partial(replicas.mean, watched=engine.watchdog)
-        return weights(reduction, sizes, targets, self.world.data_parallel, mean)
-
-    def _targets(self, known: Known, target: Any, kwargs: dict[str, Any]) -> Sequence[Any] | None:
-        if target is None:
-            if self._options.loss is not None:
-                if not known.job.training:
-                    return None
-                raise ArgumentError(
-                    "target=None, but this rank runs the last stage and loss= is a function of the output and the "
-                    "target; pass target=... where pipe.needs_targets is true"
-                )
-            target = kwargs.get("labels")  # for a reduction that weighs a model's own loss
-        return batches.split(target, known.sizes, "target", self._device_of(self._order.placement.is_last))
-
-    def _result(self, known: Known, feed: Feed, call: Call, moments: Mapping[int, Any]) -> StepResult:
-        job = known.job
-        shared = self._shared_loss(job)
-        losses = tuple(loss for loss in job.head.losses if loss is not None) if self.has_outputs else ()
-        timeline = None
-        if call.timeline:
-            rows = {rank: row for part in self._engine.gather_line(moments) for rank, row in part.items()}
-            timeline = Timeline.from_nanoseconds([rows[rank] for rank in range(self.world.ranks)])
-        outputs = tuple(job.head.outputs) if feed.keep_outputs else None
-        if call.outputs:
-            outputs = bring(self._engine, job.schedule, outputs, call.outputs)
-        return StepResult(losses, timeline, known.sizes, shared, outputs)
-
-    def _shared_loss(self, job: Job) -> SharedLoss:
-        """The loss on its way to every rank: from the last stage of each pipeline the terms of its microbatches."""
-        if self.world.data_parallel > 1 and self._options.share_loss:
-            return self._summed_loss(job)
-        placement, head = job.schedule.placement, job.head
-        sources = {placement.rank_of[stage]: stage for stage in range(placement.stages) if placement.is_last(stage)}
-        if len(sources) == 1 or self.world.is_local:
-            parts = {placement.rank_of[-1]: [head.total()] if self.has_outputs else [None]}
-        else:
-            parts = {rank: head.terms(job.schedule.numbers_on(stage)) for rank, stage in sources.items()}
-        shared = SharedLoss(list(parts.values()))
-        if self._options.share_loss:
-            for rank, buffer in zip(parts, shared.buffers, strict=True):
-                shared.waits.append(self._engine.share(buffer, rank))
-        return shared
-
-    def _summed_loss(self, job: Job) -> SharedLoss:
-        """The loss of all replicas, on its way to every process: a sum in which each microbatch has its own place."""
-        placement, first = job.schedule.placement, self.world.replica * self._order.microbatches
-        terms: list[Tensor | None] = [None] * (self._order.microbatches * self.world.data_parallel)
-        for stage in range(placement.stages):
-            if placement.is_last(stage) and placement.rank_of[stage] in self._engine.ranks and self.world.share == 0:
-                numbers = job.schedule.numbers_on(stage)
-                terms[first + numbers.start : first + numbers.stop] = job.head.terms(numbers)
-        shared = SharedLoss([terms], self.world.data_parallel)
-        shared.waits.append(self._engine.share_sum(shared.buffers[0]))
-        return shared
-
-
-def _refuse_untrained(order: Schedule, metas: Sequence[StageMeta]) -> None:
-    trained = stages_with_backward(order)
-    untrained = [meta.index for meta in metas if needs_backward(meta) and meta.index not in trained]
-    if untrained:
-        raise ScheduleError(
-            f"schedule {order.name!r} has no backward for stage {untrained[0]}, which holds parameters to train or "
-            "hands a gradient on; give a schedule with its backward, or freeze what is not to be trained"
-        )
-
-
-def refuse_illegal(order: Schedule) -> None:
-    """Raises ScheduleError for a schedule that cannot be run."""
-    wrong = [violation for violation in check(order) if violation.fatal]
-    if wrong:
-        raise ScheduleError(f"schedule {order.name!r} cannot be run: " + "; ".join(v.text for v in wrong[:3]))

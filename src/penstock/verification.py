@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from penstock.api import build, pipeline
 from penstock.errors import ArgumentError, VerificationError
+from penstock.options import Options
 from penstock.partition._compat import flatten, unflatten
-from penstock.pipe import Options, Pipeline
+from penstock.pipe import Pipeline
 from penstock.runtime import batch as batches
 from penstock.runtime import exact as exact_rules
 from penstock.runtime.loss import Loss, Reduction, own_loss, root_of, weighted_sum, weights

@@ -147,4 +147,4 @@ def many_kinds(rank: int, kinds: int) -> tuple[int, int]:
             for _ in range(2):
                 pipe.step(torch.ones(rows, 5), target=torch.zeros(rows, 5))
         channels = [c for some in pipe._engine.transports[rank]._channels.values() for c in some]  # type: ignore[attr-defined]
-        return len(list(pipe._jobs)), sum(channel._lane is not None for channel in channels)
+        return len(list(pipe._steps.jobs)), sum(channel._lane is not None for channel in channels)

@@ -86,7 +86,11 @@ def test_a_choice_a_stage(choice: Any, stages: set[int], monkeypatch: pytest.Mon
         pipe.step(x, target=y)
         assert len(counted.gone) == counted.back
         assert bool(counted.gone) == bool(stages)
-        runners = [r for program in pipe._job(training=True).programs for r in program.runners.values()]
+        runners = [
+            r
+            for program in next(job for job in pipe._steps.jobs if job.training).programs
+            for r in program.runners.values()
+        ]
         assert {r.meta.index for r in runners if r._extras.offload is not None} == stages
         counted.gone.clear()
         pipe.evaluate(x, target=y)

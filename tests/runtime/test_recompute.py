@@ -478,5 +478,9 @@ def test_a_step_that_raised_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def _kept(pipe: Pipeline) -> int:
-    runners = [r for program in pipe._job(training=True).programs for r in program.runners.values()]
+    runners = [
+        r
+        for program in next(job for job in pipe._steps.jobs if job.training).programs
+        for r in program.runners.values()
+    ]
     return sum(len(runner._kept) + len(runner._saved) for runner in runners)

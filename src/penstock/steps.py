@@ -1,0 +1,197 @@
+"""One step of a pipeline: from the caller's batch to the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import ArgumentError
+from penstock.options import Options
+from penstock.partition import Partition
+from penstock.result import SharedLoss, StepResult
+from penstock.runtime import batch as batches
+from penstock.runtime.assembly import Choices
+from penstock.runtime.deferred_norm import refuse_unseen
+from penstock.runtime.engine import Engine, Job
+from penstock.runtime.jobs import Call, Jobs, Known
+from penstock.runtime.loss import Reduction, weights
+from penstock.runtime.lowering import lower_evaluation, lower_training
+from penstock.runtime.outline import Outline
+from penstock.runtime.outputs import Wanted, bring, code_of
+from penstock.runtime.program import Feed, model_inputs
+from penstock.runtime.split_model import SplitModel
+from penstock.schedule import Schedule, first_microbatches
+from penstock.timeline import Timeline
+
+
+class Steps:
+    """Runs the steps of one pipeline.
+
+    Args:
+        order: computations alone, for as many microbatches as a batch has at most.
+        example: the batch that the pipeline is made for.
+
+    Attributes:
+        schedule: what every rank does for a batch like the example, communication included.
+        jobs: one for each kind of batch so far.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        split: SplitModel,
+        order: Schedule,
+        example: batches.Cut,
+        options: Options,
+        choices: Choices,
+    ) -> None:
+        self.world = engine.world
+        self._engine = engine
+        self._split = split
+        self._order = order
+        self._options = options
+        self._choices = choices
+        engine.streams.first_microbatch = engine.world.replica * order.microbatches
+        self.jobs = Jobs(engine, split, self._bind, order.placement.rank_of[0])
+        self.schedule = self.jobs.add(example, Outline.of(example), training=True).job.schedule
+
+    @property
+    def needs_inputs(self) -> bool:
+        """Whether this process runs the first stage."""
+        return bool(self._ranks_of(self._order.placement.is_first) & set(self._engine.ranks))
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether this process runs the last stage."""
+        return bool(self._ranks_of(self._order.placement.is_last) & set(self._engine.ranks))
+
+    def run(
+        self,
+        number: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any,
+        *,
+        training: bool,
+        outputs: Wanted,
+        timeline: bool,
+        loss_scale: float = 1.0,
+    ) -> StepResult:
+        """One step, the `number`-th; see `Pipeline.step`. Whatever ends it ends the other ranks as well."""
+        try:
+            call = Call(training, code_of(outputs, self.world.ranks), timeline)
+            first = self._order.placement.is_first
+            cut = self.cut((args, kwargs), "input", self._device_of(first)) if self.needs_inputs else None
+            known = self.jobs.next(cut, call)
+            inputs = self._inputs(known, cut)
+            feed = Feed(inputs, loss_scale=loss_scale)
+            if self.has_outputs:
+                targets = self._targets(known, target, kwargs)
+                feed = Feed(inputs, targets, self._weights(known.sizes, targets), outputs is not False, loss_scale)
+            moments = self._engine.run(known.job, feed, number, timed=timeline)
+            return self._result(known, feed, call, moments)
+        except BaseException as error:
+            cause = self._engine.fail(error)
+            if cause is error:
+                raise
+            raise cause from None  # the cause is on another rank; what it did to this one only hides it
+
+    def cut(self, tree: Any, what: str, device: torch.device) -> batches.Cut:
+        """The microbatches of a batch."""
+        return batches.cut(tree, self._order.microbatches, what, device, pipelines=self._order.placement.pipelines)
+
+    def _bind(self, partitions: Sequence[Partition], training: bool) -> Job:
+        order, split = first_microbatches(self._order, len(partitions)), self._split
+        metas = [stage.meta for stage in partitions[0].stages]
+        choices = self._choices if training else self._choices.of_evaluation()
+        if training:
+            like = self._order if self.world.data_parallel > 1 else None
+            ties = [group.stages for group in split.tie_groups]
+            order = lower_training(order, metas, ties, split.sharded_stages, like)
+            if choices.norms is not None:
+                refuse_unseen(partitions[0], split.model)
+        else:
+            order = lower_evaluation(order, metas, split.sharded_stages)
+        return self._engine.bind(partitions, order, self._options.loss, choices, training=training)
+
+    def _ranks_of(self, end: Callable[[int], bool]) -> set[int]:
+        """The ranks of the pipelines' first (or last) stages."""
+        placement = self._order.placement
+        return {placement.rank_of[stage] for stage in range(placement.stages) if end(stage)}
+
+    def _device_of(self, end: Callable[[int], bool]) -> torch.device:
+        """Where this process's first (or last) stage is."""
+        return self._engine.devices[min(self._ranks_of(end) & set(self._engine.ranks))]
+
+    def _inputs(self, known: Known, cut: batches.Cut | None) -> list[dict[int, Tensor]]:
+        """For each microbatch, the model's inputs by position among the first stage's inputs."""
+        if cut is None:
+            return []
+        positions = model_inputs(known.job.partitions[0].stages[0].meta)
+        return [dict(zip(positions, given, strict=True)) for given in self.jobs.inputs(known, cut)]
+
+    def _weights(self, sizes: Sequence[int], targets: Sequence[Any] | None) -> list[float]:
+        """Of the microbatches' losses, in the batch of all replicas."""
+        reduction: Reduction = "mean" if targets is None else self._options.reduction
+        replicas, engine = self._engine.replicas, self._engine
+        if replicas is None:
+            return weights(reduction, sizes, targets or ())
+        mean = partial(replicas.mean, watched=engine.watchdog)
+        return weights(reduction, sizes, targets or (), self.world.data_parallel, mean)
+
+    def _targets(self, known: Known, target: Any, kwargs: dict[str, Any]) -> Sequence[Any] | None:
+        if target is None:
+            if self._options.loss is not None:
+                if not known.job.training:
+                    return None
+                raise ArgumentError(
+                    "target=None, but this rank runs the last stage and loss= is a function of the output and the "
+                    "target; pass target=... where pipe.needs_targets is true"
+                )
+            target = kwargs.get("labels")  # for a reduction that weighs a model's own loss
+        return batches.split(target, known.sizes, "target", self._device_of(self._order.placement.is_last))
+
+    def _result(self, known: Known, feed: Feed, call: Call, moments: Mapping[int, Any]) -> StepResult:
+        job = known.job
+        shared = self._shared_loss(job)
+        losses = tuple(loss for loss in job.head.losses if loss is not None) if self.has_outputs else ()
+        timeline = None
+        if call.timeline:
+            rows = {rank: row for part in self._engine.gather_line(moments) for rank, row in part.items()}
+            timeline = Timeline.from_nanoseconds([rows[rank] for rank in range(self.world.ranks)])
+        outputs = tuple(job.head.outputs) if feed.keep_outputs else None
+        if call.outputs:
+            outputs = bring(self._engine, job.schedule, outputs, call.outputs)
+        return StepResult(losses, timeline, known.sizes, shared, outputs)
+
+    def _shared_loss(self, job: Job) -> SharedLoss:
+        """The loss on its way to every rank: from the last stage of each pipeline the terms of its microbatches."""
+        if self.world.data_parallel > 1 and self._options.share_loss:
+            return self._summed_loss(job)
+        placement, head = job.schedule.placement, job.head
+        sources = {placement.rank_of[stage]: stage for stage in range(placement.stages) if placement.is_last(stage)}
+        if len(sources) == 1 or self.world.is_local:
+            parts = {placement.rank_of[-1]: [head.total()] if self.has_outputs else [None]}
+        else:
+            parts = {rank: head.terms(job.schedule.numbers_on(stage)) for rank, stage in sources.items()}
+        shared = SharedLoss(list(parts.values()))
+        if self._options.share_loss:
+            for rank, buffer in zip(parts, shared.buffers, strict=True):
+                shared.waits.append(self._engine.share(buffer, rank))
+        return shared
+
+    def _summed_loss(self, job: Job) -> SharedLoss:
+        """The loss of all replicas, on its way to every process: a sum in which each microbatch has its own place."""
+        placement, first = job.schedule.placement, self.world.replica * self._order.microbatches
+        terms: list[Tensor | None] = [None] * (self._order.microbatches * self.world.data_parallel)
+        for stage in range(placement.stages):
+            if placement.is_last(stage) and placement.rank_of[stage] in self._engine.ranks and self.world.share == 0:
+                numbers = job.schedule.numbers_on(stage)
+                terms[first + numbers.start : first + numbers.stop] = job.head.terms(numbers)
+        shared = SharedLoss([terms], self.world.data_parallel)
+        shared.waits.append(self._engine.share_sum(shared.buffers[0]))
+        return shared
