@@ -57,20 +57,32 @@ def try_one(name: str, side: Side) -> str:
         processes = [context.Process(target=run_rank, args=(folder, name, side, rank)) for rank in range(RANKS)]
         for process in processes:
             process.start()
-        end = time.monotonic() + SECONDS
-        for process in processes:
-            process.join(max(0.0, end - time.monotonic()))
+        lasted = _wait(processes)
         hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
         for process in processes:
             process.kill()
             process.join()
         files = [Path(folder, f"rank-{rank}") for rank in range(RANKS)]
         found = [json.loads(file.read_text()) if file.exists() else None for file in files]
+    told = [
+        f"rank {rank} is ended after {s:.0f} s" for rank, s in lasted.items() if not found[rank] and rank not in hung
+    ]
     raised = [f"rank {rank} {text}" for rank, text in enumerate(found) if text and text.startswith("raises")]
     stuck = [f"rank {rank} hangs ({SECONDS:.0f} s)" for rank in hung]
     if raised or stuck:
         return "; ".join(raised + stuck)
-    return next((text for text in found if text), "ends without a result")
+    return next((text for text in found if text), min(told, default="nothing", key=lambda text: lasted[int(text[5])]))
+
+
+def _wait(processes: list[Any]) -> dict[int, float]:
+    """How many seconds each process lasted, until all have ended or time is up."""
+    began, lasted = time.monotonic(), {}
+    while len(lasted) < len(processes) and time.monotonic() < began + SECONDS:
+        for rank, process in enumerate(processes):
+            if rank not in lasted and not process.is_alive():
+                lasted[rank] = time.monotonic() - began
+        time.sleep(0.05)
+    return lasted
 
 
 def measure(names: list[str]) -> list[dict[str, Any]]:

@@ -278,7 +278,7 @@ def buffered_torch(rank: int) -> Found:
 
 
 def buffered_penstock(rank: int) -> Found:
-    from penstock.runtime.transport import BUFFERS_PER_LINK
+    from penstock.schedule.communication import BUFFERS_PER_LINK
 
     return f"at most {BUFFERS_PER_LINK} receives posted for 16 microbatches"
 
