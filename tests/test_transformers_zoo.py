@@ -61,6 +61,20 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """The class of each, and what its config takes besides SMALL."""
 
+MORE: dict[str, dict[str, Any]] = {
+    "CamembertForMaskedLM": {},
+    "Cohere2ForCausalLM": {},
+    "GPTBigCodeForCausalLM": {"n_embd": 32, "n_layer": 4, "n_head": 4},
+    "HeliumForCausalLM": {**GROUPED, "head_dim": 8},
+    "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1},
+    "Olmo2ForCausalLM": {},
+    "RwkvForCausalLM": {"attention_hidden_size": 32},
+    "SmolLM3ForCausalLM": GROUPED,
+    "Starcoder2ForCausalLM": GROUPED,
+    "XLMRobertaForMaskedLM": {},
+}
+"""Likewise, in long runs only."""
+
 LAYERS = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 48}
 PATCHES = {**LAYERS, "image_size": 32, "patch_size": 8}
 PICTURES: dict[str, dict[str, Any]] = {
@@ -83,11 +97,11 @@ WHISPER = {
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *(pytest.param(name, marks=pytest.mark.long) for name in MORE)])
 def test_gradients_are_those_of_one_device(name: str, ranks: int) -> None:
     torch.manual_seed(0)
     kind = getattr(transformers, name)
-    model = kind(kind.config_class(**SMALL, **MODELS[name]))
+    model = kind(kind.config_class(**SMALL, **(MODELS | MORE)[name]))
     ids = torch.randint(3, SMALL["vocab_size"], (4, 8))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
     assert verify(model, (), kwargs=inputs, ranks=ranks, microbatches=2).ok

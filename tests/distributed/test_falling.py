@@ -44,7 +44,7 @@ def cases(how: str, **options: Any) -> list[dict[str, Any]]:
     ],
     ids=["kill", "stop", "raise", "kill-gloo", "stop-split", "raise-split", "kill-mesh", "raise-mesh"],
 )
-def test_the_others_end_and_name_the_rank_that_fell(tmp_path: Path, how: str, options: dict[str, Any]) -> None:
+def test_trap_11_the_others_end_and_name_the_rank_that_fell(tmp_path: Path, how: str, options: dict[str, Any]) -> None:
     planned = cases(how, **options)
     script = Path(__file__).with_name("falling.py")
     done = subprocess.run(

@@ -55,7 +55,7 @@ def _copies(schedule: Generator) -> int:
 
 
 def table() -> str:
-    """Markdown: a row a model, a column a schedule; letters where ranks are refused, explained below."""
+    """Markdown: a row a model, a column a schedule; letters where a number of ranks is refused, explained below."""
     letters: dict[str, str] = {}
     columns = [entry.name for entry in generators()]
     lines = [
@@ -78,8 +78,8 @@ def page() -> str:
 
 Models of the tests, each under every schedule. *ok*: with {", ".join(map(str, RANKS[:-1]))} and {RANKS[-1]} ranks, in
 {MICROBATCHES} microbatches of 2, 1, 1 and 1 rows, outputs, loss, gradients and buffers are those of the unsplit model:
-to the bit, but for parameters that several stages hold. A letter: refused, with the text below. Schedules have the
-number of chunks that they are known for. Printed by `PYTHONPATH=tests python -m zoo`.
+to the bit, but for parameters that several stages hold. A letter: refused, with the text below. Schedules have
+the number of chunks that they are known for. The table is printed by `PYTHONPATH=tests python -m zoo`.
 
 {table()}"""
 
