@@ -89,6 +89,17 @@ def options_case() -> dict[str, Callable[[], None]]:
             step(check_finite=True, loss=lambda output, _: output.sum() * float("nan"))
         refused(ArgumentError, "check_finite='no': expected True or False", check_finite="no")
 
+    def parallelize() -> None:
+        given: list[set[str]] = []
+
+        def look(stage: nn.Module) -> None:
+            given.append({name for name, _ in stage.named_parameters()})
+
+        with made(parallelize=look) as pipe:
+            assert given == [set(stage.parameters) for stage in pipe.stages]
+            pipe.step(x, target=y)
+        refused(ArgumentError, "parallelize returned a Sequential", parallelize=nn.Sequential)
+
     return {
         "model": lambda: refused(ArgumentError, "model", model=[1, 2]),
         "example_args": lambda: refused(ShapeError, "example: no tensor with rows", example_args=()),
@@ -116,6 +127,7 @@ def options_case() -> dict[str, Callable[[], None]]:
         ),
         "compile": compiled,
         "check_finite": check_finite,
+        "parallelize": parallelize,
     }
 
 

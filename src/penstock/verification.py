@@ -282,8 +282,8 @@ def _run_unsplit(
     with alone.drawing() as streams, alone.deferring() as norms:
         for k, (args, kwargs) in enumerate(pieces):
             streams.begin(k, {})
-            if norms is not None:
-                norms.begin(k)
+            if norms is not None and k * replicas < len(pieces):
+                norms.begin(k)  # of the first replica alone, whose buffers count
             output = alone.model(*args, **{**kwargs, **alone.default_kwargs(args, kwargs)})
             streams.begin_loss(k)
             value = own_loss(output) if loss is None else loss(output, targets[k])
@@ -298,8 +298,9 @@ def _run_unsplit(
             outputs.append(output)
             if (k + 1) * replicas == len(pieces):
                 buffers = {name: buffer.clone() for name, buffer in alone.named_buffers()}
-    for name, buffer in alone.named_buffers():
+    for name, buffer in alone.named_buffers() if norms is None else ():
         buffer.copy_(buffers[name])
+    buffers = {name: buffer.clone() for name, buffer in alone.named_buffers()}
     total = weighted_sum(losses, weighted)
     assert total is not None
     return outputs, total.cpu(), buffers

@@ -118,6 +118,11 @@ def assemble(
 
 
 def _refuse(stage: Stage, keeping: Keeping, choices: Choices) -> None:
+    if choices.compile is not None and keeping.every is not None:
+        raise ArgumentError(
+            f"recompute={keeping.every} runs layers again within the stage's code, whose surroundings torch's compiler "
+            f"loses; with compile= choose recompute={{{stage.meta.index}: 'always'}}, or 'except_last'"
+        )
     if choices.compile is not None and stage.frame is not None:
         raise ArgumentError(
             "compile= compiles each stage as a whole, hooks of parallelize= and all, which torch's compiler does not "
@@ -146,7 +151,11 @@ def _extras(
     """What the stage does beside its forward and backward."""
     stage = stages[0]
     metas = [each.meta for each in partition.stages]
-    held = (*stage.parameters.values(), *stage.buffers.values())
+
+    def held() -> tuple[Tensor, ...]:
+        parameters = stage.parameters if sharded is None else sharded.parameters()
+        return (*parameters.values(), *stage.buffers.values())
+
     offload = Offload(device, held) if keeping.offload else None
     again = microbatches_to_recompute(keeping.recompute, row, stage.meta.index)
     keeper = Keeper(stages, overwritten(stage.meta, metas), offload) if again else None

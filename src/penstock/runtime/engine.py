@@ -57,7 +57,7 @@ class Job:
     averages: Mapping[int, Average]
     """Over replicas, by stage; empty where there are none."""
     updated: tuple[Tensor, ...]
-    """The buffers of this process that a step updates."""
+    """The buffers, and parameters if any, of this process that a forward updates."""
     schedule: Schedule
     training: bool
 
@@ -150,7 +150,7 @@ class Engine:
         head = LossHead(loss, build, self.streams, needed=training)
         averages = self._averages(first, placement) if training else {}
         updated = tuple(
-            stage.buffers[name]
+            {**stage.parameters, **stage.buffers}[name]
             for stage in first.stages
             if placement.rank_of[stage.meta.index] in self.ranks
             for name in stage.meta.updated
@@ -211,6 +211,8 @@ class Engine:
     def _agree(self, schedule: Schedule, partition: Partition) -> None:
         """Finds out before the first message whether all ranks split the same model in the same way. Later jobs are
         each pipeline's own business."""
+        if self._groups is None:
+            return
         mine = hashlib.sha256(repr((str(schedule), [stage.meta for stage in partition.stages])).encode()).hexdigest()
         if self._jobs == 1:
             differing = [rank for rank, other in enumerate(self.gather(mine)) if other != mine]

@@ -130,6 +130,11 @@ def _from_mesh(ranks: int | None, mesh: DeviceMesh) -> World:
             reason = _UNSUPPORTED.get(name, f"the dimensions are {PIPELINE!r}, {TENSOR!r} and, for data, {DATA}")
             raise ArgumentError(f"mesh has a dimension {name!r}, which a pipeline cannot have: {reason}")
     grid = mesh.mesh
+    if ranks is not None and ranks != mesh.size(names.index(PIPELINE)):
+        size = mesh.size(names.index(PIPELINE))
+        raise ArgumentError(f"ranks={ranks}, but the mesh has {size} ranks in its pipeline dimension")
+    if grid.numel() == 1:
+        return World(1)
     if not (grid == dist.get_rank()).any():
         raise ArgumentError(f"global rank {dist.get_rank()} is not in the mesh {grid.tolist()}")
 
@@ -150,10 +155,6 @@ def _from_mesh(ranks: int | None, mesh: DeviceMesh) -> World:
                 "them to; make the mesh of ascending ranks"
             )
     members = along(PIPELINE)
-    if ranks not in (None, len(members)):
-        raise ArgumentError(f"ranks={ranks}, but the mesh has {len(members)} ranks in its pipeline dimension")
-    if grid.numel() == 1:
-        return World(1)
     replicas, shares = along(*DATA), along(TENSOR)
     me = dist.get_rank()
     return World(

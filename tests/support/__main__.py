@@ -1,0 +1,5 @@
+"""Prints `docs/support.md`."""
+
+from support.page import page
+
+print(page(), end="")
