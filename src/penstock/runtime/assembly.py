@@ -146,7 +146,11 @@ def _extras(
     """What the stage does beside its forward and backward."""
     stage = stages[0]
     metas = [each.meta for each in partition.stages]
-    held = (*stage.parameters.values(), *stage.buffers.values())
+
+    def held() -> tuple[Tensor, ...]:
+        parameters = stage.parameters if sharded is None else sharded.parameters()
+        return (*parameters.values(), *stage.buffers.values())
+
     offload = Offload(device, held) if keeping.offload else None
     again = microbatches_to_recompute(keeping.recompute, row, stage.meta.index)
     keeper = Keeper(stages, overwritten(stage.meta, metas), offload) if again else None

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,9 +30,6 @@ from penstock.runtime.transport import Transport
 from penstock.runtime.watchdog import Watchdog
 from penstock.runtime.world import World, backend_of, exchange
 from penstock.schedule import Placement, Schedule, linearize
-
-if TYPE_CHECKING:
-    pass
 
 T = TypeVar("T")
 
@@ -57,7 +54,7 @@ class Job:
     averages: Mapping[int, Average]
     """Over replicas, by stage; empty where there are none."""
     updated: tuple[Tensor, ...]
-    """The buffers of this process that a step updates."""
+    """The buffers, and parameters if any, of this process that a forward updates."""
     schedule: Schedule
     training: bool
 
@@ -74,6 +71,8 @@ class Engine:
         self._groups: Groups | None = None
         self._reducers: dict[int, dict[int, TieReducer]] = {rank: {} for rank in self.ranks}
         self._jobs = 0
+        self._line = tuple(name for name in world.names if name != world.name)
+        self._sending = Position("its last sends", self._line)  # a first step's are waited for
         self.transports: dict[int, Transport]
         if world.rank is None:
             hub = LocalHub(devices)
@@ -150,7 +149,7 @@ class Engine:
         head = LossHead(loss, build, self.streams, needed=training)
         averages = self._averages(first, placement) if training else {}
         updated = tuple(
-            stage.buffers[name]
+            {**stage.parameters, **stage.buffers}[name]
             for stage in first.stages
             if placement.rank_of[stage.meta.index] in self.ranks
             for name in stage.meta.updated
@@ -211,6 +210,8 @@ class Engine:
     def _agree(self, schedule: Schedule, partition: Partition) -> None:
         """Finds out before the first message whether all ranks split the same model in the same way. Later jobs are
         each pipeline's own business."""
+        if self._groups is None:
+            return
         mine = hashlib.sha256(repr((str(schedule), [stage.meta for stage in partition.stages])).encode()).hexdigest()
         if self._jobs == 1:
             differing = [rank for rank, other in enumerate(self.gather(mine)) if other != mine]
@@ -253,6 +254,7 @@ class Engine:
             reducer.end_step()
         if job.averages and self.replicas is not None:
             self.replicas.end_step(job.averages, job.updated, self.watchdog)
+        self.watchdog.position = self._sending
         for transport in self.transports.values():
             transport.end_step()
         self.watchdog.position = OUTSIDE
@@ -363,7 +365,7 @@ class Engine:
         if self._groups is None:
             return [value]
         values: list[Any] = [None] * self.world.ranks
-        with self._waiting("gather", tuple(name for name in self.world.names if name != self.world.name)):
+        with self._waiting("gather", self._line):
             dist.all_gather_object(values, value, group=self._groups.control)
         return values
 

@@ -8,7 +8,7 @@ nothing.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.runtime import exact
+from penstock.runtime.distribution import local
 
 
 class Away:
@@ -69,11 +70,11 @@ class Offload:
     """The saved tensors of one stage.
 
     Args:
-        held: what lives on the stage and stays there: parameters and buffers.
+        held: gives what lives on the stage now and stays there: parameters and buffers.
     """
 
-    def __init__(self, device: torch.device, held: Iterable[Tensor]) -> None:
-        self._held = list(held)
+    def __init__(self, device: torch.device, held: Callable[[], Iterable[Tensor]]) -> None:
+        self._held = held
         self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._stays: set[int] = set()
         self._away: dict[int, list[weakref.ref[Away]]] = {}
@@ -86,7 +87,7 @@ class Offload:
     @contextmanager
     def packing(self, microbatch: int) -> Iterator[None]:
         """Around a forward: what it saves goes to the host."""
-        self._stays = {tensor.untyped_storage().data_ptr() for tensor in self._held}  # may have been given new memory
+        self._stays = {local(tensor).untyped_storage().data_ptr() for tensor in self._held()}  # it may have new memory
         self._microbatch = microbatch
         with saved_tensors_hooks(self._pack, _unpack):
             yield
