@@ -163,6 +163,11 @@ def build(
             "a later batch may be smaller, but the example must be a whole one; give a larger one or fewer microbatches"
         )
     current = _device_of(model)
+    if world.data_parallel > 1 and not options.share_loss:
+        raise ArgumentError(
+            "share_loss=False, but the mesh has replicas: each knows only its own part of the batch's loss; leave "
+            "share_loss out (result.losses are the microbatches' own)"
+        )
     devices = [device_of(options.devices, world, rank, current) for rank in range(world.ranks)]
     engine = Engine(world, devices, torch.initial_seed() if options.seed is None else options.seed, options.transport)
     try:

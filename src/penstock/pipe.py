@@ -102,6 +102,8 @@ class Pipeline:
             result = self._run(
                 args, kwargs, target, training=True, outputs=outputs, timeline=timeline, loss_scale=self.loss_scale
             )
+        if self._norms is not None and self.world.data_parallel > 1:
+            self._engine.start_equal(self._norms.buffers())  # as all buffers of replicas
         self.step_count += 1
         return result
 
@@ -242,7 +244,11 @@ class Pipeline:
         counts once, and norms are added in the unsplit model's order: the same bits for any number of ranks.
 
         Returns the norm before clipping, a scalar on the CPU.
+
+        Raises:
+            ArgumentError: the last step was within `no_sync`: replicas have gradients of their own.
         """
+        self.refuse_unaveraged("clip_grad_norm_")
         norms: dict[str, Tensor] = {}
         held = [(name, p.grad) for name, p in self.named_parameters() if p.grad is not None]
         for part in self.gather({name: whole(torch.linalg.vector_norm(grad)).cpu() for name, grad in held}):
@@ -253,6 +259,14 @@ class Pipeline:
         for _, grad in held:
             local(grad).mul_(factor.to(grad.device))
         return total
+
+    def refuse_unaveraged(self, what: str) -> None:
+        """Raises ArgumentError if gradients are each replica's own, so that replicas would part."""
+        if self._engine.replicas is not None and self._engine.replicas.behind:
+            raise ArgumentError(
+                f"{what}: the last step was within no_sync(), so that gradients are each replica's own; take the last "
+                "step before it outside of no_sync()"
+            )
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """The buffers of this process's stages, by their names in the unsplit model."""

@@ -62,13 +62,14 @@ class GradScaler(torch.amp.GradScaler):
         """Divides the gradients by the scale, and finds out whether all are finite, on all ranks.
 
         Raises:
-            ArgumentError: the last step ran with another scale, or a gradient is in float16.
+            ArgumentError: the last step ran with another scale, or within `no_sync`; or a gradient is in float16.
             RuntimeError: a second call for an optimizer, before `update`.
         """
         if not self.is_enabled():
             return
         if id(optimizer) in self._found:
             raise RuntimeError("unscale_() or step() was called already for this optimizer since the last update()")
+        self._pipe.refuse_unaveraged("GradScaler")
         scale = self.get_scale()
         if self._pipe.loss_scale != scale:
             raise ArgumentError(

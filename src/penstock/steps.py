@@ -15,7 +15,7 @@ from penstock.partition import Partition
 from penstock.result import SharedLoss, StepResult
 from penstock.runtime import batch as batches
 from penstock.runtime.assembly import Choices
-from penstock.runtime.deferred_norm import refuse_unseen
+from penstock.runtime.deferred_norm import refuse_none, refuse_unseen
 from penstock.runtime.engine import Engine, Job
 from penstock.runtime.jobs import Call, Jobs, Known
 from penstock.runtime.loss import Reduction, weights
@@ -57,7 +57,10 @@ class Steps:
         self._choices = choices
         engine.streams.first_microbatch = engine.world.replica * order.microbatches
         self.jobs = Jobs(engine, split, self._bind, order.placement.rank_of[0])
-        self.schedule = self.jobs.add(example, Outline.of(example), training=True).job.schedule
+        first = self.jobs.add(example, Outline.of(example), training=True).job
+        if choices.norms is not None:
+            refuse_none(stage.meta for stage in first.partitions[0].stages)
+        self.schedule = first.schedule
 
     @property
     def needs_inputs(self) -> bool:
@@ -91,7 +94,7 @@ class Steps:
             feed = Feed(inputs, loss_scale=loss_scale)
             if self.has_outputs:
                 targets = self._targets(known, target, kwargs)
-                feed = Feed(inputs, targets, self._weights(known.sizes, targets), outputs is not False, loss_scale)
+                feed = Feed(inputs, targets, self._weights(known, targets), outputs is not False, loss_scale)
             moments = self._engine.run(known.job, feed, number, timed=timeline)
             return self._result(known, feed, call, moments)
         except BaseException as error:
@@ -134,14 +137,17 @@ class Steps:
         positions = model_inputs(known.job.partitions[0].stages[0].meta)
         return [dict(zip(positions, given, strict=True)) for given in self.jobs.inputs(known, cut)]
 
-    def _weights(self, sizes: Sequence[int], targets: Sequence[Any] | None) -> list[float]:
+    def _weights(self, known: Known, targets: Sequence[Any] | None) -> list[float]:
         """Of the microbatches' losses, in the batch of all replicas."""
         reduction: Reduction = "mean" if targets is None else self._options.reduction
         replicas, engine = self._engine.replicas, self._engine
         if replicas is None:
-            return weights(reduction, sizes, targets or ())
-        mean = partial(replicas.mean, watched=engine.watchdog)
-        return weights(reduction, sizes, targets or (), self.world.data_parallel, mean)
+            return weights(reduction, known.sizes, targets or ())
+        watched, settings = engine.watchdog, self.jobs.settings()
+        mean = partial(replicas.mean, training=known.job.training, settings=settings, watched=watched)
+        if reduction == "sum":
+            mean(0.0)  # there is no mean to take, but replicas that do not take the same step must find out
+        return weights(reduction, known.sizes, targets or (), self.world.data_parallel, mean)
 
     def _targets(self, known: Known, target: Any, kwargs: dict[str, Any]) -> Sequence[Any] | None:
         if target is None:

@@ -205,6 +205,17 @@ def test_what_cannot_be_deferred_is_refused(model: Any, words: str) -> None:
         pipeline(made, (x,), microbatches=2, loss=squared_error, deferred_batch_norm=True)
 
 
+def test_a_step_in_evaluation_mode_leaves_the_statistics() -> None:
+    """As it is when norms are frozen after some steps of training."""
+    x, y = batch()
+    with pipeline(normed(), (x,), microbatches=2, loss=squared_error, deferred_batch_norm=True) as pipe:
+        pipe.step(x, target=y)
+        before = buffers(pipe.model)
+        pipe.eval()
+        pipe.step(x, target=y)
+        assert all(torch.equal(buffer, before[name]) for name, buffer in pipe.named_buffers())
+
+
 @pytest.mark.filterwarnings("default")  # torch.compile's own
 def test_a_compiled_norm_is_refused() -> None:
     model = normed()

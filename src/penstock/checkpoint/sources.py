@@ -13,6 +13,7 @@ from penstock.checkpoint import folders
 from penstock.checkpoint.contents import model_key, model_tensors
 from penstock.checkpoint.storage import Reader
 from penstock.errors import ArgumentError
+from penstock.runtime.distribution import copy_into
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 """What the `transformers` library calls a file of all weights, and the index of several."""
@@ -69,7 +70,7 @@ class SafetensorsFiles:
 
     def fill(self, tensor: Tensor, name: str) -> None:
         with _opened(self._path_of[name]) as file:
-            tensor.detach().copy_(file.get_tensor(name))
+            copy_into(tensor.detach(), file.get_tensor(name))
 
 
 class Checkpoint:

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from penstock.errors import ArgumentError
 from penstock.partition import Partition, Stage
 from penstock.runtime.split_backward import is_compiled
+from penstock.stages import StageMeta
 
 
 class Moments(NamedTuple):
@@ -70,6 +71,10 @@ class DeferredNorms:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def buffers(self) -> list[Tensor]:
+        """Running statistics that this process holds."""
+        return [b for norm in self._norms if not _is_elsewhere(norm) for b in norm.buffers(recurse=False)]
 
     def begin(self, microbatch: int) -> None:
         """From here on what enters the modules is noted, for this microbatch."""
@@ -154,10 +159,9 @@ class _Hook:
 
 
 def refuse_unseen(partition: Partition, model: nn.Module) -> None:
-    """Raises ArgumentError for running statistics that no hook sees, and where there are none at all."""
+    """Raises ArgumentError for running statistics that no hook sees."""
     owners = {id(b): (name, m) for name, m in model.named_modules() for b in m.buffers(recurse=False)}
     compiled = {id(part) for m in model.modules() if is_compiled(m) for part in m.modules()}
-    found = False
     for stage in partition.stages:
         _refuse_calls(stage)
         for buffer_name in stage.meta.updated:
@@ -170,8 +174,11 @@ def refuse_unseen(partition: Partition, model: nn.Module) -> None:
                 kind = type(owner).__name__
                 norm = "normalises by itself" if isinstance(owner, _NormBase) else "keeps running statistics of its own"
                 _refuse(name, f"({kind}) {norm}; only the batch norms of torch.nn can be deferred")
-            found = True
-    if not found:
+
+
+def refuse_none(stages: Iterable[StageMeta]) -> None:
+    """Raises ArgumentError where there are no running statistics at all."""
+    if not any(name.rpartition(".")[2] == "running_mean" for stage in stages for name in stage.updated):
         raise ArgumentError(
             "deferred_batch_norm=True: no batch norm of the model updates running statistics in training; leave it out"
         )

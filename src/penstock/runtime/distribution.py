@@ -28,6 +28,29 @@ def whole(tensor: Tensor) -> Tensor:
     return full
 
 
+def copy_into(tensor: Tensor, value: Tensor) -> None:
+    """Copies a value into a tensor of which this process may hold a part; where it does, the value is as distributed,
+    or whole. Takes no communication."""
+    if is_distributed(tensor) and not is_distributed(value):
+        from torch.distributed.tensor import distribute_tensor
+
+        mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+        value = distribute_tensor(value.to(tensor.device), mesh, placements, src_data_rank=None)
+    tensor.copy_(value)
+
+
+def local_gradient(parameter: Tensor) -> Tensor | None:
+    """What this process holds of a parameter's gradient, divided as the parameter is. A collective where it is not: of
+    what sequence parallelism leaves whole, each process has a term of the gradient (`Partial`)."""
+    grad = parameter.grad
+    if grad is None:
+        return None
+    grad = grad.detach()
+    if is_distributed(grad) and grad.placements != parameter.placements:  # type: ignore[attr-defined]
+        grad = grad.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+    return local(grad)
+
+
 def mesh_dimensions(tensor: Tensor) -> tuple[str, ...]:
     """The names of the mesh dimensions over which a tensor is distributed; none if it is not."""
     return tuple(tensor.device_mesh.mesh_dim_names or ()) if is_distributed(tensor) else ()  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,9 +30,6 @@ from penstock.runtime.transport import Transport
 from penstock.runtime.watchdog import Watchdog
 from penstock.runtime.world import World, backend_of, exchange
 from penstock.schedule import Placement, Schedule, linearize
-
-if TYPE_CHECKING:
-    pass
 
 T = TypeVar("T")
 
@@ -74,6 +71,8 @@ class Engine:
         self._groups: Groups | None = None
         self._reducers: dict[int, dict[int, TieReducer]] = {rank: {} for rank in self.ranks}
         self._jobs = 0
+        self._line = tuple(name for name in world.names if name != world.name)
+        self._sending = Position("its last sends", self._line)  # a first step's are waited for
         self.transports: dict[int, Transport]
         if world.rank is None:
             hub = LocalHub(devices)
@@ -255,6 +254,7 @@ class Engine:
             reducer.end_step()
         if job.averages and self.replicas is not None:
             self.replicas.end_step(job.averages, job.updated, self.watchdog)
+        self.watchdog.position = self._sending
         for transport in self.transports.values():
             transport.end_step()
         self.watchdog.position = OUTSIDE
@@ -365,7 +365,7 @@ class Engine:
         if self._groups is None:
             return [value]
         values: list[Any] = [None] * self.world.ranks
-        with self._waiting("gather", tuple(name for name in self.world.names if name != self.world.name)):
+        with self._waiting("gather", self._line):
             dist.all_gather_object(values, value, group=self._groups.control)
         return values
 

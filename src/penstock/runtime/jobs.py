@@ -135,6 +135,10 @@ class Jobs:
         self._known.move_to_end(number)
         return known
 
+    def settings(self) -> int:
+        """A number for the modes, requires_grad flags and autocast of this process."""
+        return self._digest_of(self._split.signature()[:-1])
+
     def inputs(self, known: Known, cut: Cut) -> list[list[Tensor]]:
         """The tensors that the first stage receives, in its order, of each microbatch.
 
@@ -172,9 +176,9 @@ class Jobs:
         )
 
     def _digest_of(self, settings: Hashable) -> int:
-        """A number for what all processes must have set alike, small enough to be exact as a float64."""
+        """A number for what all processes must have set alike, so small that sums of it are exact as float64."""
         if self._digest[0] != settings:
-            digest = hashlib.blake2b(repr(settings).encode(), digest_size=6).digest()
+            digest = hashlib.blake2b(repr(settings).encode(), digest_size=5).digest()
             self._digest = settings, int.from_bytes(digest, "little")
         return self._digest[1]
 

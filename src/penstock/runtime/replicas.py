@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from penstock.errors import ArgumentError
 from penstock.partition import Stage
 from penstock.runtime.distributed import Groups, all_reduce
 from penstock.runtime.distribution import mesh_dimensions
@@ -73,6 +74,7 @@ class Replicas:
 
     Attributes:
         active: whether steps average; where not, `.grad` is this replica's own until the next step that does.
+        behind: whether the last step did not average.
     """
 
     def __init__(self, world: World, groups: Groups) -> None:
@@ -84,7 +86,7 @@ class Replicas:
         self._divided = world.divided
         numbers = (world.everyone.index(rank) for rank in world.replicas)
         self.others = tuple(number for number in numbers if number != world.name)
-        self._behind = False
+        self.behind = False
 
     def averages(self, stages: Iterable[Stage], tied: Iterable[nn.Parameter]) -> dict[int, Average]:
         """What averages the gradients of this process's stages, by stage.
@@ -113,11 +115,11 @@ class Replicas:
     def begin_step(self, averages: Mapping[int, Average]) -> None:
         """Before a step. What steps that did not average left stays in `.grad`, and is averaged with this one's."""
         for average in averages.values() if self.active else ():
-            average.begin_step(set_aside=not self._behind)
+            average.begin_step(set_aside=not self.behind)
 
     def end_step(self, averages: Mapping[int, Average], buffers: Sequence[Tensor], watched: Watched) -> None:
         """After a step: waits for the averages; gives every replica the first one's `buffers`, as DDP does."""
-        self._behind = not self.active
+        self.behind = not self.active
         if self.active:
             averages[SHARED].start()
             for average in averages.values():
@@ -126,13 +128,35 @@ class Replicas:
         watched.position = Position("buffers", self.others)
         copy_from_first(buffers, self._group)
 
-    def mean(self, weight: float, watched: Watched) -> float:
-        """The mean of a weight over the replicas. Each of them calls it."""
-        value = torch.tensor([weight], dtype=torch.float64)
+    def mean(self, weight: float, *, training: bool, settings: int, watched: Watched) -> float:
+        """The mean of a weight over the replicas. Each of them calls it, before each step.
+
+        Args:
+            settings: a number for what else must be alike; so small that sums of it are exact.
+
+        Raises:
+            ArgumentError: another replica does something else, so that they would wait for each other in vain.
+        """
+        mine = [float(training), float(training and self.active), float(settings)]
+        values = torch.tensor([weight, *mine], dtype=torch.float64)
         watched.position = Position("the weights of the batch", self.others)
-        dist.all_reduce(value, group=self._weights)
+        dist.all_reduce(values, group=self._weights)
         watched.position = OUTSIDE
-        return float(value) / self._count
+        total, *said = values.tolist()
+        for own, sum_of_all, words in zip(mine, said, _ALIKE, strict=True):
+            if own * self._count != sum_of_all:
+                raise ArgumentError(
+                    f"the replicas do not take the same step: {words}; all replicas must make the same calls, as often "
+                    "as each other, and set train(), eval(), requires_grad_() and autocast alike"
+                )
+        return float(total) / self._count
+
+
+_ALIKE = (
+    "some train, others evaluate",
+    "some are within no_sync(), others are not",
+    "they differ in modes, requires_grad flags or autocast",
+)
 
 
 def buckets(parameters: Iterable[nn.Parameter], most_bytes: int = BUCKET_BYTES) -> Iterator[list[nn.Parameter]]:

@@ -175,6 +175,10 @@ class StageRunner:
             args[position], slots[position] = exact.receive(self._anchor, args[position])
         passed_on = [get_gradient_edge(args[position]) for position in self._root_inputs]
         split = self._split_of(microbatch)
+        if self._extras.sharded is not None:
+            # A weight that autocast has cast for another microbatch would get its gradient behind the reduction of all:
+            # in backward, what was made first comes last.
+            torch.clear_autocast_cache()
         if split is None:
             outputs = self._functions[microbatch](*args)
         else:

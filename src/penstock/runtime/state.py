@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ArgumentError
+from penstock.runtime.distribution import copy_into
 from penstock.runtime.split_model import SplitModel
 
 
@@ -48,11 +49,11 @@ def load_into(own: Mapping[str, Tensor], state: Mapping[str, Tensor], known: Set
             f"the state lacks {lacks}, and has {has} that the model has not; give the state of this model, or "
             "strict=False"
         )
-    for name, tensor in own.items():
-        if name not in state:
-            continue
+    there = {name: tensor for name, tensor in own.items() if name in state}
+    for name, tensor in there.items():
         if state[name].shape != tensor.shape:
             raise ArgumentError(
                 f"{name} has shape {tuple(state[name].shape)} in the state and {tuple(tensor.shape)} in the model"
             )
-        tensor.copy_(state[name])
+    for name, tensor in there.items():
+        copy_into(tensor, state[name])

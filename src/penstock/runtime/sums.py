@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
-from penstock.runtime.distribution import local
+from penstock.runtime.distribution import local, local_gradient
 from penstock.runtime.transport import Pending
 
 Reduce = Callable[[Sequence[Tensor]], Pending]
@@ -65,10 +65,8 @@ class GradientSum:
                     "sparse gradients cannot be summed over processes: make the embedding with sparse=False"
                 )
         mine = [local(p.detach()) for p in members]
-        flat = [
-            torch.zeros_like(m).reshape(-1) if p.grad is None else local(p.grad.detach()).reshape(-1)
-            for p, m in zip(members, mine, strict=True)
-        ]
+        grads = [local_gradient(p) for p in members]
+        flat = [(torch.zeros_like(m) if g is None else g).reshape(-1) for g, m in zip(grads, mine, strict=True)]
         return torch.cat([*flat, mine[0].new_tensor([float(p.grad is not None) for p in members])])
 
     def _totals(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:

@@ -183,13 +183,17 @@ def _ending_whole(items: list[Action | Overlap], stage: int, last: int) -> list[
 
 
 def add_sharding(schedule: Schedule, stages: Set[int]) -> Schedule:
-    """Adds `UNSHARD` before the first action of each of these stages, and `RESHARD` behind its last."""
+    """Adds `UNSHARD` before the first computation of each of these stages, and `RESHARD` behind its last action.
+
+    Messages do not count for the first: how far ahead they are posted depends on the number of microbatches, and
+    replicas must gather in one order though one may have fewer.
+    """
 
     def changed(row: Row) -> Iterator[Action | Overlap]:
         items = list(row.items())
-        computes = {s: [i for i, item in enumerate(items) if any(p.stage == s for p in item.parts)] for s in stages}
-        first = {s: places[0] for s, places in computes.items() if places}
-        last = {s: places[-1] for s, places in computes.items() if places}
+        parts = [(i, part) for i, item in enumerate(items) for part in item.parts if part.stage in stages]
+        first = {part.stage: i for i, part in reversed(parts) if part.op.is_compute}
+        last = {part.stage: i for i, part in parts if part.stage in first}
         for index, item in enumerate(items):
             yield from (Action(s, Op.UNSHARD) for s in sorted(first) if first[s] == index)
             yield item

@@ -1,0 +1,161 @@
+"""What ranks run where features meet on one mesh: replicas, shards, precision, memory, and calls that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jobs
+import torch
+from mesh_jobs import mesh_of, part
+from shard_jobs import Blocks, by_plan, by_sequence, every_block, whole
+from torch import Tensor, nn
+
+import penstock
+from models import squared_error
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (every_block, by_plan, by_sequence)}
+
+
+def model() -> Blocks:
+    torch.manual_seed(0)
+    return Blocks(dropout=0.0)
+
+
+def batch(rows: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, 8, generator=generator), torch.randn(rows, 8, generator=generator)
+
+
+def setting(how: str, shape: tuple[int, ...], names: tuple[str, ...]) -> tuple[dict[str, Any], int, int]:
+    """The arguments for a mesh, and which replica of how many this is."""
+    mesh = mesh_of(shape, names)
+    options: dict[str, Any] = {"mesh": mesh, "loss": squared_error}
+    if how:
+        options["parallelize"] = FUNCTIONS[how](mesh["dp" if how == "every_block" else "tp"])
+    return options, mesh.get_local_rank("dp") if "dp" in names else 0, shape[0] if "dp" in names else 1
+
+
+class Differs(NamedTuple):
+    """From plain torch on one device: by how much of the largest entry, of all weights; and of all losses."""
+
+    weights: float
+    losses: float
+
+
+def train(
+    rank: int, how: str, shape: tuple[int, ...], names: tuple[str, ...], sizes: list[list[int]], options: dict[str, Any]
+) -> Differs:
+    """Steps of momentum on batches of which each replica has its own number of rows."""
+    made, replica, replicas = setting(how, shape, names)
+    alone, net = model(), model()
+    reference = torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9)
+    example = batch(sizes[0][replica])[0]
+    differences = []
+    with penstock.pipeline(net, (example,), **made, **options) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.05, momentum=0.9)
+        for step, rows in enumerate(sizes):
+            x, y = batch(sum(rows[:replicas]), step)
+            reference.zero_grad()
+            expected = squared_error(alone(x), y)
+            expected.backward()  # type: ignore[no-untyped-call]
+            reference.step()
+            mine = [tensor.split(rows[:replicas])[replica].clone() for tensor in (x, y)]
+            optimizer.zero_grad()
+            loss = pipe.step(mine[0], target=mine[1]).loss
+            optimizer.step()
+            differences.append(float((loss - expected).abs()))
+        wanted = dict(alone.named_parameters())
+        got = {name: whole(p.detach()) for name, p in pipe.named_parameters()}
+    return Differs(max(relative(value, wanted[name]) for name, value in got.items()), max(differences))
+
+
+def relative(mine: Tensor, other: Tensor) -> float:
+    return float((mine - other).abs().max() / other.abs().max())
+
+
+def autocast(rank: int, how: str, options: dict[str, Any]) -> dict[str, Tensor]:
+    """Gradients of a step in half precision."""
+    made, replica, replicas = setting(how, (2, 2), ("dp", "pp"))
+    x, y = part(batch(12), replica, replicas)
+    with penstock.pipeline(model(), (x,), microbatches=3, **made, **options) as pipe:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            pipe.step(x, target=y)
+        return {name: whole(p.grad) for name, p in pipe.named_parameters() if p.grad is not None}
+
+
+def load(rank: int, how: str, names: tuple[str, str]) -> float:
+    """How far weights are from those of an unsplit model's state that was loaded."""
+    made, replica, replicas = setting(how, (2, 2), names)
+    x, _ = part(batch(12), replica, replicas)
+    other = model()
+    nn.init.normal_(other.blocks[0].up.weight)  # type: ignore[union-attr, arg-type]
+    state = other.state_dict()
+    with penstock.pipeline(model(), (x,), microbatches=3, **made) as pipe:
+        own = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+        pipe.load_state_dict(state)
+        loaded = max(float((whole(p.detach()) - state[name]).abs().max()) for name, p in pipe.named_parameters())
+        pipe.load_state_dict(own, strict=False)
+        assert all(torch.equal(whole(p.detach()), whole(own[name])) for name, p in pipe.named_parameters())
+        return loaded
+
+
+def verify(rank: int, how: str, names: tuple[str, str]) -> tuple[bool, str]:
+    made, replica, replicas = setting(how, (2, 2), names)
+    x, y = part(batch(12), replica, replicas)
+    torch.manual_seed(0)
+    report = penstock.verify(Blocks(dropout=0.1), (x,), y, microbatches=3, **made)
+    return report.ok, report.summary()
+
+
+def verify_deferred(rank: int, replicas: int) -> tuple[bool, str]:
+    """Of batch norms whose statistics are deferred, the first replica's count."""
+    mesh = mesh_of((replicas, 4 // replicas), ("dp", "pp"))
+    task = jobs.convnet()
+    args, target = part((task.args, task.target), mesh.get_local_rank("dp"), replicas)
+    options: dict[str, Any] = {"microbatches": 3, "mesh": mesh, "deferred_batch_norm": True}
+    report = penstock.verify(task.model, args, target, task.loss, **options)
+    return report.ok, report.summary()
+
+
+def differing(rank: int, what: str) -> None:
+    """One replica does something else than the other."""
+    made, replica, replicas = setting("", (2, 2), ("dp", "pp"))
+    x, y = part(batch(12), replica, replicas)
+    with penstock.pipeline(model(), (x,), microbatches=3, reduction="sum", **made) as pipe:
+        pipe.step(x, target=y)
+        if replica:
+            match what:
+                case "evaluates":
+                    pipe.evaluate(x, target=y)
+                case "does not average":
+                    with pipe.no_sync():
+                        pipe.step(x, target=y)
+                case "freezes":
+                    pipe.model.get_parameter("blocks.0.up.weight").requires_grad_(False)
+        for _ in range(2):
+            pipe.step(x, target=y)
+
+
+def refused(rank: int, what: str) -> str:
+    """The text with which a use is refused, on every rank."""
+    made, replica, replicas = setting("", (2, 2), ("dp", "pp"))
+    x, y = part(batch(12), replica, replicas)
+    if what == "loss":
+        try:
+            penstock.pipeline(model(), (x,), microbatches=3, share_loss=False, **made)
+        except penstock.ArgumentError as error:
+            return str(error)
+    with penstock.pipeline(model(), (x,), microbatches=3, **made) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        scaler = penstock.GradScaler(pipe, init_scale=2.0)
+        with pipe.no_sync():
+            pipe.step(x, target=y, loss_scale=2.0)
+        try:
+            if what == "clip":
+                pipe.clip_grad_norm_(1.0)
+            else:
+                scaler.step(optimizer)
+        except penstock.ArgumentError as error:
+            return str(error)
+    return ""
