@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models import gpt
+from penstock import verify
 from penstock.partition import Partition, Partitioner
 
 
@@ -113,3 +114,22 @@ def test_layer_drop_at_a_rate_that_decides_it(rate: float, kept: int) -> None:
     _, names, made = run(Dropping(), 1, torch.randn(2, 3))
     assert names == []  # a draw that nothing uses is left out
     assert made.code.count("self.layers") == kept
+
+
+class MadeInForward(nn.Module):
+    """Has no dropout among its modules; its forward makes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.Dropout(0.5)(self.layer(x))
+
+
+def test_a_dropout_that_the_forward_makes_draws_from_the_stream_of_its_block() -> None:
+    torch.manual_seed(0)
+    blocks = nn.Sequential(*(MadeInForward() for _ in range(4)))
+    assert list(Partitioner(blocks, 2, streams=Streams())((torch.randn(4, 6),)).drawing_modules) == ["0", "1", "2", "3"]
+    report = verify(blocks, (torch.randn(4, 6),), torch.randn(4, 6), F.mse_loss, ranks=2, microbatches=2)
+    assert report.ok, report.summary()

@@ -1,7 +1,7 @@
 """Any model, unedited -> a list of stages."""
 
 from penstock.partition.cut import Balance
-from penstock.partition.partition import Origin, Partition
+from penstock.partition.partition import Origin, Partition, check_alike
 from penstock.partition.partitioner import KEPT_PARTITIONS, Partitioner, default_kwargs
 from penstock.partition.recording import RandomSource
 from penstock.partition.stage import INPUT_OVERWRITTEN, Stage, retarget
@@ -15,6 +15,7 @@ __all__ = [
     "Partitioner",
     "RandomSource",
     "Stage",
+    "check_alike",
     "default_kwargs",
     "retarget",
 ]

@@ -55,6 +55,7 @@ class Known:
         self._observer, self._mode, self._fake_calls = observer, mode, fake_calls
         self._calls = 0
         self._real: dict[int, Tensor] = {}
+        self._stand_ins: dict[int, Tensor] = {}  # by id of the real one; kept, since the mode itself forgets them
         self._from_inputs: set[int] = set()  # storages
         self._uniform: dict[int, Tensor] = {}  # what torch.rand made
         self._origins: dict[int, int] = {}  # storage of a real tensor -> number of the call that made it
@@ -109,10 +110,13 @@ class Known:
             return torch.full(args[0].shape, (args[1] >= 1) == (name in below), device=args[0].device)
 
     def expose(self, given: Iterable[Tensor]) -> None:
-        """To be called before known values are used beside unknown ones, where fakes stand in for them."""
+        """To be called before known values are used beside unknown ones, where fakes stand in for them.
+
+        While a stand-in lives, the mode uses it whenever it meets the tensor.
+        """
         for tensor in given:
             if id(tensor) in self._real:
-                fake = self._mode.from_tensor(tensor)  # which the mode remembers, and uses whenever it meets the tensor
+                fake = self._stand_ins[id(tensor)] = self._mode.from_tensor(tensor)
                 self._origins.setdefault(storage_of(fake), self._origins[storage_of(tensor)])
         self._observer.take()
 

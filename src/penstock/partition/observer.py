@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,14 +31,17 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, registered: Collection[int] | None = None) -> None:
+        """`registered`: ids of the model's modules; what is drawn in one made by the forward is its caller's."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self._registered = registered
         self.stack: list[nn.Module] = []
         self.calls: list[tuple[nn.Module, int]] = []
         self.returned: dict[int, tuple[Tensor, nn.Module]] = {}
         self.position = 0
         self._drew: list[nn.Module | None] = []
         self._written: dict[int, Tensor] = {}
+        self._kept: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -47,7 +50,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             drops = "dropout_p" not in names or given.get("dropout_p")
             if torch.Tag.nondeterministic_seeded in func.tags and drops:
-                self._drew.append(self.stack[-1] if self.stack else None)
+                self._drew.append(next((m for m in reversed(self.stack) if self._is_registered(m)), None))
             for name in written_arguments(func):
                 value = given.get(name)
                 for tensor in value if isinstance(value, (list, tuple)) else [value]:
@@ -55,9 +58,17 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         self._written[storage_of(tensor)] = tensor
         return func(*args, **kwargs)
 
-    def take(self) -> tuple[list[nn.Module | None], frozenset[int]]:
-        """The modules that drew and the memory that was written since the last call, and forget them."""
+    def _is_registered(self, module: nn.Module) -> bool:
+        return self._registered is None or id(module) in self._registered
+
+    def take(self, keep: bool = True) -> tuple[list[nn.Module | None], frozenset[int]]:
+        """The modules that drew and the memory that was written since the last call, and forget them.
+
+        `keep`: that memory lives on, so that its number cannot become that of what is made later.
+        """
         drew, written = self._drew, frozenset(self._written)
+        if keep:
+            self._kept += self._written.values()
         self._drew, self._written = [], {}
         return drew, written
 

@@ -14,6 +14,7 @@ from penstock.partition.guards import Guard
 from penstock.partition.objects import input_path
 from penstock.partition.recording import Constant
 from penstock.partition.stage import Stage
+from penstock.stages import MODEL_INPUT
 
 Leaf = tuple[object, ...]
 
@@ -140,3 +141,25 @@ def _text(leaf: Leaf) -> str:
     if leaf[0] == "tensor":
         return f"a tensor of shape {leaf[1]} and {leaf[2]}"
     return f"the constant {leaf[2]!r}" if leaf[0] == "constant" else f"an object of {leaf[1]}"
+
+
+def check_alike(one: Partition, other: Partition) -> None:
+    """Microbatches of different sizes must give the same stages but for shapes."""
+    for index in range(len(one.stages)):
+        if _traffic(one, index) != _traffic(other, index):
+            raise PartitionError(
+                f"stage {index} is not the same for all microbatches of the batch: their sizes or values lead "
+                "the model's forward along different branches; give batches that divide evenly by the number of "
+                "microbatches and take one branch each, or have the model not branch (models of transformers with "
+                "padding: attn_implementation='eager')"
+            )
+
+
+def _traffic(partition: Partition, index: int) -> tuple[list[tuple[int, object]], int]:
+    """From where a stage's inputs come, as places among what is returned there, and how many values it returns. Names
+    are numbered through the recording, so that a size for which it has a call more would change them."""
+    inputs: list[tuple[int, object]] = []
+    for value in partition.stages[index].meta.inputs:
+        sent = () if value.source == MODEL_INPUT else partition.stages[value.source].meta.outputs
+        inputs.append((value.source, [o.name for o in sent].index(value.name) if sent else value.name))
+    return inputs, len(partition.stages[index].meta.outputs)

@@ -194,16 +194,21 @@ def default_kwargs(
     A key-value cache is of no use in training, and an object that every block writes into cannot cross a cut. Give the
     same to the unsplit model to compare with it.
     """
-    config = getattr(model, "config", None)
-    if not getattr(config, "use_cache", False) or "use_cache" in (kwargs or {}):
+    if "use_cache" in (kwargs or {}) or not hasattr(model, "config") or not _keeps_a_cache(model):
         return {}
     signature = _signature(model)
-    if "use_cache" not in signature.parameters:
-        # A wrapper, as that of `peft`, hands keyword arguments on to the model whose configuration it shows.
-        hands_on = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-        inner = [m for m in model.modules() if m is not model and getattr(m, "config", None) is config]
-        return {"use_cache": False} if hands_on and any("use_cache" in _signature(m).parameters for m in inner) else {}
-    return {} if "use_cache" in signature.bind_partial(*args, **(kwargs or {})).arguments else {"use_cache": False}
+    if "use_cache" in signature.parameters:
+        given = "use_cache" in signature.bind_partial(*args, **(kwargs or {})).arguments
+        return {} if given else {"use_cache": False}
+    # A wrapper, as that of `peft` or of a language model that sees, hands keyword arguments on to the model inside.
+    hands_on = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    return {"use_cache": False} if hands_on else {}
+
+
+def _keeps_a_cache(model: nn.Module) -> bool:
+    """Whether the model, or one inside of it, would make a key-value cache unless it is told not to."""
+    configured = (m for m in model.modules() if getattr(getattr(m, "config", None), "use_cache", False))
+    return any("use_cache" in _signature(m).parameters for m in configured)
 
 
 def _signature(module: nn.Module) -> inspect.Signature:

@@ -51,7 +51,7 @@ def run_for_real(
                 if isinstance(module, nn.RNNBase):
                     module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
             versions = {key: r._version for key, (_, r) in made.items()}
-            observer.take()  # to make tensors up is to write to them
+            observer.take(keep=False)  # to make tensors up is to write to them
             result = original(unit.module, *real_args, **real_kwargs)
         except PartitionError:
             raise
@@ -62,7 +62,7 @@ def run_for_real(
             ) from error
         finally:
             snapshot.restore()
-    drew, seen = observer.take()  # batch norm updates its running statistics without a new version
+    drew, seen = observer.take(keep=False)  # batch norm updates its running statistics without a new version
     written = {
         storage_of(f)
         for key, (f, r) in made.items()

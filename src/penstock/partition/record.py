@@ -121,10 +121,13 @@ def _quiet_about_hooks() -> Iterator[None]:
 
 
 def _depends_on_values(recorder: Recorder, error: Exception) -> str:
+    where = f"the forward depends on the values of a tensor at {raising_line(error)} in {_module(recorder)}"
+    remedy = "Name an enclosing module in leaves=[...], so that it runs as a whole"
+    if not recorder.scope:  # no module but the model encloses it
+        remedy = "Do it outside of the model (where it makes the loss, leave out labels and give loss=...)"
     return (
-        f"the forward depends on the values of a tensor at {raising_line(error)} in {_module(recorder)}, which a "
-        "recording cannot follow. Name an enclosing module in leaves=[...], so that it runs as a whole, or make the "
-        "branch constant (for layer drop: rate 0 or eval mode)"
+        f"{where}, which a recording cannot follow. {remedy}, or make the branch constant (for layer drop: rate 0 or "
+        "eval mode)"
     )
 
 

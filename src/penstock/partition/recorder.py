@@ -53,7 +53,7 @@ class Recorder(TorchFunctionMode):
         self.model, self.units, self.loan, self.entry, self.module_names = model, units, loan, entry, names
         self.graph = fx.Graph()
         self.facts: dict[fx.Node, Fact] = {}
-        self.observer = Observer()
+        self.observer = Observer(names)
         self.known = Known(self.observer, mode, fake_calls)
         self.constants: dict[str, object] = {}
         self.notes: list[str] = []

@@ -182,8 +182,8 @@ class Split:
             touched |= {numbers[name] for node in run[stage] for name in self.held_by(node)}
             for storage in touched:
                 stages.setdefault(storage, set()).add(stage)
-        for storage in self.written & names.keys():
-            if len(stages.get(storage, ())) > 1:
+        for storage in names:
+            if storage in self.written and len(stages.get(storage, ())) > 1:
                 writer = next(f for f in self.facts.values() if storage in f.writes)
                 raise PartitionError(
                     f"{names[storage]!r} is updated in place by {self._name(writer)} but used on stages "
@@ -217,7 +217,7 @@ class Split:
 
     def _check_views(self, run: Sequence[set[fx.Node]]) -> None:
         """An update in place must reach every later use of the same memory, which a cut between views would prevent."""
-        ordinary = self.written - self.recording.memory.keys()
+        ordinary = dict.fromkeys(s for writer in self.writers for s in writer.writes if s not in self.recording.memory)
         for storage in ordinary:
             views = [n for n, f in self.facts.items() if storage in f.storages and f.kind != "constant"]
             for writer, fact in self.facts.items():

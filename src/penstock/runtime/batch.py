@@ -92,7 +92,8 @@ def rows_of(tree: Any, what: str) -> int:
     if len(found) > 1:
         raise ShapeError(
             f"{what}: tensors disagree on the number of rows: {', '.join(found.values())}; "
-            "each tensor must have the batch in its first dimension (scalars and plain values are repeated)"
+            "each tensor must have the batch in its first dimension (scalars and plain values are repeated). What is "
+            "packed otherwise (patches of pictures) needs a model around this one, whose forward packs it"
         )
     return next(iter(found))
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.errors import PartitionError, PipelineFailure
-from penstock.partition import Partition
+from penstock.partition import Partition, check_alike
 from penstock.runtime.assembly import Choices
 from penstock.runtime.distributed import DistributedTransport, Groups, all_reduce
 from penstock.runtime.failure import OUTSIDE, Position
@@ -140,7 +140,7 @@ class Engine:
         placement = schedule.placement
         first = partitions[0]
         for other in partitions[1:]:
-            _check_alike(first, other)
+            check_alike(first, other)
         drawing = {name for partition in partitions for name in partition.drawing_modules}
         draws = bool(drawing) or draws_in_glue(first)
         for partition in partitions:
@@ -427,16 +427,3 @@ def _failure_of(watchdog: Watchdog, error: BaseException) -> BaseException:
     except PipelineFailure as failure:
         return failure
     return error
-
-
-def _check_alike(one: Partition, other: Partition) -> None:
-    """Microbatches of different sizes must give the same stages but for shapes."""
-    for a, b in zip(one.stages, other.stages, strict=True):
-        same = [(i.name, i.source) for i in a.meta.inputs] == [(i.name, i.source) for i in b.meta.inputs]
-        if not same or [o.name for o in a.meta.outputs] != [o.name for o in b.meta.outputs]:
-            raise PartitionError(
-                f"stage {a.meta.index} is not the same for all microbatches of the batch: their sizes or values lead "
-                "the model's forward along different branches; give batches that divide evenly by the number of "
-                "microbatches and take one branch each, or have the model not branch (models of transformers with "
-                "padding: attn_implementation='eager')"
-            )
