@@ -41,6 +41,16 @@ class Branches(nn.Module):
 def branches():
     return Branches(), *of(models.mlp())[1:]
 
+class Around(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.last = Branches(), nn.Linear(3, 3)
+    def forward(self, x):
+        return self.last(self.inner(x))
+
+def branches_inside():
+    return Around(), *of(models.mlp())[1:]
+
 def broken():
     return nn.Linear(3, 3), *of(models.mlp())[1:]
 """
@@ -100,7 +110,10 @@ def test_a_failure_names_the_line_and_the_remedy(targets: str) -> None:
     said = refusal("inspect", f"{targets}:branches")
     line = TARGETS.splitlines().index("        if x.sum() > 0:") + 1
     assert f"targets.py:{line}: `if x.sum() > 0:`" in said
-    assert "leaves=[...]" in said
+    assert "Do it outside of the model" in said
+    inside = refusal("inspect", f"{targets}:branches_inside")
+    assert f"targets.py:{line}: `if x.sum() > 0:` in module 'inner'" in inside
+    assert "leaves=[...]" in inside
     assert "raised RuntimeError" in refusal("inspect", f"{targets}:broken")
     assert "stages=0: expected at least 1" in refusal("inspect", f"{targets}:gpt", "-n", "0")
     assert "'nowhere'" in refusal("inspect", f"{targets}:gpt", "--cuts", "nowhere")

@@ -18,7 +18,7 @@ SECONDS = 10.0
 pytestmark = pytest.mark.distributed
 
 
-MESH_OPS = {1: ["REDUCE_GRAD"], 4: ["F", "REDUCE_GRAD"]}
+MESH_OPS = {4: ["F", "REDUCE_GRAD"]}
 """Of two replicas of three ranks: the fall of a rank ends both."""
 
 
