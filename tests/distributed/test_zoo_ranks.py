@@ -41,8 +41,15 @@ def prove(pool: Ranks, cells: list[Cell], transport: str) -> None:
         assert ok, f"{cell}: {summary}"
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("ranks", "transport"),
+    [
+        (2, "distributed"),
+        (4, "auto"),
+        pytest.param(2, "auto", marks=pytest.mark.long),
+        pytest.param(4, "distributed", marks=pytest.mark.long),
+    ],
+)
 def test_a_model_of_each_kind(ranks: int, transport: str, request: pytest.FixtureRequest) -> None:
     pool: Ranks = request.getfixturevalue(f"ranks{ranks}")
     first = ranks + TRANSPORTS.index(transport)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from mesh_jobs import mesh_of, part
 from shard_jobs import Blocks, by_plan, every_block, whole
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 import penstock
 from models import squared_error
 from support.features import BY_NAME, FAMILIES, Cell
 
 RATE = 0.05
+LAYERS = 4
+"""One for each stage that any of the schedules has on two ranks."""
 TOLERANCE = 1e-6
 
 
@@ -30,22 +34,23 @@ class Seen(NamedTuple):
 
 def run(rank: int, cells: list[Cell]) -> list[Seen]:
     """All of these cells, one after the other."""
-    return [_run(cell) for cell in cells]
+    shapes = ({"dp": 2, "pp": 2}, {"pp": 2, "tp": 2}, {"dp": 2, "pp": 1, "tp": 2})
+    meshes = {frozenset(shape): mesh_of(tuple(shape.values()), tuple(shape)) for shape in shapes}
+    return [_run(cell, meshes) for cell in cells]
 
 
-def _run(cell: Cell) -> Seen:
+def _run(cell: Cell, meshes: Mapping[frozenset[str], DeviceMesh]) -> Seen:
     torch._dynamo.reset()
     family = next(family for family in FAMILIES if family.name == cell[0])
     asked = [BY_NAME[name] for name in cell[1:]]
     axes = {feature.axis for feature in asked}
-    shape = {"pp": 2, "tp": 2} if "tp" in axes else {"dp": 2, "pp": 2}
-    shape = {"dp": 2, "pp": 1, "tp": 2} if axes >= {"dp", "tp"} else shape
-    mesh = mesh_of(tuple(shape.values()), tuple(shape))
+    mesh = meshes[frozenset({"pp"} | (axes - {""} or {"dp"}))]
+    names = mesh.mesh_dim_names or ()
     torch.manual_seed(0)
-    model = Blocks(layers=8, dropout=0.0)
+    model = Blocks(layers=LAYERS, dropout=0.0)
     x, y = torch.randn(16, 8), torch.randn(16, 8)
     expected = _by_hand(model, x, y)
-    if "dp" in shape:
+    if "dp" in names:
         x, y = part((x, y), mesh.get_local_rank("dp"), 2)
     functions = {"every_block": lambda: every_block(mesh["dp"]), "by_plan": lambda: by_plan(mesh["tp"])}
     shards = [functions[feature.shards]() for feature in asked if feature.shards]
@@ -57,7 +62,7 @@ def _run(cell: Cell) -> Seen:
     options: dict[str, Any] = {key: value for feature in asked for key, value in feature.options.items()}
     options |= {"mesh": mesh, "parallelize": parallelize if shards else None, "loss": squared_error}
     try:
-        with penstock.pipeline(model, (x,), schedule=family.make(shape["pp"]), **options) as pipe:
+        with penstock.pipeline(model, (x,), schedule=family.make(mesh["pp"].size()), **options) as pipe:
             wrong = _train(pipe, x, y, expected)
             return Seen(wrong, waits=max(pipe.split_share.values(), default=0.0))
     except penstock.ArgumentError as error:
@@ -81,7 +86,7 @@ def _train(pipe: penstock.Pipeline, x: Tensor, y: Tensor, expected: list[dict[st
 
 def _by_hand(model: torch.nn.Module, x: Tensor, y: Tensor) -> list[dict[str, Tensor]]:
     """The gradients of two steps of a copy of the model."""
-    alone = Blocks(layers=8, dropout=0.0)
+    alone = Blocks(layers=LAYERS, dropout=0.0)
     alone.load_state_dict(model.state_dict())
     optimizer = torch.optim.SGD(alone.parameters(), lr=RATE)
     seen = []
