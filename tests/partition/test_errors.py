@@ -44,7 +44,17 @@ def test_a_branch_on_values_names_the_line_and_the_remedy() -> None:
     def between(self: Layers, index: int, x: Tensor) -> Tensor:
         return x if x.sum() > 0 else -x  # the line
 
-    refuse(between, r"test_errors\.py:\d+: `return x if x.sum\(\) > 0 else -x  # the line`.*leaves=\[")
+    line = r"test_errors\.py:\d+: `return x if x.sum\(\) > 0 else -x  # the line`"
+    refuse(between, line + r" in the model's own forward.*Do it outside of the model")
+
+    class Inside(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if x.sum() > 0 else -x  # within
+
+    model = Layers(lambda self, index, x: self.inner(x))
+    model.inner = Inside()
+    with pytest.raises(PartitionError, match=r"# within` in module 'inner'.*leaves=\["):
+        partition(model)
 
 
 @pytest.mark.parametrize("read", ["item", "tolist", "numpy", "nonzero", "__bool__", "__array__"])
