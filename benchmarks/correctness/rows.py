@@ -6,6 +6,7 @@ A function runs on both of two gloo ranks, and returns what was found, in words,
 from __future__ import annotations
 
 import copy
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,12 +15,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, SplitPoint
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, SplitPoint
 from torch.distributed.pipelining import pipeline as torch_pipeline
-from torch.distributed.pipelining.schedules import _Action, _ComputationType, _validate_schedule
+from torch.distributed.pipelining.schedules import (
+    _Action,
+    _ComputationType,
+    _PipelineScheduleRuntime,
+    _validate_schedule,
+)
+from torch.utils.checkpoint import checkpoint
 
 import penstock
-from penstock.schedule import Action, Op, Placement, Schedule, check
+from penstock.schedule import Action, Op, Placement, Schedule, check, from_csv
 
 WIDTH, ROWS, MICROBATCHES = 6, 8, 4
 CPU = torch.device("cpu")
@@ -206,10 +213,7 @@ def smaller_penstock(rank: int) -> Found:
     x, y = batch()
     with in_penstock(layers(), x) as pipe:
         pipe.step(x, target=y)
-        try:
-            result = pipe.step(x[:4], target=y[:4], outputs=True)
-        except penstock.ShapeError as error:
-            return f"refused: {str(error)[:60]}..."
+        result = pipe.step(x[:4], target=y[:4], outputs=True)
         return f"outputs of {sum(map(len, result.outputs))} rows for 4" if pipe.has_outputs else None
 
 
@@ -237,6 +241,41 @@ def dropped_penstock(rank: int) -> Found:
     with penstock.pipeline(model, (x,), loss=F.mse_loss, microbatches=1) as pipe:
         result = pipe.evaluate(x, target=y, outputs=True)
         return apart(result.outputs[0], plain) if pipe.has_outputs else None
+
+
+# -- 7: order of losses -----------------------------------------------------------------------------------------------
+
+REVERSED = "0F1,0F0,0B1,0B0\n1F1,1F0,1B1,1B0\n"
+
+
+def _order(losses: list[float], right: list[float]) -> str:
+    if losses == right:
+        return "in order of microbatch"
+    return "in order of execution" if losses == right[::-1] else f"{len(losses)} losses, in no order"
+
+
+def _losses() -> list[float]:
+    (x, y), modules = batch(), layers()
+    return [float(F.mse_loss(modules[1](modules[0](a)), b)) for a, b in zip(x.chunk(2), y.chunk(2), strict=True)]
+
+
+def ordered_torch(rank: int) -> Found:
+    (x, y), modules = batch(), layers()
+    schedule = _PipelineScheduleRuntime([PipelineStage(modules[rank], rank, 2, CPU)], 2, loss_fn=F.mse_loss)
+    with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
+        file.write(REVERSED)
+        file.flush()
+        schedule._load_csv(file.name, "compute_only")
+    losses: list[Tensor] = []
+    _ = schedule.step(x) if rank == 0 else schedule.step(target=y, losses=losses)
+    return None if rank == 0 else _order([float(loss) for loss in losses], _losses())
+
+
+def ordered_penstock(rank: int) -> Found:
+    x, y = batch()
+    with in_penstock(layers(), x, m=2, schedule=from_csv(REVERSED, name="reversed")) as pipe:
+        result = pipe.step(x, target=y)
+        return _order([float(loss) for loss in result.losses], _losses()) if pipe.has_outputs else None
 
 
 # -- 9: illegal schedules ---------------------------------------------------------------------------------------------
@@ -362,6 +401,46 @@ def uneven_penstock(rank: int) -> Found:
         return apart(next(pipe.parameters()).grad, next(whole[rank].parameters()).grad)
 
 
+# -- 13: skips --------------------------------------------------------------------------------------------------------
+
+
+class Skips(nn.Module):
+    """Its first layer's output is used by the second and by the fourth, each in a stage of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c, self.d = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.a(x)
+        return self.d(self.c(self.b(first)) + first)
+
+
+def _skipped_right() -> Tensor | None:
+    (x, y), model = batch(), Skips()
+    F.mse_loss(model(x), y).backward()
+    return model.a.weight.grad
+
+
+def skipped_torch(rank: int) -> Found:
+    (x, y), model = batch(), Skips()
+    cuts = dict.fromkeys("bcd", SplitPoint.BEGINNING)
+    traced = torch_pipeline(model, (x[: ROWS // MICROBATCHES],), split_spec=cuts)
+    stages = [traced.build_stage(index, CPU) for index in (rank, rank + 2)]
+    step(ScheduleInterleaved1F1B(stages, MICROBATCHES, loss_fn=F.mse_loss), rank, x, y)
+    return apart(stages[0].submod.get_parameter("a.weight").grad, _skipped_right()) if rank == 0 else None
+
+
+def skipped_penstock(rank: int) -> Found:
+    x, y = batch()
+    options = {"schedule": "interleaved-1f1b", "chunks": 2, "cuts": ["b", "c", "d"]}
+    with penstock.pipeline(Skips(), (x,), loss=F.mse_loss, microbatches=MICROBATCHES, **options) as pipe:
+        pipe.step(x, target=y)
+        held = dict(pipe.named_parameters())
+        return apart(held["a.weight"].grad, _skipped_right()) if "a.weight" in held else None
+
+
 # -- 14: structures ---------------------------------------------------------------------------------------------------
 
 
@@ -403,6 +482,33 @@ def in_place_penstock(rank: int) -> Found:
     with in_penstock(modules, x) as pipe:
         pipe.step(x, target=y)
     return None if rank == 0 else "runs"
+
+
+# -- 19: recomputation ------------------------------------------------------------------------------------------------
+
+
+class Recomputed(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.last = norm, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(checkpoint(self.norm, x, use_reentrant=False))
+
+
+def recomputed_torch(rank: int) -> Found:
+    norm = nn.BatchNorm1d(WIDTH)
+    (x, y), modules = batch(), [Recomputed(norm), layers()[1]]
+    step(in_torch(rank, modules), rank, x, y)
+    return f"{int(norm.num_batches_tracked)} batches counted" if rank == 0 else None
+
+
+def recomputed_penstock(rank: int) -> Found:
+    x, y = batch()
+    with in_penstock(layers(nn.BatchNorm1d(WIDTH)), x, recompute="always") as pipe:
+        pipe.step(x, target=y)
+        counts = [int(buffer) for name, buffer in pipe.named_buffers() if name.endswith("num_batches_tracked")]
+        return f"{counts[0]} batches counted" if counts else None
 
 
 # -- 21: masked targets -----------------------------------------------------------------------------------------------
@@ -467,15 +573,22 @@ TABLE = {
     "evaluated": Row(2, "an evaluation after a step", "1.00 times", evaluated_torch, evaluated_penstock),
     "mean": Row(3, "a loss that is a mean", "right", mean_torch, mean_penstock),
     "normed": Row(4, "batch norm, one step of 4 microbatches", "4 batches counted", normed_torch, normed_penstock),
-    "smaller": Row(5, "8 rows, then 4", "4 rows, or refused", smaller_torch, smaller_penstock),
+    "smaller": Row(5, "8 rows, then 4", "4 rows", smaller_torch, smaller_penstock),
     "dropped": Row(6, "eval() of a traced model with dropout", "right", dropped_torch, dropped_penstock),
+    "ordered": Row(
+        7, "losses, where microbatch 1 runs first", "in order of microbatch", ordered_torch, ordered_penstock
+    ),
     "validated": Row(9, "illegal schedules", "both refused", validated_torch, validated_penstock),
     "buffered": Row(10, "receive buffers of a stage", "2", buffered_torch, buffered_penstock),
     "raised": Row(11, "a rank raises, and its process lives on", "told at once", raised_torch, raised_penstock),
     "few": Row(12, "fewer microbatches than ranks", "runs", few_torch, few_penstock),
     "uneven": Row(12, "7 rows in 4 microbatches", "right", uneven_torch, uneven_penstock),
+    "skipped": Row(13, "a value that is used two stages later", "right", skipped_torch, skipped_penstock),
     "structured": Row(14, "a dict as the target", "runs", structured_torch, structured_penstock),
     "in_place": Row(18, "an update in place of what was received", "runs", in_place_torch, in_place_penstock),
+    "recomputed": Row(
+        19, "batch norm that is run again in backward", "4 batches counted", recomputed_torch, recomputed_penstock
+    ),
     "masked": Row(21, "targets with ignore_index", "right", masked_torch, masked_penstock),
     "frozen": Row(22, "a frozen first stage", "runs", frozen_torch, frozen_penstock),
     "bare": Row(22, "an optimizer for a rank without parameters", "runs", bare_torch, bare_penstock),
