@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import jobs
@@ -15,7 +16,9 @@ from models import GPT, ConvNet, squared_error, token_error
 from penstock.schedule import Op
 
 
+@cache
 def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Made once a process: torch never gives a mesh's groups back, and each has a thread that polls."""
     return DeviceMesh("cpu", torch.arange(dist.get_world_size()).view(shape), mesh_dim_names=names)
 
 
