@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from chained import NoStreams
@@ -55,6 +57,39 @@ def test_a_branch_on_values_names_the_line_and_the_remedy() -> None:
     model.inner = Inside()
     with pytest.raises(PartitionError, match=r"# within` in module 'inner'.*leaves=\["):
         partition(model)
+
+
+def _one_number() -> float:
+    return np.random.random()  # which only moves on in numpy's keys
+
+
+def _one_normal() -> float:
+    np.random.seed(7)
+    np.random.randn()
+    return np.random.randn()  # which uses up the second of a pair
+
+
+def _seeded() -> float:
+    np.random.seed(7)  # leaves the state of the recording before, if that is what is compared
+    return np.random.random()
+
+
+def _seeded_python() -> float:
+    random.seed(7)
+    return random.random()
+
+
+@pytest.mark.parametrize("draw", [random.random, _seeded_python, _one_number, _one_normal, _seeded])
+def test_draws_from_python_or_numpy_are_refused_whatever_was_drawn_before(draw: Callable[[], float]) -> None:
+    for _ in range(2):
+        draw()
+        before = random.getstate()
+        refuse(lambda self, index, x: x * draw(), r"draws from Python's or numpy's .*Draw them with torch")
+        assert random.getstate() == before
+    np.random.seed(3)
+    expected = np.random.RandomState(3).random_sample(2)
+    refuse(lambda self, index, x: x * draw(), "Draw them with torch")
+    assert np.random.random_sample(2).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("read", ["item", "tolist", "numpy", "nonzero", "__bool__", "__array__"])

@@ -123,17 +123,33 @@ def untouched_generators() -> Iterator[None]:
     cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     torch_states = torch.get_rng_state(), torch.cuda.get_rng_state_all() if cuda else None
     numpy = sys.modules.get("numpy")
-    python_state, numpy_state = random.getstate(), numpy.random.get_state()[1].tobytes() if numpy else None
+    before = random.getstate(), numpy.random.get_state() if numpy else None
+    random.seed()  # something new, so that a forward that seeds them is seen, whatever the state was before
+    python_state = random.getstate()
+    numpy_state = ""
+    if numpy:
+        numpy.random.seed()
+        numpy_state = _text(numpy.random.get_state())
     try:
         yield
     finally:
         torch.set_rng_state(torch_states[0])
         if torch_states[1] is not None:
             torch.cuda.set_rng_state_all(torch_states[1])
-    if random.getstate() != python_state or (numpy and numpy.random.get_state()[1].tobytes() != numpy_state):
-        random.setstate(python_state)
+        drawn = random.getstate() != python_state
+        random.setstate(before[0])
+        if numpy:
+            drawn = drawn or _text(numpy.random.get_state()) != numpy_state
+            numpy.random.set_state(before[1])
+    if drawn:
         raise PartitionError(
             "the forward draws from Python's or numpy's random numbers, which differ between ranks and which a "
             "recording would freeze. Draw them with torch (torch.rand), or switch them off (models of transformers: "
             "mask_time_prob=0 and layerdrop=0 in the configuration, or eval mode)"
         )
+
+
+def _text(state: tuple[Any, ...]) -> str:
+    """Numpy's state in a form that can be compared: its keys, its position in them, and a second normal draw."""
+    kind, keys, *rest = state
+    return f"{kind} {keys.tobytes().hex()} {rest}"
