@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from distributed.ranks import Ranks
@@ -10,6 +11,15 @@ from distributed.ranks import Ranks
 # How long an example takes depends on the machine, so no test fails for being slow.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As the ranks of a pool have it: bits depend on the number of threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def _pool(n: int) -> Iterator[Ranks]:

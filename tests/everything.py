@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from models import squared_error
+from penstock import pipeline
+from small import batch
 
 ROWS, WIDTH = 11, 9
 
@@ -41,3 +49,25 @@ def everything(*, norm: bool = True) -> tuple[nn.Module, Tensor, Tensor]:
     """The model, a batch that divides by nothing, and a target."""
     torch.manual_seed(0)
     return Everything(norm=norm), torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+
+
+def inputs_alive(layers: int, ranks: int, **options: Any) -> list[int]:
+    """For each layer, how many of its inputs are in memory when the last of four microbatches has come to the loss."""
+    model, (x, y) = nn.Sequential(*(Layer(norm=False) for _ in range(layers))), batch()
+    inputs: list[tuple[int, StorageWeakRef]] = []
+    found: list[list[int]] = []
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        gc.collect()
+        alive = [number for number, ref in inputs if not ref.expired()]
+        found.append([alive.count(layer) for layer in range(layers)])
+        return squared_error(output, target)
+
+    def follow(number: int) -> Any:
+        return lambda _, args: inputs.append((number, StorageWeakRef(args[0].untyped_storage())))
+
+    with pipeline(model, (x,), schedule="gpipe", ranks=ranks, microbatches=4, loss=loss, **options) as pipe:
+        for number in range(layers):
+            model[number].linear.register_forward_pre_hook(follow(number))
+        pipe.step(x, target=y)
+    return found[3]

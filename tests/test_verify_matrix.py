@@ -6,7 +6,6 @@ microbatch and its reference made once for each number of them: neither knows th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise
 
@@ -106,6 +105,8 @@ def _tokens() -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 EXAMPLES = {f.__name__: f for f in (mlp, tied_gpt_with_dropout, skips, batch_norm_on_digits, llama, gpt2, t5)}
 
 
@@ -113,14 +114,6 @@ DEPTHS = {
     "mlp": 17, "tied_gpt_with_dropout": 8, "skips": 6, "batch_norm_on_digits": 6, "llama": 4, "gpt2": 4, "t5": 4,
 }  # fmt: skip
 """Into how many stages each can be cut."""
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @lru_cache(maxsize=1)  # a fixture with that parameter would be made anew for every test

@@ -5,12 +5,10 @@ A sampled half runs always, the rest is long; in one process here, in real proce
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
-import torch
 
 from penstock import ArgumentError, PartitionError
 from penstock.schedule import generate, names
@@ -18,19 +16,14 @@ from zoo import MICROBATCHES, ZOO
 from zoo.matrix import RANKS, Cell, cells, page, refusal, table
 from zoo.shared import Shared
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # those of transformers
+    pytest.mark.usefixtures("one_thread"),
+]
 
 CELLS = [
     pytest.param(*cell, marks=() if cell.sampled else pytest.mark.long, id="-".join(map(str, cell))) for cell in cells()
 ]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @lru_cache(maxsize=1)  # a fixture with that parameter would be made anew for every test

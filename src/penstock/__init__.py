@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.api import pipeline as pipeline
+    from penstock.comparison import Report as Report
     from penstock.errors import ArgumentError as ArgumentError
     from penstock.errors import CheckpointError as CheckpointError
     from penstock.errors import NonFiniteError as NonFiniteError
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from penstock.scaler import GradScaler as GradScaler
     from penstock.schedule import Schedule as Schedule
     from penstock.timeline import Timeline as Timeline
-    from penstock.verification import Report as Report
     from penstock.verification import verify as verify
 
 __version__ = "0.1.0"
@@ -49,7 +49,7 @@ _HOMES = {
     "GradScaler": "scaler",
     "Schedule": "schedule",
     "Timeline": "timeline",
-    "Report": "verification",
+    "Report": "comparison",
     "Inspection": "inspection",
     "inspect": "inspection",
     "verify": "verification",

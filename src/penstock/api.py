@@ -142,10 +142,24 @@ def pipeline(
         world,
         _schedule(schedule, world.ranks, microbatches, chunks),
         Options(
-            loss, reduction, cuts, leaves, balance, devices, share_loss, transport, materialize, parallelize, seed,
-            recompute, offload, deferred_batch_norm, compile, check_finite,
+            loss=loss,
+            reduction=reduction,
+            cuts=cuts,
+            leaves=leaves,
+            balance=balance,
+            devices=devices,
+            share_loss=share_loss,
+            transport=transport,
+            materialize=materialize,
+            parallelize=parallelize,
+            seed=seed,
+            recompute=recompute,
+            offload=offload,
+            deferred_batch_norm=deferred_batch_norm,
+            compile=compile,
+            check_finite=check_finite,
         ),
-    )  # fmt: skip
+    )
 
 
 def build(
@@ -185,7 +199,7 @@ def build(
         )
         return Pipeline(engine, split, order, given, options)
     except BaseException as error:
-        cause = engine.fail(error)
+        cause = engine.control.fail(error)
         engine.close()
         if cause is error:
             raise
@@ -193,11 +207,11 @@ def build(
 
 
 def _check_alike(engine: Engine, sizes: tuple[int, ...]) -> None:
-    rows = [sum(others) for others in engine.gather(sizes)]
+    rows = [sum(others) for others in engine.control.gather(sizes)]
     if len(set(rows)) > 1:
         raise ArgumentError(
-            f"the example has {rows} rows on the processes 0..{len(rows) - 1}; each must give one of the same shape, "
-            "as data-parallel replicas divide the batch evenly"
+            f"the example has {rows} rows on the processes 0..{len(rows) - 1}; each must give one of the same shape "
+            "(later batches of replicas may differ)"
         )
 
 

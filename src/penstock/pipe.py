@@ -41,6 +41,7 @@ class Pipeline:
         world: the processes.
         step_count: steps so far; keys the random streams, so that it belongs to what a checkpoint restores.
         loss_scale: of the last step: what its gradients are multiplied with.
+        companions: what other modules keep for as long as the pipeline lives, by its type.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Pipeline:
         self.world = engine.world
         self.step_count = 0
         self.loss_scale = 1.0
+        self.companions: dict[type, Any] = {}
         self._engine = engine
         self._split = split
         self._order = order
@@ -103,7 +105,7 @@ class Pipeline:
                 args, kwargs, target, training=True, outputs=outputs, timeline=timeline, loss_scale=self.loss_scale
             )
         if self._norms is not None and self.world.data_parallel > 1:
-            self._engine.start_equal(self._norms.buffers())  # as all buffers of replicas
+            self._engine.control.start_equal(self._norms.buffers())  # as all buffers of replicas
         self.step_count += 1
         return result
 
@@ -368,15 +370,15 @@ class Pipeline:
     @property
     def control_group(self) -> ProcessGroup | None:
         """A gloo group of the pipeline's processes, for what is no part of a step; None where this process is alone."""
-        return self._engine.control_group
+        return self._engine.control.control_group
 
     def gather(self, value: Any) -> list[Any]:
         """One object from each process of the mesh, given to all of them. A collective: every rank calls it."""
-        return self._engine.gather(value)
+        return self._engine.control.gather(value)
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
         """Around a wait for all other ranks outside of a step: if one is lost, this rank says so and ends."""
-        return self._engine.waiting(what)
+        return self._engine.control.waiting(what)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -392,7 +394,7 @@ class Pipeline:
         if self._norms is not None:
             self._norms.close()
         try:
-            while self._before_close and not self._engine.failed:
+            while self._before_close and not self._engine.control.failed:
                 self._before_close.pop()()
         finally:
             self._engine.close()
@@ -406,5 +408,5 @@ class Pipeline:
         ends_well = isinstance(error, SystemExit) and error.code in (None, 0)
         if error is None or ends_well or self.world.is_local:
             self.close()
-        elif not self._engine.failed:  # tells the other ranks why nobody will answer them
-            self._engine.fail(error)
+        elif not self._engine.control.failed:  # tells the other ranks why nobody will answer them
+            self._engine.control.fail(error)

@@ -98,7 +98,7 @@ class Steps:
             moments = self._engine.run(known.job, feed, number, timed=timeline)
             return self._result(known, feed, call, moments)
         except BaseException as error:
-            cause = self._engine.fail(error)
+            cause = self._engine.control.fail(error)
             if cause is error:
                 raise
             raise cause from None  # the cause is on another rank; what it did to this one only hides it
@@ -143,7 +143,7 @@ class Steps:
         replicas, engine = self._engine.replicas, self._engine
         if replicas is None:
             return weights(reduction, known.sizes, targets or ())
-        watched, settings = engine.watchdog, self.jobs.settings()
+        watched, settings = engine.control.watchdog, self.jobs.settings()
         mean = partial(replicas.mean, training=known.job.training, settings=settings, watched=watched)
         if reduction == "sum":
             mean(0.0)  # there is no mean to take, but replicas that do not take the same step must find out
@@ -167,7 +167,7 @@ class Steps:
         losses = tuple(loss for loss in job.head.losses if loss is not None) if self.has_outputs else ()
         timeline = None
         if call.timeline:
-            rows = {rank: row for part in self._engine.gather_line(moments) for rank, row in part.items()}
+            rows = {rank: row for part in self._engine.control.gather_line(moments) for rank, row in part.items()}
             timeline = Timeline.from_nanoseconds([rows[rank] for rank in range(self.world.ranks)])
         outputs = tuple(job.head.outputs) if feed.keep_outputs else None
         if call.outputs:
@@ -199,5 +199,5 @@ class Steps:
                 numbers = job.schedule.numbers_on(stage)
                 terms[first + numbers.start : first + numbers.stop] = job.head.terms(numbers)
         shared = SharedLoss([terms], self.world.data_parallel)
-        shared.waits.append(self._engine.share_sum(shared.buffers[0]))
+        shared.waits.append(self._engine.control.share_sum(shared.buffers[0]))
         return shared

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.api import build, pipeline
-from penstock.errors import ArgumentError, VerificationError
+from penstock.comparison import Report, Row, compare
+from penstock.errors import ArgumentError
 from penstock.options import Options
 from penstock.partition._compat import flatten, unflatten
 from penstock.pipe import Pipeline
@@ -28,97 +29,8 @@ from penstock.runtime.world import World
 from penstock.schedule import Schedule, generate
 from penstock.stages import ties
 
-TIED_TOLERANCE = 1e-6
-"""Largest difference, over the tensor's largest entry, where terms of several stages or replicas are added in another
-order; in half precision `TIED_EPSILONS` of its epsilons."""
-
-TIED_EPSILONS = 4
-
 STEPS = 2
 """Only the last one is compared: the first agrees on layouts, and its messages take another way than all others."""
-
-Verdict = Literal["equal", "close", "different", "missing", "unexpected"]
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One comparison.
-
-    Attributes:
-        kind: output, loss, gradient or buffer.
-        name: of the parameter or buffer; of the leaf, for an output.
-        stages: that hold it.
-        verdict: "equal" to the bit (or absent in both); "close" within the tolerance that holds for it; "different";
-            "missing" where the reference has one; "unexpected" where it has none.
-        max_difference: largest absolute difference.
-        max_reference: largest absolute entry of the reference.
-        allowed: why it need not be equal to the bit; empty if it must.
-    """
-
-    kind: str
-    name: str
-    stages: tuple[int, ...]
-    verdict: Verdict
-    max_difference: float = 0.0
-    max_reference: float = 0.0
-    allowed: str = ""
-
-    @property
-    def ok(self) -> bool:
-        return self.verdict == "equal" or (self.verdict == "close" and bool(self.allowed))
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What `verify` found: a row for every output, the loss, every parameter and every buffer of the unsplit model."""
-
-    rows: tuple[Row, ...] = field(repr=False)
-    schedule: str
-    ranks: int
-    stages: int
-    microbatches: int
-    loss: float | None
-    exact: bool
-    replicas: int = 1
-
-    @property
-    def ok(self) -> bool:
-        """Whether everything is equal, as far as it was promised."""
-        return all(row.ok for row in self.rows)
-
-    @property
-    def wrong(self) -> tuple[Row, ...]:
-        return tuple(row for row in self.rows if not row.ok)
-
-    def summary(self) -> str:
-        """One line: what was proven, or the first layer that differs."""
-        gradients = [row for row in self.rows if row.kind == "gradient"]
-        if self.ok:
-            equal = sum(row.verdict == "equal" for row in gradients)
-            close = [row for row in self.rows if row.verdict == "close"]
-            text = f"{equal} of {len(gradients)} gradients are equal to the bit"
-            if close:
-                worst = max((r.max_difference / r.max_reference for r in close if r.max_reference), default=0.0)
-                why = sorted({row.allowed for row in close})
-                values = "1 value is" if len(close) == 1 else f"{len(close)} values are"
-                text += f"; {values} within {worst:.1e} of their largest entry ({'; '.join(why)})"
-            return text
-        first = self.wrong[0]
-        text = f"{len(self.wrong)} of {len(self.rows)} values differ; the first is {first.kind} {first.name}"
-        text += f" on stage {', '.join(map(str, first.stages))}" if first.stages else ""
-        if first.verdict in ("missing", "unexpected"):
-            return f"{text}: {first.verdict} in the pipeline"
-        return f"{text}: by {first.max_difference:.3g} (largest entry {first.max_reference:.3g})"
-
-    def check(self) -> Report:
-        """Returns itself. Raises VerificationError, with the summary, unless everything is equal."""
-        if not self.ok:
-            raise VerificationError(self.summary())
-        return self
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {**asdict(self), "ok": self.ok, "summary": self.summary()}
 
 
 def verify(
@@ -250,16 +162,16 @@ def _reference(
                         "there is no reference for it with replicas: verify it on a mesh without"
                     )
                 result = alone.step(*batch.args, target=batch.target, outputs=True, **batch.kwargs)
-                outputs, total, buffers = list(result.outputs), result.loss, dict(alone.named_buffers())
+                outputs, total = list(result.outputs), result.loss
             else:
-                outputs, total, buffers = _run_unsplit(alone, batch, loss, reduction, replicas)
+                outputs, total = _run_unsplit(alone, batch, loss, reduction, replicas)
                 alone.step_count += 1
         parameters = alone.all_parameters()
         return _Reference(
             [_tensors(output) for output in outputs],
             total,
             {name: parameter.grad for name, parameter in parameters},
-            buffers,
+            dict(alone.named_buffers()),
             all(p.device.type == "cpu" and p.dtype in (torch.float32, torch.float64) for _, p in parameters),
         )
 
@@ -271,8 +183,8 @@ def _forget_gradients(pipe: Pipeline) -> None:
 
 def _run_unsplit(
     alone: Pipeline, batch: _Batch, loss: Loss | None, reduction: Reduction, replicas: int
-) -> tuple[list[Any], Tensor, dict[str, Tensor]]:
-    """Outputs, loss and buffers after one step."""
+) -> tuple[list[Any], Tensor]:
+    """Outputs and loss of one step, after which buffers are as the first of the replicas leaves them."""
     pieces = alone.split_batch((batch.args, batch.kwargs))
     target = batch.kwargs.get("labels") if batch.target is None else batch.target
     targets = alone.split_batch(target, like=(batch.args, batch.kwargs))
@@ -280,7 +192,7 @@ def _run_unsplit(
     weighted = weights(reduction, sizes, targets)
     outputs: list[Any] = []
     losses: list[Tensor] = []
-    buffers: dict[str, Tensor] = {}
+    first: dict[str, Tensor] = {}
     with alone.drawing() as streams, alone.deferring() as norms:
         for k, (args, kwargs) in enumerate(pieces):
             streams.begin(k, {})
@@ -299,13 +211,12 @@ def _run_unsplit(
             losses.append(value.detach())
             outputs.append(output)
             if (k + 1) * replicas == len(pieces):
-                buffers = {name: buffer.clone() for name, buffer in alone.named_buffers()}
-    for name, buffer in alone.named_buffers() if norms is None else ():
-        buffer.copy_(buffers[name])
-    buffers = {name: buffer.clone() for name, buffer in alone.named_buffers()}
+                first = {name: buffer.clone() for name, buffer in alone.named_buffers()}
+        for name, buffer in alone.named_buffers():
+            buffer.copy_(first[name])  # deferred norms are committed behind this
     total = weighted_sum(losses, weighted)
     assert total is not None
-    return outputs, total.cpu(), buffers
+    return outputs, total.cpu()
 
 
 def _compare(
@@ -323,15 +234,15 @@ def _compare(
             if output is None and len(lasts) > 1:
                 continue  # on the rank of another copy's last stage
             for index, (mine, other) in enumerate(zip(_tensors(output), reference, strict=True)):
-                rows.append(_row("output", f"{index} of microbatch {first + k}", (last,), mine, other, exact))
-        rows.append(_row("loss", "loss", tuple(lasts), loss, expected.loss, exact))
+                rows.append(compare("output", f"{index} of microbatch {first + k}", (last,), mine, other, exact))
+        rows.append(compare("loss", "loss", tuple(lasts), loss, expected.loss, exact))
     shared = ties(pipe.stages)
     holders = {name: (stage.index,) for stage in pipe.stages for name in (*stage.parameters, *stage.buffers)} | shared
     over = "terms of several replicas, added in another order" if pipe.world.data_parallel > 1 else ""
     why = "terms of several stages, added in another order"
     for name, parameter in pipe.named_parameters():
         rows.append(
-            _row(
+            compare(
                 "gradient",
                 name,
                 holders[name],
@@ -342,7 +253,7 @@ def _compare(
             )
         )
     for name, buffer in pipe.named_buffers():
-        rows.append(_row("buffer", name, holders[name], whole(buffer), expected.buffers[name], exact))
+        rows.append(compare("buffer", name, holders[name], whole(buffer), expected.buffers[name], exact))
     return rows
 
 
@@ -356,64 +267,12 @@ def _complete(rows: Sequence[Row], expected: _Reference) -> Iterator[Row]:
     for k, output in enumerate(expected.outputs):
         for index, reference in enumerate(output):
             name = f"{index} of microbatch {k}"
-            yield found.get(("output", name)) or _row("output", name, (), None, reference, True)
+            yield found.get(("output", name)) or compare("output", name, (), None, reference, True)
     yield found["loss", "loss"]
     for name, gradient in expected.gradients.items():
-        yield found.get(("gradient", name)) or _row("gradient", name, (), None, gradient, True)
+        yield found.get(("gradient", name)) or compare("gradient", name, (), None, gradient, True)
     for name, buffer in expected.buffers.items():
-        yield found.get(("buffer", name)) or _row("buffer", name, (), None, buffer, True)
-
-
-def _row(
-    kind: str,
-    name: str,
-    stages: tuple[int, ...],
-    mine: Tensor | None,
-    other: Tensor | None,
-    exact: bool,
-    reordered: str = "",
-) -> Row:
-    """`reordered`: why terms may have been added in another order; empty where they must not."""
-    if mine is None or other is None:
-        absent: Verdict = "missing" if mine is None else "unexpected"
-        return Row(kind, name, stages, "equal" if mine is other else absent)
-    mine, other = _dense(mine), _dense(other)
-    if mine.shape != other.shape or mine.dtype != other.dtype:
-        return Row(kind, name, stages, "different", float("inf"), float("inf"))
-    if _same_bits(mine, other):
-        return Row(kind, name, stages, "equal", 0.0, _largest(other))
-    difference, largest = _largest(mine.double() - other.double()), _largest(other)
-    if reordered and difference <= _tied_tolerance(other.dtype) * largest:
-        return Row(kind, name, stages, "close", difference, largest, reordered)
-    if not exact and _is_close(mine, other):
-        return Row(kind, name, stages, "close", difference, largest, "not demanded to the bit here")
-    return Row(kind, name, stages, "different", difference, largest)
-
-
-def _tied_tolerance(dtype: torch.dtype) -> float:
-    return max(TIED_TOLERANCE, TIED_EPSILONS * torch.finfo(dtype).eps)
-
-
-def _same_bits(mine: Tensor, other: Tensor) -> bool:
-    """Equality of bits: tells -0 from 0, and finds the same NaN equal."""
-    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (mine, other)))
-
-
-def _is_close(mine: Tensor, other: Tensor) -> bool:
-    try:
-        torch.testing.assert_close(mine, other)
-    except AssertionError:
-        return False
-    return True
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach().cpu()
-    return tensor if tensor.layout == torch.strided else tensor.to_dense()
-
-
-def _largest(tensor: Tensor) -> float:
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
+        yield found.get(("buffer", name)) or compare("buffer", name, (), None, buffer, True)
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -1,14 +1,8 @@
-"""The processes that are compared run with as many threads: bits depend on it."""
-
-from collections.abc import Iterator
+"""The processes that are compared run with as many threads."""
 
 import pytest
-import torch
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def _one_thread(one_thread: None) -> None:
+    """Every test here."""

@@ -60,17 +60,22 @@ def test_the_statistics_are_those_of_the_whole_batch(momentum: float | None) -> 
     assert not torch.allclose(plain["1.running_var"], expected["1.running_var"], rtol=1e-3)
 
 
+def assert_as_one_forward(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    """One step leaves the buffers that one forward of the whole batch leaves."""
+    whole = copy.deepcopy(model)
+    whole(x)
+    _, found = train(model, x, y, steps=1)
+    for name, expected in whole.named_buffers():
+        torch.testing.assert_close(found[name], expected)
+
+
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_images_and_volumes(dims: int) -> None:
     torch.manual_seed(0)
     conv, norm = (getattr(nn, f"{kind}{dims}d") for kind in ("Conv", "BatchNorm"))
     model = nn.Sequential(conv(2, 5, 3), norm(5), conv(5, 2, 3))
     x, y = torch.randn(ROWS, 2, *([6] * dims)), torch.randn(ROWS, 2, *([2] * dims))
-    whole = copy.deepcopy(model)
-    whole(x)
-    _, found = train(model, x, y, steps=1)
-    for name, expected in whole.named_buffers():
-        torch.testing.assert_close(found[name], expected)
+    assert_as_one_forward(model, x, y)
 
 
 def test_neither_schedule_nor_recomputation_changes_a_bit() -> None:
@@ -138,11 +143,7 @@ class Own(nn.BatchNorm1d):
 def test_a_class_that_derives_from_batch_norm() -> None:
     torch.manual_seed(0)
     model, (x, y) = nn.Sequential(nn.Linear(WIDTH, WIDTH), Own(WIDTH), nn.Linear(WIDTH, WIDTH)), batch()
-    whole = copy.deepcopy(model)
-    whole(x)
-    _, found = train(model, x, y, steps=1)
-    for name, expected in whole.named_buffers():
-        torch.testing.assert_close(found[name], expected)
+    assert_as_one_forward(model, x, y)
 
 
 def test_a_step_that_raises_leaves_the_buffers_as_they_were() -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from everything import WIDTH, Layer, everything
+from everything import WIDTH, everything, inputs_alive
 from models import ConvNet, squared_error
 from penstock import pipeline, verify
 from penstock.runtime import offload
@@ -99,31 +97,11 @@ def test_a_choice_a_stage(choice: Any, stages: set[int], monkeypatch: pytest.Mon
 
 def test_what_is_away_is_not_on_the_device() -> None:
     """On two stages of two layers, when the last of four microbatches has come to the loss."""
-    layers = range(4)
-
-    def alive(**options: Any) -> list[int]:
-        model, (x, y) = nn.Sequential(*(Layer(norm=False) for _ in layers)), batch()
-        inputs: list[tuple[int, StorageWeakRef]] = []
-        found: list[list[int]] = []
-
-        def loss(output: Tensor, target: Tensor) -> Tensor:
-            gc.collect()
-            found.append([sum(not ref.expired() for number, ref in inputs if number == layer) for layer in layers])
-            return squared_error(output, target)
-
-        def follow(number: int) -> Any:
-            return lambda _, args: inputs.append((number, StorageWeakRef(args[0].untyped_storage())))
-
-        with pipeline(model, (x,), schedule="gpipe", ranks=2, microbatches=4, loss=loss, **options) as pipe:
-            for number in layers:
-                model[number].linear.register_forward_pre_hook(follow(number))
-            pipe.step(x, target=y)
-        return found[3]
-
-    assert alive() == [4, 4, 4, 4]
-    assert alive(offload=True) == [4, 0, 0, 0]  # the batch itself is there until the step ends
-    assert alive(recompute="always") == [4, 0, 4, 1]  # the last microbatch is still in the last stage's forward
-    assert alive(offload=True, recompute="always") == [4, 0, 1, 1]
+    assert inputs_alive(4, ranks=2) == [4, 4, 4, 4]
+    assert inputs_alive(4, ranks=2, offload=True) == [4, 0, 0, 0]  # the batch itself is there until the step ends
+    # The last microbatch is still in the last stage's forward.
+    assert inputs_alive(4, ranks=2, recompute="always") == [4, 0, 4, 1]
+    assert inputs_alive(4, ranks=2, offload=True, recompute="always") == [4, 0, 1, 1]
 
 
 def test_strides_and_alignment_come_back() -> None:

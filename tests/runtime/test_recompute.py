@@ -13,11 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from everything import WIDTH, Layer, everything
+from everything import WIDTH, Layer, everything, inputs_alive
 from models import squared_error
 from penstock import ArgumentError, PartitionError, Pipeline, pipeline, verify
 from penstock.runtime.recompute import microbatches_to_recompute
@@ -358,27 +357,9 @@ def test_what_is_kept_while_several_microbatches_are_under_way() -> None:
 
 def test_what_enters_a_stage_is_all_that_is_kept_of_it() -> None:
     """Of three stages with three layers each, when the last of four microbatches has come to the loss."""
-    layers = range(9)
 
     def alive(policy: Any) -> list[int]:
-        """For each layer, how many of its inputs are still in memory."""
-        model, (x, y) = nn.Sequential(*(Layer(norm=False) for _ in layers)), batch()
-        inputs: list[tuple[int, StorageWeakRef]] = []
-        found: list[list[int]] = []
-
-        def loss(output: Tensor, target: Tensor) -> Tensor:
-            gc.collect()
-            found.append([sum(not ref.expired() for number, ref in inputs if number == layer) for layer in layers])
-            return squared_error(output, target)
-
-        def follow(number: int) -> Any:
-            return lambda _, args: inputs.append((number, StorageWeakRef(args[0].untyped_storage())))
-
-        with pipeline(model, (x,), schedule="gpipe", ranks=3, microbatches=4, loss=loss, recompute=policy) as pipe:
-            for number in layers:
-                model[number].linear.register_forward_pre_hook(follow(number))
-            pipe.step(x, target=y)
-        return found[3]
+        return inputs_alive(9, ranks=3, recompute=policy)
 
     assert alive("never") == [4] * 9
     assert alive("always") == [4, 0, 0, 4, 0, 0, 4, 1, 1]  # the last microbatch is still in the last stage's forward

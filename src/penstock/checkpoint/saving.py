@@ -39,14 +39,6 @@ from penstock.pipe import Pipeline
 
 
 @dataclass(frozen=True, slots=True)
-class Background:
-    """What one pipeline's background saves use: a thread, and a group of processes (None: this one is alone)."""
-
-    thread: ThreadPoolExecutor
-    group: ProcessGroup | None
-
-
-@dataclass(frozen=True, slots=True)
 class UnderWay:
     """A save that a thread works on."""
 
@@ -54,8 +46,22 @@ class UnderWay:
     future: Future[None]
 
 
-_BACKGROUNDS: dict[Pipeline, Background] = {}
-_UNDER_WAY: dict[Pipeline, UnderWay] = {}
+@dataclass(slots=True)
+class Background:
+    """What one pipeline's background saves use: a thread, and a group of processes (None: this one is alone).
+
+    It lives as a companion of the pipeline.
+    """
+
+    thread: ThreadPoolExecutor
+    group: ProcessGroup | None
+    under_way: UnderWay | None = None
+
+    def say_what_failed(self) -> None:
+        """For a script that ends without closing its pipeline; by then the thread has ended."""
+        under_way = self.under_way
+        if under_way is not None and under_way.future.done() and (error := under_way.future.exception()):
+            print(f"penstock: cannot write {under_way.path}: {error}", file=sys.stderr)
 
 
 def save(
@@ -105,7 +111,7 @@ def save(
         background = _background(pipe)
         copied = together(pipe, lambda: {key: _copy(value) for key, value in state.items()}, f"cannot copy {path}")
         act = partial(_write, aside, copied, background.group, pipe.is_first, keep)
-        _UNDER_WAY[pipe] = UnderWay(path, background.thread.submit(act))
+        background.under_way = UnderWay(path, background.thread.submit(act))
     return path
 
 
@@ -114,9 +120,10 @@ def finish(pipe: Pipeline) -> Path | None:
 
     Returns its path; None if none was under way. Raises CheckpointError, on every rank, if it could not be written.
     """
-    under_way = _UNDER_WAY.pop(pipe, None)
-    if under_way is None:
+    background: Background | None = pipe.companions.get(Background)
+    if background is None or background.under_way is None:
         return None
+    under_way, background.under_way = background.under_way, None
     with pipe.waiting("a checkpoint"):
         wait_for([under_way.future])
     together(pipe, under_way.future.result, f"cannot write {under_way.path}")
@@ -171,23 +178,26 @@ def _write(aside: Path, state: dict[str, Any], group: ProcessGroup | None, is_fi
 
 def _background(pipe: Pipeline) -> Background:
     """The pipeline's thread and group, made at its first save in the background; closed with it."""
-    if pipe not in _BACKGROUNDS:
+    background: Background | None = pipe.companions.get(Background)
+    if background is None:
         control = pipe.control_group
         group = None
         if control is not None:
             members = dist.get_process_group_ranks(control)
             apart = len(members) < dist.get_world_size()
             group = dist.new_group(members, backend="gloo", use_local_synchronization=apart)
-        _BACKGROUNDS[pipe] = Background(ThreadPoolExecutor(1, "penstock-checkpoint"), group)
-        pipe.before_close(partial(_close, pipe))
-    return _BACKGROUNDS[pipe]
+        background = pipe.companions[Background] = Background(ThreadPoolExecutor(1, "penstock-checkpoint"), group)
+        atexit.register(background.say_what_failed)
+        pipe.before_close(partial(_close, pipe, background))
+    return background
 
 
-def _close(pipe: Pipeline) -> None:
+def _close(pipe: Pipeline, background: Background) -> None:
     try:
         finish(pipe)
     finally:
-        background = _BACKGROUNDS.pop(pipe)
+        del pipe.companions[Background]
+        atexit.unregister(background.say_what_failed)
         background.thread.shutdown()
         group = background.group
         # One of a part of the job's processes stays: torch would find its addresses when it names another as this one.
@@ -200,11 +210,3 @@ def _copy(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.clone() if value.device.type == "cpu" else value.cpu()
-
-
-@atexit.register
-def _say_what_failed() -> None:
-    """For a script that ends without closing its pipeline; by now the threads have ended."""
-    for under_way in _UNDER_WAY.values():
-        if under_way.future.done() and (error := under_way.future.exception()):
-            print(f"penstock: cannot write {under_way.path}: {error}", file=sys.stderr)

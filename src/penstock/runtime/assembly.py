@@ -81,7 +81,7 @@ def assemble(
     *,
     training: bool,
 ) -> Parts:
-    """The parts of stage `index`, as rank `rank` runs it by its row of actions.
+    """The parts of stage `index`, as the rank that messages call `rank` runs it by its row of actions.
 
     Args:
         partitions: of each microbatch.

@@ -4,37 +4,33 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.errors import PartitionError, PipelineFailure
-from penstock.partition import Partition, check_alike
+from penstock.errors import PartitionError
+from penstock.partition import Partition, Stage, check_alike
 from penstock.runtime.assembly import Choices
-from penstock.runtime.distributed import DistributedTransport, Groups, all_reduce
+from penstock.runtime.control import Control
+from penstock.runtime.distributed import DistributedTransport, Groups
 from penstock.runtime.failure import OUTSIDE, Position
 from penstock.runtime.local import LocalHub, LocalTransport
 from penstock.runtime.loss import Loss, LossHead
 from penstock.runtime.program import Entry, Feed, Moment, Program, run, run_timed
 from penstock.runtime.ranges import is_profiling, ranged
-from penstock.runtime.replicas import Average, Replicas, copy_from_first
+from penstock.runtime.replicas import Average, Replicas
 from penstock.runtime.shared_memory import Neighbours, SharedMemoryTransport
 from penstock.runtime.streams import Streams
 from penstock.runtime.ties import TieGroup, TieReducer
 from penstock.runtime.transport import Transport
-from penstock.runtime.watchdog import Watchdog
-from penstock.runtime.world import World, backend_of, exchange
-from penstock.schedule import Placement, Schedule, linearize
+from penstock.runtime.world import World
+from penstock.schedule import Schedule, linearize
 
 T = TypeVar("T")
-
-_OWN_ERROR_SECONDS = 1.5
-"""How long an error outside of a wait is held back, in case another rank's failure caused it."""
 
 TransportChoice = Literal["auto", "distributed"]
 """What carries values between processes: "auto" takes shared memory between CPU ranks of one machine."""
@@ -68,29 +64,23 @@ class Engine:
         self.world = world
         self.devices = tuple(devices)
         self.ranks: tuple[int, ...] = tuple(range(world.ranks)) if world.rank is None else (world.rank,)
-        self._groups: Groups | None = None
         self._reducers: dict[int, dict[int, TieReducer]] = {rank: {} for rank in self.ranks}
         self._jobs = 0
-        self._line = tuple(name for name in world.names if name != world.name)
-        self._sending = Position("its last sends", self._line)  # a first step's are waited for
+        device = self.devices[self.ranks[0]]
+        if not world.is_local and device.type == "cuda":
+            torch.cuda.set_device(device)  # NCCL and the random generators look at the current one
+        self.control = Control(world, device)
+        self._sending = Position("its last sends", self.control.line)  # a first step's are waited for
+        self.streams = Streams(self.control.give_all(seed))
+        groups = self.control.groups
         self.transports: dict[int, Transport]
-        if world.rank is None:
+        if groups is None:
             hub = LocalHub(devices)
             self.transports = {rank: LocalTransport(rank, hub) for rank in self.ranks}
-            self.watchdog = Watchdog.connect(0, 1, lambda value: value)
         else:
-            device = self.devices[world.rank]
-            if device.type == "cuda":
-                torch.cuda.set_device(device)  # NCCL and the random generators look at the current one
-            self._groups = Groups(world, backend_of(device))
-            give = exchange(self._groups.everyone)
-            seed = give(seed)
-            self.watchdog = Watchdog.connect(world.name, len(world.everyone), give)
-            self.transports = {world.rank: self._transport(world.rank, self._groups, device, transport)}
+            self.transports = {rank: self._transport(rank, groups, device, transport) for rank in self.ranks}
             atexit.register(self.close)  # what was sent must arrive, also from a script that does not close
-        self.streams = Streams(seed)
-        replicated = self._groups is not None and self._groups.replicas is not None
-        self.replicas = Replicas(world, self._groups) if self._groups is not None and replicated else None
+        self.replicas = Replicas(world, groups) if groups is not None and groups.replicas is not None else None
 
     def _transport(
         self, rank: int, groups: Groups, device: torch.device, choice: TransportChoice
@@ -98,21 +88,16 @@ class Engine:
         """Shared memory between CPU ranks of one machine, `torch.distributed` else."""
         plain = DistributedTransport(rank, groups, device)
         possible = device.type == "cpu" and Neighbours.supported()
-        if not all(self.gather_line(possible and choice == "auto")):
+        if not all(self.control.gather_line(possible and choice == "auto")):
             return plain
-        neighbours = Neighbours(rank, self.gather_line)
+        neighbours = Neighbours(rank, self.control.gather_line)
         return SharedMemoryTransport(plain, neighbours) if neighbours.ranks else plain
-
-    @property
-    def failed(self) -> bool:
-        """Whether this or another rank has failed, so that nothing can be run any more."""
-        return self.watchdog.failure is not None
 
     def tie(self, groups: Sequence[TieGroup], parameter: Callable[[str], nn.Parameter]) -> None:
         """Makes the copies of tied parameters equal, and ready to be reduced."""
         for index, group in enumerate(groups):
-            if self._groups is not None:
-                self._groups.make(group.ranks)
+            if self.control.groups is not None:
+                self.control.groups.make(group.ranks)
             for rank in self.ranks:
                 if rank in group.ranks:
                     held = [parameter(name) for name in group.names]
@@ -137,28 +122,47 @@ class Engine:
 
         Every rank binds the same jobs in the same order.
         """
-        placement = schedule.placement
         first = partitions[0]
         for other in partitions[1:]:
             check_alike(first, other)
-        drawing = {name for partition in partitions for name in partition.drawing_modules}
-        draws = bool(drawing) or draws_in_glue(first)
         for partition in partitions:
             self.streams.watch(partition.drawing_modules)
-        build = [partition.build_output for partition in partitions]
-        head = LossHead(loss, build, self.streams, needed=training)
-        averages = self._averages(first, placement) if training else {}
-        updated = tuple(
-            {**stage.parameters, **stage.buffers}[name]
-            for stage in first.stages
-            if placement.rank_of[stage.meta.index] in self.ranks
-            for name in stage.meta.updated
+        head = LossHead(loss, [partition.build_output for partition in partitions], self.streams, needed=training)
+        rank_of = schedule.placement.rank_of
+        here = [stage for stage in first.stages if rank_of[stage.meta.index] in self.ranks]
+        averages = self._averages(here) if training else {}
+        programs = self._programs(partitions, schedule, head, averages, choices, training=training)
+        number, self._jobs = self._jobs, self._jobs + 1
+        self._agree(schedule, first)
+        return Job(
+            number=number,
+            partitions=tuple(partitions),
+            entries=tuple(self._in_order(schedule, programs)),
+            programs=tuple(programs.values()),
+            head=head,
+            averages=averages,
+            updated=tuple({**stage.parameters, **stage.buffers}[name] for stage in here for name in stage.meta.updated),
+            schedule=schedule,
+            training=training,
         )
-        programs = {
+
+    def _programs(
+        self,
+        partitions: Sequence[Partition],
+        schedule: Schedule,
+        head: LossHead,
+        averages: Mapping[int, Average],
+        choices: Choices,
+        *,
+        training: bool,
+    ) -> dict[int, Program]:
+        """The program of each of this process's ranks."""
+        draws = any(partition.drawing_modules for partition in partitions) or draws_in_glue(partitions[0])
+        return {
             rank: Program(
                 self._jobs,
                 partitions,
-                placement,
+                schedule.placement,
                 schedule.rows[rank],
                 self.transports[rank],
                 head,
@@ -172,51 +176,39 @@ class Engine:
             )
             for rank in self.ranks
         }
-        number, self._jobs = self._jobs, self._jobs + 1
-        self._agree(schedule, first)
-        if self.world.rank is None:
-            done = dict.fromkeys(self.ranks, 0)
-            entries = []
-            for rank, _ in linearize(schedule):
-                entries.append(programs[rank].entries[done[rank]])
-                done[rank] += 1
-        else:
-            entries = programs[self.world.rank].entries
-        return Job(
-            number,
-            tuple(partitions),
-            tuple(entries),
-            tuple(programs.values()),
-            head,
-            averages,
-            updated,
-            schedule,
-            training,
-        )
+
+    def _in_order(self, schedule: Schedule, programs: Mapping[int, Program]) -> Iterator[Entry]:
+        """The entries of all programs: of one rank its row; of several an order that respects dependencies."""
+        if not self.world.is_local:
+            for program in programs.values():
+                yield from program.entries
+            return
+        rows = {rank: iter(program.entries) for rank, program in programs.items()}
+        for rank, _ in linearize(schedule):
+            yield next(rows[rank])
 
     def release(self, job: Job) -> None:
         """Gives back what a job holds that will not be run any more. Every rank calls it between the same two steps."""
         for transport in self.transports.values():
             transport.release(job.number)
 
-    def _averages(self, partition: Partition, placement: Placement) -> dict[int, Average]:
-        """What averages gradients over the replicas, by stage."""
+    def _averages(self, here: Sequence[Stage]) -> dict[int, Average]:
+        """What averages gradients over the replicas, by stage of this process."""
         if self.replicas is None:
             return {}
-        here = [stage for stage in partition.stages if placement.rank_of[stage.meta.index] in self.ranks]
         tied = [p for rank in self.ranks for reducer in self._reducers[rank].values() for p in reducer.parameters]
         return self.replicas.averages(here, tied)
 
     def _agree(self, schedule: Schedule, partition: Partition) -> None:
         """Finds out before the first message whether all ranks split the same model in the same way. Later jobs are
         each pipeline's own business."""
-        if self._groups is None:
+        if self.control.groups is None:
             return
         mine = hashlib.sha256(repr((str(schedule), [stage.meta for stage in partition.stages])).encode()).hexdigest()
         if self._jobs == 1:
-            differing = [rank for rank, other in enumerate(self.gather(mine)) if other != mine]
+            differing = [rank for rank, other in enumerate(self.control.gather(mine)) if other != mine]
         else:
-            line = zip(self.world.names, self.gather_line(mine), strict=True)
+            line = zip(self.world.names, self.control.gather_line(mine), strict=True)
             differing = [rank for rank, other in line if other != mine]
         if differing:
             raise PartitionError(
@@ -232,8 +224,8 @@ class Engine:
             Exception: whatever the model or the loss raised, with a note that names rank and action.
         """
         moments: dict[int, list[Moment]] = {rank: [] for rank in self.ranks}
-        self.watchdog.step += 1
-        self.watchdog.check()
+        self.control.watchdog.step += 1
+        self.control.watchdog.check()
         for program in job.programs:
             program.start(feed, reduces=self.replicas is None or self.replicas.active)
         job.head.start(feed.targets, feed.weights, feed.keep_outputs, feed.loss_scale)
@@ -246,18 +238,18 @@ class Engine:
         entries = ranged(job.entries) if is_profiling() else job.entries
         with torch.set_grad_enabled(job.training), self.streams.drawing(step, devices), _same_autocast_after():
             if timed:
-                run_timed(entries, self.watchdog, moments, self._settle)
+                run_timed(entries, self.control.watchdog, moments, self._settle)
             else:
-                run(entries, self.watchdog)
+                run(entries, self.control.watchdog)
         for reducer in reducers:
-            self.watchdog.position = reducer.position
+            self.control.watchdog.position = reducer.position
             reducer.end_step()
         if job.averages and self.replicas is not None:
-            self.replicas.end_step(job.averages, job.updated, self.watchdog)
-        self.watchdog.position = self._sending
+            self.replicas.end_step(job.averages, job.updated, self.control.watchdog)
+        self.control.watchdog.position = self._sending
         for transport in self.transports.values():
             transport.end_step()
-        self.watchdog.position = OUTSIDE
+        self.control.watchdog.position = OUTSIDE
         return moments
 
     def _settle(self) -> None:
@@ -265,26 +257,10 @@ class Engine:
             if self.devices[rank].type == "cuda":
                 torch.cuda.synchronize(self.devices[rank])
 
-    def start_equal(self, tensors: Iterable[Tensor]) -> None:
-        """Gives all that run the same stages the first one's values, in place."""
-        if self._groups is not None and self._groups.column is not None:
-            numbers = [self.world.everyone.index(rank) for rank in self.world.column]
-            with self._waiting("equal parameters", tuple(n for n in numbers if n != self.world.name)):
-                copy_from_first(tensors, self._groups.column)
-
-    def give(self, value: T, source_rank: int = 0) -> T:
-        """One rank's object, on every rank of the pipeline; one call a process."""
-        if self._groups is None:
-            return value
-        peers = () if self.world.rank == source_rank else (self.world.names[source_rank],)
-        with self._waiting("broadcast", peers):
-            given: T = exchange(self._groups.control, source_rank)(value)
-        return given
-
     def announce(self, numbers: Sequence[int], source_rank: int) -> list[int]:
         """One rank's numbers, on every rank of the pipeline; each gives as many. That rank does not wait for the
         others."""
-        if self._groups is None:
+        if self.control.groups is None:
             return list(numbers)
         buffer = torch.tensor(numbers, dtype=torch.float64)
         wait = self.share(buffer, source_rank, "the step's announcement")
@@ -292,115 +268,27 @@ class Engine:
             wait()
         return [int(number) for number in buffer.tolist()]
 
-    def bring(self, buffer: Tensor, source_rank: int, target_ranks: Sequence[int]) -> None:
-        """Copies a CPU tensor, in place, from one rank to others. All of these ranks call it, and none else."""
-        if self._groups is None:
-            return
-        group, here = self._groups.control, self.world.rank
-        targets = [rank for rank in target_ranks if rank != source_rank]
-        waited = targets if here == source_rank else [source_rank]
-        with self._waiting("the outputs", tuple(self.world.names[rank] for rank in waited)):
-            if here != source_rank:
-                dist.recv(buffer, group=group, group_src=source_rank)
-            else:
-                for target in targets:
-                    dist.send(buffer, group=group, group_dst=target)
-
     def share(self, value: Tensor, source_rank: int, what: str = "the loss") -> Callable[[], None]:
         """Starts to copy a small CPU tensor from one rank to all, in place. Returns what waits for it."""
         pending = [transport.share(value, source_rank) for transport in self.transports.values()]
 
         def wait() -> None:
             source = () if source_rank in self.ranks else (self.world.names[source_rank],)
-            with self._waiting(what, source):
+            with self.control.waiting_for(what, source):
                 for one in pending:
                     one.wait()
 
         return wait
 
-    def share_sum(self, value: Tensor) -> Callable[[], None]:
-        """Starts to sum a small CPU tensor, in place, over all processes. Returns what waits for it."""
-        assert self._groups is not None
-        pending = all_reduce([value], self._groups.everyone)
-
-        def wait() -> None:
-            with self._waiting("the loss", self._others):
-                pending.wait()
-
-        return wait
-
-    @contextmanager
-    def _waiting(self, what: str, peers: tuple[int, ...]) -> Iterator[None]:
-        """Around a wait outside of a program: the watchdog knows of it, and an error names the first cause."""
-        self.watchdog.position = Position(what, peers)
-        try:
-            yield
-        except (RuntimeError, OSError) as error:
-            cause = self.fail(error)
-            if cause is error:
-                raise
-            raise cause from None
-        self.watchdog.position = OUTSIDE
-
-    def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Around a wait for all other ranks outside of a step: if one is lost, this rank says so and ends."""
-        return self._waiting(what, self._others)
-
-    @property
-    def control_group(self) -> dist.ProcessGroup | None:
-        """A gloo group of all processes; None if there is one."""
-        return None if self._groups is None else self._groups.everyone
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every process's object, on all of them; each of them calls it."""
-        if self._groups is None:
-            return [value]
-        values: list[Any] = [None] * len(self.world.everyone)
-        with self._waiting("gather", self._others):
-            dist.all_gather_object(values, value, group=self._groups.everyone)
-        return values
-
-    def gather_line(self, value: Any) -> list[Any]:
-        """As `gather`, of the ranks of this pipeline."""
-        if self._groups is None:
-            return [value]
-        values: list[Any] = [None] * self.world.ranks
-        with self._waiting("gather", self._line):
-            dist.all_gather_object(values, value, group=self._groups.control)
-        return values
-
-    @property
-    def _others(self) -> tuple[int, ...]:
-        return tuple(number for number in range(len(self.world.everyone)) if number != self.world.name)
-
-    def fail(self, error: BaseException) -> BaseException:
-        """Tells the others that this rank raised; returns what is to be raised here: the first cause."""
-        position = self.watchdog.position
-        if isinstance(error, PipelineFailure) or self._groups is None:
-            self.watchdog.position = OUTSIDE
-            if position.action and not isinstance(error, PipelineFailure):
-                error.add_note(f"penstock: in action {position.action}")
-            return error
-        if isinstance(error, (RuntimeError, OSError)):
-            # Most likely a neighbour that left; where nothing was waited for it may as well be the model's own error.
-            patience = None if position.peers else _OWN_ERROR_SECONDS
-            if self.watchdog.cause(patience) is not None:
-                return _failure_of(self.watchdog, error)
-        error.add_note(f"penstock: on rank {self.world.name}" + (f", in {position.action}" if position.action else ""))
-        self.watchdog.report(position.action or None, error)
-        return error
-
     def close(self) -> None:
         """Ends the watchdog, removes hooks, and gives the process groups back."""
         atexit.unregister(self.close)
         self.streams.close()
-        if not self.failed:
-            with self._waiting("close", self._others):
+        if not self.control.failed:
+            with self.control.waiting("close"):
                 for transport in self.transports.values():
                     transport.close()
-        self.watchdog.close()
-        if self._groups is not None and not self.failed:
-            self._groups.close()
+        self.control.close()
 
 
 @contextmanager
@@ -419,11 +307,3 @@ def draws_in_glue(partition: Partition) -> bool:
     """Whether the model draws random numbers outside of any module that is called."""
     nodes = (node for stage in partition.stages for node in stage.module.graph.nodes)
     return any(node.op == "call_method" and node.target == "enter" for node in nodes)
-
-
-def _failure_of(watchdog: Watchdog, error: BaseException) -> BaseException:
-    try:
-        watchdog.check()
-    except PipelineFailure as failure:
-        return failure
-    return error

@@ -73,6 +73,7 @@ class Jobs:
         self._split = split
         self._bind = bind
         self._source = source_rank
+        self._announcer = engine.world.names[source_rank]
         self._announces = source_rank in engine.ranks
         self._known: OrderedDict[int, Known] = OrderedDict()
         self._made = 0
@@ -119,7 +120,7 @@ class Jobs:
         number = self._announced(_NEW if found is None else found.number, call, signature[:-1])
         if number == _NEW:
             mine = Outline.of(cut) if cut is not None and self._announces else None
-            outline = self._engine.give(mine, self._source)
+            outline = self._engine.control.give(mine, self._source)
             assert outline is not None
             try:
                 return self.add(cut, outline, training=call.training)
@@ -150,8 +151,8 @@ class Jobs:
             return [partition.arrange(piece.leaves) for partition, piece in pairs]
         if cut.sizes != known.sizes:
             raise ShapeError(
-                f"the inputs are microbatches of {list(cut.sizes)} rows on rank {self._engine.world.rank}, and of "
-                f"{list(known.sizes)} on rank {self._source}; give both the same batch"
+                f"the inputs are microbatches of {list(cut.sizes)} rows on rank {self._engine.world.name}, and of "
+                f"{list(known.sizes)} on rank {self._announcer}; give both the same batch"
             )
         return [partition.take(piece) for partition, piece in zip(known.job.partitions, cut.pieces, strict=True)]
 
@@ -170,9 +171,9 @@ class Jobs:
         differing = next(index for index, pair in enumerate(zip(mine, said, strict=True)) if len(set(pair)) > 1)
         theirs, own = (_WORDS[differing](values[differing]) for values in (said, mine))
         raise ArgumentError(
-            f"rank {self._source} runs {theirs}, this rank ({self._engine.world.rank}) {own}; every rank must make the "
-            "same calls, with the same outputs= and timeline=, and set train(), eval(), requires_grad_() and autocast "
-            "alike"
+            f"rank {self._announcer} runs {theirs}, this rank ({self._engine.world.name}) {own}; every rank must make "
+            "the same calls, with the same outputs= and timeline=, and set train(), eval(), requires_grad_() and "
+            "autocast alike"
         )
 
     def _digest_of(self, settings: Hashable) -> int:

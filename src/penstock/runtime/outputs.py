@@ -57,7 +57,7 @@ def bring(engine: Engine, schedule: Schedule, outputs: Sequence[Any] | None, cod
     owners = _owners(schedule)
     mine = {} if outputs is None else {k: outputs[k] for k, owner in owners.items() if owner == here}
     heads = {k: map_tensors(_without_memory, output) for k, output in mine.items()}
-    found = {k: head for part in engine.gather_line(heads) for k, head in part.items()}
+    found = {k: head for part in engine.control.gather_line(heads) for k, head in part.items()}
     for k, owner in owners.items():
         if here == owner:
             found[k] = map_tensors(partial(_sent, engine, owner, wanted), mine[k])
@@ -122,7 +122,7 @@ def _without_memory(tensor: Tensor) -> Tensor:
 
 def _sent(engine: Engine, owner: int, wanted: Sequence[int], tensor: Tensor) -> Tensor:
     if tensor.numel():
-        engine.bring(exact.pack(tensor).cpu().view(torch.uint8), owner, wanted)
+        engine.control.bring(exact.pack(tensor).cpu().view(torch.uint8), owner, wanted)
     return tensor
 
 
@@ -130,5 +130,5 @@ def _received(engine: Engine, owner: int, wanted: Sequence[int], head: Tensor) -
     layout = Layout(tuple(head.shape), head.stride(), head.dtype, 0, False)
     buffer = exact.allocate(layout, torch.device("cpu"))
     if head.numel():
-        engine.bring(buffer.flat.view(torch.uint8), owner, wanted)
+        engine.control.bring(buffer.flat.view(torch.uint8), owner, wanted)
     return exact.unpack(buffer).to(engine.devices[engine.ranks[0]])

@@ -140,7 +140,7 @@ class Program:
         self._finite: list[FiniteStage] = []
         for index in placement.stages_on(rank):
             behind = head if placement.is_last(index) else None
-            parts = assemble(rank, partitions, index, row, device, choices, behind, training=training)
+            parts = assemble(names[rank], partitions, index, row, device, choices, behind, training=training)
             self._arounds[index] = parts.arounds
             self._finite += [] if parts.finite is None else [parts.finite]
             self.runners[index] = StageRunner(

@@ -17,6 +17,7 @@ from penstock.errors import PartitionError
 from penstock.partition import Stage
 from penstock.runtime import exact
 from penstock.runtime.keeping import Recompute
+from penstock.runtime.kept import Kept
 from penstock.runtime.offload import Away, Offload, can_go
 from penstock.schedule import Action, Op
 from penstock.stages import StageMeta
@@ -43,17 +44,6 @@ def microbatches_to_recompute(policy: Recompute, row: Iterable[Action], stage: i
     }
     kept = at_once | set(forwards[-1:] if policy == "except_last" else ())
     return frozenset(k for k in backwards - kept if k is not None)
-
-
-class Held(NamedTuple):
-    """A tensor that is kept on its own memory, without its graph."""
-
-    tensor: Tensor
-    version: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Held:
-        return cls(tensor.detach(), tensor._version)
 
 
 class BufferCopies(NamedTuple):
@@ -97,7 +87,7 @@ class Buffers:
         return BufferCopies(self._places, [copies[id(buffer)] for buffer in found])
 
 
-class Kept(NamedTuple):
+class Rerun(NamedTuple):
     """What one forward needs to be run again: its arguments, and the buffers that it updates as they were."""
 
     args: list[Any]
@@ -122,9 +112,9 @@ class Keeper:
         held = {id(buffer) for buffer in stages[0].buffers.values()}
         self._strays = [(name, b) for module in modules for name, b in module.named_buffers() if id(b) not in held]
 
-    def keep(self, microbatch: int, args: Sequence[Any]) -> Kept:
+    def keep(self, microbatch: int, args: Sequence[Any]) -> Rerun:
         """What to run a forward with again, before it is run at first."""
-        return Kept([self._keep(microbatch, *arg) for arg in enumerate(args)], self._buffers.copy())
+        return Rerun([self._keep(microbatch, *arg) for arg in enumerate(args)], self._buffers.copy())
 
     def _keep(self, microbatch: int, position: int, arg: Any) -> Any:
         if not isinstance(arg, Tensor):
@@ -133,7 +123,7 @@ class Keeper:
             return self._offload.away(arg, microbatch)
         if position in self._overwritten:
             arg = exact.copy_as(exact.Layout.of(arg), arg)
-        return Held.of(arg)
+        return Kept.of(arg)
 
     def check(self, before: Sequence[int]) -> None:
         """Refuses a forward that has updated what is no buffer. `before`: from `stray_versions`."""
@@ -149,7 +139,7 @@ class Keeper:
         """Of the tensors that the stage's code uses and that are neither parameters nor buffers of the model."""
         return [stray._version for _, stray in self._strays]
 
-    def args_of(self, kept: Kept) -> list[Any]:
+    def args_of(self, kept: Rerun) -> list[Any]:
         """The arguments to run the forward with again.
 
         Raises:
@@ -160,9 +150,9 @@ class Keeper:
     def _arg(self, position: int, arg: Any) -> Any:
         if isinstance(arg, Away):
             return arg.get()
-        if not isinstance(arg, Held):
+        if not isinstance(arg, Kept):
             return arg
-        if arg.tensor._version != arg.version:
+        if arg.is_changed:
             raise PartitionError(
                 f"recompute: value {self._meta.inputs[position].name!r}, which enters stage {self._meta.index}, was "
                 f"updated in place after its forward; choose recompute={{{self._meta.index}: 'never'}}"

@@ -58,16 +58,17 @@ class SplitModel:
         )
         self.model = self._partitioner.model
         self._modules = list(self.model.modules())
-        self._examples = engine.give(example).fill()  # a forward may branch on values: all ranks record the same
+        # A forward may branch on values: all ranks record the same.
+        self._examples = engine.control.give(example).fill()
         self._copied: dict[int, tuple[Partition, Partition]] = {}
         self._placed: dict[int, tuple[Partition, Partition]] = {}
         shared = ties([stage.meta for stage in self._record(training=True)[0].stages])
         self._refuse_copies(shared)
         self._take_over(rule)
-        engine.start_equal(self._held_tensors())
+        engine.control.start_equal(self._held_tensors())
         if parallelize is not None:
             self._parallelize(parallelize, shared)
-        self.sharded_stages = frozenset(stage for stages in engine.gather_line(list(self.sharded)) for stage in stages)
+        self.sharded_stages: frozenset[int] = frozenset().union(*engine.control.gather_line(set(self.sharded)))
         self._parameters = list(self.model.parameters())
         self._stages = self.partitions(training=True)[0].stages
         self.tie_groups = () if engine.world.is_local else tie_groups(shared, placement.rank_of)

@@ -22,7 +22,7 @@ from penstock.runtime.deferred_norm import DeferredNorms
 from penstock.runtime.distribution import is_distributed
 from penstock.runtime.loss import LossHead
 from penstock.runtime.offload import Offload
-from penstock.runtime.recompute import Keeper, Kept
+from penstock.runtime.recompute import Keeper, Rerun
 from penstock.runtime.routes import Root, Route, Routes
 from penstock.runtime.split_backward import SplitBackward
 from penstock.runtime.streams import Streams
@@ -115,7 +115,7 @@ class StageRunner:
         self.reduces = True
         """Whether the gradients of a sharded stage are reduced in this step."""
         self._saved: dict[int, _Saved] = {}
-        self._kept: dict[int, Kept] = {}
+        self._kept: dict[int, Rerun] = {}
         self._values = _Outbox()
         self._grads = _Outbox()
         self.batch: list[Mapping[int, Tensor]] = []

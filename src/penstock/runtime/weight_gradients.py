@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.runtime.kept import Kept
+
 _MM = frozenset({"AddmmBackward0", "MmBackward0"})
 _GROUPED_MM = frozenset({"GroupedMmBackward0"})
 _CONVOLUTION = frozenset({"ConvolutionBackward0"})
@@ -37,27 +39,6 @@ class Plan(NamedTuple):
 
 Form = Callable[..., Plan | None]
 """Takes the arguments of a call; None where the gradient of its weight cannot wait."""
-
-
-class Kept(NamedTuple):
-    """What the forward read and the weight gradient will read again."""
-
-    tensor: Tensor
-    version: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Kept:
-        """Without its graph, so that what came before can be freed."""
-        return cls(tensor.detach(), tensor._version)
-
-    def get(self) -> Tensor:
-        """The tensor. Raises RuntimeError, as autograd does, if it was updated in place since."""
-        if self.tensor._version != self.version:
-            raise RuntimeError(
-                f"a tensor of shape {list(self.tensor.shape)} that is needed for a weight's gradient has been modified "
-                f"by an inplace operation: it is at version {self.tensor._version}; expected version {self.version}"
-            )
-        return self.tensor
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **other: Any) -> Plan | None:
