@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from penstock.comparison import Report as Report
     from penstock.errors import ArgumentError as ArgumentError
     from penstock.errors import CheckpointError as CheckpointError
+    from penstock.errors import FabricError as FabricError
     from penstock.errors import NonFiniteError as NonFiniteError
     from penstock.errors import PartitionError as PartitionError
     from penstock.errors import PenstockError as PenstockError
@@ -37,6 +38,7 @@ _HOMES = {
     "pipeline": "api",
     "ArgumentError": "errors",
     "CheckpointError": "errors",
+    "FabricError": "errors",
     "NonFiniteError": "errors",
     "PartitionError": "errors",
     "PenstockError": "errors",

@@ -1,0 +1,1 @@
+"""Each collective algorithm as a function of the number of ranks."""

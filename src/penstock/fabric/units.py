@@ -1,0 +1,44 @@
+"""Sizes and rates as people write them: 64KiB, 2600, 1.5MB; 100mbit, 12.5MBps."""
+
+from __future__ import annotations
+
+import re
+
+from penstock.errors import ArgumentError
+
+_SIZES = {
+    "": 1, "b": 1,
+    "k": 1024, "kib": 1024, "m": 1024**2, "mib": 1024**2, "g": 1024**3, "gib": 1024**3, "tib": 1024**4,
+    "kb": 1000, "mb": 1000**2, "gb": 1000**3, "tb": 1000**4,
+}  # fmt: skip
+"""As nccl-tests reads them, K, M and G are powers of 1024."""
+
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+
+
+def size_of(text: str) -> int:
+    """Bytes of "64KiB", "1.5MB" or "2600". Raises ArgumentError for what is no whole number of bytes above 0."""
+    match = _NUMBER.fullmatch(text.strip())
+    factor = _SIZES.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise ArgumentError(f"{text!r} is no size: give bytes, or a number with KiB, MiB, GiB, kB, MB or GB")
+    size = float(match[1]) * factor
+    if size < 1 or size != int(size):
+        raise ArgumentError(f"{text!r} is {size:g} bytes: a size is a whole number of bytes, 1 or more")
+    return int(size)
+
+
+def size_text(size: int) -> str:
+    """A size as short as it can be said exactly: 2600, 64KiB, 8MiB."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if size and size % 1024**power == 0:
+            return f"{size // 1024**power}{unit}"
+    return str(size)
+
+
+def seconds_text(seconds: float) -> str:
+    """A time with three digits and a unit that suits it: 1.23ms."""
+    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if abs(seconds) >= factor:
+            return f"{seconds / factor:.3g}{unit}" if abs(seconds) < 1000 * factor else f"{seconds / factor:.0f}{unit}"
+    return f"{seconds / 1e-9:.3g}ns"

@@ -1,0 +1,110 @@
+"""What a job sends in one step, in order: the transfers, each with the computation in front of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from penstock.errors import ArgumentError
+from penstock.fabric.steps import Collective
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One collective, or one message.
+
+    Attributes:
+        name: of the layer, the parameter or the message: unique within a workload.
+        bytes: nccl-tests' size: of the largest buffer of a rank (all_gather, gather: of what is gathered;
+            reduce_scatter, all_to_all: of what each rank gives).
+        collective: what is done with them.
+        ranks: who takes part, the root (or the sender) first; empty: all hosts.
+        compute_seconds: what its ranks compute between the transfer before it and this one.
+        kind: what it carries: gradient, activation, activation gradient, tied gradient, parameters...
+    """
+
+    name: str
+    bytes: int
+    collective: Collective = "all_reduce"
+    ranks: tuple[int, ...] = ()
+    compute_seconds: float = 0.0
+    kind: str = "gradient"
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The transfers of one trial.
+
+    Attributes:
+        name: what it is made from.
+        hosts: how many it needs; 0: any number.
+        transfers: in order of execution.
+        element_bytes: of the numbers that are sent: sizes are multiples of it.
+        compute_seconds: after the last transfer, until the step ends.
+        notes: what a reader has to know about how it was made.
+
+    Raises:
+        ArgumentError: nothing is to be sent, a size is 0 or no multiple of an element, names repeat, or ranks are
+            not among the hosts.
+    """
+
+    name: str
+    transfers: tuple[Transfer, ...]
+    hosts: int = 0
+    element_bytes: int = 4
+    compute_seconds: float = 0.0
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.transfers:
+            raise ArgumentError(f"the workload {self.name!r} has no transfers: give at least one size")
+        names: set[str] = set()
+        for transfer in self.transfers:
+            if transfer.bytes < 1 or transfer.bytes % self.element_bytes:
+                raise ArgumentError(
+                    f"{transfer.name} has {transfer.bytes} bytes: a size is a multiple of an element's "
+                    f"{self.element_bytes} bytes, and not 0"
+                )
+            if transfer.name in names:
+                raise ArgumentError(f"two transfers are called {transfer.name!r}: give each a name of its own")
+            names.add(transfer.name)
+            if transfer.compute_seconds < 0:
+                raise ArgumentError(f"{transfer.name}: compute_seconds is {transfer.compute_seconds}, below 0")
+            if len(set(transfer.ranks)) < len(transfer.ranks) or len(transfer.ranks) == 1:
+                raise ArgumentError(
+                    f"{transfer.name} is between the ranks {transfer.ranks}: give two or more, each once"
+                )
+            if self.hosts and not all(0 <= rank < self.hosts for rank in transfer.ranks):
+                raise ArgumentError(f"{transfer.name} is between the ranks {transfer.ranks} of {self.hosts} hosts")
+
+    @classmethod
+    def of_sizes(cls, sizes: Iterable[int], collective: Collective = "all_reduce", element_bytes: int = 4) -> Self:
+        """A transfer a size, in the order given, named after its place and size."""
+        made = tuple(Transfer(f"{place}: {size}", size, collective) for place, size in enumerate(sizes))
+        return cls("sizes", made, element_bytes=element_bytes)
+
+    @classmethod
+    def sweep(
+        cls, first: int, last: int, factor: float = 2, collective: Collective = "all_reduce", element_bytes: int = 4
+    ) -> Self:
+        """Sizes from `first` up to `last`, each `factor` times the one before."""
+        if not factor > 1:
+            raise ArgumentError(f"factor is {factor}: a sweep grows, so give one above 1")
+        if last < first:
+            raise ArgumentError(f"a sweep from {first} to {last} bytes is empty: give the smaller size first")
+        sizes, size = [], float(first)
+        while size <= last * (1 + 1e-9):
+            sizes.append(max(int(size) // element_bytes, 1) * element_bytes)
+            size *= factor
+        return cls.of_sizes(sorted(set(sizes)), collective, element_bytes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, given: dict[str, Any]) -> Self:
+        """What `to_dict` made."""
+        transfers = tuple(Transfer(**{**one, "ranks": tuple(one["ranks"])}) for one in given["transfers"])
+        return cls(**{**given, "transfers": transfers, "notes": tuple(given["notes"])})
