@@ -11,13 +11,40 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 from penstock.errors import ArgumentError
-from penstock.fabric.algorithms import direct, ring
+from penstock.fabric.algorithms import bruck, direct, halving, ring, rooted, tree
 from penstock.fabric.steps import Collective, StepList
 
 _GENERATORS: dict[Collective, dict[str, Callable[..., StepList]]] = {
-    "all_reduce": {"ring": ring.all_reduce},
-    "all_gather": {"ring": ring.all_gather},
-    "reduce_scatter": {"ring": ring.reduce_scatter},
+    "all_reduce": {
+        "ring": ring.all_reduce,
+        "ring2": ring.all_reduce_2,
+        "halving-doubling": halving.all_reduce,
+        "recursive-doubling": halving.all_reduce_whole,
+        "tree": tree.all_reduce,
+    },
+    "all_gather": {
+        "ring": ring.all_gather,
+        "ring2": ring.all_gather_2,
+        "recursive-doubling": halving.all_gather,
+        "bruck": bruck.all_gather,
+    },
+    "reduce_scatter": {
+        "ring": ring.reduce_scatter,
+        "ring2": ring.reduce_scatter_2,
+        "halving": halving.reduce_scatter,
+        "pairwise": direct.reduce_scatter_pairwise,
+    },
+    "all_to_all": {
+        "pairwise": direct.all_to_all_pairwise,
+        "direct": direct.all_to_all,
+        "bruck": bruck.all_to_all,
+    },
+    "broadcast": {
+        "binomial": rooted.broadcast_binomial,
+        "scatter-allgather": rooted.broadcast_scattered,
+        "chain": rooted.broadcast_chain,
+    },
+    "gather": {"direct": direct.gather, "binomial": rooted.gather_binomial},
     "send": {"direct": direct.send},
 }
 

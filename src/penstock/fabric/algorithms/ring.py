@@ -6,33 +6,48 @@ Each part goes once around, and gathers the sums on its way; then the sums go ar
 
 from __future__ import annotations
 
+from penstock.fabric.algorithms.rounds import Rounds, joined
 from penstock.fabric.steps import Move, StepList
-
-Rounds = tuple[tuple[Move, ...], ...]
 
 
 def all_reduce(ranks: int) -> StepList:
     """Reduce-scatter, then all-gather: 2(n-1) rounds, 2(n-1)/n of the size."""
-    return StepList("all_reduce", "ring", ranks, ranks, ranks, _reduce(ranks, 1) + _gather(ranks, 1))
+    return StepList("all_reduce", "ring", ranks, ranks, ranks, reduced(ranks) + gathered(ranks))
 
 
 def reduce_scatter(ranks: int) -> StepList:
     """n-1 rounds, (n-1)/n of the size."""
-    return StepList("reduce_scatter", "ring", ranks, ranks, ranks, _reduce(ranks, 1))
+    return StepList("reduce_scatter", "ring", ranks, ranks, ranks, reduced(ranks))
 
 
 def all_gather(ranks: int) -> StepList:
     """n-1 rounds, (n-1)/n of the size."""
-    return StepList("all_gather", "ring", ranks, ranks, ranks, _gather(ranks, 1))
+    return StepList("all_gather", "ring", ranks, ranks, ranks, gathered(ranks))
 
 
-def _reduce(ranks: int, ways: int) -> Rounds:
+def all_reduce_2(ranks: int) -> StepList:
+    """Half of each part goes around one way, half the other. Full-duplex ports carry what one ring asks for; links
+    between neighbours, as on a torus, carry half of it."""
+    return StepList("all_reduce", "ring2", ranks, 2 * ranks, 2 * ranks, reduced(ranks, 2) + gathered(ranks, 2))
+
+
+def reduce_scatter_2(ranks: int) -> StepList:
+    """Both ways at once; see `all_reduce_2`."""
+    return StepList("reduce_scatter", "ring2", ranks, 2 * ranks, 2 * ranks, reduced(ranks, 2))
+
+
+def all_gather_2(ranks: int) -> StepList:
+    """Both ways at once; see `all_reduce_2`."""
+    return StepList("all_gather", "ring2", ranks, 2 * ranks, 2 * ranks, gathered(ranks, 2))
+
+
+def reduced(ranks: int, ways: int = 1) -> Rounds:
     """Part p starts at the rank behind p and ends at p; with two ways, its second half comes from the other side."""
     return tuple(_shift(ranks, ways, 1 + number, adds=True) for number in range(ranks - 1))
 
 
-def _gather(ranks: int, ways: int) -> Rounds:
-    """Part p starts at p and goes to all others."""
+def gathered(ranks: int, ways: int = 1) -> Rounds:
+    """Part p starts at rank p and goes to all others."""
     return tuple(_shift(ranks, ways, number, adds=False) for number in range(ranks - 1))
 
 
@@ -43,4 +58,4 @@ def _shift(ranks: int, ways: int, behind: int, adds: bool) -> tuple[Move, ...]:
         for rank in range(ranks):
             slot = (rank - step * behind) % ranks * ways + way
             moves.append(Move(rank, (rank + step) % ranks, slot, 1, slot, adds))
-    return tuple(moves)
+    return joined(moves)
