@@ -98,6 +98,8 @@ def prove(steps: StepList, most: int = 20) -> list[str]:
     """
     if steps.collective in _PARTED and steps.chunks % steps.ranks:
         return [f"{steps.chunks} chunks are no multiple of {steps.ranks} ranks, so the parts are not equal"]
+    if not 0 <= steps.output <= steps.slots - steps.chunks:
+        return [f"{steps.slots} slots have no room for {steps.chunks} chunks of output from slot {steps.output} on"]
     wrong: list[str] = []
     memory: list[list[_Sum | None]] = [[None] * steps.slots for _ in range(steps.ranks)]
     for rank, held in enumerate(memory):
@@ -159,7 +161,7 @@ def _play(moves: tuple[Move, ...], memory: list[list[_Sum | None]]) -> Iterator[
 def _differences(steps: StepList, rank: int, held: list[_Sum | None]) -> Iterator[str]:
     for slot, ranks, chunk in wanted(steps, rank):
         want = ((1 << len(ranks)) - 1) << (chunk * steps.ranks + ranks.start)
-        where, has = f"rank {rank} ends with slot {slot}", held[slot] if slot < steps.slots else None
+        where, has = f"rank {rank} ends with slot {slot}", held[slot]
         if has is None:
             yield f"{where} empty: wanted is {_terms(want, steps.ranks)}"
         elif has != (want, 0):
