@@ -1,0 +1,6 @@
+"""Hosts to try a job on, without more machines: network namespaces of one Linux machine, joined by shaped links.
+
+link.py       a link's text, and what it says        checks.py   what a machine lacks for it
+machines.py   makes the hosts and their switch        keeper.py   takes them down, whatever happens to their maker
+record.py     what a run's record says of a host and its network
+"""

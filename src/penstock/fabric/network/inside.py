@@ -1,0 +1,56 @@
+"""Work within a network namespace without a process of its own: a thread joins it, works, and ends.
+
+A thread has a network namespace of its own, and so do the processes that it starts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+_NETWORK = 0x40000000  # CLONE_NEWNET
+
+
+def within(namespace: Path | None, work: Callable[[], T]) -> T:
+    """What `work` returns or raises in the namespace with this file, or, without one, in a fresh one that vanishes.
+
+    Raises:
+        OSError: the namespace cannot be joined or made.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            _join(namespace)
+            results.append(work())
+        except BaseException as error:  # raised again below, in the thread that asked
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="penstock-namespace")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def _join(namespace: Path | None) -> None:
+    # Python has os.setns and os.unshare only from 3.12 on.
+    libc = ctypes.CDLL(None, use_errno=True)
+    if namespace is None:
+        failed = libc.unshare(_NETWORK)
+    else:
+        descriptor = os.open(namespace, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            failed = libc.setns(descriptor, _NETWORK)
+        finally:
+            os.close(descriptor)
+    if failed:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), None if namespace is None else str(namespace))

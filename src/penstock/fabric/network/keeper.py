@@ -1,0 +1,167 @@
+"""Takes an emulation down when its maker ends, however that happens: also when it is killed.
+
+This file is also run as a program of its own, in a session of its own, so it needs nothing but the standard library.
+
+All that an emulation leaves outside of itself are names of network namespaces, `penstock-PID-START-SUBNET-h0`, ...,
+`-switch`. PID and START (its start in clock ticks since boot) are the maker's, so the name alone tells whether the
+maker still lives, and no file has to be kept for it. Devices, queues and addresses die with the namespaces.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+FOLDER = Path("/var/run/netns")
+"""Where `ip netns` keeps names."""
+PATHS = (*os.environ.get("PATH", os.defpath).split(os.pathsep), "/usr/sbin", "/sbin", "/usr/local/sbin")
+"""Where `ip` and `tc` are looked for: they lie where a user's PATH often does not lead."""
+MARK = "PENSTOCK_FABRIC"
+"""In the environment of each process of an emulation: which."""
+SECONDS = 10.0
+"""How long processes get to die of SIGKILL before their namespaces go without them."""
+
+_NAME = re.compile(r"(penstock-(\d+)-(\d+)-\d+)-(?:h\d+|switch)")
+
+
+def names_of(emulation: str | None = None) -> list[str]:
+    """The namespaces of an emulation, or of all of them."""
+    try:
+        names = sorted(os.listdir(FOLDER))
+    except FileNotFoundError:
+        return []
+    found = [(match[1], name) for name in names if (match := _NAME.fullmatch(name))]
+    return [name for owner, name in found if emulation in (None, owner)]
+
+
+def emulation_of(name: str) -> str:
+    """The emulation that a namespace belongs to."""
+    match = _NAME.fullmatch(name)
+    assert match is not None, name
+    return match[1]
+
+
+def maker_lives(emulation: str) -> bool:
+    """Whether the process that made it still runs."""
+    pid, start = emulation.split("-")[1:3]
+    return started(int(pid)) == int(start)
+
+
+def started(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot; None if there is none, or one that only waits for its parent."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def remove(emulation: str) -> list[str]:
+    """Kills every process of an emulation and deletes its namespaces. Returns the names that it deleted.
+
+    It looks again until there is nothing: a command that its maker had started may make one more meanwhile.
+    """
+    removed: list[str] = []
+    deadline = time.monotonic() + SECONDS
+    quiet = 0
+    while quiet < 2:
+        names = names_of(emulation)
+        processes = set(_processes(emulation, names))
+        late = time.monotonic() > deadline
+        if (not names and not processes) or (late and not names):
+            quiet += 1
+        else:
+            quiet = 0
+            _kill(processes)
+            if not processes or late:
+                removed += [name for name in names if _delete(name)]
+                if late:
+                    break
+                continue
+        time.sleep(0.02)
+    return removed
+
+
+def _processes(emulation: str, names: Iterable[str]) -> Iterator[int]:
+    """Those in the namespaces, and those that carry the mark."""
+    places = set()
+    for name in names:
+        try:
+            status = os.stat(FOLDER / name)
+            places.add((status.st_dev, status.st_ino))
+        except OSError:  # deleted meanwhile
+            continue
+    places.discard(_place("self"))  # a name whose namespace was never attached, or one that we stand in
+    mark = f"{MARK}={emulation}".encode()
+    for pid in os.listdir("/proc"):
+        if pid.isdigit() and int(pid) != os.getpid():
+            if _place(pid) in places or mark in _environment(pid):
+                yield int(pid)
+
+
+def _place(pid: str) -> tuple[int, int] | None:
+    try:
+        status = os.stat(f"/proc/{pid}/ns/net")
+    except OSError:  # it has ended
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _environment(pid: str) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+def _kill(processes: Iterable[int]) -> None:
+    for pid in processes:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def tool(name: str) -> str | None:
+    """The path of a program of the system's."""
+    return shutil.which(name, path=os.pathsep.join(PATHS))
+
+
+def _delete(name: str) -> bool:
+    done = subprocess.run([tool("ip") or "ip", "netns", "delete", name], capture_output=True, check=False)
+    return done.returncode == 0
+
+
+def main(emulation: str, maker: int) -> int:
+    """Waits until the maker closes our standard input or ends, then removes its emulation. 0: nothing is left."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    os.chdir("/")
+    waiting = select.poll()
+    waiting.register(0, select.POLLIN | select.POLLHUP)
+    try:
+        # A process that the maker forked may hold the pipe open after it; the maker's own end is seen here.
+        waiting.register(os.pidfd_open(maker), select.POLLIN)
+    except ProcessLookupError:
+        remove(emulation)
+        return 0
+    except OSError:  # a kernel or a sandbox without it: the pipe has to do
+        pass
+    os.write(1, b"ready\n")
+    os.close(1)
+    if os.getppid() == maker:
+        waiting.poll()
+    remove(emulation)
+    return 1 if names_of(emulation) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))
