@@ -1,0 +1,47 @@
+"""Workloads by name: the classic emulation's sizes, in the order in which its backward makes them."""
+
+import pytest
+
+from penstock.errors import ArgumentError
+from penstock.fabric import presets
+
+
+def test_mlp_sends_the_sizes_of_the_reference_in_backward_order():
+    workload = presets.preset("mlp")
+    assert [(t.name, t.bytes) for t in workload.transfers] == [
+        ("fc4", 2600),
+        ("fc3", 33024),
+        ("fc2", 131584),
+        ("fc1", 803840),
+    ]
+    assert {(t.collective, t.kind, t.ranks) for t in workload.transfers} == {("all_reduce", "gradient", ())}
+    assert workload.hosts == 0
+
+
+def test_other_widths():
+    assert [t.bytes for t in presets.mlp((3, 5, 2)).transfers] == [(5 * 2 + 2) * 4, (3 * 5 + 5) * 4]
+    with pytest.raises(ArgumentError, match="two or more"):
+        presets.mlp((784,))
+    with pytest.raises(ArgumentError, match="above 0"):
+        presets.mlp((784, 0))
+
+
+def test_an_unknown_preset_says_which_there_are():
+    with pytest.raises(ArgumentError, match=r"no preset 'lenet': give one of mlp"):
+        presets.preset("lenet")
+
+
+def test_trials_are_batches_times_epochs():
+    assert presets.trials_of(60, 5) == 300
+    with pytest.raises(ArgumentError, match="epochs=0"):
+        presets.trials_of(60, 0)
+
+
+def test_compute_goes_in_front_of_each_transfer():
+    timed = presets.with_compute(presets.preset("mlp"), [0.4, 0.3, 0.2, 0.1], after=0.05)
+    assert [(t.name, t.compute_seconds) for t in timed.transfers] == [
+        ("fc4", 0.4), ("fc3", 0.3), ("fc2", 0.2), ("fc1", 0.1),
+    ]  # fmt: skip
+    assert timed.compute_seconds == 0.05
+    with pytest.raises(ArgumentError, match="3 times for the 4 transfers"):
+        presets.with_compute(presets.preset("mlp"), [1, 2, 3])
