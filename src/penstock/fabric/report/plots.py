@@ -1,0 +1,313 @@
+"""The pictures of a run, as SVG: how its times are distributed, when the slow ones were, what the link gave, and where
+the time of one trial went.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.fabric.report.style import (
+    COLOURS,
+    INK,
+    MUTED,
+    OTHERS,
+    blank,
+    colours,
+    legend_beside,
+    look,
+    seconds_axis,
+    seconds_label,
+    svg,
+)
+from penstock.fabric.samples import Run
+from penstock.fabric.units import size_text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Floats = NDArray[np.float64]
+
+MOST_DOTS = 800
+"""Samples that are drawn as dots of their own; of more, the dots become one image."""
+
+MOST_LANES = 24
+"""Ranks of a timeline."""
+
+MOST_MARKED = 40
+"""Outliers of a transfer that are marked, the slowest first."""
+
+
+def draw(run: Run, results: dict[str, Any]) -> dict[str, str]:
+    """The pictures by name: cdf, trials, timeline, and busbw where sizes differ. Without trials there are none.
+
+    Raises:
+        ArgumentError: matplotlib is not installed.
+    """
+    with look():
+        if not len(run.start_ns):
+            return {}
+        times = completion_seconds(run)
+        drawn = {"cdf": _cdf(run, times), "trials": _trials(run, times)}
+        if len({transfer["bytes"] for transfer in results["transfers"]}) > 1:
+            drawn["busbw"] = _busbw(run, results, times)
+        drawn["timeline"] = _timeline(run)
+        return drawn
+
+
+def completion_seconds(run: Run) -> Floats:
+    """By trial and transfer: from a rank's start to its end, of the slowest rank."""
+    took = np.where(run.end_ns >= 0, run.end_ns - run.start_ns, -1)
+    return np.asarray(took.max(axis=2) / 1e9, np.float64)
+
+
+def names(run: Run) -> list[str]:
+    return [transfer["name"] for transfer in run.record["workload"]["transfers"]]
+
+
+def _shown(times: Floats) -> list[int]:
+    """The transfers that have a colour: all, or those that take the most time, in order of execution."""
+    if times.shape[1] <= len(COLOURS):
+        return list(range(times.shape[1]))
+    return sorted(np.argsort(-np.median(times, axis=0), kind="stable")[: len(COLOURS)].tolist())
+
+
+# -- distribution -----------------------------------------------------------------------------------------------------
+
+
+def _cdf(run: Run, times: Floats) -> str:
+    figure = blank(9.6, 3.5)
+    left, right = figure.subplots(1, 2)
+    shown, trials = _shown(times), len(times)
+    colour, name = colours(shown), names(run)
+    order = [*(number for number in range(times.shape[1]) if number not in shown), *shown]
+    for number in order:
+        ordered = np.sort(times[:, number])
+        at = _kept(trials)
+        style: dict[str, Any] = {"color": colour(number), "drawstyle": "steps-post"}
+        style |= {"label": _cut(name[number])} if number in shown else {"lw": 0.8, "zorder": 1.5}
+        left.plot(ordered[at], (at + 1) / trials, **style)
+        # P(T >= the i-th smallest) is the share of samples from it on; the line ends at the largest.
+        right.plot(ordered[at], (trials - at) / trials, **{**style, "drawstyle": "steps-pre"})
+    for axes in (left, right):
+        axes.set_xscale("log")
+        axes.set_xlim(times.min() / 1.1, times.max() * 1.15)
+        seconds_axis(axes.xaxis)
+        axes.set_xlabel("completion time, slowest rank")
+    left.set(title="Share of trials that had ended", ylim=(0, 1.01))
+    left.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    right.set(title="Share of trials that took at least as long", yscale="log", ylim=(0.7 / trials, 1.2))
+    right.yaxis.set_major_formatter(lambda value, _: f"{value * 100:g}%")
+    right.yaxis.set_minor_locator(_none())
+    for share, text in ((0.5, "p50"), (0.1, "p90"), (0.01, "p99"), (0.001, "p99.9")):
+        if share >= 1 / trials:
+            right.annotate(text, (1, share), xycoords=("axes fraction", "data"), xytext=(-2, 2),
+                           textcoords="offset points", ha="right", color=MUTED, fontsize=8.5)  # fmt: skip
+            right.axhline(share, color=MUTED, lw=0.6, ls=(0, (1, 3)))
+    rest = times.shape[1] - len(shown)
+    if rest:
+        right.plot([], [], color=OTHERS, lw=0.8, label=f"{rest} others")
+    legend_beside(right)
+    return svg(figure, "cdf")
+
+
+def _kept(samples: int, most: int = 400) -> NDArray[np.int64]:
+    """Places in sorted samples that draw their curve: all, or evenly many, and each of the last ones."""
+    if samples <= most:
+        return np.arange(samples)
+    even = np.linspace(0, samples - 1, most // 2)
+    tail = samples - 1 - np.geomspace(1, samples, most // 2) + 1
+    return np.unique(np.concatenate([even, tail, np.arange(samples - 20, samples)]).round().astype(np.int64))
+
+
+def _none() -> Any:
+    from matplotlib.ticker import NullLocator
+
+    return NullLocator()
+
+
+def _cut(name: str, most: int = 24) -> str:
+    """A name that fits: its end, which tells layers apart."""
+    return name if len(name) <= most else "\u2026" + name[-(most - 1) :]
+
+
+# -- over the trials --------------------------------------------------------------------------------------------------
+
+
+def outliers(times: Floats) -> NDArray[np.int64]:
+    """The trials above Tukey's far fence, the third quartile and three times the quartiles' distance; slowest first."""
+    low, high = np.percentile(times, (25, 75))
+    above = np.flatnonzero(times > high + 3 * (high - low))
+    return np.asarray(above[np.argsort(-times[above], kind="stable")])
+
+
+def _trials(run: Run, times: Floats) -> str:
+    shown = _shown(times)
+    colour, name, trials = colours(shown), names(run), len(times)
+    figure = blank(9.6, 0.65 + 1.05 * len(shown))
+    rows = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, number in zip(rows, shown, strict=True):
+        took = times[:, number]
+        far = outliers(took)
+        near = np.ones(trials, bool)
+        near[far[:MOST_MARKED]] = False
+        many = trials * len(shown) > MOST_DOTS
+        size = 7 if trials <= 500 else 3
+        axes.scatter(np.flatnonzero(near), took[near], s=size, color=colour(number), alpha=0.75 if trials <= 500 else 0.4,
+                     linewidths=0, rasterized=many)  # fmt: skip
+        axes.scatter(far[:MOST_MARKED], took[far[:MOST_MARKED]], s=17, color=colour(number), linewidths=0.9,
+                     edgecolors=INK, zorder=3)  # fmt: skip
+        median = float(np.median(took))
+        axes.axhline(median, color=INK, lw=0.8, zorder=2.5)
+        wide = took.max() > 4 * median  # else the many are squeezed into a line by the few
+        axes.set_yscale("log" if wide else "linear")
+        axes.set_ylim((took.min() / 1.4, took.max() * 1.5) if wide else (0, took.max() * 1.18))
+        axes.set_title(_cut(name[number], 48), fontsize=9.5, pad=3)
+        axes.set_title(_trials_note(median, far, took), loc="right", fontsize=8.5, fontweight="normal", pad=3, color=MUTED)
+        axes.grid(axis="x", visible=False)
+        seconds_axis(axes.yaxis)
+        if not wide:
+            axes.yaxis.set_major_locator(_few())
+    rows[-1].set_xlim(-0.01 * trials, trials * 1.01)
+    rows[-1].set_xlabel("trial, in order")
+    figure.supylabel("completion time, slowest rank", fontsize=9.5)
+    return svg(figure, "trials")
+
+
+def _trials_note(median: float, far: NDArray[np.int64], took: Floats) -> str:
+    text = f"median {seconds_label(median)}"
+    if not len(far):
+        return text
+    worst = f"slowest {seconds_label(float(took[far[0]]))} in trial {far[0]:,}"
+    return f"{text}, {len(far):,} outlier{'s' if len(far) > 1 else ''}, {worst}"
+
+
+def _few() -> Any:
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(3, steps=[1, 2, 4, 5, 10], min_n_ticks=2)
+
+
+# -- over the sizes ---------------------------------------------------------------------------------------------------
+
+
+def _busbw(run: Run, results: dict[str, Any], times: Floats) -> str:
+    figure = blank(9.6, 3.4)
+    axes = figure.subplots()
+    transfers = results["transfers"]
+    most = max(filter(None, (transfer["busbw_GBps"] for transfer in transfers)), default=1.0)
+    scale, unit = (1.0, "GB/s") if most >= 1 else (1e3, "MB/s")
+    kinds = list(dict.fromkeys(transfer["collective"] for transfer in transfers))
+    for kind, colour in zip(kinds, COLOURS, strict=False):
+        found = sorted((t["bytes"], n) for n, t in enumerate(transfers) if t["collective"] == kind and t["busbw_GBps"])
+        if not found:
+            continue
+        sizes = [size for size, _ in found]
+        # A bandwidth at a percentile: that of the size over the time of the percentile.
+        factors = [transfers[n]["busbw_GBps"] / (transfers[n]["algbw_GBps"] or 1) for _, n in found]
+        spread = np.array([np.percentile(times[:, n], (10, 50, 90)) for _, n in found])
+        rates = np.array(sizes)[:, None] * np.array(factors)[:, None] / spread / 1e9 * scale
+        axes.fill_between(sizes, rates[:, 2], rates[:, 0], color=colour, alpha=0.18, linewidth=0)
+        axes.plot(sizes, rates[:, 1], "o-", ms=4.5, color=colour, label=f"{kind}, p50 (band: p10 to p90)")
+        ideal = [(size, _ideal(transfers[n], rate)) for (size, n), rate in zip(found, rates[:, 1], strict=True)]
+        known = [(size, value) for size, value in ideal if value is not None]
+        if known:
+            axes.plot(*zip(*known, strict=True), ls=(0, (4, 2)), lw=1.2, color=colour, label=f"{kind}, ideal")
+    _links(axes, results, scale, unit)
+    axes.set_xscale("log", base=2)
+    sizes = sorted({transfer["bytes"] for transfer in transfers})
+    ticks = sizes if len(sizes) <= 9 else sizes[:: -(-len(sizes) // 9)]
+    axes.set_xticks(ticks, [_size_label(size) for size in ticks])
+    axes.xaxis.set_minor_locator(_none())
+    axes.set(title="Bus bandwidth by size", xlabel="size", ylabel=f"busbw ({unit})")
+    axes.set_ylim(bottom=0)
+    legend_beside(axes)
+    return svg(figure, "busbw")
+
+
+def _ideal(transfer: dict[str, Any], rate: float) -> float | None:
+    percent = transfer.get("ideal_percent")
+    return rate * 100 / percent if percent else None
+
+
+def _links(axes: Axes, results: dict[str, Any], scale: float, unit: str) -> None:
+    """The bandwidth of the slowest link that was measured, which no busbw can pass."""
+    speeds = [link["bytes_per_second"] for link in results.get("links") or () if link.get("bytes_per_second")]
+    if speeds:
+        value = min(speeds) / 1e9 * scale
+        axes.axhline(value, color=MUTED, lw=0.9, ls=(0, (1, 2)), label=f"link, {value:.3g} {unit}")
+
+
+def _size_label(size: int) -> str:
+    """A tick's size: exact where it is a power of two, else with three digits."""
+    if size < 1000 or size & (size - 1) == 0:
+        return size_text(size) + ("" if size % 1024 == 0 else " B")
+    return f"{size / 1e3:.3g} kB" if size < 1e6 else f"{size / 1e6:.3g} MB"
+
+
+# -- one trial --------------------------------------------------------------------------------------------------------
+
+
+def _timeline(run: Run) -> str:
+    """The first and the slowest trial, each on its own axis of time: a lane a rank, a bar a round."""
+    from matplotlib.patches import Patch
+
+    shown = _shown(completion_seconds(run))
+    colour, name = colours(shown), names(run)
+    chosen = _chosen_trials(run)
+    hosts = run.start_ns.shape[2]
+    lanes = min(hosts, MOST_LANES)
+    figure = blank(9.6, 0.5 + len(chosen) * (0.65 + 0.26 * lanes))
+    rows = figure.subplots(len(chosen), 1, squeeze=False)[:, 0]
+    for axes, (trial, title) in zip(rows, chosen, strict=True):
+        _lanes(axes, run, trial, colour)
+        axes.set_title(title, pad=4)
+        axes.set_ylim(lanes - 0.45, -0.55)
+        axes.set_yticks(range(lanes), [f"rank {rank}" for rank in range(lanes)])
+        axes.tick_params(axis="y", length=0)
+        axes.grid(axis="y", visible=False)
+        axes.spines["left"].set_visible(False)
+        seconds_axis(axes.xaxis)
+    rows[-1].set_xlabel("time since the first rank began its first transfer" + (f" ({lanes} of {hosts} ranks)" if lanes < hosts else ""))
+    patches = [Patch(color=colour(number), label=_cut(name[number])) for number in shown]
+    if len(shown) < len(name):
+        patches.append(Patch(color=OTHERS, label=f"{len(name) - len(shown)} others"))
+    legend_beside(rows[0], patches)
+    return svg(figure, "timeline")
+
+
+def _chosen_trials(run: Run) -> list[tuple[int, str]]:
+    """The first trial, and the slowest of those whose rounds were kept (of all, where none were)."""
+    begin = np.where(run.end_ns >= 0, run.start_ns, np.iinfo(np.int64).max).min(axis=(1, 2))
+    took = (run.end_ns.max(axis=(1, 2)) - begin) / 1e9
+    kept = sorted({row[0] for row in run.steps if row[0] < len(took)}) or range(len(took))
+    slowest = max(kept, key=lambda trial: took[trial])
+    chosen = [(0, f"First trial: {seconds_label(took[0])}")]
+    if slowest:
+        times = f"{took[slowest] / took[0]:.3g} times as long"
+        chosen.append((slowest, f"Slowest trial, number {slowest:,}: {seconds_label(took[slowest])}, {times}"))
+    return chosen
+
+
+def _lanes(axes: Axes, run: Run, trial: int, colour: Any) -> None:
+    """Pale: from a rank's start of a transfer to its end. Full: its rounds, with a gap between them."""
+    took_part = run.end_ns[trial] >= 0
+    zero = run.start_ns[trial][took_part].min()
+    whole = (run.end_ns[trial].max() - zero) / 1e9
+    axes.set_xlim(0, whole * 1.002)
+    rounds: dict[tuple[int, int], list[Sequence[int]]] = {}
+    for row in run.steps:
+        if row[0] == trial:
+            rounds.setdefault((row[1], row[2]), []).append(row)
+    for number, rank in np.argwhere(took_part[:, :MOST_LANES]):
+        start, end = ((times[trial, number, rank] - zero) / 1e9 for times in (run.start_ns, run.end_ns))
+        parts = rounds.get((number, rank), [])
+        axes.broken_barh([(start, end - start)], (rank - 0.36, 0.72), color=colour(number), alpha=0.3 if parts else 1,
+                         linewidth=0)  # fmt: skip
+        bars = [((row[4] - zero) / 1e9, (row[5] - row[4]) / 1e9) for row in sorted(parts, key=lambda row: row[3])]
+        bars = [(at, took - min(whole * 0.0015, took * 0.3)) for at, took in bars]
+        if bars:
+            axes.broken_barh(bars, (rank - 0.36, 0.72), color=colour(number), linewidth=0)

@@ -1,0 +1,144 @@
+"""How figures look: colours that the colour-blind can tell apart, few lines, and SVG whose text stays text.
+
+Figures are drawn by matplotlib without pyplot, so that nothing of the caller's own plots changes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import StringIO
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK, MUTED, RULE = "#1b2330", "#6b7482", "#dde1e7"
+"""Of text and lines. A page replaces them by its own, so that a figure follows light and dark."""
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f6a00")
+"""Okabe and Ito's, without black and yellow, which are lost on a dark or a light page."""
+
+OTHERS = "#a9b0bb"
+"""Of the transfers that have no colour of their own, where there are many."""
+
+FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+
+_LOOK: dict[str, Any] = {
+    "font.size": 9.5,
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 8,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "axes.edgecolor": MUTED,
+    "axes.linewidth": 0.7,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": RULE,
+    "grid.linewidth": 0.7,
+    "text.color": INK,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "xtick.minor.size": 0,
+    "ytick.minor.size": 0,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "lines.linewidth": 1.6,
+    "lines.solid_capstyle": "butt",
+    "svg.fonttype": "none",
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "savefig.facecolor": "none",
+    "path.simplify_threshold": 0.3,
+}
+
+
+@contextmanager
+def look() -> Iterator[None]:
+    """Figures that are made and written inside have the look of this module.
+
+    Raises:
+        ArgumentError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise ArgumentError("plots need matplotlib: pip install 'penstock[fabric]'") from None
+    with matplotlib.rc_context(_LOOK):
+        yield
+
+
+def blank(width: float, height: float) -> Figure:
+    """A figure of so many inches."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def svg(figure: Figure, name: str) -> str:
+    """The figure as SVG without a prologue, the same each time; its ids start with `name`, to share a page with others."""
+    import matplotlib
+
+    text = StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": name}):
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None}, dpi=180)
+    drawn = text.getvalue()
+    drawn = drawn[drawn.index("<svg") :]
+    drawn = re.sub(r"<metadata>.*?</metadata>\s*", "", drawn, flags=re.DOTALL)
+    drawn = re.sub(r"<!--.*?-->\s*", "", drawn, flags=re.DOTALL)
+    used = set(re.findall(r"(?:url\(#|href=\"#)([^)\"]+)", drawn))
+    drawn = re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in used else "", drawn)
+    drawn = re.sub(r'((?:url\(| id="|href=")#?)(?=[\w])', rf"\g<1>{name}-", drawn) if used else drawn
+    drawn = re.sub(r"font-family: [^;\"]*", f"font-family: {FONTS}", drawn)
+    return _shorter(drawn)
+
+
+def _shorter(drawn: str) -> str:
+    """Coordinates to a hundredth of a point, and no line breaks between the points of a path."""
+    drawn = re.sub(r"(\d+\.\d\d)\d+", r"\1", drawn)
+    return re.sub(r" d=\"([^\"]*)\"", lambda match: f' d="{" ".join(match[1].split())}"', drawn)
+
+
+def seconds_axis(axis: Any) -> None:
+    """Ticks of an axis of seconds, as 1 ms, 2 ms, 5 ms, 1 s."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    if axis.get_scale() == "log":
+        low, high = axis.get_view_interval()
+        decades = high / low
+        steps: tuple[float, ...] = (1,) if decades > 1e4 else (1, 3) if decades > 200 else (1, 2, 5)
+        if decades < 4:
+            steps = (1, 1.5, 2, 3, 4, 5, 7)
+        axis.set_major_locator(LogLocator(subs=steps))
+        axis.set_minor_formatter(NullFormatter())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: seconds_label(value)))
+
+
+def seconds_label(value: float) -> str:
+    """A tick's time: 1.5 ms."""
+    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "\u00b5s")):
+        if abs(value) >= factor * 0.9999:
+            return f"{value / factor:.3g} {unit}"
+    return f"{value / 1e-9:.3g} ns" if value else "0"
+
+
+def colours(shown: list[int]) -> Callable[[int], str]:
+    """The colour of each transfer: of its own if it is among those shown, else grey."""
+    own = dict(zip(shown, COLOURS, strict=False))
+    return lambda number: own.get(number, OTHERS)
+
+
+def legend_beside(axes: Axes, handles: list[Any] | None = None) -> None:
+    """A legend to the right of the axes, where it covers nothing."""
+    handles = axes.get_legend_handles_labels()[0] if handles is None else handles
+    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.01, 1.02), handlelength=1.2, borderaxespad=0)
