@@ -56,6 +56,11 @@ def test_a_model_of_each_kind(ranks: int, transport: str, request: pytest.Fixtur
     prove(pool, some_cells(KINDS, ranks, first), transport)
 
 
+def test_two_names_of_what_another_rank_holds(ranks2: Ranks) -> None:
+    """On rank 1 of this placement neither stage uses the parameter that has two names in one module."""
+    prove(ranks2, [Cell("parameter_alias", "dualpipe-v", 2)], "auto")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("first", range(0, len(RUN), 5))

@@ -1,4 +1,4 @@
-"""Runs of no network: times that are drawn, with a heavy tail, a slow rank and outliers, in the folder of a real run."""
+"""Runs of no network: drawn times, with a heavy tail, a slow rank and outliers, in the folder of a real run."""
 
 from __future__ import annotations
 
@@ -77,7 +77,9 @@ def write_run(run: Run, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / RUN).write_text(json.dumps(run.record))
     rows = [
-        (*place, run.start_ns[place], run.end_ns[place]) for place in np.ndindex(run.start_ns.shape) if run.end_ns[place] >= 0
+        (*place, run.start_ns[place], run.end_ns[place])
+        for place in np.ndindex(run.start_ns.shape)
+        if run.end_ns[place] >= 0
     ]
     for name, head, lines in ((SAMPLES, HEAD, rows), (STEPS, STEPS_HEAD, run.steps)):
         text = [",".join(head), *(",".join(str(int(value)) for value in line) for line in lines)]

@@ -77,17 +77,15 @@ def _initialise(name: str, module: nn.Module, rule: Materialize | None) -> None:
 
 
 def _allocate(module: nn.Module, device: torch.device, made: dict[int, Tensor]) -> None:
-    for name, parameter in list(module.named_parameters(recurse=False)):
-        if parameter.is_meta:
-            new = made.get(id(parameter))
-            if new is None:
-                new = made[id(parameter)] = nn.Parameter(
-                    torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad
-                )
-            setattr(module, name, new)
-    for name, buffer in list(module.named_buffers(recurse=False)):
-        if buffer.is_meta:
-            module._buffers[name] = torch.empty_like(buffer, device=device)
+    for names in (module._parameters, module._buffers):  # every name: a tensor may have two in one module
+        for name, tensor in list(names.items()):
+            if tensor is None or not tensor.is_meta:
+                continue
+            if id(tensor) not in made:
+                new = torch.empty_like(tensor, device=device)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                made[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
+            setattr(module, name, made[id(tensor)])
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

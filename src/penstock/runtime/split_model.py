@@ -267,7 +267,7 @@ class SplitModel:
         named = list(self.model.named_modules())
         if not engine.world.is_local:
             here = set().union(*(kept[rank] for rank in engine.ranks))
-            released: dict[int, nn.Parameter] = {}
+            released: dict[int, Tensor] = {}
             for module in self._modules:
                 _release(module, here, released)
         for rank in engine.ranks:
@@ -291,14 +291,14 @@ def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
     yield from module.buffers(recurse=False)
 
 
-def _release(module: nn.Module, kept: set[int], released: dict[int, nn.Parameter]) -> None:
-    """Moves what is not kept to the meta device. A tied parameter stays one object: names follow from identity."""
-    for name, parameter in list(module.named_parameters(recurse=False)):
-        if id(parameter) not in kept and not parameter.is_meta:
-            if id(parameter) not in released:
-                empty = torch.empty_like(parameter, device="meta")
-                released[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-            setattr(module, name, released[id(parameter)])
-    for name, buffer in list(module.named_buffers(recurse=False)):
-        if id(buffer) not in kept and not buffer.is_meta:
-            module._buffers[name] = torch.empty_like(buffer, device="meta")
+def _release(module: nn.Module, kept: set[int], released: dict[int, Tensor]) -> None:
+    """Moves what is not kept to the meta device. What has several names stays one object, as names follow from it."""
+    for names in (module._parameters, module._buffers):
+        for name, tensor in list(names.items()):
+            if tensor is None or id(tensor) in kept or tensor.is_meta:
+                continue
+            if id(tensor) not in released:
+                empty = torch.empty_like(tensor, device="meta")
+                is_parameter = isinstance(tensor, nn.Parameter)
+                released[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+            setattr(module, name, released[id(tensor)])
