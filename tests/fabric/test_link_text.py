@@ -125,6 +125,7 @@ def test_every_link_lets_its_largest_frame_pass(bits: int, mtu: int, burst: int 
 @given(st.text(max_size=30))
 def test_any_text_is_a_link_or_an_argument_error(text: str) -> None:
     try:
-        assert parse_link(text).bytes_per_second >= 1
-    except ArgumentError as error:
-        assert "link's text" in str(error)
+        link = parse_link(text)
+    except ArgumentError:
+        return
+    assert link.bytes_per_second >= 1

@@ -156,10 +156,10 @@ _WORDS: dict[str, tuple[str, Callable[[str], float]]] = {
 }
 """By word: what it sets, and how its value is read (a ValueError says what is wrong with it)."""
 
-_LATER = frozenset(
-    ("delay", "jitter", "distribution", "loss", "drop", "corrupt", "corruption", "duplicate", "duplication")
-    + ("reorder", "reordering", "gap", "slot", "ecn", "seed", "netem")
-)
+_LATER = {
+    "delay", "jitter", "distribution", "loss", "drop", "corrupt", "corruption", "duplicate", "duplication", "reorder",
+    "reordering", "gap", "slot", "ecn", "seed", "netem",
+}  # fmt: skip
 """Words of netem, which the next step will know."""
 
 
