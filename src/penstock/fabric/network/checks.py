@@ -10,7 +10,7 @@ from pathlib import Path
 from penstock.fabric.network.inside import within
 from penstock.fabric.network.keeper import tool
 
-INSTEAD = "Without it, the step lists run over a delaying transport between plain processes: leave out --link"
+INSTEAD = "Without emulated hosts, the step lists run over a delaying transport between plain processes"
 _CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
 _PROBES = (
     ("bridge", "ip link add name probe type bridge", "CONFIG_BRIDGE", "bridge"),

@@ -56,7 +56,7 @@ def maker_lives(emulation: str) -> bool:
 
 
 def started(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None if there is none, or one that only waits for its parent."""
+    """When a process started, in clock ticks since boot; None if there is none, or if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -102,9 +102,10 @@ def _processes(emulation: str, names: Iterable[str]) -> Iterator[int]:
     places.discard(_place("self"))  # a name whose namespace was never attached, or one that we stand in
     mark = f"{MARK}={emulation}".encode()
     for pid in os.listdir("/proc"):
-        if pid.isdigit() and int(pid) != os.getpid():
-            if _place(pid) in places or mark in _environment(pid):
-                yield int(pid)
+        if not pid.isdigit() or int(pid) == os.getpid():
+            continue
+        if _place(pid) in places or mark in _environment(pid):
+            yield int(pid)
 
 
 def _place(pid: str) -> tuple[int, int] | None:

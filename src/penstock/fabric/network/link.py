@@ -19,7 +19,8 @@ BUFFER_BYTES = 1024 * 1024
 """Of the queue in front of a link if its text says nothing."""
 
 BURST_SECONDS = 50e-6
-"""How far the bucket is ahead of the rate if the text says nothing: see `Link.burst`."""
+PORT_SECONDS = 200e-6
+"""How late the shaper of a host, and that of the switch's port, may wake without losing rate: see `Link.burst`."""
 
 _NUMBER = re.compile(r"(\d+(?:\.\d*)?|\.\d+)([A-Za-z]*)")
 _PREFIXES = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -85,10 +86,19 @@ class Link:
 
     @property
     def burst(self) -> int:
-        """Bytes of tbf's bucket: as given, or two frames and what the link carries in `BURST_SECONDS`."""
+        """Bytes of the bucket of a host's tbf: as given, or two frames and what the link carries in `BURST_SECONDS`."""
         if self.burst_bytes is not None:
             return self.burst_bytes
         return 2 * self.frame_bytes + int(self.bytes_per_second * BURST_SECONDS)
+
+    @property
+    def port_burst(self) -> int:
+        """Bytes of the bucket of the switch's tbf towards a host.
+
+        Larger by what the link carries in `PORT_SECONDS`: frames that the sender's tbf lets go late, and so at once,
+        must not lose time again.
+        """
+        return self.burst + int(self.bytes_per_second * PORT_SECONDS)
 
     @property
     def goodput_ratio(self) -> float:
@@ -100,8 +110,15 @@ class Link:
         return size + math.ceil(size / (self.mtu - _HEADERS)) * (_HEADERS + _ETHERNET)
 
     def tbf(self) -> str:
-        """The words for tc."""
-        return f"tbf rate {round(self.bytes_per_second * 8)}bit burst {self.burst}b limit {self.limit_bytes}b"
+        """The words for tc at a host."""
+        return self._tbf(self.burst)
+
+    def port_tbf(self) -> str:
+        """The words for tc at the switch's port."""
+        return self._tbf(self.port_burst)
+
+    def _tbf(self, burst: int) -> str:
+        return f"tbf rate {round(self.bytes_per_second * 8)}bit burst {burst}b limit {self.limit_bytes}b"
 
     def __str__(self) -> str:
         return self.text or f"{round(self.bytes_per_second * 8)}bit"
@@ -139,10 +156,10 @@ _WORDS: dict[str, tuple[str, Callable[[str], float]]] = {
 }
 """By word: what it sets, and how its value is read (a ValueError says what is wrong with it)."""
 
-_LATER = frozenset(
-    "delay jitter distribution loss drop corrupt corruption duplicate duplication reorder reordering gap slot ecn "
-    "netem seed".split()
-)
+_LATER = {
+    "delay", "jitter", "distribution", "loss", "drop", "corrupt", "corruption", "duplicate", "duplication", "reorder",
+    "reordering", "gap", "slot", "ecn", "seed", "netem",
+}  # fmt: skip
 """Words of netem, which the next step will know."""
 
 
@@ -217,4 +234,6 @@ def _more() -> str:
 
 def _error(text: str, start: int, length: int, said: str) -> ArgumentError:
     shown = text.replace("\n", " ").replace("\t", " ")
-    return ArgumentError(f"the link's text at position {start + 1}: {said}\n    {shown}\n    {' ' * start}{'^' * length}")
+    return ArgumentError(
+        f"the link's text at position {start + 1}: {said}\n    {shown}\n    {' ' * start}{'^' * length}"
+    )

@@ -1,4 +1,7 @@
-"""Makes hosts out of one machine: a network namespace each, joined by shaped links to a switch in one of its own."""
+"""Makes hosts out of one machine: a network namespace each, joined by shaped links to a switch in one of its own.
+
+The machine's own namespace gets no device, address or route. What was measured of the links stands in link.py.
+"""
 
 from __future__ import annotations
 
@@ -12,26 +15,24 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from penstock.errors import ArgumentError, FabricError
 from penstock.fabric.network import keeper
 from penstock.fabric.network.checks import why_not
 from penstock.fabric.network.inside import within
 from penstock.fabric.network.link import Link
-from penstock.fabric.network.offloads import set_offloads
 
 INTERFACE = "eth0"
-"""Of every host: the one that it has beside lo."""
+"""The one that a host has beside lo."""
 MOST = 200
 """Hosts of one emulation: a subnet has addresses for 254."""
 
-_SUBNETS = ipaddress.ip_network("10.64.0.0/10")
-_SEGMENTS = {"tcp-segmentation-offload": False, "generic-segmentation-offload": False, "generic-receive-offload": False}
+_SUBNETS = ipaddress.IPv4Network("10.64.0.0/10")
 
 
 class Machines:
-    """Hosts that stand from `with` to its end, and never longer than the process that made them.
+    """Hosts that stand from `with` to its end, and no longer than the process that made them, however that ends.
 
         with Machines(4, parse_link("100mbit")) as machines:
             subprocess.run(machines.command(0, ["python", "-c", "..."]))
@@ -40,7 +41,7 @@ class Machines:
         id: of this emulation; its namespaces are called `{id}-h0`, ... and `{id}-switch`.
         hosts: the names of the hosts' namespaces.
         addresses: IPv4, by host.
-        interface: the name of each host's interface.
+        network: the subnet that they are from.
     """
 
     def __init__(self, hosts: int, link: Link | None = None, *, congestion_control: str | None = None) -> None:
@@ -48,37 +49,41 @@ class Machines:
         Args:
             hosts: how many.
             link: of each host to the switch, shaped at both ends; None: as fast as the machine can.
-            congestion_control: of TCP in the hosts; None: as the kernel has it.
+            congestion_control: of TCP between the hosts; None: as the kernel has it.
 
         Raises:
-            ArgumentError: too few or too many hosts.
+            ArgumentError: too few or too many hosts, or a congestion control that the kernel has not.
         """
         if not 1 <= hosts <= MOST:
             raise ArgumentError(f"{hosts} hosts are asked for: give 1 to {MOST}")
+        if congestion_control is not None:
+            _check_congestion_control(congestion_control)
         self.link = link
         self.congestion_control = congestion_control
-        self.interface = INTERFACE
-        self._count = hosts
-        self._keeper: subprocess.Popen[bytes] | None = None
         self.id = ""
         self.hosts: tuple[str, ...] = ()
         self.addresses: tuple[str, ...] = ()
+        self.network = _SUBNETS
+        self._count = hosts
+        self._maker = 0
+        self._keeper: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
         """Makes the hosts.
 
         Raises:
-            FabricError: this machine cannot (`why_not`), or a command failed. Nothing is left then.
+            FabricError: this machine cannot (`why_not` says why), or a command failed. Nothing is left then.
         """
         missing = why_not()
         if missing is not None:
             raise FabricError(missing)
-        subnet, claim = _claim_subnet()
+        self._maker = os.getpid()
+        number, claim = _claim_subnet()
         with claim:
-            self.id = f"penstock-{os.getpid()}-{keeper.started(os.getpid())}-{subnet}"
+            self.id = f"penstock-{self._maker}-{keeper.started(self._maker)}-{number}"
             self.hosts = tuple(f"{self.id}-h{host}" for host in range(self._count))
-            network = _network(subnet)
-            self.addresses = tuple(str(network[host + 1]) for host in range(self._count))
+            self.network = _subnet(number)
+            self.addresses = tuple(str(self.network[host + 1]) for host in range(self._count))
             self._keeper = _start_keeper(self.id, claim)
         try:
             self._make()
@@ -98,14 +103,14 @@ class Machines:
         Raises:
             FabricError: something is left.
         """
-        if self._keeper is None:
+        if self._keeper is None or os.getpid() != self._maker:  # nothing of a process that was forked from the maker
             return
         process = self._keeper
         assert process.stdin is not None
         process.stdin.close()
         status = process.wait()
         self._keeper = None
-        if status:  # it was killed itself, or has failed
+        if status:  # it was killed itself, or could not
             keeper.remove(self.id)
         left = keeper.names_of(self.id)
         if left:
@@ -119,76 +124,107 @@ class Machines:
     def variables(self) -> dict[str, str]:
         """The environment of a process on a host: gloo and its kind are told which interface to use."""
         names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-        return {keeper.MARK: self.id, **dict.fromkeys(names, self.interface)}
+        return {keeper.MARK: self.id, **dict.fromkeys(names, INTERFACE)}
 
     def _make(self) -> None:
         switch = f"{self.id}-switch"
-        mtu = self.link.mtu if self.link is not None else 1500
+        mtu = 1500 if self.link is None else self.link.mtu
         for name in (switch, *self.hosts):
             self._run("ip", "netns", "add", name)
-            within(keeper.FOLDER / name, self._set_kernel)
-        macs = [f"02:50:{int(self.id.rsplit('-')[-1]) >> 8:02x}:{int(self.id.rsplit('-')[-1]) & 255:02x}:00:{host + 1:02x}" for host in range(self._count)]
-        self._batch("ip", switch, ["link add name br0 type bridge stp_state 0 forward_delay 0 mcast_snooping 0"])
-        self._batch(
-            "ip",
-            switch,
-            [
-                f"link add name p{host} mtu {mtu} type veth peer name {INTERFACE} mtu {mtu} address {mac} netns {name}"
-                for host, (name, mac) in enumerate(zip(self.hosts, macs, strict=True))
-            ],
-        )
-        self._batch("ip", switch, [f"link set dev p{host} master br0 up" for host in range(self._count)] + ["link set dev br0 up"])
-        for host, name in enumerate(self.hosts):
-            self._batch("ip", name, ["link set dev lo up", f"address add {self.addresses[host]}/24 dev {INTERFACE}", f"link set dev {INTERFACE} up"]
-            )
-        self._shape(switch, [f"p{host}" for host in range(self._count)])
-        for name in self.hosts:
-            self._shape(name, [INTERFACE])
-
-    def _shape(self, name, devices):
-        off = os.environ.get("PT_OFF", "")
-        if off:
-            within(keeper.FOLDER / name, lambda: [set_offloads(d, _SEGMENTS) for d in devices])
+            within(keeper.FOLDER / name, _without_ipv6)
+        ports = [f"p{host}" for host in range(self._count)]
+        # No spanning tree and no snooping: they would hold back or add frames. Addresses of devices stay known.
+        lines = ["link add name br0 type bridge stp_state 0 forward_delay 0 mcast_snooping 0 ageing_time 100000000"]
+        for host, port in enumerate(ports):
+            end = f"name {INTERFACE} mtu {mtu} address {self._mac(host)} netns {self.hosts[host]}"
+            lines += [f"link add name {port} mtu {mtu} type veth peer {end}", f"link set dev {port} master br0 up"]
+        self._batch("ip", switch, [*lines, "link set dev br0 up"])
+        for host in range(self._count):
+            self._batch("ip", self.hosts[host], self._host_lines(host))
         if self.link is not None:
-            self._batch("tc", name, [f"qdisc replace dev {d} root {self.link.tbf()}" for d in devices])
+            self._batch("tc", switch, [f"qdisc replace dev {port} root {self.link.port_tbf()}" for port in ports])
+            for name in self.hosts:
+                self._batch("tc", name, [f"qdisc replace dev {INTERFACE} root {self.link.tbf()}"])
 
-    def _set_kernel(self) -> None:
-        """In the namespace of the calling thread, before it has a device that is up."""
-        for where in ("all", "default"):
-            setting = Path(f"/proc/sys/net/ipv6/conf/{where}/disable_ipv6")
-            if setting.exists():
-                setting.write_text("1")
+    def _host_lines(self, host: int) -> list[str]:
+        lines = [
+            "link set dev lo up",
+            f"address add {self.addresses[host]}/{self.network.prefixlen} dev {INTERFACE}",
+            f"link set dev {INTERFACE} up",
+        ]
+        # Neighbours that are known need not be asked for, so no first message of a run waits for an answer.
+        others = [other for other in range(self._count) if other != host]
+        lines += [
+            f"neighbour replace {self.addresses[other]} lladdr {self._mac(other)} nud permanent dev {INTERFACE}"
+            for other in others
+        ]
         if self.congestion_control is not None:
-            Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text(self.congestion_control)
+            # A route may name one that the administrator has not opened to all users; a namespace's default may not.
+            source = f"src {self.addresses[host]} congctl {self.congestion_control}"
+            lines.append(f"route replace {self.network} dev {INTERFACE} proto kernel scope link {source}")
+        return lines
+
+    def _mac(self, host: int) -> str:
+        return "02:50:" + ":".join(f"{part:02x}" for part in self.network[host + 1].packed)
 
     def _batch(self, program: str, namespace: str, lines: Iterable[str]) -> None:
         self._run(program, "-n", namespace, "-batch", "-", text="\n".join(lines) + "\n")
 
-    def _run(self, program: str, *arguments: str, text: str | None = None) -> None:
-        done = subprocess.run([_tool(program), *arguments], input=text, capture_output=True, text=True, check=False, env={**os.environ, keeper.MARK: self.id})
+    def _run(self, program: str, *arguments: str, text: str = "") -> None:
+        # The mark lets the keeper find a command that we had started when we were killed.
+        environment = {**os.environ, keeper.MARK: self.id}
+        line = [_tool(program), *arguments]
+        done = subprocess.run(line, input=text, capture_output=True, text=True, check=False, env=environment)
         if done.returncode:
-            raise FabricError(f"`{program} {' '.join(arguments)}` failed: {done.stderr.strip()}\n{text or ''}")
+            raise FabricError(f"`{' '.join(line)}` failed: {done.stderr.strip()}\n{text}".rstrip())
+
+
+def clean(force: bool = False) -> list[str]:
+    """Removes what emulations have left whose maker is gone; with `force`, also those that run.
+
+    Returns the names of the namespaces removed. Nothing but names of emulations is touched.
+    """
+    removed: list[str] = []
+    for emulation in sorted({keeper.emulation_of(name) for name in keeper.names_of()}):
+        if force or not keeper.maker_lives(emulation):
+            removed += keeper.remove(emulation)
+    return removed
+
+
+def _without_ipv6() -> None:
+    """In the namespace of the calling thread, before a device is up: no frames but the job's."""
+    for where in ("all", "default"):
+        setting = Path(f"/proc/sys/net/ipv6/conf/{where}/disable_ipv6")
+        if setting.exists():
+            setting.write_text("1")
+
+
+def _check_congestion_control(name: str) -> None:
+    try:
+        known = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
+    except OSError:
+        return
+    if name not in known:
+        raise ArgumentError(f"the kernel has no congestion control {name!r}: give one of {', '.join(known)}")
 
 
 def _tool(name: str) -> str:
     return keeper.tool(name) or name
 
 
-def _network(subnet: int) -> ipaddress.IPv4Network:
-    return ipaddress.IPv4Network((int(_SUBNETS.network_address) + 256 * subnet, 24))
+def _subnet(number: int) -> ipaddress.IPv4Network:
+    return ipaddress.IPv4Network((int(_SUBNETS.network_address) + 256 * number, 24))
 
 
 def _claim_subnet() -> tuple[int, socket.socket]:
     """A subnet that neither this machine nor another emulation uses, and what holds it until it is closed.
 
-    The claim is an abstract socket's name: the kernel gives it to one process only, and frees it when that one ends.
+    The claim is an abstract socket's name: the kernel gives it to one only, and frees it when that one ends.
     """
-    done = subprocess.run([_tool("ip"), "-4", "-json", "route", "show", "table", "all"], capture_output=True, text=True, check=False)
-    routes = json.loads(done.stdout or "[]") if done.returncode == 0 else []
-    used = [ipaddress.ip_network(route["dst"], strict=False) for route in routes if route.get("dst", "default")[0].isdigit()]
-    for subnet in range(_SUBNETS.num_addresses // 256):
-        network = _network(subnet)
-        if any(network.overlaps(other) for other in used if isinstance(other, ipaddress.IPv4Network)):
+    used = _routes()
+    for number in range(_SUBNETS.num_addresses // 256):
+        network = _subnet(number)
+        if any(network.overlaps(other) for other in used):
             continue
         claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
@@ -198,8 +234,16 @@ def _claim_subnet() -> tuple[int, socket.socket]:
             if error.errno != errno.EADDRINUSE:
                 raise
             continue
-        return subnet, claim
+        return number, claim
     raise FabricError(f"every subnet of {_SUBNETS} is in use: end an emulation, or run `penstock fabric clean`")
+
+
+def _routes() -> list[ipaddress.IPv4Network]:
+    """What this machine reaches by a route of its own."""
+    line = [_tool("ip"), "-4", "-json", "route", "show", "table", "all"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    given = [str(route.get("dst", "default")) for route in json.loads(done.stdout or "[]")]
+    return [ipaddress.IPv4Network(target, strict=False) for target in given if target[0].isdigit()]
 
 
 def _start_keeper(emulation: str, claim: socket.socket) -> subprocess.Popen[bytes]:
@@ -216,16 +260,6 @@ def _start_keeper(emulation: str, claim: socket.socket) -> subprocess.Popen[byte
     with process.stdout as answer:
         if answer.readline() != b"ready\n":
             process.kill()
-            process.wait()
-            raise FabricError("the process that would take the hosts down again did not start")
+            process.communicate()
+            raise FabricError("the process that is to take the hosts down again did not start")
     return process
-
-
-def clean(force: bool = False) -> list[str]:
-    """Removes what emulations left whose maker has ended; with `force`, running ones too. Returns the names removed."""
-    emulations = sorted({keeper.emulation_of(name) for name in keeper.names_of()})
-    removed: list[str] = []
-    for emulation in emulations:
-        if force or not keeper.maker_lives(emulation):
-            removed += keeper.remove(emulation)
-    return removed

@@ -1,0 +1,269 @@
+"""Hosts in network namespaces: they are separate machines to a job, and nothing of them outlives their maker."""
+
+import contextlib
+import ipaddress
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import ArgumentError, FabricError
+from penstock.fabric.network import checks, keeper, machines
+from penstock.fabric.network.checks import why_not
+from penstock.fabric.network.inside import within
+from penstock.fabric.network.link import parse_link
+from penstock.fabric.network.machines import Machines, clean
+
+_MISSING = why_not()
+hosts_needed = pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))
+
+MAKER = """
+import os, subprocess, sys, time
+from penstock.fabric.network.machines import Machines
+with Machines(2) as made:
+    sleeper = subprocess.Popen(made.command(0, ["sleep", "300"]), start_new_session=True)
+    while os.readlink(f"/proc/{sleeper.pid}/ns/net") == os.readlink("/proc/self/ns/net"):
+        time.sleep(0.01)
+    if "fork" in sys.argv and os.fork() == 0:
+        time.sleep(20)  # holds all that its parent had open
+        os._exit(0)
+    print(made.id, sleeper.pid, made._keeper.pid, flush=True)
+    if "raise" in sys.argv:
+        raise RuntimeError("planned")
+    time.sleep(300)
+"""
+
+
+def _wait(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not done():
+        assert time.monotonic() < deadline, "not within 30 s"
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def _maker(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str, int, int]]:
+    """A process with two hosts and a process in one: it, its emulation, that process, and its keeper."""
+    process = subprocess.Popen([sys.executable, "-c", MAKER, *arguments], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    with process, process.stdout as answer:
+        try:
+            emulation, sleeper, keeps = answer.readline().split()
+            yield process, emulation, int(sleeper), int(keeps)
+        finally:
+            process.kill()
+    _wait(lambda: not keeper.names_of(emulation))
+
+
+def _in(host: str, command: str) -> str:
+    line = ["ip", "netns", "exec", host, *command.split()]
+    return subprocess.run(line, check=True, capture_output=True, text=True).stdout
+
+
+def _devices() -> set[str]:
+    return {name for _, name in socket.if_nameindex()}
+
+
+@hosts_needed
+def test_hosts_talk_to_each_other_and_the_machine_gets_no_device() -> None:
+    before = _devices()
+    receive = "import socket, sys; s = socket.create_server((sys.argv[1], 5000)); print(flush=True)\n"
+    receive += "c, _ = s.accept(); print(c.recv(5).decode(), c.getsockopt(6, 13, 16).rstrip(b'\\0').decode())"
+    send = (
+        "import os, socket, sys; assert os.environ['GLOO_SOCKET_IFNAME'] == os.environ['TP_SOCKET_IFNAME'] == 'eth0'\n"
+    )
+    send += "assert os.environ['MORE'] == '1'; socket.create_connection((sys.argv[1], 5000)).sendall(b'hello')"
+    with Machines(3, parse_link("100mbit mtu 4000"), congestion_control="reno") as made:
+        assert _devices() == before
+        to = made.addresses[2]
+        receiver = subprocess.Popen(
+            made.command(2, [sys.executable, "-W", "ignore", "-c", receive, to]), stdout=subprocess.PIPE, text=True
+        )
+        assert receiver.stdout is not None
+        with receiver, receiver.stdout as answer:
+            answer.readline()
+            line = made.command(0, [sys.executable, "-W", "ignore", "-c", send, to], {"MORE": "1"})
+            subprocess.run(line, check=True, timeout=30)
+            assert answer.readline() == "hello reno\n"
+        for host in made.hosts:
+            assert "rate 100Mbit burst 86" in _in(host, "tc qdisc show dev eth0")
+            assert "LOWER_UP" in _in(host, "ip link show lo")
+            assert "mtu 4000" in _in(host, "ip link show eth0")
+        assert _in(f"{made.id}-switch", "tc qdisc show").count("tbf") == 3
+        first = within(keeper.FOLDER / made.hosts[0], _devices)
+        assert first == {"lo", "eth0"}
+        assert _devices() == before
+    assert keeper.names_of(made.id) == []
+
+
+@hosts_needed
+def test_two_emulations_at_once_do_not_collide() -> None:
+    with Machines(2) as one, Machines(2) as other:
+        assert one.id != other.id
+        assert not one.network.overlaps(other.network)
+        assert len(keeper.names_of(one.id)) == len(keeper.names_of(other.id)) == 3
+        one.close()
+        one.close()
+        assert keeper.names_of(one.id) == []
+        assert len(keeper.names_of(other.id)) == 3
+
+
+@hosts_needed
+def test_a_subnet_that_the_machine_has_a_route_to_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = [ipaddress.IPv4Network("10.64.0.0/16"), ipaddress.IPv4Network("10.65.0.0/23")]
+    monkeypatch.setattr(machines, "_routes", lambda: taken)
+    number, claim = machines._claim_subnet()
+    with claim:
+        assert not any(machines._subnet(number).overlaps(other) for other in taken)
+
+
+@hosts_needed
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, "raise", "fork"])
+def test_nothing_outlives_the_maker(how: signal.Signals | str) -> None:
+    with _maker(*[how] if isinstance(how, str) else []) as (process, emulation, sleeper, keeps):
+        if how == "fork":
+            process.kill()
+        elif isinstance(how, signal.Signals):
+            process.send_signal(how)
+        process.wait(30)
+        _wait(lambda: not keeper.names_of(emulation))
+        _wait(lambda: keeper.started(sleeper) is None)
+        _wait(lambda: keeper.started(keeps) is None)
+
+
+@hosts_needed
+@pytest.mark.parametrize("made", [1, 4, 12])
+def test_a_maker_that_is_killed_while_it_makes_leaves_nothing(made: int) -> None:
+    program = (
+        "from penstock.fabric.network.machines import Machines\nMachines(12).__enter__()\nimport time; time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program])
+    mine = f"penstock-{process.pid}-"
+    try:
+        _wait(lambda: sum(name.startswith(mine) for name in keeper.names_of()) >= made)
+    finally:
+        process.kill()
+        process.wait()
+    _wait(lambda: not any(name.startswith(mine) for name in keeper.names_of()))
+    time.sleep(0.2)
+    assert not any(name.startswith(mine) for name in keeper.names_of())
+
+
+@hosts_needed
+def test_clean_removes_leftovers_of_dead_makers_only() -> None:
+    stranger = "penstock-of-somebody-else"
+    subprocess.run(["ip", "netns", "add", stranger], check=True)
+    try:
+        with _maker() as (living, alive, _, _), _maker() as (process, emulation, sleeper, keeps):
+            os.kill(keeps, signal.SIGKILL)
+            process.kill()
+            assert len(keeper.names_of(emulation)) == 3
+            _wait(lambda: not keeper.maker_lives(emulation))  # not yet waited for: a zombie is as good as gone
+            removed = clean()
+            assert set(removed) >= {f"{emulation}-h0", f"{emulation}-h1", f"{emulation}-switch"}
+            assert keeper.names_of(emulation) == []
+            assert keeper.started(sleeper) is None
+            assert len(keeper.names_of(alive)) == 3
+            assert living.poll() is None
+        assert (keeper.FOLDER / stranger).exists()
+    finally:
+        subprocess.run(["ip", "netns", "delete", stranger], check=True)
+
+
+@hosts_needed
+def test_clean_by_force_removes_a_running_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Machines(1) as made:
+        everything = keeper.names_of
+        # Another's emulation may run on this machine while this test does.
+        monkeypatch.setattr(keeper, "names_of", lambda owner=None: everything(owner or made.id))
+        assert clean() == []
+        assert sorted(clean(force=True)) == [f"{made.id}-h0", f"{made.id}-switch"]
+
+
+@hosts_needed
+def test_hosts_are_removed_even_if_the_keeper_was_killed() -> None:
+    with Machines(1) as made:
+        assert made._keeper is not None
+        made._keeper.kill()
+    assert keeper.names_of(made.id) == []
+
+
+@hosts_needed
+def test_a_command_that_fails_is_named_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Machines, "_host_lines", lambda self, host: ["link set dev nothing up"])
+    made = Machines(2)
+    with pytest.raises(FabricError, match=r"(?s)ip -n \S+-h0 -batch.*nothing"), made:
+        pass
+    assert keeper.names_of(made.id) == []
+
+
+@pytest.mark.parametrize("hosts", [0, -1, 201])
+def test_how_many_hosts_there_may_be(hosts: int) -> None:
+    with pytest.raises(ArgumentError, match=f"{hosts} hosts"):
+        Machines(hosts)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the Linux kernel")
+def test_an_unknown_congestion_control_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(ArgumentError, match=r"(?s)'turbo'.*reno"):
+        Machines(2, congestion_control="turbo")
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def expect(*said: str) -> None:
+        reason = why_not()
+        assert reason is not None
+        assert all(word in reason for word in (*said, "delaying transport"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "platform", "darwin")
+        expect("Linux", "darwin")
+    monkeypatch.setattr(sys, "platform", "linux")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: 1000)
+        expect("root", "user 1000", "sudo")
+        with pytest.raises(FabricError, match="root"), Machines(2):
+            pass
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(checks, "_effective", lambda: ~(1 << 12))
+        expect("CAP_NET_ADMIN", "--privileged")
+    monkeypatch.setattr(checks, "_effective", lambda: -1)
+    for name in ("ip", "tc"):
+        with monkeypatch.context() as patch:
+            patch.setattr(checks, "tool", lambda asked, name=name: None if asked == name else "/bin/true")
+            expect(f"`{name}`", "iproute2")
+
+
+@hosts_needed
+@pytest.mark.parametrize(
+    ("kind", "module"),
+    [("type bridge", "modprobe bridge"), ("type veth", "modprobe veth"), ("tbf", "modprobe sch_tbf")],
+)
+def test_what_the_kernel_lacks_is_named(
+    kind: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("ip", "tc"):
+        program = tmp_path / name
+        refuse = f'case "$*" in *"{kind}"*) echo "Error: Unknown device type." >&2; exit 2;; esac\n'
+        program.write_text(f'#!/bin/sh\n{refuse}exec {keeper.tool(name)} "$@"\n')
+        program.chmod(0o755)
+    monkeypatch.setattr(checks, "tool", lambda name: str(tmp_path / name))
+    before = _devices()
+    assert module in str(why_not())
+    assert "Unknown device type" in str(why_not())
+    assert _devices() == before
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="becomes another user, which only root may")
+def test_another_user_is_told_so() -> None:
+    # Modules are loaded as root: the sources may lie where the other user cannot read.
+    code = "import os; from penstock.fabric.network import checks; os.setuid(65534); print(checks.why_not())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "need root; this is user 65534" in done.stdout
