@@ -63,7 +63,9 @@ def by_hand(data: bytes) -> list[dict[int, list[int | bytes]]]:
 
 def attributes(message: dict[int, list[int | bytes]]) -> dict[bytes, tuple[int, int | bytes]]:
     """By name: the number of the field in which the value is, and the value."""
-    return {bytes(name): (number, value) for (_, name), (number, value) in (fields(one) for one in message[10])}
+    every = [tuple(fields(one)) for one in message[10]]
+    assert all(named == 1 for (named, _), _ in every)
+    return {bytes(name): (number, value) for (_, name), (number, value) in every}
 
 
 def test_a_file_a_rank_that_is_read_back(tmp_path):

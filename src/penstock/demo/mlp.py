@@ -1,0 +1,246 @@
+"""The real training that the preset "mlp" emulates: a classifier whose layers' gradients are summed one by one.
+
+A layer's all-reduce begins as soon as backward has its gradients and ends before backward goes on, as in the emulation.
+Started on each rank, with its process group made: `train_mlp(200)`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from penstock.errors import ArgumentError
+from penstock.fabric.presets import MLP_WIDTHS, mlp, with_compute
+from penstock.fabric.samples import Run
+from penstock.fabric.workload import Workload
+
+Images = tuple[Tensor, Tensor, str]
+"""(rows, 784) between 0 and 1, their digits, and where they come from."""
+
+RANDOM_ROWS = 1797
+"""As many as scikit-learn has digits."""
+
+
+def digits() -> Images:
+    """scikit-learn's 8 x 8 digits scaled up to 28 x 28; where it is not installed, random images, always the same."""
+    try:
+        from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+    except ImportError:
+        return random_images()
+    found = load_digits()
+    small = torch.from_numpy(found.images).float()[:, None] / 16
+    large = F.interpolate(small, size=(28, 28), mode="bilinear", align_corners=False)
+    return large.flatten(1), torch.from_numpy(found.target).long(), "scikit-learn's digits, scaled up from 8 x 8"
+
+
+def random_images() -> Images:
+    """Of the digits' shape."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.rand(RANDOM_ROWS, MLP_WIDTHS[0], generator=generator)
+    return images, torch.randint(MLP_WIDTHS[-1], (RANDOM_ROWS,), generator=generator), "random images"
+
+
+def classifier(widths: Sequence[int] = MLP_WIDTHS) -> nn.Sequential:
+    """Fully connected layers fc1, fc2, ... with rectifiers between them."""
+    model = nn.Sequential()
+    for number, (fed, made) in enumerate(pairwise(widths), start=1):
+        if number > 1:
+            model.add_module(f"relu{number - 1}", nn.ReLU())
+        model.add_module(f"fc{number}", nn.Linear(fed, made))
+    return model
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What a training has shown, on rank 0. Arrays are by step, layer in backward order, and rank; nanoseconds.
+
+    Attributes:
+        data: where the images come from.
+        losses: of each step, the mean over ranks.
+        start_ns, end_ns: of each layer's all-reduce, as `penstock.fabric.samples.Run` has them.
+        compute_ns: from the all-reduce before it (for the first, from the step's beginning) to its own.
+        after_ns: by step and rank: from the last all-reduce to the step's end.
+    """
+
+    data: str
+    losses: tuple[float, ...]
+    start_ns: NDArray[np.int64]
+    end_ns: NDArray[np.int64]
+    compute_ns: NDArray[np.int64]
+    after_ns: NDArray[np.int64]
+
+    def workload(self) -> Workload:
+        """What emulates this training: the same sizes, with the medians of the times that its ranks computed."""
+        seconds = np.median(self.compute_ns, axis=(0, 2)) / 1e9
+        return with_compute(mlp(), seconds.tolist(), float(np.median(self.after_ns)) / 1e9)
+
+    def run(self) -> Run:
+        """Its samples in the form of an emulation's."""
+        record: dict[str, Any] = {
+            "workload": self.workload().to_dict(),
+            "algorithm": "engine",
+            "backend": dist.get_backend() if dist.is_initialized() else "gloo",
+            "hosts": self.start_ns.shape[2],
+            "trials": len(self.start_ns),
+            "complete": True,
+            "missing": "",
+            "training": self.data,
+        }
+        return Run(record, self.start_ns, self.end_ns)
+
+
+def train_mlp(
+    steps: int,
+    batch: int = 32,
+    *,
+    warmup: int = 3,
+    seed: int = 0,
+    offset_ns: int = 0,
+    learning_rate: float = 0.1,
+    images: Images | None = None,
+) -> Training | None:
+    """Trains the classifier on all ranks of the default process group, each on its own part of the digits.
+
+    Args:
+        steps: how many are recorded; `penstock.fabric.presets.trials_of(batches, epochs)` for whole epochs.
+        batch: rows of each rank.
+        warmup: steps in front of them.
+        seed: of the weights and of the order of the rows.
+        offset_ns: what is added to this rank's `time.monotonic_ns` to get rank 0's.
+        images: None: `digits()`.
+
+    Returns what rank 0 has gathered; None on the others.
+
+    Raises:
+        ArgumentError: a number is out of range, or there is no process group.
+    """
+    if not dist.is_initialized():
+        raise ArgumentError("train_mlp sums over a process group: call torch.distributed.init_process_group first")
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    data, targets, source = digits() if images is None else images
+    if steps < 1 or warmup < 0 or not 1 <= batch * ranks <= len(data):
+        raise ArgumentError(
+            f"steps={steps}, warmup={warmup}, batch={batch} on {ranks} ranks: give 1 step or more, a warm-up of 0 or "
+            f"more, and a batch of at most {len(data) // ranks} rows a rank"
+        )
+
+    def reduce(gradients: Tensor) -> None:
+        dist.all_reduce(gradients)
+        gradients /= ranks
+
+    training = _Steps(seed, learning_rate, reduce)
+    order = torch.Generator().manual_seed(seed)
+    stamps, losses = [], []
+    for number in range(warmup + steps):
+        rows = torch.randperm(len(data), generator=order)[rank * batch : (rank + 1) * batch]
+        dist.barrier()
+        loss, marks = training.step(data[rows], targets[rows])
+        if number >= warmup:
+            losses.append(loss)
+            stamps.append(marks)
+    return _gathered(source, torch.tensor(losses), torch.tensor(stamps), offset_ns)
+
+
+def measured_compute(batch: int = 32, steps: int = 20, threads: int | None = None) -> tuple[float, ...]:
+    """Seconds that this machine computes in front of each layer's gradients, in backward order: medians of some steps.
+
+    The first includes the forward. They are the `seconds` of `penstock.fabric.presets.with_compute`.
+
+    Args:
+        threads: with how many torch computes meanwhile; None: as many as now.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        data, targets, _ = random_images()
+        training = _Steps(0, 0.1, lambda gradients: None)
+        marks = [training.step(data[:batch], targets[:batch])[1] for _ in range(steps + 3)][3:]
+    finally:
+        torch.set_num_threads(before)
+    seconds = np.median(_compute(np.array(marks)), axis=0) / 1e9
+    return tuple(seconds.tolist())
+
+
+Marks = list[int]
+"""Of one step: when it began, then start and end of each layer's sum, then when it ended."""
+
+
+class _Steps:
+    """Training steps of which each layer's gradients go through `reduce` as soon as they are there."""
+
+    def __init__(self, seed: int, learning_rate: float, reduce: Callable[[Tensor], None]) -> None:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.model = classifier()
+        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=learning_rate)
+        self._reduce = reduce
+        self._marks: Marks = []
+        self._arrived: dict[nn.Linear, int] = {}
+        for layer in self.model.children():
+            if isinstance(layer, nn.Linear):
+                for parameter in layer.parameters():
+                    hook = partial(self._arrive, layer)
+                    parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def step(self, images: Tensor, targets: Tensor) -> tuple[float, Marks]:
+        self._marks = [time.monotonic_ns()]
+        self._optimizer.zero_grad()
+        loss = F.cross_entropy(self.model(images), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        self._marks.append(time.monotonic_ns())
+        return float(loss.detach()), self._marks
+
+    def _arrive(self, layer: nn.Linear, _: Tensor) -> None:
+        """Sums weight and bias as one message, once both are there."""
+        self._arrived[layer] = self._arrived.get(layer, 0) + 1
+        if self._arrived[layer] < 2:
+            return
+        self._arrived[layer] = 0
+        grads = [parameter.grad for parameter in layer.parameters() if parameter.grad is not None]
+        flat = torch.cat([grad.flatten() for grad in grads])
+        self._marks.append(time.monotonic_ns())
+        self._reduce(flat)
+        self._marks.append(time.monotonic_ns())
+        for grad, total in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
+            grad.copy_(total.view_as(grad))
+
+
+def _compute(marks: NDArray[np.int64]) -> NDArray[np.int64]:
+    """From each end to the next start; marks in the last dimension."""
+    between: NDArray[np.int64] = marks[..., 1:-1:2] - marks[..., 0:-2:2]
+    return between
+
+
+def _gathered(source: str, losses: Tensor, marks: Tensor, offset_ns: int) -> Training | None:
+    dist.all_reduce(losses)
+    marks += offset_ns
+    first = dist.get_rank() == 0
+    everyone = [torch.empty_like(marks) for _ in range(dist.get_world_size())] if first else None
+    dist.gather(marks, everyone, dst=0)
+    if everyone is None:
+        return None
+    every = torch.stack(everyone, dim=1).numpy()  # step, rank, mark
+
+    def by_layer(values: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.ascontiguousarray(values.transpose(0, 2, 1))
+
+    return Training(
+        data=source,
+        losses=tuple((losses / dist.get_world_size()).tolist()),
+        start_ns=by_layer(every[..., 1:-1:2]),
+        end_ns=by_layer(every[..., 2:-1:2]),
+        compute_ns=by_layer(_compute(every)),
+        after_ns=every[..., -1] - every[..., -2],
+    )

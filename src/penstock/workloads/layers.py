@@ -1,0 +1,172 @@
+"""A model's layers in the order in which its forward uses them; backward makes their gradients in reverse.
+
+A layer is a module that holds parameters itself. When a parameter is used first is seen on the recording's fake
+tensors: the order in which modules were registered says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from penstock.partition import Partition, Partitioner
+from penstock.partition._compat import FakeTensor, flatten
+
+Named = tuple[str, nn.Parameter]
+"""A parameter with its name in the model; tied ones once, by their first name."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The parameters of one module and dtype that the forward uses.
+
+    Attributes:
+        name: of the module, with the dtype where the module has several.
+        parameters: in order of use.
+    """
+
+    name: str
+    parameters: tuple[nn.Parameter, ...]
+
+    @property
+    def trained(self) -> tuple[nn.Parameter, ...]:
+        return tuple(parameter for parameter in self.parameters if parameter.requires_grad)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A model as one recording has seen it.
+
+    Attributes:
+        partition: its stages.
+        used: the parameters that the forward uses, in order of first use.
+        unused: the names of those to be trained that get no gradient.
+    """
+
+    partition: Partition
+    used: tuple[Named, ...]
+    unused: tuple[str, ...]
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """In order of first use: a layer's gradients are all there when backward has passed that."""
+        found: dict[tuple[str, torch.dtype], list[nn.Parameter]] = {}
+        for name, parameter in self.used:
+            found.setdefault((name.rpartition(".")[0], parameter.dtype), []).append(parameter)
+        modules = [module for module, _ in found]
+        return tuple(
+            Layer(
+                (module or "(model)") + (f" ({type_name(dtype)})" if modules.count(module) > 1 else ""),
+                tuple(parameters),
+            )
+            for (module, dtype), parameters in found.items()
+        )
+
+
+class _NoStreams:
+    """Random sources where masks do not matter."""
+
+    def enter(self, name: str) -> None:
+        """Draws go on from wherever the generator stands."""
+
+
+class _Uses(TorchFunctionMode):
+    """Notes in which order a model's parameters are used; those to be trained, where that gives them a gradient."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.order: dict[str, None] = {}
+        self._model = model
+        self._names: dict[int, str] = {}
+        self._kept: list[nn.Parameter] = []  # so that an id stays its own
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [x for x in flatten((args, kwargs or {})).leaves if isinstance(x, nn.Parameter)]
+        fakes = [parameter for parameter in given if isinstance(parameter, FakeTensor)]
+        result = func(*args, **(kwargs or {}))
+        made = [x for x in flatten(result).leaves if isinstance(x, Tensor)] if fakes else []
+        trains = any(tensor.requires_grad and not tensor.is_leaf for tensor in made)
+        for parameter in fakes:
+            name = self._name(parameter)
+            if name and (trains if parameter.requires_grad else made):
+                self.order.setdefault(name)
+        return result
+
+    def _name(self, parameter: nn.Parameter) -> str:
+        if id(parameter) not in self._names:  # each recording makes fakes of its own
+            for name, one in self._model.named_parameters():
+                self._names[id(one)] = name
+                self._kept.append(one)
+        return self._names.get(id(parameter), "")
+
+
+def record(
+    model: nn.Module | Sequence[nn.Module],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    stages: int,
+    **options: Any,
+) -> Recorded:
+    """Records a model for one microbatch's inputs and cuts it. Nothing is computed.
+
+    Args:
+        options: of `Partitioner`.
+
+    Raises:
+        ArgumentError, PartitionError: as `penstock.inspect` does.
+    """
+    partitioner = Partitioner(model, stages, streams=_NoStreams(), **options)
+    uses = _Uses(partitioner.model)
+    with torch.enable_grad(), uses:
+        partition = partitioner(args, kwargs)
+    parameters = dict(partitioner.model.named_parameters())
+    unused = tuple(name for name, one in parameters.items() if one.requires_grad and name not in uses.order)
+    return Recorded(partition, tuple((name, parameters[name]) for name in uses.order), unused)
+
+
+def type_name(dtype: torch.dtype) -> str:
+    """As users write it, without `torch.`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def sharded_bytes(tensors: Iterable[Tensor], ranks: int) -> int:
+    """Of tensors whose rows are divided among ranks as FSDP2 does it: padded to the same number on each."""
+    total = 0
+    for tensor in tensors:
+        rows = tensor.shape[0] if tensor.ndim else 1
+        total += -(-rows // ranks) * ranks * (bytes_of([tensor]) // max(rows, 1))
+    return total
+
+
+DDP_BUCKET_BYTES = 25 * 2**20
+"""What DistributedDataParallel gathers by default, the first bucket aside."""
+
+DDP_FIRST_BUCKET_BYTES = 2**20
+
+
+def buckets(parameters: Iterable[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
+    """Parameters in the order given, in pieces of one dtype that are closed once they have so many bytes.
+
+    As in DistributedDataParallel, whose first bucket is smaller unless a size was asked for. Buckets come in the order
+    in which they are full; those that are not, at the end.
+    """
+    first = DDP_FIRST_BUCKET_BYTES if bucket_bytes == DDP_BUCKET_BYTES else bucket_bytes
+    full: list[list[nn.Parameter]] = []
+    filling: dict[torch.dtype, list[nn.Parameter]] = {}
+    limits: dict[torch.dtype, int] = {}
+    for parameter in parameters:
+        bucket = filling.setdefault(parameter.dtype, [])
+        bucket.append(parameter)
+        if bytes_of(bucket) >= limits.setdefault(parameter.dtype, first):
+            full.append(filling.pop(parameter.dtype))
+            limits[parameter.dtype] = bucket_bytes
+    return full + list(filling.values())
