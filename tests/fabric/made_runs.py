@@ -1,4 +1,4 @@
-"""Runs of no network: times that are drawn, with a heavy tail, a slow rank and outliers, in the folder of a real run."""
+"""Runs of no network: times are drawn, with a heavy tail, a slow rank and outliers; in the folder of a real run."""
 
 from __future__ import annotations
 
@@ -77,7 +77,9 @@ def write_run(run: Run, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / RUN).write_text(json.dumps(run.record))
     rows = [
-        (*place, run.start_ns[place], run.end_ns[place]) for place in np.ndindex(run.start_ns.shape) if run.end_ns[place] >= 0
+        (*place, run.start_ns[place], run.end_ns[place])
+        for place in np.ndindex(run.start_ns.shape)
+        if run.end_ns[place] >= 0
     ]
     for name, head, lines in ((SAMPLES, HEAD, rows), (STEPS, STEPS_HEAD, run.steps)):
         text = [",".join(head), *(",".join(str(int(value)) for value in line) for line in lines)]
@@ -113,7 +115,13 @@ def _record(workload: Workload, hosts: int, asked: int, trials: int) -> dict[str
         "links": links,
         "clock": [{"offset_ns": 1200 * rank, "uncertainty_ns": 900 if rank else 0} for rank in range(hosts)],
         "cpu": [
-            {"user_seconds": 1.0, "system_seconds": 0.5, "wall_seconds": 20.0, "steal": 0.0, "involuntary": 12}
+            {
+                "user_seconds": 1.0,
+                "system_seconds": 0.5,
+                "wall_seconds": 20.0,
+                "steal_seconds": 0.0,
+                "involuntary_switches": 12,
+            }
             for _ in range(hosts)
         ],
         "environment": [

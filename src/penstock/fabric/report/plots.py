@@ -14,7 +14,6 @@ from penstock.fabric.report.style import (
     COLOURS,
     INK,
     MUTED,
-    OTHERS,
     blank,
     colours,
     legend_beside,
@@ -68,10 +67,17 @@ def names(run: Run) -> list[str]:
     return [transfer["name"] for transfer in run.record["workload"]["transfers"]]
 
 
-def _shown(times: Floats) -> list[int]:
-    """The transfers that have a colour: all, or those that take the most time, in order of execution."""
-    if times.shape[1] <= len(COLOURS):
-        return list(range(times.shape[1]))
+def _named(count: int) -> list[int]:
+    """The transfers that a legend names: all, or evenly spread ones."""
+    return (
+        sorted(set(np.linspace(0, count - 1, len(COLOURS)).round().astype(int).tolist()))
+        if count > len(COLOURS)
+        else list(range(count))
+    )
+
+
+def _longest(times: Floats) -> list[int]:
+    """The transfers that take the most time, in order of execution."""
     return sorted(np.argsort(-np.median(times, axis=0), kind="stable")[: len(COLOURS)].tolist())
 
 
@@ -81,17 +87,16 @@ def _shown(times: Floats) -> list[int]:
 def _cdf(run: Run, times: Floats) -> str:
     figure = blank(9.6, 3.5)
     left, right = figure.subplots(1, 2)
-    shown, trials = _shown(times), len(times)
-    colour, name = colours(shown), names(run)
-    order = [*(number for number in range(times.shape[1]) if number not in shown), *shown]
-    for number in order:
+    trials, count = times.shape
+    colour, name, named = colours(count), names(run), _named(count)
+    for number in range(count):
         ordered = np.sort(times[:, number])
         at = _kept(trials)
-        style: dict[str, Any] = {"color": colour(number), "drawstyle": "steps-post"}
-        style |= {"label": _cut(name[number])} if number in shown else {"lw": 0.8, "zorder": 1.5}
-        left.plot(ordered[at], (at + 1) / trials, **style)
+        style = {"color": colour[number], "lw": 1.6 if count <= len(COLOURS) else 1.0}
+        label = {"label": _cut(name[number])} if number in named else {}
+        left.plot(ordered[at], (at + 1) / trials, drawstyle="steps-post", **style)
         # P(T >= the i-th smallest) is the share of samples from it on; the line ends at the largest.
-        right.plot(ordered[at], (trials - at) / trials, **{**style, "drawstyle": "steps-pre"})
+        right.plot(ordered[at], (trials - at) / trials, drawstyle="steps-pre", **style, **label)
     for axes in (left, right):
         axes.set_xscale("log")
         axes.set_xlim(times.min() / 1.1, times.max() * 1.15)
@@ -104,13 +109,10 @@ def _cdf(run: Run, times: Floats) -> str:
     right.yaxis.set_minor_locator(_none())
     for share, text in ((0.5, "p50"), (0.1, "p90"), (0.01, "p99"), (0.001, "p99.9")):
         if share >= 1 / trials:
-            right.annotate(text, (1, share), xycoords=("axes fraction", "data"), xytext=(-2, 2),
-                           textcoords="offset points", ha="right", color=MUTED, fontsize=8.5)  # fmt: skip
+            right.annotate(text, (1, share), xycoords=("axes fraction", "data"), xytext=(3, 0),
+                           textcoords="offset points", va="center", color=MUTED, fontsize=8.5)  # fmt: skip
             right.axhline(share, color=MUTED, lw=0.6, ls=(0, (1, 3)))
-    rest = times.shape[1] - len(shown)
-    if rest:
-        right.plot([], [], color=OTHERS, lw=0.8, label=f"{rest} others")
-    legend_beside(right)
+    legend_beside(right, left=1.12)
     return svg(figure, "cdf")
 
 
@@ -145,8 +147,8 @@ def outliers(times: Floats) -> NDArray[np.int64]:
 
 
 def _trials(run: Run, times: Floats) -> str:
-    shown = _shown(times)
-    colour, name, trials = colours(shown), names(run), len(times)
+    shown = _longest(times)
+    colour, name, trials = colours(times.shape[1]), names(run), len(times)
     figure = blank(9.6, 0.65 + 1.05 * len(shown))
     rows = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
     for axes, number in zip(rows, shown, strict=True):
@@ -154,23 +156,23 @@ def _trials(run: Run, times: Floats) -> str:
         far = outliers(took)
         near = np.ones(trials, bool)
         near[far[:MOST_MARKED]] = False
-        many = trials * len(shown) > MOST_DOTS
-        size = 7 if trials <= 500 else 3
-        axes.scatter(np.flatnonzero(near), took[near], s=size, color=colour(number), alpha=0.75 if trials <= 500 else 0.4,
-                     linewidths=0, rasterized=many)  # fmt: skip
-        axes.scatter(far[:MOST_MARKED], took[far[:MOST_MARKED]], s=17, color=colour(number), linewidths=0.9,
-                     edgecolors=INK, zorder=3)  # fmt: skip
+        size, alpha = (7, 0.75) if trials <= 500 else (3, 0.4)
+        style: dict[str, Any] = {"color": colour[number], "linewidths": 0}
+        axes.scatter(
+            np.flatnonzero(near), took[near], size, alpha=alpha, rasterized=trials * len(shown) > MOST_DOTS, **style
+        )
+        marked = far[:MOST_MARKED]
+        axes.scatter(marked, took[marked], 17, zorder=3, edgecolors=INK, **{**style, "linewidths": 0.9})
         median = float(np.median(took))
         axes.axhline(median, color=INK, lw=0.8, zorder=2.5)
-        wide = took.max() > 4 * median  # else the many are squeezed into a line by the few
-        axes.set_yscale("log" if wide else "linear")
-        axes.set_ylim((took.min() / 1.4, took.max() * 1.5) if wide else (0, took.max() * 1.18))
+        axes.set_yscale("log")
+        axes.set_ylim(took.min() / 1.12, took.max() * 1.25)
         axes.set_title(_cut(name[number], 48), fontsize=9.5, pad=3)
-        axes.set_title(_trials_note(median, far, took), loc="right", fontsize=8.5, fontweight="normal", pad=3, color=MUTED)
+        axes.set_title(
+            _trials_note(median, far, took), loc="right", fontsize=8.5, fontweight="normal", pad=3, color=MUTED
+        )
         axes.grid(axis="x", visible=False)
         seconds_axis(axes.yaxis)
-        if not wide:
-            axes.yaxis.set_major_locator(_few())
     rows[-1].set_xlim(-0.01 * trials, trials * 1.01)
     rows[-1].set_xlabel("trial, in order")
     figure.supylabel("completion time, slowest rank", fontsize=9.5)
@@ -183,12 +185,6 @@ def _trials_note(median: float, far: NDArray[np.int64], took: Floats) -> str:
         return text
     worst = f"slowest {seconds_label(float(took[far[0]]))} in trial {far[0]:,}"
     return f"{text}, {len(far):,} outlier{'s' if len(far) > 1 else ''}, {worst}"
-
-
-def _few() -> Any:
-    from matplotlib.ticker import MaxNLocator
-
-    return MaxNLocator(3, steps=[1, 2, 4, 5, 10], min_n_ticks=2)
 
 
 # -- over the sizes ---------------------------------------------------------------------------------------------------
@@ -255,8 +251,8 @@ def _timeline(run: Run) -> str:
     """The first and the slowest trial, each on its own axis of time: a lane a rank, a bar a round."""
     from matplotlib.patches import Patch
 
-    shown = _shown(completion_seconds(run))
-    colour, name = colours(shown), names(run)
+    name = names(run)
+    colour, named = colours(len(name)), _named(len(name))
     chosen = _chosen_trials(run)
     hosts = run.start_ns.shape[2]
     lanes = min(hosts, MOST_LANES)
@@ -271,10 +267,10 @@ def _timeline(run: Run) -> str:
         axes.grid(axis="y", visible=False)
         axes.spines["left"].set_visible(False)
         seconds_axis(axes.xaxis)
-    rows[-1].set_xlabel("time since the first rank began its first transfer" + (f" ({lanes} of {hosts} ranks)" if lanes < hosts else ""))
-    patches = [Patch(color=colour(number), label=_cut(name[number])) for number in shown]
-    if len(shown) < len(name):
-        patches.append(Patch(color=OTHERS, label=f"{len(name) - len(shown)} others"))
+    rows[-1].set_xlabel(
+        "time since the first rank began its first transfer" + (f" ({lanes} of {hosts} ranks)" if lanes < hosts else "")
+    )
+    patches = [Patch(color=colour[number], label=_cut(name[number])) for number in named]
     legend_beside(rows[0], patches)
     return svg(figure, "timeline")
 
@@ -305,9 +301,9 @@ def _lanes(axes: Axes, run: Run, trial: int, colour: Any) -> None:
     for number, rank in np.argwhere(took_part[:, :MOST_LANES]):
         start, end = ((times[trial, number, rank] - zero) / 1e9 for times in (run.start_ns, run.end_ns))
         parts = rounds.get((number, rank), [])
-        axes.broken_barh([(start, end - start)], (rank - 0.36, 0.72), color=colour(number), alpha=0.3 if parts else 1,
+        axes.broken_barh([(start, end - start)], (rank - 0.36, 0.72), color=colour[number], alpha=0.3 if parts else 1,
                          linewidth=0)  # fmt: skip
         bars = [((row[4] - zero) / 1e9, (row[5] - row[4]) / 1e9) for row in sorted(parts, key=lambda row: row[3])]
         bars = [(at, took - min(whole * 0.0015, took * 0.3)) for at, took in bars]
         if bars:
-            axes.broken_barh(bars, (rank - 0.36, 0.72), color=colour(number), linewidth=0)
+            axes.broken_barh(bars, (rank - 0.36, 0.72), color=colour[number], linewidth=0)
