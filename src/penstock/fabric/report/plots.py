@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.fabric.report.facts import cut, rate_unit
+from penstock.fabric.report.ranks import durations, slowest_rank
 from penstock.fabric.report.style import (
     COLOURS,
     INK,
@@ -41,7 +43,7 @@ MOST_MARKED = 40
 
 
 def draw(run: Run, results: dict[str, Any]) -> dict[str, str]:
-    """The pictures by name: cdf, trials, timeline, and busbw where sizes differ. Without trials there are none.
+    """The pictures by name: cdf, trials, timeline, slowest (rank), and busbw where sizes differ. Without trials there are none.
 
     Raises:
         ArgumentError: matplotlib is not installed.
@@ -54,13 +56,13 @@ def draw(run: Run, results: dict[str, Any]) -> dict[str, str]:
         if len({transfer["bytes"] for transfer in results["transfers"]}) > 1:
             drawn["busbw"] = _busbw(run, results, times)
         drawn["timeline"] = _timeline(run)
+        drawn["slowest"] = _slowest(run)
         return drawn
 
 
 def completion_seconds(run: Run) -> Floats:
     """By trial and transfer: from a rank's start to its end, of the slowest rank."""
-    took = np.where(run.end_ns >= 0, run.end_ns - run.start_ns, -1)
-    return np.asarray(took.max(axis=2) / 1e9, np.float64)
+    return np.asarray(np.nanmax(durations(run), axis=2))
 
 
 def names(run: Run) -> list[str]:
@@ -93,7 +95,7 @@ def _cdf(run: Run, times: Floats) -> str:
         ordered = np.sort(times[:, number])
         at = _kept(trials)
         style = {"color": colour[number], "lw": 1.6 if count <= len(COLOURS) else 1.0}
-        label = {"label": _cut(name[number])} if number in named else {}
+        label = {"label": cut(name[number], 24)} if number in named else {}
         left.plot(ordered[at], (at + 1) / trials, drawstyle="steps-post", **style)
         # P(T >= the i-th smallest) is the share of samples from it on; the line ends at the largest.
         right.plot(ordered[at], (trials - at) / trials, drawstyle="steps-pre", **style, **label)
@@ -131,11 +133,6 @@ def _none() -> Any:
     return NullLocator()
 
 
-def _cut(name: str, most: int = 24) -> str:
-    """A name that fits: its end, which tells layers apart."""
-    return name if len(name) <= most else "\u2026" + name[-(most - 1) :]
-
-
 # -- over the trials --------------------------------------------------------------------------------------------------
 
 
@@ -167,7 +164,7 @@ def _trials(run: Run, times: Floats) -> str:
         axes.axhline(median, color=INK, lw=0.8, zorder=2.5)
         axes.set_yscale("log")
         axes.set_ylim(took.min() / 1.12, took.max() * 1.25)
-        axes.set_title(_cut(name[number], 48), fontsize=9.5, pad=3)
+        axes.set_title(cut(name[number], 48), fontsize=9.5, pad=3)
         axes.set_title(
             _trials_note(median, far, took), loc="right", fontsize=8.5, fontweight="normal", pad=3, color=MUTED
         )
@@ -194,8 +191,7 @@ def _busbw(run: Run, results: dict[str, Any], times: Floats) -> str:
     figure = blank(9.6, 3.4)
     axes = figure.subplots()
     transfers = results["transfers"]
-    most = max(filter(None, (transfer["busbw_GBps"] for transfer in transfers)), default=1.0)
-    scale, unit = (1.0, "GB/s") if most >= 1 else (1e3, "MB/s")
+    scale, unit = rate_unit(results)
     kinds = list(dict.fromkeys(transfer["collective"] for transfer in transfers))
     for kind, colour in zip(kinds, COLOURS, strict=False):
         found = sorted((t["bytes"], n) for n, t in enumerate(transfers) if t["collective"] == kind and t["busbw_GBps"])
@@ -270,7 +266,7 @@ def _timeline(run: Run) -> str:
     rows[-1].set_xlabel(
         "time since the first rank began its first transfer" + (f" ({lanes} of {hosts} ranks)" if lanes < hosts else "")
     )
-    patches = [Patch(color=colour[number], label=_cut(name[number])) for number in named]
+    patches = [Patch(color=colour[number], label=cut(name[number], 24)) for number in named]
     legend_beside(rows[0], patches)
     return svg(figure, "timeline")
 
@@ -307,3 +303,31 @@ def _lanes(axes: Axes, run: Run, trial: int, colour: Any) -> None:
         bars = [(at, took - min(whole * 0.0015, took * 0.3)) for at, took in bars]
         if bars:
             axes.broken_barh(bars, (rank - 0.36, 0.72), color=colour[number], linewidth=0)
+
+
+# -- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def _slowest(run: Run) -> str:
+    """Histograms of the slowest rank, and behind them of all other ranks, of the longest transfers."""
+    slowest = slowest_rank(run)
+    took = durations(run)
+    own = [number for number in _longest(completion_seconds(run)) if not np.isnan(took[0, number, slowest])]
+    shown, name, colour = own[-4:], names(run), colours(took.shape[1])
+    figure = blank(9.6, 2.5)
+    for axes, number in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
+        mine = took[:, number, slowest]
+        others = np.delete(took[:, number], slowest, axis=1)
+        others = others[~np.isnan(others)]
+        both = np.concatenate([mine, others])
+        edges = np.geomspace(both.min() / 1.001, both.max() * 1.001, 41)
+        axes.hist(mine, edges, weights=np.full(len(mine), 1 / len(mine)), color=colour[number], alpha=0.85)
+        axes.hist(others, edges, weights=np.full(len(others), 1 / len(others)), histtype="step", color=INK, lw=0.9)
+        axes.set_xscale("log")
+        seconds_axis(axes.xaxis)
+        axes.set_title(cut(name[number], 20))
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+        axes.grid(axis="x", visible=False)
+    figure.supylabel("share of trials", fontsize=9.5)
+    figure.supxlabel(f"time of rank {slowest}, the slowest (outline: all other ranks)", fontsize=9.5)
+    return svg(figure, "slowest")
