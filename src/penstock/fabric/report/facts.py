@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from penstock.fabric.report.ranks import figures_of_ranks
 from penstock.fabric.samples import Run
 from penstock.fabric.statistics import PERCENTILES, fewest
 
@@ -12,6 +13,10 @@ NONE = "n/a"
 
 TIMES = {"p50": "p50", "p90": "p90", "p99": "p99", "p999": "p99.9", "max": "max"}
 """The columns of times, by their name in the results."""
+
+
+_OFTEN = 0.5
+"""The share of transfers from which on a rank that comes last is worth a line."""
 
 
 def title(run: Run) -> str:
@@ -58,6 +63,11 @@ def facts(run: Run, results: dict[str, Any]) -> list[tuple[str, str]]:
     if overlaps:
         found.append(("step", ", ".join(overlaps)))
     found += links(run)
+    late = max(figures_of_ranks(run), key=lambda figures: figures.last, default=None)
+    if late and run.record["hosts"] > 2 and late.last > _OFTEN:
+        found.append(
+            ("late", f"rank {late.rank} came last to {late.last:.0%} of its transfers: the others waited for it")
+        )
     text = (results.get("cpu") or {}).get("text")
     if text and text not in warnings(run, results):
         found.append(("cpu", str(text)))

@@ -61,6 +61,7 @@ def page(run: Run, results: dict[str, Any]) -> str:
         headings=headings(run),
         warnings=warnings(run, results),
         figures=_figures(run, results),
+        kinds=_has_kinds(results),
         table=_table(results),
         unit=rate_unit(results)[1],
         facts=facts(run, results),
@@ -93,12 +94,17 @@ def _figures(run: Run, results: dict[str, Any]) -> list[tuple[str, str, str]]:
     return found
 
 
+def _has_kinds(results: dict[str, Any]) -> bool:
+    return len({transfer["collective"] for transfer in results["transfers"]}) > 1
+
+
 def _table(results: dict[str, Any]) -> list[list[str]]:
     scale, _ = rate_unit(results)
+    kinds = _has_kinds(results)
     made = []
     for entry in (*results["transfers"], results["step"]):
         times = entry["time_s"]
-        row = [entry.get("name", "step"), entry.get("collective", "")]
+        row = [entry.get("name", "step"), *([entry.get("collective", "")] if kinds else [])]
         row.append(f"{entry['bytes']:,}" if "bytes" in entry else "")
         row += [seconds(times[name]) for name in ("min", *TIMES, "mean")]
         if "bytes" in entry:

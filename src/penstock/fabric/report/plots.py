@@ -43,7 +43,9 @@ MOST_MARKED = 40
 
 
 def draw(run: Run, results: dict[str, Any]) -> dict[str, str]:
-    """The pictures by name: cdf, trials, timeline, slowest (rank), and busbw where sizes differ. Without trials there are none.
+    """The pictures by name: cdf, trials, timeline, slowest (the rank), and busbw where sizes differ.
+
+    Of a run without a whole trial there are none.
 
     Raises:
         ArgumentError: matplotlib is not installed.

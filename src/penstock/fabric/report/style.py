@@ -136,7 +136,7 @@ def colours(count: int) -> list[str]:
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
 
-    return [to_hex(colormaps["viridis"](0.95 * place / (count - 1))) for place in range(count)]
+    return [to_hex(colormaps["viridis"](0.88 * place / (count - 1))) for place in range(count)]
 
 
 def legend_beside(axes: Axes, handles: list[Any] | None = None, left: float = 1.01) -> None:

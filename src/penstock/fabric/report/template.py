@@ -59,12 +59,12 @@ pre { overflow-x: auto; background: var(--card); padding: .7rem; border-radius: 
 
 <h2>Transfers, in order of execution</h2>
 <div class="wide"><table>
-<tr><th class="name">transfer</th><th class="name">collective</th><th>bytes</th><th>min</th><th>p50</th><th>p90</th>
+<tr><th class="name">transfer</th>{% if kinds %}<th class="name">collective</th>{% endif %}<th>bytes</th><th>min</th><th>p50</th><th>p90</th>
 <th>p99</th><th>p99.9</th><th>max</th><th>mean</th><th>skew</th><th>transfer</th><th>algbw<br>{{ unit }}</th>
 <th>busbw<br>{{ unit }}</th><th>ideal<br>%</th></tr>
 {% for row in table %}
 <tr{% if loop.last %} class="whole"{% endif %}>
-{%- for cell in row %}<td{% if loop.index <= 2 %} class="name"{% endif %}>{{ cell }}</td>{% endfor %}</tr>
+{%- for cell in row %}<td{% if loop.index <= 1 + kinds %} class="name"{% endif %}>{{ cell }}</td>{% endfor %}</tr>
 {% endfor %}
 </table></div>
 <dl class="facts">
