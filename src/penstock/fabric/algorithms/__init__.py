@@ -1,1 +1,91 @@
-"""Each collective algorithm as a function of the number of ranks."""
+"""Each collective algorithm as a function of the number of ranks: a family a file, and the registry of names here.
+
+What each collective starts from and ends with is the table of `penstock.fabric.proof`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable
+from typing import Any, get_args
+
+from penstock.errors import ArgumentError
+from penstock.fabric.algorithms import bruck, direct, halving, ring, rooted, tree
+from penstock.fabric.steps import Collective, StepList
+
+_GENERATORS: dict[Collective, dict[str, Callable[..., StepList]]] = {
+    "all_reduce": {
+        "ring": ring.all_reduce,
+        "ring2": ring.all_reduce_2,
+        "halving-doubling": halving.all_reduce,
+        "recursive-doubling": halving.all_reduce_whole,
+        "tree": tree.all_reduce,
+    },
+    "all_gather": {
+        "ring": ring.all_gather,
+        "ring2": ring.all_gather_2,
+        "recursive-doubling": halving.all_gather,
+        "bruck": bruck.all_gather,
+    },
+    "reduce_scatter": {
+        "ring": ring.reduce_scatter,
+        "ring2": ring.reduce_scatter_2,
+        "halving": halving.reduce_scatter,
+        "pairwise": direct.reduce_scatter_pairwise,
+    },
+    "all_to_all": {
+        "pairwise": direct.all_to_all_pairwise,
+        "direct": direct.all_to_all,
+        "bruck": bruck.all_to_all,
+    },
+    "broadcast": {
+        "binomial": rooted.broadcast_binomial,
+        "scatter-allgather": rooted.broadcast_scattered,
+        "chain": rooted.broadcast_chain,
+    },
+    "gather": {"direct": direct.gather, "binomial": rooted.gather_binomial},
+    "send": {"direct": direct.send},
+}
+
+
+def algorithms(collective: str) -> tuple[str, ...]:
+    """The names of those that do a collective, the one to take without a wish first.
+
+    Raises:
+        ArgumentError: there is no such collective.
+    """
+    if collective not in _GENERATORS:
+        known = get_args(Collective)
+        raise ArgumentError(f"{collective!r} is no collective: {_nearest(collective, known)}")
+    return tuple(_GENERATORS[collective])
+
+
+def generate(collective: str, algorithm: str, ranks: int, **options: Any) -> StepList:
+    """The steps by which `ranks` ranks do a collective.
+
+    Args:
+        collective, algorithm: by name; see `algorithms`.
+        ranks: 2 or more.
+        options: of the algorithm; see its function.
+
+    Raises:
+        ArgumentError: no such collective or algorithm, fewer than 2 ranks, or an option that the algorithm lacks.
+    """
+    known = algorithms(collective)
+    if algorithm not in known:
+        raise ArgumentError(f"{algorithm!r} is no algorithm for {collective}: {_nearest(algorithm, known)}")
+    if ranks < 2:
+        raise ArgumentError(f"{collective} among {ranks} ranks: give 2 or more")
+    made = _GENERATORS[collective][algorithm]  # type: ignore[index]  # `algorithms` has checked it
+    offered = tuple(inspect.signature(made).parameters)[1:]
+    for option in options:
+        if option not in offered:
+            takes = f"it takes {', '.join(offered)}" if offered else "it takes none"
+            raise ArgumentError(f"{collective} by {algorithm} has no option {option!r}: {takes}")
+    return made(ranks, **options)
+
+
+def _nearest(name: str, known: tuple[str, ...]) -> str:
+    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+    return (f"did you mean {near[0]!r}? " if near else "") + f"Known are {', '.join(known)}"

@@ -1,0 +1,107 @@
+"""Recursive halving and doubling: pairs at distance n/2, n/4, ... 1 exchange what the other one needs.
+
+log2 n rounds each way. A number of ranks that is no power of two is folded: of the first pairs, the even rank gives
+all it has to the odd one, looks on, and gets the result in the end (Thakur, Rabenseifner and Gropp, "Optimization of
+collective communication operations in MPICH", 2005).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.fabric.algorithms.rounds import Rounds, mirrored
+from penstock.fabric.steps import Move, StepList
+
+
+@dataclass(frozen=True, slots=True)
+class _Fold:
+    """The ranks that take part in the exchange, 2^k of them.
+
+    Attributes:
+        core: their ranks.
+        pairs: (rank that looks on, its partner in the core).
+    """
+
+    core: tuple[int, ...]
+    pairs: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, ranks: int) -> _Fold:
+        extra = ranks - (1 << (ranks.bit_length() - 1))
+        pairs = tuple((2 * place, 2 * place + 1) for place in range(extra))
+        return cls(tuple(odd for _, odd in pairs) + tuple(range(2 * extra, ranks)), pairs)
+
+    def bounds(self) -> tuple[int, ...]:
+        """Where the parts of each member of the core begin, and where the last ends: a pair's are two."""
+        extra = len(self.pairs)
+        return tuple(2 * place if place < extra else place + extra for place in range(len(self.core) + 1))
+
+    def enter(self, chunks: int) -> Rounds:
+        """All that the ranks outside have is added to what their partners have."""
+        return _once(tuple(Move(out, core, 0, chunks, 0, adds=True) for out, core in self.pairs))
+
+    def leave(self, chunks: int) -> Rounds:
+        """The whole result goes to the ranks outside."""
+        return _once(tuple(Move(core, out, 0, chunks, 0) for out, core in self.pairs))
+
+
+def all_reduce(ranks: int) -> StepList:
+    """Halving, then doubling: 2 log2 n rounds, 2(n-1)/n of the size; for no power of two, 2 rounds and twice the size
+    on top."""
+    fold = _Fold.of(ranks)
+    chunks = len(fold.core)
+    bounds = tuple(range(chunks + 1))
+    rounds = fold.enter(chunks) + _halved(fold.core, bounds) + _doubled(fold.core, bounds) + fold.leave(chunks)
+    return StepList("all_reduce", "halving-doubling", ranks, chunks, chunks, rounds)
+
+
+def all_reduce_whole(ranks: int) -> StepList:
+    """Pairs exchange all they have: log2 n rounds, each of the whole size. For sizes that latency rules."""
+    fold = _Fold.of(ranks)
+    rounds, distance = fold.enter(1), 1
+    while distance < len(fold.core):
+        rounds += (
+            tuple(Move(rank, fold.core[place ^ distance], 0, 1, 0, adds=True) for place, rank in enumerate(fold.core)),
+        )
+        distance *= 2
+    return StepList("all_reduce", "recursive-doubling", ranks, 1, 1, rounds + fold.leave(1))
+
+
+def reduce_scatter(ranks: int) -> StepList:
+    """log2 n rounds, (n-1)/n of the size; for no power of two, 2 rounds and (n+1)/n of the size on top, or so."""
+    fold = _Fold.of(ranks)
+    last = _once(tuple(Move(core, out, out, 1, out) for out, core in fold.pairs))
+    rounds = fold.enter(ranks) + _halved(fold.core, fold.bounds()) + last
+    return StepList("reduce_scatter", "halving", ranks, ranks, ranks, rounds)
+
+
+def all_gather(ranks: int) -> StepList:
+    """Halving the other way round."""
+    fold = _Fold.of(ranks)
+    first = _once(tuple(Move(out, core, out, 1, out) for out, core in fold.pairs))
+    rounds = first + _doubled(fold.core, fold.bounds()) + fold.leave(ranks)
+    return StepList("all_gather", "recursive-doubling", ranks, ranks, ranks, rounds)
+
+
+def _halved(core: tuple[int, ...], bounds: tuple[int, ...]) -> Rounds:
+    """Each member ends with the sums of its own parts: [bounds[place], bounds[place + 1])."""
+    rounds, distance = [], len(core) // 2
+    while distance:
+        moves = []
+        for place, rank in enumerate(core):
+            other = place ^ distance
+            begin = other - other % distance  # of those that will be on the other's side from now on
+            first, count = bounds[begin], bounds[begin + distance] - bounds[begin]
+            moves.append(Move(rank, core[other], first, count, first, adds=True))
+        rounds.append(tuple(moves))
+        distance //= 2
+    return tuple(rounds)
+
+
+def _doubled(core: tuple[int, ...], bounds: tuple[int, ...]) -> Rounds:
+    """Each member starts with its own parts and ends with all."""
+    return mirrored(_halved(core, bounds))
+
+
+def _once(moves: tuple[Move, ...]) -> Rounds:
+    return (moves,) if moves else ()

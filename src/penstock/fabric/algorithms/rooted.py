@@ -1,0 +1,54 @@
+"""From the root to all, and from all to the root: binomial trees, a pipelined chain, van de Geijn's scatter first."""
+
+from __future__ import annotations
+
+from penstock.fabric.algorithms.ring import gathered
+from penstock.fabric.algorithms.rounds import Rounds, checked_pieces, mirrored
+from penstock.fabric.steps import Move, StepList
+
+
+def broadcast_binomial(ranks: int) -> StepList:
+    """Whoever has it passes it on: ceil(log2 n) rounds, each of the whole size."""
+    rounds = tuple(tuple(Move(move.source, move.target, 0, 1, 0) for move in moves) for moves in _scattered(ranks))
+    return StepList("broadcast", "binomial", ranks, 1, 1, rounds)
+
+
+def broadcast_scattered(ranks: int) -> StepList:
+    """A binomial scatter, then a ring of all-gather: ceil(log2 n) + n-1 rounds, about twice the size
+    (Barnett, Shuler, Gupta, Payne, van de Geijn and Watts, "Building a high-performance collective communication
+    library", 1994)."""
+    return StepList("broadcast", "scatter-allgather", ranks, ranks, ranks, _scattered(ranks) + gathered(ranks))
+
+
+def broadcast_chain(ranks: int, pieces: int = 8) -> StepList:
+    """From rank to rank, piece by piece: n-2 + pieces rounds, of 1/pieces of the size each.
+
+    Args:
+        ranks: any number.
+        pieces: more fill the chain better, and take more rounds.
+    """
+    checked_pieces(pieces)
+    rounds = []
+    for number in range(ranks - 2 + pieces):
+        under_way = [(rank, number - rank) for rank in range(ranks - 1) if 0 <= number - rank < pieces]
+        rounds.append(tuple(Move(rank, rank + 1, piece, 1, piece) for rank, piece in under_way))
+    return StepList("broadcast", "chain", ranks, pieces, pieces, tuple(rounds))
+
+
+def gather_binomial(ranks: int) -> StepList:
+    """Each rank passes on what it has gathered: ceil(log2 n) rounds, (n-1)/n of the size into the root."""
+    return StepList("gather", "binomial", ranks, ranks, ranks, mirrored(_scattered(ranks)))
+
+
+def _scattered(ranks: int) -> Rounds:
+    """Rank r gets the parts of r and of those below it in the tree."""
+    rounds, reach = [], 1 << (ranks - 1).bit_length()
+    while reach > 1:
+        half = reach // 2
+        moves = []
+        for rank in range(0, ranks - half, reach):
+            first = rank + half
+            moves.append(Move(rank, first, first, min(rank + reach, ranks) - first, first))
+        rounds.append(tuple(moves))
+        reach = half
+    return tuple(rounds)

@@ -1,0 +1,62 @@
+"""What a list of steps asks of a rank: its own part of each round, and how many bytes it sends."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+from penstock.fabric.steps import Move, StepList
+
+
+class RankRound(NamedTuple):
+    """What one rank does in one round: it posts all of both, and goes on when all have been done.
+
+    Messages between the same two ranks in a round are in the same order on both sides.
+    """
+
+    number: int
+    sends: tuple[Move, ...]
+    receives: tuple[Move, ...]
+
+
+class Cost(NamedTuple):
+    """Of the alpha-beta model: seconds = rounds * alpha + bytes_factor * size * beta."""
+
+    rounds: int
+    bytes_factor: float
+
+
+def moves_of(steps: StepList, rank: int) -> tuple[RankRound, ...]:
+    """The rounds in which the rank does something, by their numbers in the list.
+
+    No barrier is needed between rounds: what a rank holds changes by what it receives only, and two ranks meet in the
+    same order on both sides, so a rank that is ahead waits for the messages that it needs, and for nothing else.
+    """
+    own = []
+    for number, moves in enumerate(steps.rounds):
+        sends = tuple(move for move in moves if move.source == rank)
+        receives = tuple(move for move in moves if move.target == rank)
+        if sends or receives:
+            own.append(RankRound(number, sends, receives))
+    return tuple(own)
+
+
+def cost(steps: StepList) -> Cost:
+    """Rounds, and the part of the size that passes the busiest rank of each round, all added up.
+
+    Links are full duplex: of what a rank sends and what it receives in a round, the larger counts.
+    """
+    slots = 0
+    for moves in steps.rounds:
+        busy: Counter[tuple[int, bool]] = Counter()
+        for move in moves:
+            busy[move.source, True] += move.count
+            busy[move.target, False] += move.count
+        slots += max(busy.values(), default=0)
+    return Cost(len(steps.rounds), slots / steps.chunks)
+
+
+def sent_bytes(steps: StepList, size_bytes: int, rank: int, element_bytes: int = 1) -> int:
+    """What a rank sends in all, padding included."""
+    slots = sum(move.count for moves in steps.rounds for move in moves if move.source == rank)
+    return slots * steps.slot_bytes(size_bytes, element_bytes)

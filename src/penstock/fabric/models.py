@@ -1,0 +1,234 @@
+"""What a collective costs in the alpha-beta model: fits of measured times, predictions for other sizes and networks.
+
+    seconds = rounds * alpha + bytes * bytes_factor * beta
+
+alpha: what a message costs whatever its size, in seconds; beta: seconds a byte (R. Hockney, The communication challenge
+for MPP, 1994). Ranks have one full-duplex port each, the network between the ports is never the limit, and adding
+costs nothing. The closed forms are in `terms`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import ArgumentError
+from penstock.fabric.terms import PIECES, Terms, busbw_factor, closed_form, known_algorithms
+
+__all__ = [
+    "LinkFit",
+    "Prediction",
+    "Terms",
+    "busbw_factor",
+    "closed_form",
+    "crossovers",
+    "fit",
+    "fit_link",
+    "known_algorithms",
+    "links_json",
+    "lower_bound_seconds",
+    "predict",
+    "predictions",
+    "record_links",
+]
+
+HOSTS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFit:
+    """A link, as the measured times have it.
+
+    Attributes:
+        alpha_seconds, beta_seconds_per_byte: 0 or more.
+        residuals: of each point, (measured - fitted) / measured.
+        r2: the share of the variance that the fit explains, each point weighted by 1 / seconds squared; 1 is all.
+    """
+
+    alpha_seconds: float
+    beta_seconds_per_byte: float
+    residuals: tuple[float, ...] = ()
+    r2: float = 1.0
+
+    @property
+    def largest_residual(self) -> float:
+        """Without its sign: how far the worst point is off."""
+        return max(map(abs, self.residuals), default=0.0)
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Infinite where beta is 0."""
+        return 1 / self.beta_seconds_per_byte if self.beta_seconds_per_byte else math.inf
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; an infinite bandwidth is None."""
+        return {
+            "alpha_seconds": self.alpha_seconds,
+            "beta_seconds_per_byte": self.beta_seconds_per_byte,
+            "bytes_per_second": self.bytes_per_second if self.beta_seconds_per_byte else None,
+            "residuals": list(self.residuals),
+            "largest_residual": self.largest_residual,
+            "r2": self.r2,
+        }
+
+
+def fit(points: Sequence[tuple[float, float, Terms]]) -> LinkFit:
+    """Least squares of relative residuals, so that small sizes count as much as large ones; none below 0.
+
+    Args:
+        points: (bytes, seconds, terms) of each measurement, a median for example. Algorithms and numbers of ranks may
+            be mixed.
+
+    Raises:
+        ArgumentError: a time is not above 0, or the points do not tell alpha from beta: fewer than two that differ.
+    """
+    if any(not 0 < seconds < math.inf or size < 0 for size, seconds, _ in points):
+        raise ArgumentError("a time is not above 0, or a size is below: give measured seconds, and sizes in bytes")
+    seconds = np.array([one[1] for one in points])
+    raw = np.array([(terms.rounds, size * terms.bytes_factor) for size, _, terms in points], float).reshape(-1, 2)
+    columns = raw / seconds[:, None]
+    norms = np.linalg.norm(columns, axis=0)
+    if len(points) < 2 or not norms.all() or np.linalg.matrix_rank(columns / norms, 1e-9) < 2:
+        raise ArgumentError(f"{len(points)} points that do not tell latency from bandwidth: give two sizes or more")
+    alpha, beta = _non_negative(columns / norms) / norms
+    fitted = columns @ np.array([alpha, beta])
+    weights = seconds**-2.0
+    mean = float((weights * seconds).sum() / weights.sum())
+    spread = float((weights * (seconds - mean) ** 2).sum())
+    left = float(((1 - fitted) ** 2).sum())
+    r2 = 1 - left / spread if spread > 0 else float(left == 0)
+    return LinkFit(float(alpha), float(beta), tuple(float(one) for one in 1 - fitted), r2)
+
+
+def _non_negative(columns: Any) -> Any:
+    """The x >= 0 for which |columns x - 1| is least: of two unknowns, both, or the better one alone."""
+    ones = np.ones(len(columns))
+    both = np.linalg.lstsq(columns, ones, rcond=None)[0]
+    if (both >= 0).all():
+        return both
+    alone = [np.array([max(float(columns[:, 0] @ ones), 0), 0]), np.array([0, max(float(columns[:, 1] @ ones), 0)])]
+    return min(alone, key=lambda x: float(np.linalg.norm(columns @ x - 1)))  # columns have length 1
+
+
+def fit_link(points: Iterable[tuple[float, float]]) -> LinkFit:
+    """Of (bytes, seconds) of single messages one way. Raises ArgumentError as `fit` does."""
+    return fit([(size, seconds, Terms(1, 1.0)) for size, seconds in points])
+
+
+def predict(
+    link: LinkFit, collective: str, algorithm: str, ranks: int, size_bytes: float, pieces: int = PIECES
+) -> float:
+    """Seconds of a collective. Raises ArgumentError where there is no closed form."""
+    terms = closed_form(collective, algorithm, ranks, pieces)
+    return terms.seconds(size_bytes, link.alpha_seconds, link.beta_seconds_per_byte)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Of one collective of one size among `ranks` ranks.
+
+    Attributes:
+        seconds: by algorithm.
+        best: the fastest of them.
+        bus_bytes_per_second: of the best one, by the nccl-tests convention.
+    """
+
+    collective: str
+    ranks: int
+    bytes: float
+    seconds: dict[str, float]
+    best: str
+    bus_bytes_per_second: float
+
+
+def predictions(
+    link: LinkFit,
+    collective: str,
+    size_bytes: float,
+    ranks: Iterable[int] = HOSTS,
+    algorithms: Sequence[str] = (),
+) -> list[Prediction]:
+    """A row for each number of ranks, by default up to 4096; of all algorithms, or those given."""
+    rows = []
+    for n in ranks:
+        names = algorithms or known_algorithms(collective)
+        seconds = {name: predict(link, collective, name, n, size_bytes) for name in names}
+        best = min(seconds, key=lambda name: seconds[name])
+        rate = size_bytes * busbw_factor(collective, n) / seconds[best] if seconds[best] else math.inf
+        rows.append(Prediction(collective, n, size_bytes, seconds, best, rate))
+    return rows
+
+
+def crossovers(link: LinkFit, collective: str, ranks: int) -> list[tuple[float, str]]:
+    """From which size on which algorithm is best: (bytes, algorithm), the first from 0 on.
+
+    Of those that are equal for all sizes, the first by `known_algorithms` stands for all.
+    """
+    lines = []
+    for name in known_algorithms(collective):
+        terms = closed_form(collective, name, ranks)
+        lines.append((terms.rounds * link.alpha_seconds, terms.bytes_factor * link.beta_seconds_per_byte, name))
+    fixed, slope, best = min(lines, key=lambda line: line[:2])
+    found = [(0.0, best)]
+    while steeper := [line for line in lines if line[1] < slope]:  # whoever overtakes has the smaller slope
+        size, _, (fixed, slope, best) = min(
+            (((line[0] - fixed) / (slope - line[1]), line[1], line) for line in steeper), key=lambda one: one[:2]
+        )
+        found.append((size, best))
+    return found
+
+
+def record_links(record: dict[str, Any]) -> list[tuple[tuple[int, int], LinkFit]]:
+    """The links of a run's record that were measured, in order; no bandwidth there: an infinite one."""
+    found = []
+    for link in record.get("links") or ():
+        rate = link.get("bytes_per_second")
+        fitted = LinkFit(float(link["latency_seconds"]), 1 / rate if rate else 0.0)
+        found.append(((int(link["from"]), int(link["to"])), fitted))
+    return found
+
+
+def lower_bound_seconds(
+    links: Iterable[LinkFit], collective: str, ranks: int, size_bytes: float, pieces: int = PIECES
+) -> float | None:
+    """The least that any known algorithm takes where every link is the slowest of `links`; None where there is none."""
+    links = tuple(links)
+    if not links:
+        return None
+    slowest = max(links, key=lambda link: link.alpha_seconds + size_bytes * link.beta_seconds_per_byte)
+    return min(predict(slowest, collective, name, ranks, size_bytes, pieces) for name in known_algorithms(collective))
+
+
+def links_json(found: dict[str, Any] | LinkFit) -> dict[str, Any]:
+    """What `penstock simulate --links` reads: of a run's record, or of one fit that stands for every pair.
+
+    A link was measured as half of a round trip, so it is given in both directions. Pairs that were not measured get
+    the slowest of those that were, as "all".
+
+    Raises:
+        ArgumentError: the record has no measured links.
+    """
+    units = "latency in seconds, bandwidth in bytes a second"
+    if isinstance(found, LinkFit):
+        return {"units": units, "links": [], "all": _link(found)}
+    measured = record_links(found)
+    if not measured:
+        raise ArgumentError("the run has measured no links: run one with the backend gloo that does")
+    pairs: dict[tuple[int, int], LinkFit] = {}
+    for (source, target), link in measured:
+        pairs[source, target] = link
+        pairs.setdefault((target, source), link)
+    links = [{"from": source, "to": target, **_link(link)} for (source, target), link in pairs.items()]
+    slowest = LinkFit(
+        max(link.alpha_seconds for link in pairs.values()), max(link.beta_seconds_per_byte for link in pairs.values())
+    )
+    return {"units": units, "links": links, "all": _link(slowest)}
+
+
+def _link(link: LinkFit) -> dict[str, float]:
+    rate = {"bandwidth": link.bytes_per_second} if link.beta_seconds_per_byte else {}
+    return {"latency": link.alpha_seconds, **rate}

@@ -1,0 +1,335 @@
+"""Every algorithm does what its collective is defined to do, at the cost that the textbook states."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil, log2
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import ArgumentError
+from penstock.fabric import proof
+from penstock.fabric.algorithms import algorithms, generate
+from penstock.fabric.algorithms.tree import double_tree
+from penstock.fabric.algorithms.volume import cost, moves_of, sent_bytes
+from penstock.fabric.proof import prove, wanted
+from penstock.fabric.steps import Collective, Move, StepList
+
+EVERY = [(collective, algorithm) for collective in get_args(Collective) for algorithm in algorithms(collective)]
+SIZES = (*range(2, 18), 32)
+POWERS = (2, 4, 8, 16, 32)
+
+
+@pytest.mark.parametrize(("collective", "algorithm"), EVERY)
+def test_every_rank_ends_with_what_the_table_says(collective: str, algorithm: str) -> None:
+    for ranks in SIZES:
+        steps = generate(collective, algorithm, ranks)
+        assert (steps.collective, steps.algorithm, steps.ranks) == (collective, algorithm, ranks)
+        assert prove(steps) == [], ranks
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(EVERY), st.integers(2, 40), st.integers(1, 12))
+def test_for_any_number_of_ranks_and_pieces(named: tuple[str, str], ranks: int, pieces: int) -> None:
+    options = {"pieces": pieces} if named[1] in ("tree", "chain") else {}
+    assert prove(generate(*named, ranks, **options)) == []
+
+
+def test_a_ring_of_64_is_proven() -> None:
+    assert prove(generate("all_reduce", "ring", 64)) == []
+
+
+def one_after_the_other(steps: StepList, seed: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Numbers instead of symbols: ranks run their own rounds, as far ahead as messages let them, in a random order.
+
+    Returns:
+        each rank's input by chunk, and its memory in the end.
+    """
+    draw = np.random.default_rng(seed)
+    inputs = [draw.integers(1, 2**40, steps.chunks) for _ in range(steps.ranks)]
+    memory = [np.full(steps.slots, -(2**50)) for _ in range(steps.ranks)]
+    for rank, held in enumerate(memory):
+        for slot, chunk in proof.given(steps, rank).items():
+            held[slot] = inputs[rank][chunk]
+    queues: dict[tuple[int, int], list[np.ndarray]] = {}
+    left = {rank: list(moves_of(steps, rank)) for rank in range(steps.ranks)}
+    posted: set[int] = set()
+    while any(left.values()):
+        moved = False
+        for rank in draw.permutation(steps.ranks):
+            if not left[rank]:
+                continue
+            now = left[rank][0]
+            if rank not in posted:
+                posted.add(rank)
+                moved = True
+                for move in now.sends:
+                    content = memory[rank][move.first : move.first + move.count].copy()
+                    queues.setdefault((move.source, move.target), []).append(content)
+            waits = {move.source: sum(m.source == move.source for m in now.receives) for move in now.receives}
+            if all(len(queues.get((source, rank), ())) >= count for source, count in waits.items()):
+                for move in now.receives:
+                    into = memory[rank][move.into : move.into + move.count]
+                    into[:] = queues[move.source, rank].pop(0) + (into if move.adds else 0)
+                left[rank].pop(0)
+                posted.discard(rank)
+                moved = True
+        assert moved, "all wait"
+    assert not any(queues.values()), "a message is left"
+    return inputs, memory
+
+
+@pytest.mark.parametrize(("collective", "algorithm"), EVERY)
+@pytest.mark.parametrize("ranks", [2, 3, 4, 6, 7, 8])
+def test_ranks_need_no_barrier_between_rounds(collective: str, algorithm: str, ranks: int) -> None:
+    steps = generate(collective, algorithm, ranks)
+    inputs, memory = one_after_the_other(steps, seed=ranks)
+    for rank in range(ranks):
+        for slot, ranks_of, chunk in wanted(steps, rank):
+            assert memory[rank][slot] == sum(inputs[other][chunk] for other in ranks_of), (rank, slot)
+
+
+def test_the_table_is_that_of_torch_distributed() -> None:
+    """Spelled out for three ranks, so that table and algorithms cannot be wrong together."""
+
+    def ends(collective: str, rank: int) -> list[tuple[list[int], int]]:
+        steps = generate(collective, algorithms(collective)[0], 3)
+        size = steps.chunks // 3 or 1
+        results = wanted(steps, rank)
+        assert [slot for slot, _, _ in results] == sorted(slot for slot, _, _ in results)
+        return [(list(ranks), chunk // size) for _, ranks, chunk in results]
+
+    every = [0, 1, 2]
+    assert ends("all_reduce", 1) == [(every, 0), (every, 1), (every, 2)]
+    assert ends("reduce_scatter", 1) == [(every, 1)]
+    assert ends("all_gather", 1) == [([0], 0), ([1], 1), ([2], 2)]
+    assert ends("gather", 0) == [([0], 0), ([1], 1), ([2], 2)]
+    assert ends("gather", 1) == []
+    assert ends("all_to_all", 1) == [([0], 1), ([1], 1), ([2], 1)]
+    assert ends("broadcast", 2) == [([0], 0)]
+    assert [ends("send", rank) for rank in range(3)] == [[], [([0], 0)], []]
+
+
+LOGS: dict[tuple[str, str], Any] = {
+    ("all_reduce", "recursive-doubling"): lambda n: (log2(n), log2(n)),
+    ("all_reduce", "halving-doubling"): lambda n: (2 * log2(n), 2 * (n - 1) / n),
+    ("all_gather", "recursive-doubling"): lambda n: (log2(n), (n - 1) / n),
+    ("reduce_scatter", "halving"): lambda n: (log2(n), (n - 1) / n),
+    ("all_to_all", "bruck"): lambda n: (log2(n), log2(n) / 2),
+}
+ANY: dict[tuple[str, str], Any] = {
+    ("all_reduce", "ring"): lambda n: (2 * (n - 1), 2 * (n - 1) / n),
+    ("all_reduce", "ring2"): lambda n: (2 * (n - 1), 2 * (n - 1) / n),
+    ("all_gather", "ring"): lambda n: (n - 1, (n - 1) / n),
+    ("all_gather", "ring2"): lambda n: (n - 1, (n - 1) / n),
+    ("all_gather", "bruck"): lambda n: (ceil(log2(n)), (n - 1) / n),
+    ("reduce_scatter", "ring"): lambda n: (n - 1, (n - 1) / n),
+    ("reduce_scatter", "ring2"): lambda n: (n - 1, (n - 1) / n),
+    ("reduce_scatter", "pairwise"): lambda n: (n - 1, (n - 1) / n),
+    ("all_to_all", "pairwise"): lambda n: (n - 1, (n - 1) / n),
+    ("all_to_all", "direct"): lambda n: (1, (n - 1) / n),
+    ("broadcast", "binomial"): lambda n: (ceil(log2(n)), ceil(log2(n))),
+    ("broadcast", "chain"): lambda n: (n - 2 + 8, (n - 2 + 8) / 8),
+    ("gather", "direct"): lambda n: (1, (n - 1) / n),
+    ("gather", "binomial"): lambda n: (ceil(log2(n)), (n - 1) / n),
+    ("send", "direct"): lambda n: (1, 1),
+}
+
+
+@pytest.mark.parametrize("named", [*LOGS, *ANY], ids="-".join)
+def test_costs_are_the_textbooks(named: tuple[str, str]) -> None:
+    formula, sizes = (LOGS[named], POWERS) if named in LOGS else (ANY[named], SIZES)
+    for ranks in sizes:
+        assert cost(generate(*named, ranks)) == pytest.approx(formula(ranks)), ranks
+
+
+def test_costs_where_the_ranks_are_no_power_of_two() -> None:
+    """Two rounds of the whole size more than the power of two below it."""
+    for ranks in (3, 5, 6, 7, 12):
+        core = 1 << (ranks.bit_length() - 1)
+        inner = cost(generate("all_reduce", "halving-doubling", core))
+        assert cost(generate("all_reduce", "halving-doubling", ranks)) == (inner.rounds + 2, inner.bytes_factor + 2)
+
+
+def test_the_scattered_broadcast_costs_twice_the_size_at_most() -> None:
+    for ranks in POWERS:
+        expected = (log2(ranks) + ranks - 1, 2 * (ranks - 1) / ranks)
+        assert cost(generate("broadcast", "scatter-allgather", ranks)) == pytest.approx(expected)
+
+
+def test_no_all_reduce_beats_the_lower_bound() -> None:
+    """2(n-1)/n of the size has to pass the busiest port (Patarasuk and Yuan, 2009)."""
+    for ranks in SIZES:
+        for algorithm in algorithms("all_reduce"):
+            assert cost(generate("all_reduce", algorithm, ranks)).bytes_factor >= 2 * (ranks - 1) / ranks - 1e-12
+
+
+@given(st.integers(2, 130))
+def test_who_passes_data_on_in_one_tree_is_a_leaf_of_the_other(ranks: int) -> None:
+    trees = double_tree(ranks)
+    inner = []
+    for tree in trees:
+        children = [[r for r in range(ranks) if tree[r] == rank and r != rank] for rank in range(ranks)]
+        assert max(map(len, children)) <= 2
+        assert sum(tree[rank] == rank for rank in range(ranks)) == 1
+        inner.append({rank for rank in range(ranks) if children[rank]})
+    assert not inner[0] & inner[1]
+
+
+def test_a_tree_is_as_low_as_the_logarithm() -> None:
+    for ranks in SIZES:
+        steps = generate("all_reduce", "tree", ranks, pieces=5)
+        assert len(steps.rounds) == 2 * int(log2(ranks)) + 4
+        assert steps.chunks == 10
+
+
+def test_in_many_pieces_both_trees_fill_the_ports() -> None:
+    assert cost(generate("all_reduce", "tree", 16, pieces=400)).bytes_factor == pytest.approx(2, rel=0.02)
+
+
+def test_bytes_that_a_rank_sends() -> None:
+    ring = generate("all_reduce", "ring", 4)
+    assert [sent_bytes(ring, 4096, rank) for rank in range(4)] == [6144] * 4
+    assert sent_bytes(ring, 2600, 0, element_bytes=4) == 6 * 652  # 650 elements in four slots of 163
+    gather = generate("gather", "binomial", 4)
+    assert [sent_bytes(gather, 4096, rank) for rank in range(4)] == [0, 1024, 2048, 1024]
+
+
+def test_the_busier_direction_of_a_port_counts() -> None:
+    """Rank 0 sends three slots and receives two at the same time."""
+    steps = StepList("send", "made up", 3, 3, 3, ((Move(0, 1, 0, 3, 0), Move(1, 0, 0, 1, 0), Move(2, 0, 0, 1, 1)),))
+    assert cost(steps) == (1, 1.0)
+
+
+def test_idle_rounds_are_left_out_but_counted() -> None:
+    chain = generate("broadcast", "chain", 4, pieces=2)
+    assert [own.number for own in moves_of(chain, 3)] == [2, 3]
+    assert [own.number for own in moves_of(chain, 1)] == [0, 1, 2]
+    middle = moves_of(chain, 1)[1]
+    assert ([move.target for move in middle.sends], [move.source for move in middle.receives]) == ([2], [0])
+
+
+RING = generate("all_reduce", "ring", 4)
+
+
+def with_round(number: int, moves: tuple[Move, ...], steps: StepList = RING) -> StepList:
+    return replace(steps, rounds=(*steps.rounds[:number], moves, *steps.rounds[number + 1 :]))
+
+
+@settings(max_examples=80)
+@given(st.data())
+def test_no_message_can_be_left_out_or_changed(data: st.DataObject) -> None:
+    """Of a ring, where every message is needed: without it, doubled, from elsewhere, or with its kind swapped."""
+    named = data.draw(
+        st.sampled_from([("all_reduce", "ring"), ("all_reduce", "halving-doubling"), ("all_gather", "ring")])
+    )
+    steps = generate(*named, data.draw(st.sampled_from([3, 4, 5])))
+    number = data.draw(st.integers(0, len(steps.rounds) - 1))
+    moves = steps.rounds[number]
+    place = data.draw(st.integers(0, len(moves) - 1))
+    move = moves[place]
+    changed = data.draw(
+        st.sampled_from(
+            [
+                (),
+                (move, move),
+                (replace(move, adds=not move.adds),),
+                (replace(move, first=(move.first + 1) % (steps.slots - move.count + 1)),)
+                if steps.slots > move.count
+                else (),
+            ]
+        )
+    )
+    assert prove(with_round(number, (*moves[:place], *changed, *moves[place + 1 :]), steps))
+
+
+def test_what_is_missing_is_named() -> None:
+    broken = with_round(0, RING.rounds[0][1:])
+    assert "rank 0 ends with slot 3 without chunk 3 of rank 0" in prove(broken)
+
+
+def test_what_is_doubled_is_named() -> None:
+    twice = (*RING.rounds[0], RING.rounds[0][0])
+    assert prove(with_round(0, twice))[0] == "rank 0 ends with slot 3 with a doubled chunk 3 of rank 0"
+
+
+def test_slots_in_another_order_are_named() -> None:
+    swapped = StepList("send", "swapped", 2, 2, 2, ((Move(0, 1, 0, 1, 1), Move(0, 1, 1, 1, 0)),))
+    assert prove(swapped)[0] == ("rank 1 ends with slot 0 without chunk 0 of rank 0, with a foreign chunk 1 of rank 0")
+
+
+def test_sending_and_adding_to_nothing_is_named() -> None:
+    nothing = StepList("broadcast", "nothing", 3, 1, 1, ((Move(1, 2, 0, 1, 0),), (Move(0, 1, 0, 1, 0, adds=True),)))
+    found = prove(nothing)
+    assert found[0] == "round 0: rank 1 sends slot 0 to 2, but nothing is in it"
+    assert found[1] == "round 1: rank 1 adds to slot 0 what 0 sends, but nothing is in it"
+    assert "rank 2 ends with slot 0 empty: wanted is chunk 0 of rank 0" in found
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_two_messages_into_one_slot_are_named(adds: bool) -> None:
+    same = ((Move(0, 1, 0, 1, 0),), (Move(0, 2, 0, 1, 0, adds), Move(1, 2, 0, 1, 0)))
+    found = prove(StepList("broadcast", "clash", 3, 1, 1, same))
+    assert found[0] == "round 1: 2 messages arrive in slot 0 of rank 2, and one or more replaces it"
+
+
+def test_two_may_add_to_one_slot() -> None:
+    star = (
+        (Move(1, 0, 0, 1, 0, adds=True), Move(2, 0, 0, 1, 0, adds=True)),
+        (Move(0, 1, 0, 1, 0), Move(0, 2, 0, 1, 0)),
+    )
+    assert prove(StepList("all_reduce", "star", 3, 1, 1, star)) == []
+
+
+def test_a_round_reads_what_was_before_it() -> None:
+    """Rank 1 sends in the round in which it receives: what it had, so rank 2 gets nothing of rank 0."""
+    rounds = ((Move(0, 1, 0, 1, 0), Move(1, 2, 0, 1, 0)),)
+    assert any(
+        "rank 1 sends slot 0 to 2, but nothing" in line for line in prove(StepList("broadcast", "x", 3, 1, 1, rounds))
+    )
+
+
+def test_unequal_parts_and_outputs_out_of_range_are_told() -> None:
+    assert "no multiple of 3 ranks" in prove(StepList("all_gather", "x", 3, 4, 4, ()))[0]
+    assert "no room for 2 chunks of output from slot 1" in prove(StepList("all_to_all", "x", 2, 2, 2, (), output=1))[0]
+
+
+def test_many_defects_are_counted() -> None:
+    found = prove(replace(RING, rounds=()), most=3)
+    assert len(found) == 4
+    assert found[-1] == "and 13 more"
+
+
+@pytest.mark.parametrize(
+    ("given_", "says"),
+    [
+        (
+            ("all_reduce", "rign", 4),
+            r"'rign' is no algorithm for all_reduce: did you mean 'ring'\? Known are ring, ring2",
+        ),
+        (("all_reduce", "zzz", 4), "'zzz' is no algorithm for all_reduce: Known are ring"),
+        (
+            ("allreduce", "ring", 4),
+            r"'allreduce' is no collective: did you mean 'all_reduce'\? Known are all_reduce, all_g",
+        ),
+        (("all_reduce", "ring", 1), "all_reduce among 1 ranks: give 2 or more"),
+        (("send", "direct", 0), "send among 0 ranks: give 2 or more"),
+    ],
+)
+def test_bad_names_and_numbers(given_: tuple[str, str, int], says: str) -> None:
+    with pytest.raises(ArgumentError, match=says):
+        generate(*given_)
+
+
+def test_bad_options() -> None:
+    with pytest.raises(ArgumentError, match="all_reduce by ring has no option 'pieces': it takes none"):
+        generate("all_reduce", "ring", 4, pieces=2)
+    with pytest.raises(ArgumentError, match="no option 'piece': it takes pieces"):
+        generate("all_reduce", "tree", 4, piece=2)
+    for algorithm in (("all_reduce", "tree"), ("broadcast", "chain")):
+        with pytest.raises(ArgumentError, match="pieces is 0: cut the data into 1 or more"):
+            generate(*algorithm, 4, pieces=0)
