@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,11 +43,10 @@ def headings(run: Run) -> list[str]:
 def warnings(run: Run, results: dict[str, Any]) -> list[str]:
     """What keeps the figures from being what they seem."""
     found = []
-    if not run.record.get("complete", True):
-        found.append(f"the run is not complete: {run.record.get('missing') or 'it was stopped'}")
-    cpu = results.get("cpu") or {}
-    if cpu.get("saturated") or cpu.get("scheduler_tails"):
-        found.append(str(cpu["text"]))
+    if not results["complete"]:
+        found.append(f"the run is not complete; missing: {results['missing'] or 'its end'}")
+    if results["cpu"]["saturated"] or results["cpu"]["scheduler_tails"]:
+        found.append(f"processors: {results['cpu']['text']}")
     return found
 
 
@@ -54,22 +54,21 @@ def facts(run: Run, results: dict[str, Any]) -> list[tuple[str, str]]:
     """Names and texts: the step with and without overlap, the links, the processors."""
     found = []
     step = results["step"]
-    measured, other = ("with", "without") if run.record.get("overlap") else ("without", "with")
     overlaps = [
-        f"{seconds(value)} {name} overlap with compute ({how})"
-        for name, how in ((measured, "measured"), (other, "computed"))
-        if (value := typical(step.get(f"{name}_overlap_s"))) is not None
+        f"{seconds(step[key])} {name} overlap with compute ({'measured' if step['overlap'] == overlap else 'computed'})"
+        for name, key, overlap in (("without", "without_overlap_s", False), ("with", "with_overlap_s", True))
+        if step[key] is not None
     ]
     if overlaps:
         found.append(("step", ", ".join(overlaps)))
     found += links(run)
-    late = max(figures_of_ranks(run), key=lambda figures: figures.last, default=None)
+    late = max(figures_of_ranks(results), key=lambda figures: figures.last, default=None)
     if late and run.record["hosts"] > 2 and late.last > _OFTEN:
         found.append(
             ("late", f"rank {late.rank} came last to {late.last:.0%} of its transfers: the others waited for it")
         )
-    text = (results.get("cpu") or {}).get("text")
-    if text and text not in warnings(run, results):
+    text = results["cpu"]["text"]
+    if text and not (results["cpu"]["saturated"] or results["cpu"]["scheduler_tails"]):
         found.append(("cpu", str(text)))
     return found
 
@@ -79,14 +78,15 @@ def links(run: Run) -> list[tuple[str, str]]:
     measured = run.record.get("links") or ()
     if len(measured) <= 2:
         return [(f"link {link['from']}-{link['to']}", _link([link])) for link in measured]
-    slowest = min(measured, key=lambda link: link["bytes_per_second"])
+    slowest = min(measured, key=lambda link: float(link["bytes_per_second"] or math.inf))
     return [("links", f"{len(measured)}, {_link(measured)}; {slowest['from']} to {slowest['to']} is the slowest")]
 
 
 def _link(measured: Sequence[dict[str, Any]]) -> str:
-    latencies = [seconds(link["latency_seconds"]) for link in sorted(measured, key=lambda one: one["latency_seconds"])]
-    rates = [f"{rate * 8 / 1e6:,.4g}" for rate in sorted(link["bytes_per_second"] for link in measured)]
-    return f"alpha {_range(latencies)}, {_range(rates)} Mbit/s"
+    latencies = [seconds(value) for value in sorted(link["latency_seconds"] for link in measured)]
+    known = sorted(link["bytes_per_second"] for link in measured if link["bytes_per_second"])
+    rates = f", {_range([f'{rate * 8 / 1e6:,.4g}' for rate in known])} Mbit/s" if known else ""
+    return f"alpha {_range(latencies)}{rates}"
 
 
 def _range(ordered: list[str]) -> str:
@@ -106,13 +106,6 @@ def notes(run: Run, results: dict[str, Any]) -> list[str]:
     if short:
         found.append(f"n/a: {trials:,} trials bound no such percentile; it takes {', '.join(short)}.")
     return [*found, *run.record["workload"]["notes"]]
-
-
-def typical(value: Any) -> float | None:
-    """The median of figures, or the one figure that there is."""
-    if isinstance(value, dict):
-        value = value.get("p50")
-    return None if value is None else float(value)
 
 
 def seconds(value: float | None) -> str:

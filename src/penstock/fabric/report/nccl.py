@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.fabric.models import busbw_factor
+from penstock.fabric.samples import Run
+
 _IN_PLACE = {"all_reduce", "broadcast"}
 _REDUCES = {"all_reduce", "reduce_scatter"}
 _ROOTED = {"broadcast", "gather"}
@@ -48,36 +51,35 @@ class Row:
     trials: int
 
 
-def rows(record: dict[str, Any], results: dict[str, Any]) -> list[Row]:
+def rows(run: Run, results: dict[str, Any]) -> list[Row]:
     """The transfers in order of execution."""
-    element_bytes = record["workload"]["element_bytes"]
+    element_bytes = run.record["workload"]["element_bytes"]
     made = []
     for transfer in results["transfers"]:
         collective, size, mean = transfer["collective"], transfer["bytes"], transfer["time_s"]["mean"]
-        pieces = len(transfer.get("ranks") or ()) or record["hosts"]
+        ranks = len(transfer["ranks"])
         algbw = size / mean / 1e9 if mean else None
-        factor = transfer["busbw_GBps"] / transfer["algbw_GBps"] if transfer["algbw_GBps"] else None
         made.append(
             Row(
                 name=transfer["name"],
                 collective=collective,
                 size=size,
-                count=size // element_bytes // (pieces if collective in _COUNTS_PIECES else 1),
+                count=size // element_bytes // (ranks if collective in _COUNTS_PIECES else 1),
                 type=_TYPES.get(element_bytes, f"{element_bytes}B"),
                 redop="sum" if collective in _REDUCES else "none",
                 root=0 if collective in _ROOTED else -1,
                 time=mean and mean * 1e6,
                 algbw=algbw,
-                busbw=None if algbw is None or factor is None else algbw * factor,
+                busbw=algbw and algbw * busbw_factor(collective, ranks),
                 trials=transfer["trials"],
             )
         )
     return made
 
 
-def text(record: dict[str, Any], results: dict[str, Any]) -> str:
+def text(run: Run, results: dict[str, Any]) -> str:
     """What nccl-tests would have printed: a table for each collective, of transfers in order of execution."""
-    return "\n".join(_lines(record, rows(record, results))) + "\n"
+    return "\n".join(_lines(run.record, rows(run, results))) + "\n"
 
 
 def _lines(record: dict[str, Any], found: list[Row]) -> Iterator[str]:
@@ -132,9 +134,9 @@ def _wrong(record: dict[str, Any]) -> int | None:
     return 0 if record["warmup"] else None
 
 
-def to_dict(record: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
+def to_dict(run: Run, results: dict[str, Any]) -> dict[str, Any]:
     """For JSON, as `nccl-tests --json` writes it; `experiment_name` has the collective and the transfer's name."""
-    found, wrong = rows(record, results), _wrong(record)
+    record, found, wrong = run.record, rows(run, results), _wrong(run.record)
     sizes = [row.size for row in found]
     busbw = [row.busbw for row in found if row.busbw is not None]
     hosts = enumerate(record["environment"])
@@ -155,7 +157,7 @@ def to_dict(record: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
         "results": [_entry(row, wrong) for row in found],
         "out_of_bounds": {"count": wrong or 0, "okay": "false" if wrong else "true"},
         "average_bus_bandwidth": {"bandwidth": sum(busbw) / max(len(busbw), 1), "okay": "unchecked"},
-        "errors": [record["missing"]] if record.get("missing") else [],
+        "errors": [results["missing"]] if results["missing"] else [],
     }
 
 

@@ -20,11 +20,10 @@ from penstock.fabric.report.facts import (
     percent,
     rate_unit,
     seconds,
-    typical,
     warnings,
 )
 from penstock.fabric.report.plots import draw
-from penstock.fabric.report.ranks import figures_of_ranks
+from penstock.fabric.report.ranks import figures_of_ranks, longest_transfer
 from penstock.fabric.report.style import INK, MUTED, RULE
 from penstock.fabric.report.template import PAGE
 from penstock.fabric.samples import Run
@@ -68,7 +67,7 @@ def page(run: Run, results: dict[str, Any]) -> str:
         notes=notes(run, results),
         pictures=[(CAPTIONS[name], _inline(drawn)) for name, drawn in pictures.items()],
         missing=missing,
-        ranks=_ranks(run),
+        ranks=_ranks(run, results),
         environment=_environment(run),
     )
 
@@ -105,10 +104,10 @@ def _table(results: dict[str, Any]) -> list[list[str]]:
     for entry in (*results["transfers"], results["step"]):
         times = entry["time_s"]
         row = [entry.get("name", "step"), *([entry.get("collective", "")] if kinds else [])]
-        row.append(f"{entry['bytes']:,}" if "bytes" in entry else "")
+        row.append(f"{entry['bytes']:,}")
         row += [seconds(times[name]) for name in ("min", *TIMES, "mean")]
-        if "bytes" in entry:
-            row += [seconds(typical(entry.get(name))) for name in ("arrival_skew_s", "transfer_s")]
+        if "busbw_GBps" in entry:
+            row += [seconds(entry[name]["p50"]) for name in ("arrival_skew_s", "transfer_s")]
             rates = (entry[name] and entry[name] * scale for name in ("algbw_GBps", "busbw_GBps"))
             row += [*map(digits, rates), percent(entry["ideal_percent"])]
         else:
@@ -125,17 +124,21 @@ def _inline(drawn: str) -> Markup:
     return Markup(drawn)  # made by matplotlib, which escapes names
 
 
-def _ranks(run: Run) -> dict[str, Any]:
+def _ranks(run: Run, results: dict[str, Any]) -> dict[str, Any]:
     """The table of ranks: what they took, what their processors did, and how far their clocks were off."""
     record = run.record
-    heads = ["rank", "host", "median of a trial", "took longest", "came last", "busy", "switches", "clock offset"]
+    longest = longest_transfer(results)
+    by_rank = {found["rank"]: found for found in longest["per_rank"]}
+    heads = ["rank", "host", f"p50 of {longest['name']}", f"p99 of {longest['name']}", "took longest", "came last"]
+    heads += ["busy", "switches", "clock offset"]
     rows = []
-    for found in figures_of_ranks(run):
+    for found in figures_of_ranks(results):
         cpu, clock, host = (_of(record.get(key), found.rank) for key in ("cpu", "clock", "environment"))
         wall = cpu.get("wall_seconds")
         used = cpu.get("user_seconds", 0.0) + cpu.get("system_seconds", 0.0)
         switches = cpu.get("involuntary_switches")
-        row = [str(found.rank), str(host.get("host", "")), seconds(found.median_seconds)]
+        row = [str(found.rank), str(host.get("host", ""))]
+        row += [seconds(by_rank.get(found.rank, {}).get(name)) for name in ("p50", "p99")]
         row += [f"{found.longest:.0%}", f"{found.last:.0%}", f"{used / wall:.0%}" if wall else NONE]
         row += [f"{switches:,}" if switches is not None else NONE, _clock(clock)]
         rows.append(row)

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.fabric.report.facts import cut, rate_unit
-from penstock.fabric.report.ranks import durations, slowest_rank
 from penstock.fabric.report.style import (
     COLOURS,
     INK,
@@ -25,7 +24,9 @@ from penstock.fabric.report.style import (
     svg,
 )
 from penstock.fabric.samples import Run
+from penstock.fabric.trials import TransferTimes
 from penstock.fabric.units import size_text
+from penstock.fabric.workload import Workload
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,18 +54,15 @@ def draw(run: Run, results: dict[str, Any]) -> dict[str, str]:
     with look():
         if not len(run.start_ns):
             return {}
-        times = completion_seconds(run)
-        drawn = {"cdf": _cdf(run, times), "trials": _trials(run, times)}
+        workload = Workload.from_dict(run.record["workload"])
+        by_transfer = [TransferTimes.of(run, workload, place) for place in range(len(workload.transfers))]
+        times = np.stack([one.completion for one in by_transfer], axis=1)
+        drawn = {"cdf": _cdf(run, times), "trials": _trials(run, results, times)}
         if len({transfer["bytes"] for transfer in results["transfers"]}) > 1:
-            drawn["busbw"] = _busbw(run, results, times)
+            drawn["busbw"] = _busbw(results, times)
         drawn["timeline"] = _timeline(run)
-        drawn["slowest"] = _slowest(run)
+        drawn["slowest"] = _slowest(results, by_transfer, times)
         return drawn
-
-
-def completion_seconds(run: Run) -> Floats:
-    """By trial and transfer: from a rank's start to its end, of the slowest rank."""
-    return np.asarray(np.nanmax(durations(run), axis=2))
 
 
 def names(run: Run) -> list[str]:
@@ -138,21 +136,15 @@ def _none() -> Any:
 # -- over the trials --------------------------------------------------------------------------------------------------
 
 
-def outliers(times: Floats) -> NDArray[np.int64]:
-    """The trials above Tukey's far fence, the third quartile and three times the quartiles' distance; slowest first."""
-    low, high = np.percentile(times, (25, 75))
-    above = np.flatnonzero(times > high + 3 * (high - low))
-    return np.asarray(above[np.argsort(-times[above], kind="stable")])
-
-
-def _trials(run: Run, times: Floats) -> str:
+def _trials(run: Run, results: dict[str, Any], times: Floats) -> str:
     shown = _longest(times)
     colour, name, trials = colours(times.shape[1]), names(run), len(times)
     figure = blank(9.6, 0.65 + 1.05 * len(shown))
     rows = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
     for axes, number in zip(rows, shown, strict=True):
         took = times[:, number]
-        far = outliers(took)
+        far = np.array(results["transfers"][number]["outliers"], int)
+        far = far[np.argsort(-took[far], kind="stable")]
         near = np.ones(trials, bool)
         near[far[:MOST_MARKED]] = False
         size, alpha = (7, 0.75) if trials <= 500 else (3, 0.4)
@@ -189,7 +181,7 @@ def _trials_note(median: float, far: NDArray[np.int64], took: Floats) -> str:
 # -- over the sizes ---------------------------------------------------------------------------------------------------
 
 
-def _busbw(run: Run, results: dict[str, Any], times: Floats) -> str:
+def _busbw(results: dict[str, Any], times: Floats) -> str:
     figure = blank(9.6, 3.4)
     axes = figure.subplots()
     transfers = results["transfers"]
@@ -310,26 +302,28 @@ def _lanes(axes: Axes, run: Run, trial: int, colour: Any) -> None:
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
 
-def _slowest(run: Run) -> str:
-    """Histograms of the slowest rank, and behind them of all other ranks, of the longest transfers."""
-    slowest = slowest_rank(run)
-    took = durations(run)
-    own = [number for number in _longest(completion_seconds(run)) if not np.isnan(took[0, number, slowest])]
-    shown, name, colour = own[-4:], names(run), colours(took.shape[1])
+def _slowest(results: dict[str, Any], by_transfer: Sequence[TransferTimes], times: Floats) -> str:
+    """Of the longest transfers: the histogram of the slowest rank's times, and the outline of all other ranks' ones."""
+    shown, colour = _longest(times)[-4:], colours(len(by_transfer))
     figure = blank(9.6, 2.5)
     for axes, number in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
-        mine = took[:, number, slowest]
-        others = np.delete(took[:, number], slowest, axis=1)
-        others = others[~np.isnan(others)]
-        both = np.concatenate([mine, others])
-        edges = np.geomspace(both.min() / 1.001, both.max() * 1.001, 41)
-        axes.hist(mine, edges, weights=np.full(len(mine), 1 / len(mine)), color=colour[number], alpha=0.85)
-        axes.hist(others, edges, weights=np.full(len(others), 1 / len(others)), histtype="step", color=INK, lw=0.9)
+        transfer, one = results["transfers"][number], by_transfer[number]
+        rank = transfer["slowest_rank"]["rank"]
+        found = transfer["slowest_rank"]["histogram"]
+        others = np.delete(one.durations, one.ranks.index(rank), axis=1).ravel()
+        first, ratio = found["edges_s"][0], found["edges_s"][1] / found["edges_s"][0]
+        low, high = (round(np.log(value / first) / np.log(ratio)) for value in (others.min(), others.max()))
+        edges = first * ratio ** np.arange(min(low, 0) - 1, max(high, len(found["counts"])) + 2)
+        shares = np.array(found["counts"]) / max(sum(found["counts"]), 1)
+        axes.stairs(shares, found["edges_s"], fill=True, color=colour[number], alpha=0.85)
+        outline, _ = np.histogram(others, edges)
+        axes.stairs(outline / max(len(others), 1), edges, color=INK, lw=0.9)
         axes.set_xscale("log")
+        axes.set_ylim(bottom=0)
         seconds_axis(axes.xaxis)
-        axes.set_title(cut(name[number], 20))
+        axes.set_title(f"{cut(transfer['name'], 16)}: rank {rank}")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
         axes.grid(axis="x", visible=False)
     figure.supylabel("share of trials", fontsize=9.5)
-    figure.supxlabel(f"time of rank {slowest}, the slowest (outline: all other ranks)", fontsize=9.5)
+    figure.supxlabel("time of the slowest rank (outline: all other ranks)", fontsize=9.5)
     return svg(figure, "slowest")

@@ -23,7 +23,6 @@ from penstock.fabric.report.facts import (
     rate_unit,
     seconds,
     title,
-    typical,
     warnings,
 )
 from penstock.fabric.samples import Run
@@ -79,7 +78,7 @@ def _table(results: dict[str, Any], *, times: bool, rates: bool, name_width: int
         made.add_row(*map(Text, cells))
     if times:
         made.add_row()
-        cells = ["step", *([""] if kinds else []), f"{sum(transfer['bytes'] for transfer in transfers):,}"]
+        cells = ["step", *([""] if kinds else []), f"{results['step']['bytes']:,}"]
         made.add_row(*map(Text, [*cells, *_times(results["step"]), *([""] * 4 if rates else [])]), style="bold")
     return made
 
@@ -87,7 +86,7 @@ def _table(results: dict[str, Any], *, times: bool, rates: bool, name_width: int
 def _times(entry: dict[str, Any]) -> list[str]:
     found = entry["time_s"]
     mean = seconds(found["mean"])
-    interval = entry.get("mean_interval_s")
+    interval = entry["mean_interval"]
     if interval:
         mean += f" \u00b1{max(interval[1] - found['mean'], found['mean'] - interval[0]) / (found['mean'] or 1):.1%}"
     return [*(seconds(found[name]) for name in TIMES), mean]
@@ -95,7 +94,7 @@ def _times(entry: dict[str, Any]) -> list[str]:
 
 def _rates(transfer: dict[str, Any], scale: float) -> list[str]:
     rates = [value if value is None else value * scale for value in (transfer["algbw_GBps"], transfer["busbw_GBps"])]
-    skew = seconds(typical(transfer.get("arrival_skew_s")))
+    skew = seconds(transfer["arrival_skew_s"]["p50"])
     return [skew, *map(digits, rates), percent(transfer["ideal_percent"])]
 
 
