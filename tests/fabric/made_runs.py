@@ -115,7 +115,13 @@ def _record(workload: Workload, hosts: int, asked: int, trials: int) -> dict[str
         "links": links,
         "clock": [{"offset_ns": 1200 * rank, "uncertainty_ns": 900 if rank else 0} for rank in range(hosts)],
         "cpu": [
-            {"user_seconds": 1.0, "system_seconds": 0.5, "wall_seconds": 20.0, "steal": 0.0, "involuntary": 12}
+            {
+                "user_seconds": 1.0,
+                "system_seconds": 0.5,
+                "wall_seconds": 20.0,
+                "steal_seconds": 0.0,
+                "involuntary_switches": 12,
+            }
             for _ in range(hosts)
         ],
         "environment": [
@@ -135,5 +141,5 @@ def _record(workload: Workload, hosts: int, asked: int, trials: int) -> dict[str
         "machine_cores": 2,
         "shared_machine": True,
         "complete": asked <= trials,
-        "missing": "" if asked <= trials else f"{asked - trials} of {asked} trials: the run was stopped",
+        "missing": "" if asked <= trials else f"rank 2 left in trial {trials}",
     }

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.fabric.report.facts import cut, rate_unit
 from penstock.fabric.report.style import (
     COLOURS,
     INK,
     MUTED,
-    OTHERS,
     blank,
     colours,
     legend_beside,
@@ -24,7 +24,9 @@ from penstock.fabric.report.style import (
     svg,
 )
 from penstock.fabric.samples import Run
+from penstock.fabric.trials import TransferTimes
 from penstock.fabric.units import size_text
+from penstock.fabric.workload import Workload
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,7 +44,9 @@ MOST_MARKED = 40
 
 
 def draw(run: Run, results: dict[str, Any]) -> dict[str, str]:
-    """The pictures by name: cdf, trials, timeline, and busbw where sizes differ. Without trials there are none.
+    """The pictures by name: cdf, trials, timeline, slowest (the rank), and busbw where sizes differ.
+
+    Of a run without a whole trial there are none.
 
     Raises:
         ArgumentError: matplotlib is not installed.
@@ -50,28 +54,32 @@ def draw(run: Run, results: dict[str, Any]) -> dict[str, str]:
     with look():
         if not len(run.start_ns):
             return {}
-        times = completion_seconds(run)
-        drawn = {"cdf": _cdf(run, times), "trials": _trials(run, times)}
+        workload = Workload.from_dict(run.record["workload"])
+        by_transfer = [TransferTimes.of(run, workload, place) for place in range(len(workload.transfers))]
+        times = np.stack([one.completion for one in by_transfer], axis=1)
+        drawn = {"cdf": _cdf(run, times), "trials": _trials(run, results, times)}
         if len({transfer["bytes"] for transfer in results["transfers"]}) > 1:
-            drawn["busbw"] = _busbw(run, results, times)
+            drawn["busbw"] = _busbw(results, times)
         drawn["timeline"] = _timeline(run)
+        drawn["slowest"] = _slowest(results, by_transfer, times)
         return drawn
-
-
-def completion_seconds(run: Run) -> Floats:
-    """By trial and transfer: from a rank's start to its end, of the slowest rank."""
-    took = np.where(run.end_ns >= 0, run.end_ns - run.start_ns, -1)
-    return np.asarray(took.max(axis=2) / 1e9, np.float64)
 
 
 def names(run: Run) -> list[str]:
     return [transfer["name"] for transfer in run.record["workload"]["transfers"]]
 
 
-def _shown(times: Floats) -> list[int]:
-    """The transfers that have a colour: all, or those that take the most time, in order of execution."""
-    if times.shape[1] <= len(COLOURS):
-        return list(range(times.shape[1]))
+def _named(count: int) -> list[int]:
+    """The transfers that a legend names: all, or evenly spread ones."""
+    return (
+        sorted(set(np.linspace(0, count - 1, len(COLOURS)).round().astype(int).tolist()))
+        if count > len(COLOURS)
+        else list(range(count))
+    )
+
+
+def _longest(times: Floats) -> list[int]:
+    """The transfers that take the most time, in order of execution."""
     return sorted(np.argsort(-np.median(times, axis=0), kind="stable")[: len(COLOURS)].tolist())
 
 
@@ -81,17 +89,16 @@ def _shown(times: Floats) -> list[int]:
 def _cdf(run: Run, times: Floats) -> str:
     figure = blank(9.6, 3.5)
     left, right = figure.subplots(1, 2)
-    shown, trials = _shown(times), len(times)
-    colour, name = colours(shown), names(run)
-    order = [*(number for number in range(times.shape[1]) if number not in shown), *shown]
-    for number in order:
+    trials, count = times.shape
+    colour, name, named = colours(count), names(run), _named(count)
+    for number in range(count):
         ordered = np.sort(times[:, number])
         at = _kept(trials)
-        style: dict[str, Any] = {"color": colour(number), "drawstyle": "steps-post"}
-        style |= {"label": _cut(name[number])} if number in shown else {"lw": 0.8, "zorder": 1.5}
-        left.plot(ordered[at], (at + 1) / trials, **style)
+        style = {"color": colour[number], "lw": 1.6 if count <= len(COLOURS) else 1.0}
+        label = {"label": cut(name[number], 24)} if number in named else {}
+        left.plot(ordered[at], (at + 1) / trials, drawstyle="steps-post", **style)
         # P(T >= the i-th smallest) is the share of samples from it on; the line ends at the largest.
-        right.plot(ordered[at], (trials - at) / trials, **{**style, "drawstyle": "steps-pre"})
+        right.plot(ordered[at], (trials - at) / trials, drawstyle="steps-pre", **style, **label)
     for axes in (left, right):
         axes.set_xscale("log")
         axes.set_xlim(times.min() / 1.1, times.max() * 1.15)
@@ -104,13 +111,10 @@ def _cdf(run: Run, times: Floats) -> str:
     right.yaxis.set_minor_locator(_none())
     for share, text in ((0.5, "p50"), (0.1, "p90"), (0.01, "p99"), (0.001, "p99.9")):
         if share >= 1 / trials:
-            right.annotate(text, (1, share), xycoords=("axes fraction", "data"), xytext=(-2, 2),
-                           textcoords="offset points", ha="right", color=MUTED, fontsize=8.5)  # fmt: skip
+            right.annotate(text, (1, share), xycoords=("axes fraction", "data"), xytext=(3, 0),
+                           textcoords="offset points", va="center", color=MUTED, fontsize=8.5)  # fmt: skip
             right.axhline(share, color=MUTED, lw=0.6, ls=(0, (1, 3)))
-    rest = times.shape[1] - len(shown)
-    if rest:
-        right.plot([], [], color=OTHERS, lw=0.8, label=f"{rest} others")
-    legend_beside(right)
+    legend_beside(right, left=1.12)
     return svg(figure, "cdf")
 
 
@@ -129,48 +133,37 @@ def _none() -> Any:
     return NullLocator()
 
 
-def _cut(name: str, most: int = 24) -> str:
-    """A name that fits: its end, which tells layers apart."""
-    return name if len(name) <= most else "\u2026" + name[-(most - 1) :]
-
-
 # -- over the trials --------------------------------------------------------------------------------------------------
 
 
-def outliers(times: Floats) -> NDArray[np.int64]:
-    """The trials above Tukey's far fence, the third quartile and three times the quartiles' distance; slowest first."""
-    low, high = np.percentile(times, (25, 75))
-    above = np.flatnonzero(times > high + 3 * (high - low))
-    return np.asarray(above[np.argsort(-times[above], kind="stable")])
-
-
-def _trials(run: Run, times: Floats) -> str:
-    shown = _shown(times)
-    colour, name, trials = colours(shown), names(run), len(times)
+def _trials(run: Run, results: dict[str, Any], times: Floats) -> str:
+    shown = _longest(times)
+    colour, name, trials = colours(times.shape[1]), names(run), len(times)
     figure = blank(9.6, 0.65 + 1.05 * len(shown))
     rows = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
     for axes, number in zip(rows, shown, strict=True):
         took = times[:, number]
-        far = outliers(took)
+        far = np.array(results["transfers"][number]["outliers"], int)
+        far = far[np.argsort(-took[far], kind="stable")]
         near = np.ones(trials, bool)
         near[far[:MOST_MARKED]] = False
-        many = trials * len(shown) > MOST_DOTS
-        size = 7 if trials <= 500 else 3
-        axes.scatter(np.flatnonzero(near), took[near], s=size, color=colour(number), alpha=0.75 if trials <= 500 else 0.4,
-                     linewidths=0, rasterized=many)  # fmt: skip
-        axes.scatter(far[:MOST_MARKED], took[far[:MOST_MARKED]], s=17, color=colour(number), linewidths=0.9,
-                     edgecolors=INK, zorder=3)  # fmt: skip
+        size, alpha = (7, 0.75) if trials <= 500 else (3, 0.4)
+        style: dict[str, Any] = {"color": colour[number], "linewidths": 0}
+        axes.scatter(
+            np.flatnonzero(near), took[near], size, alpha=alpha, rasterized=trials * len(shown) > MOST_DOTS, **style
+        )
+        marked = far[:MOST_MARKED]
+        axes.scatter(marked, took[marked], 17, zorder=3, edgecolors=INK, **{**style, "linewidths": 0.9})
         median = float(np.median(took))
         axes.axhline(median, color=INK, lw=0.8, zorder=2.5)
-        wide = took.max() > 4 * median  # else the many are squeezed into a line by the few
-        axes.set_yscale("log" if wide else "linear")
-        axes.set_ylim((took.min() / 1.4, took.max() * 1.5) if wide else (0, took.max() * 1.18))
-        axes.set_title(_cut(name[number], 48), fontsize=9.5, pad=3)
-        axes.set_title(_trials_note(median, far, took), loc="right", fontsize=8.5, fontweight="normal", pad=3, color=MUTED)
+        axes.set_yscale("log")
+        axes.set_ylim(took.min() / 1.12, took.max() * 1.25)
+        axes.set_title(cut(name[number], 48), fontsize=9.5, pad=3)
+        axes.set_title(
+            _trials_note(median, far, took), loc="right", fontsize=8.5, fontweight="normal", pad=3, color=MUTED
+        )
         axes.grid(axis="x", visible=False)
         seconds_axis(axes.yaxis)
-        if not wide:
-            axes.yaxis.set_major_locator(_few())
     rows[-1].set_xlim(-0.01 * trials, trials * 1.01)
     rows[-1].set_xlabel("trial, in order")
     figure.supylabel("completion time, slowest rank", fontsize=9.5)
@@ -185,21 +178,14 @@ def _trials_note(median: float, far: NDArray[np.int64], took: Floats) -> str:
     return f"{text}, {len(far):,} outlier{'s' if len(far) > 1 else ''}, {worst}"
 
 
-def _few() -> Any:
-    from matplotlib.ticker import MaxNLocator
-
-    return MaxNLocator(3, steps=[1, 2, 4, 5, 10], min_n_ticks=2)
-
-
 # -- over the sizes ---------------------------------------------------------------------------------------------------
 
 
-def _busbw(run: Run, results: dict[str, Any], times: Floats) -> str:
+def _busbw(results: dict[str, Any], times: Floats) -> str:
     figure = blank(9.6, 3.4)
     axes = figure.subplots()
     transfers = results["transfers"]
-    most = max(filter(None, (transfer["busbw_GBps"] for transfer in transfers)), default=1.0)
-    scale, unit = (1.0, "GB/s") if most >= 1 else (1e3, "MB/s")
+    scale, unit = rate_unit(results)
     kinds = list(dict.fromkeys(transfer["collective"] for transfer in transfers))
     for kind, colour in zip(kinds, COLOURS, strict=False):
         found = sorted((t["bytes"], n) for n, t in enumerate(transfers) if t["collective"] == kind and t["busbw_GBps"])
@@ -255,8 +241,8 @@ def _timeline(run: Run) -> str:
     """The first and the slowest trial, each on its own axis of time: a lane a rank, a bar a round."""
     from matplotlib.patches import Patch
 
-    shown = _shown(completion_seconds(run))
-    colour, name = colours(shown), names(run)
+    name = names(run)
+    colour, named = colours(len(name)), _named(len(name))
     chosen = _chosen_trials(run)
     hosts = run.start_ns.shape[2]
     lanes = min(hosts, MOST_LANES)
@@ -271,10 +257,10 @@ def _timeline(run: Run) -> str:
         axes.grid(axis="y", visible=False)
         axes.spines["left"].set_visible(False)
         seconds_axis(axes.xaxis)
-    rows[-1].set_xlabel("time since the first rank began its first transfer" + (f" ({lanes} of {hosts} ranks)" if lanes < hosts else ""))
-    patches = [Patch(color=colour(number), label=_cut(name[number])) for number in shown]
-    if len(shown) < len(name):
-        patches.append(Patch(color=OTHERS, label=f"{len(name) - len(shown)} others"))
+    rows[-1].set_xlabel(
+        "time since the first rank began its first transfer" + (f" ({lanes} of {hosts} ranks)" if lanes < hosts else "")
+    )
+    patches = [Patch(color=colour[number], label=cut(name[number], 24)) for number in named]
     legend_beside(rows[0], patches)
     return svg(figure, "timeline")
 
@@ -305,9 +291,39 @@ def _lanes(axes: Axes, run: Run, trial: int, colour: Any) -> None:
     for number, rank in np.argwhere(took_part[:, :MOST_LANES]):
         start, end = ((times[trial, number, rank] - zero) / 1e9 for times in (run.start_ns, run.end_ns))
         parts = rounds.get((number, rank), [])
-        axes.broken_barh([(start, end - start)], (rank - 0.36, 0.72), color=colour(number), alpha=0.3 if parts else 1,
+        axes.broken_barh([(start, end - start)], (rank - 0.36, 0.72), color=colour[number], alpha=0.3 if parts else 1,
                          linewidth=0)  # fmt: skip
         bars = [((row[4] - zero) / 1e9, (row[5] - row[4]) / 1e9) for row in sorted(parts, key=lambda row: row[3])]
         bars = [(at, took - min(whole * 0.0015, took * 0.3)) for at, took in bars]
         if bars:
-            axes.broken_barh(bars, (rank - 0.36, 0.72), color=colour(number), linewidth=0)
+            axes.broken_barh(bars, (rank - 0.36, 0.72), color=colour[number], linewidth=0)
+
+
+# -- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def _slowest(results: dict[str, Any], by_transfer: Sequence[TransferTimes], times: Floats) -> str:
+    """Of the longest transfers: the histogram of the slowest rank's times, and the outline of all other ranks' ones."""
+    shown, colour = _longest(times)[-4:], colours(len(by_transfer))
+    figure = blank(9.6, 2.5)
+    for axes, number in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
+        transfer, one = results["transfers"][number], by_transfer[number]
+        rank = transfer["slowest_rank"]["rank"]
+        found = transfer["slowest_rank"]["histogram"]
+        others = np.delete(one.durations, one.ranks.index(rank), axis=1).ravel()
+        first, ratio = found["edges_s"][0], found["edges_s"][1] / found["edges_s"][0]
+        low, high = (round(np.log(value / first) / np.log(ratio)) for value in (others.min(), others.max()))
+        edges = first * ratio ** np.arange(min(low, 0) - 1, max(high, len(found["counts"])) + 2)
+        shares = np.array(found["counts"]) / max(sum(found["counts"]), 1)
+        axes.stairs(shares, found["edges_s"], fill=True, color=colour[number], alpha=0.85)
+        outline, _ = np.histogram(others, edges)
+        axes.stairs(outline / max(len(others), 1), edges, color=INK, lw=0.9)
+        axes.set_xscale("log")
+        axes.set_ylim(bottom=0)
+        seconds_axis(axes.xaxis)
+        axes.set_title(f"{cut(transfer['name'], 16)}: rank {rank}")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+        axes.grid(axis="x", visible=False)
+    figure.supylabel("share of trials", fontsize=9.5)
+    figure.supxlabel("time of the slowest rank (outline: all other ranks)", fontsize=9.5)
+    return svg(figure, "slowest")

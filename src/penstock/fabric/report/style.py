@@ -6,7 +6,7 @@ Figures are drawn by matplotlib without pyplot, so that nothing of the caller's 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from io import StringIO
 from typing import TYPE_CHECKING, Any
@@ -23,12 +23,9 @@ INK, MUTED, RULE = "#1b2330", "#6b7482", "#dde1e7"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f6a00")
 """Okabe and Ito's, without black and yellow, which are lost on a dark or a light page."""
 
-OTHERS = "#a9b0bb"
-"""Of the transfers that have no colour of their own, where there are many."""
-
 FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
-_LOOK: dict[str, Any] = {
+_LOOK: Any = {
     "font.size": 9.5,
     "axes.titlesize": 10.5,
     "axes.titleweight": "bold",
@@ -86,7 +83,7 @@ def blank(width: float, height: float) -> Figure:
 
 
 def svg(figure: Figure, name: str) -> str:
-    """The figure as SVG without a prologue, the same each time; its ids start with `name`, to share a page with others."""
+    """The figure as SVG without a prologue, the same each time; its ids start with `name`: a page has several."""
     import matplotlib
 
     text = StringIO()
@@ -98,7 +95,7 @@ def svg(figure: Figure, name: str) -> str:
     drawn = re.sub(r"<!--.*?-->\s*", "", drawn, flags=re.DOTALL)
     used = set(re.findall(r"(?:url\(#|href=\"#)([^)\"]+)", drawn))
     drawn = re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in used else "", drawn)
-    drawn = re.sub(r'((?:url\(| id="|href=")#?)(?=[\w])', rf"\g<1>{name}-", drawn) if used else drawn
+    drawn = re.sub(r'(url\(#| id="|href="#)', rf"\g<1>{name}-", drawn)
     drawn = re.sub(r"font-family: [^;\"]*", f"font-family: {FONTS}", drawn)
     return _shorter(drawn)
 
@@ -132,13 +129,17 @@ def seconds_label(value: float) -> str:
     return f"{value / 1e-9:.3g} ns" if value else "0"
 
 
-def colours(shown: list[int]) -> Callable[[int], str]:
-    """The colour of each transfer: of its own if it is among those shown, else grey."""
-    own = dict(zip(shown, COLOURS, strict=False))
-    return lambda number: own.get(number, OTHERS)
+def colours(count: int) -> list[str]:
+    """A colour each; of more than there are names for, from dark to light in their order."""
+    if count <= len(COLOURS):
+        return list(COLOURS[:count])
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
+
+    return [to_hex(colormaps["viridis"](0.88 * place / (count - 1))) for place in range(count)]
 
 
-def legend_beside(axes: Axes, handles: list[Any] | None = None) -> None:
+def legend_beside(axes: Axes, handles: list[Any] | None = None, left: float = 1.01) -> None:
     """A legend to the right of the axes, where it covers nothing."""
     handles = axes.get_legend_handles_labels()[0] if handles is None else handles
-    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.01, 1.02), handlelength=1.2, borderaxespad=0)
+    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(left, 1.02), handlelength=1.2, borderaxespad=0)

@@ -1,0 +1,144 @@
+"""What every report says of a run in words: its title, warnings, figures of the whole, and what a reader must know."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.fabric.report.ranks import figures_of_ranks
+from penstock.fabric.samples import Run
+from penstock.fabric.statistics import PERCENTILES, fewest
+
+NONE = "n/a"
+
+TIMES = {"p50": "p50", "p90": "p90", "p99": "p99", "p999": "p99.9", "max": "max"}
+"""The columns of times, by their name in the results."""
+
+
+_OFTEN = 0.5
+"""The share of transfers from which on a rank that comes last is worth a line."""
+
+
+def title(run: Run) -> str:
+    """What was run, in a line."""
+    return f"{run.record['workload']['name']}: {', '.join(headings(run))}"
+
+
+def headings(run: Run) -> list[str]:
+    """Hosts, algorithm and collectives, trials, backend, link."""
+    record = run.record
+    kinds = list(dict.fromkeys(transfer["collective"] for transfer in record["workload"]["transfers"]))
+    algorithm = "torch.distributed's own" if record["algorithm"] == "engine" else record["algorithm"]
+    done, asked = len(run.start_ns), record["trials"]
+    return [
+        f"{record['hosts']} hosts",
+        f"{algorithm} {' and '.join(kinds) if len(kinds) < 3 else 'collectives'}",
+        f"{done:,} trials" if done == asked else f"{done:,} of {asked:,} trials",
+        str(record["backend"]),
+        *([f"link {record['link']}"] if record.get("link") else []),
+    ]
+
+
+def warnings(run: Run, results: dict[str, Any]) -> list[str]:
+    """What keeps the figures from being what they seem."""
+    found = []
+    if not results["complete"]:
+        found.append(f"the run is not complete; missing: {results['missing'] or 'its end'}")
+    if results["cpu"]["saturated"] or results["cpu"]["scheduler_tails"]:
+        found.append(f"processors: {results['cpu']['text']}")
+    return found
+
+
+def facts(run: Run, results: dict[str, Any]) -> list[tuple[str, str]]:
+    """Names and texts: the step with and without overlap, the links, the processors."""
+    found = []
+    step = results["step"]
+    overlaps = [
+        f"{seconds(step[key])} {name} overlap with compute ({'measured' if step['overlap'] == overlap else 'computed'})"
+        for name, key, overlap in (("without", "without_overlap_s", False), ("with", "with_overlap_s", True))
+        if step[key] is not None
+    ]
+    if overlaps:
+        found.append(("step", ", ".join(overlaps)))
+    found += links(run)
+    late = max(figures_of_ranks(results), key=lambda figures: figures.last, default=None)
+    if late and run.record["hosts"] > 2 and late.last > _OFTEN:
+        found.append(
+            ("late", f"rank {late.rank} came last to {late.last:.0%} of its transfers: the others waited for it")
+        )
+    text = results["cpu"]["text"]
+    if text and not (results["cpu"]["saturated"] or results["cpu"]["scheduler_tails"]):
+        found.append(("cpu", str(text)))
+    return found
+
+
+def links(run: Run) -> list[tuple[str, str]]:
+    """What was measured before the trials: each link, or the range of many."""
+    measured = run.record.get("links") or ()
+    if len(measured) <= 2:
+        return [(f"link {link['from']}-{link['to']}", _link([link])) for link in measured]
+    slowest = min(measured, key=lambda link: float(link["bytes_per_second"] or math.inf))
+    return [("links", f"{len(measured)}, {_link(measured)}; {slowest['from']} to {slowest['to']} is the slowest")]
+
+
+def _link(measured: Sequence[dict[str, Any]]) -> str:
+    latencies = [seconds(value) for value in sorted(link["latency_seconds"] for link in measured)]
+    known = sorted(link["bytes_per_second"] for link in measured if link["bytes_per_second"])
+    rates = f", {_range([f'{rate * 8 / 1e6:,.4g}' for rate in known])} Mbit/s" if known else ""
+    return f"alpha {_range(latencies)}{rates}"
+
+
+def _range(ordered: list[str]) -> str:
+    return ordered[0] if ordered[0] == ordered[-1] else f"{ordered[0]} to {ordered[-1]}"
+
+
+def notes(run: Run, results: dict[str, Any]) -> list[str]:
+    """What a reader has to know about the columns."""
+    found = [
+        "Times are of the slowest rank of each trial. Skew: from the first rank's arrival to the last one's. Ideal: "
+        "the bound of the measured link by the median. \u00b1: the wider side of the mean's 95% interval."
+    ]
+    trials = len(run.start_ns)
+    short = [
+        f"{fewest(q):,} for {TIMES[name]}" for name, q in PERCENTILES.items() if name in TIMES and trials < fewest(q)
+    ]
+    if short:
+        found.append(f"n/a: {trials:,} trials bound no such percentile; it takes {', '.join(short)}.")
+    return [*found, *run.record["workload"]["notes"]]
+
+
+def seconds(value: float | None) -> str:
+    """Three digits and a unit: 1.20ms; n/a for None."""
+    if value is None:
+        return NONE
+    if not value:
+        return "0s"
+    # What rounds to 1000 of a unit is 1 of the next.
+    factor, unit = next(((f, u) for f, u in _UNITS if abs(value) >= f * 0.9995), _UNITS[-1])
+    return f"{digits(value / factor)}{unit}"
+
+
+_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
+
+
+def digits(value: float | None) -> str:
+    """Three digits, or all of those in front of the point; n/a for None."""
+    if value is None:
+        return NONE
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:#.3g}".removesuffix(".")
+
+
+def rate_unit(results: dict[str, Any]) -> tuple[float, str]:
+    """The unit that suits a run's bandwidths, and how many of it are 1 GB/s: GB/s, or MB/s on slow links."""
+    most = max((transfer["busbw_GBps"] or 0.0 for transfer in results["transfers"]), default=0.0)
+    return (1.0, "GB/s") if most >= 0.5 or not most else (1e3, "MB/s")
+
+
+def percent(value: float | None) -> str:
+    return NONE if value is None else f"{value:.0f}"
+
+
+def cut(name: str, most: int) -> str:
+    """A name that fits: its end, which tells layers apart."""
+    return name if len(name) <= most else "\u2026" + name[len(name) - most + 1 :]

@@ -1,0 +1,177 @@
+"""The results in the shape that nccl-tests prints and writes (its JSON's version 2), for the tools that read those.
+
+A row's time is the mean over the trials of the slowest rank's, and algbw and busbw are made from it, as nccl-tests
+does with `-a 3`; so they differ from the medians of Penstock's own tables. torch.distributed works in place for some
+collectives and not for others: the columns of the way that was not taken say N/A, and null in JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.fabric.models import busbw_factor
+from penstock.fabric.samples import Run
+
+_IN_PLACE = {"all_reduce", "broadcast"}
+_REDUCES = {"all_reduce", "reduce_scatter"}
+_ROOTED = {"broadcast", "gather"}
+_COUNTS_PIECES = {"all_gather", "reduce_scatter", "all_to_all", "gather"}
+"""Their count is of what one rank gives to one, or gets from it; their size of the whole."""
+
+_PROGRAMS = {"all_to_all": "alltoall", "send": "sendrecv"}
+_TYPES = {1: "int8", 2: "half", 4: "float", 8: "double"}
+
+_LEFT = "  {:>12}  {:>8}  {:>6}  {:>6}"
+_RIGHT = "  {:>7}  {:>6}  {:>6}  {:>6}"
+_HEAD = (
+    f"# {'':>10}{_LEFT.format('', '', '', '')}           out-of-place                       in-place          ",
+    f"# {'size':>10}{_LEFT.format('count', 'type', 'redop', 'root')}"
+    + _RIGHT.format("time", "algbw", "busbw", "#wrong") * 2,
+    f"# {'(B)':>10}{_LEFT.format('(elements)', '', '', '')}" + _RIGHT.format("(us)", "(GB/s)", "(GB/s)", "") * 2,
+)
+_BLANK = _RIGHT.format("N/A", "N/A", "N/A", "N/A")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A transfer, as nccl-tests has it. Times in microseconds, bandwidths in 1e9 B/s; None without trials."""
+
+    name: str
+    collective: str
+    size: int
+    count: int
+    type: str
+    redop: str
+    root: int
+    time: float | None
+    algbw: float | None
+    busbw: float | None
+    trials: int
+
+
+def rows(run: Run, results: dict[str, Any]) -> list[Row]:
+    """The transfers in order of execution."""
+    element_bytes = run.record["workload"]["element_bytes"]
+    made = []
+    for transfer in results["transfers"]:
+        collective, size, mean = transfer["collective"], transfer["bytes"], transfer["time_s"]["mean"]
+        ranks = len(transfer["ranks"])
+        algbw = size / mean / 1e9 if mean else None
+        made.append(
+            Row(
+                name=transfer["name"],
+                collective=collective,
+                size=size,
+                count=size // element_bytes // (ranks if collective in _COUNTS_PIECES else 1),
+                type=_TYPES.get(element_bytes, f"{element_bytes}B"),
+                redop="sum" if collective in _REDUCES else "none",
+                root=0 if collective in _ROOTED else -1,
+                time=mean and mean * 1e6,
+                algbw=algbw,
+                busbw=algbw and algbw * busbw_factor(collective, ranks),
+                trials=transfer["trials"],
+            )
+        )
+    return made
+
+
+def text(run: Run, results: dict[str, Any]) -> str:
+    """What nccl-tests would have printed: a table for each collective, of transfers in order of execution."""
+    return "\n".join(_lines(run.record, rows(run, results))) + "\n"
+
+
+def _lines(record: dict[str, Any], found: list[Row]) -> Iterator[str]:
+    wrong = _wrong(record)
+    for collective in dict.fromkeys(row.collective for row in found):
+        table = [row for row in found if row.collective == collective]
+        sizes = [row.size for row in table]
+        yield f"# Collective test starting: {_program(collective)}"
+        yield (
+            f"# nThread 1 nGpus 1 minBytes {min(sizes)} maxBytes {max(sizes)} warmup iters: {record['warmup']} "
+            f"iters: {record['trials']} agg iters: 1 validation: {int(wrong is not None)} graph: 0"
+        )
+        yield "#"
+        yield "# Using devices"
+        for rank, host in enumerate(record["environment"]):
+            yield f"#  Rank {rank:2d} on {host.get('host', ''):>10} device cpu"
+        yield "#"
+        yield from _HEAD
+        for row in table:
+            body = _body(row, wrong)
+            both = _BLANK + body if collective in _IN_PLACE else body + _BLANK
+            yield f"{row.size:12d}{_LEFT.format(row.count, row.type, row.redop, row.root)}{both}"
+        busbw = [row.busbw for row in table if row.busbw is not None]
+        yield f"# {'Out of bounds values':<20} : {wrong or 0} {'FAILED' if wrong else 'OK'}"
+        yield f"# {'Avg bus bandwidth':<20} : {sum(busbw) / max(len(busbw), 1):g} "
+        yield "#"
+        yield f"# Collective test concluded: {_program(collective)}"
+
+
+def _body(row: Row, wrong: int | None) -> str:
+    numbers = (_number(row.time, 7), _number(row.algbw, 6), _number(row.busbw, 6))
+    return _RIGHT.format(*numbers, "N/A" if wrong is None else wrong)
+
+
+def _number(value: float | None, width: int) -> str:
+    """As many decimals, two at most, as the digits in front of the point leave room for."""
+    if value is None:
+        return f"{'N/A':>{width}}"
+    digits = len(str(int(value))) if value >= 1 else 0
+    if digits > width:
+        return f"{value:{width}.1e}" if width >= 7 else f"{value:{width}.0e}"
+    decimals = 2 if digits < width - 2 else 1 if digits < width - 1 else 0
+    return f"{value:{width}.{decimals}f}"
+
+
+def _program(collective: str) -> str:
+    return f"{_PROGRAMS.get(collective, collective)}_perf"
+
+
+def _wrong(record: dict[str, Any]) -> int | None:
+    """Elements that were wrong: the warm-up verifies them, and no run goes on after a wrong one."""
+    return 0 if record["warmup"] else None
+
+
+def to_dict(run: Run, results: dict[str, Any]) -> dict[str, Any]:
+    """For JSON, as `nccl-tests --json` writes it; `experiment_name` has the collective and the transfer's name."""
+    record, found, wrong = run.record, rows(run, results), _wrong(run.record)
+    sizes = [row.size for row in found]
+    busbw = [row.busbw for row in found if row.busbw is not None]
+    hosts = enumerate(record["environment"])
+    return {
+        "version": 2,
+        "config": {
+            "nthreads": 1,
+            "ngpus": 1,
+            "minimum_bytes": min(sizes),
+            "maximum_bytes": max(sizes),
+            "warmup_iters": record["warmup"],
+            "iterations": record["trials"],
+            "aggregated_iterations": 1,
+            "validation": int(wrong is not None),
+            "graph": 0,
+            "devices": [{"rank": rank, "group": 0, "hostname": host.get("host", "")} for rank, host in hosts],
+        },
+        "results": [_entry(row, wrong) for row in found],
+        "out_of_bounds": {"count": wrong or 0, "okay": "false" if wrong else "true"},
+        "average_bus_bandwidth": {"bandwidth": sum(busbw) / max(len(busbw), 1), "okay": "unchecked"},
+        "errors": [results["missing"]] if results["missing"] else [],
+    }
+
+
+def _entry(row: Row, wrong: int | None) -> dict[str, Any]:
+    measured = {"time": row.time, "alg_bw": row.algbw, "bus_bw": row.busbw, "nwrong": wrong}
+    in_place = row.collective in _IN_PLACE
+    return {
+        "size": row.size,
+        "count": row.count,
+        "type": row.type,
+        "redop": row.redop,
+        "root": str(row.root),
+        "out_of_place": None if in_place else measured,
+        "in_place": measured if in_place else None,
+        "actual_iterations": row.trials,
+        "experiment_name": f"{_program(row.collective)}: {row.name}",
+    }

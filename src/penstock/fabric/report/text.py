@@ -1,0 +1,139 @@
+"""The results as tables in a terminal, and the bar that shows how far a run is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.measure import Measurement
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from penstock.fabric.report.facts import (
+    NONE,
+    TIMES,
+    cut,
+    digits,
+    facts,
+    notes,
+    percent,
+    rate_unit,
+    seconds,
+    title,
+    warnings,
+)
+from penstock.fabric.samples import Run
+
+
+def show(run: Run, results: dict[str, Any], console: Console) -> None:
+    """All of a run's figures. A table that does not fit into the console's width is split into two."""
+    console.print(Text(title(run), "bold"), soft_wrap=True)
+    for line in warnings(run, results):
+        console.print(Text(f"warning: {line}", "bold yellow"), soft_wrap=True)
+    console.print()
+    whole = _table(results, times=True, rates=True)
+    if _width(whole, console) <= console.width:
+        _print(whole, console)
+    else:
+        _print(_narrow(results, console, times=True), console)
+        console.print()
+        _print(_narrow(results, console, times=False), console)
+    console.print()
+    for name, text in facts(run, results):
+        console.print(Text(f"{name:<10}{text}"), soft_wrap=True)
+    for note in notes(run, results):
+        console.print(Text(note, "dim"))
+
+
+def _narrow(results: dict[str, Any], console: Console, *, times: bool) -> Table:
+    """Half of the columns; names that are too long for it are cut."""
+    longest = max(len(transfer["name"]) for transfer in results["transfers"])
+    made = _table(results, times=times, rates=not times)
+    if _width(made, console) > console.width:
+        made.padding = (0, 1, 0, 0)
+    excess = _width(made, console) - console.width
+    return made if excess <= 0 else _table(results, times=times, rates=not times, name_width=max(longest - excess, 12))
+
+
+def _table(results: dict[str, Any], *, times: bool, rates: bool, name_width: int = 1000) -> Table:
+    """A row a transfer, and one of the step where there are times."""
+    transfers = results["transfers"]
+    kinds = rates and len({transfer["collective"] for transfer in transfers}) > 1
+    scale, unit = rate_unit(results)
+    made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+    above = "\n" if rates else ""  # where other columns have a unit below their name
+    for head in ("transfer", *(["collective"] if kinds else [])):
+        made.add_column(above + head)
+    for head in ("bytes", *([*TIMES.values(), "mean"] if times else [])):
+        made.add_column(above + head, justify="right")
+    for head in ("skew\np50", f"algbw\n{unit}", f"busbw\n{unit}", "ideal\n%") if rates else ():
+        made.add_column(head, justify="right")
+    for transfer in transfers:
+        cells = [cut(transfer["name"], name_width), *([transfer["collective"]] if kinds else [])]
+        cells += [f"{transfer['bytes']:,}", *(_times(transfer) if times else [])]
+        cells += _rates(transfer, scale) if rates else []
+        made.add_row(*map(Text, cells))
+    if times:
+        made.add_row()
+        cells = ["step", *([""] if kinds else []), f"{results['step']['bytes']:,}"]
+        made.add_row(*map(Text, [*cells, *_times(results["step"]), *([""] * 4 if rates else [])]), style="bold")
+    return made
+
+
+def _times(entry: dict[str, Any]) -> list[str]:
+    found = entry["time_s"]
+    mean = seconds(found["mean"])
+    interval = entry["mean_interval"]
+    if interval:
+        mean += f" \u00b1{max(interval[1] - found['mean'], found['mean'] - interval[0]) / (found['mean'] or 1):.1%}"
+    return [*(seconds(found[name]) for name in TIMES), mean]
+
+
+def _rates(transfer: dict[str, Any], scale: float) -> list[str]:
+    rates = [value if value is None else value * scale for value in (transfer["algbw_GBps"], transfer["busbw_GBps"])]
+    skew = seconds(transfer["arrival_skew_s"]["p50"])
+    return [skew, *map(digits, rates), percent(transfer["ideal_percent"])]
+
+
+def _width(made: Table, console: Console) -> int:
+    return Measurement.get(console, console.options.update(max_width=10_000), made).maximum
+
+
+def _print(made: Table, console: Console) -> None:
+    """Cells stay on one line: closer together where there is little room, never cut off."""
+    if _width(made, console) > console.width:
+        made.padding = (0, 1, 0, 0)
+    console.print(made, width=max(_width(made, console), console.width), soft_wrap=True, crop=False)
+
+
+# -- while it runs ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def live(trials: int, console: Console, *, transfers: int = 1) -> Iterator[Callable[[int, str, float | None], None]]:
+    """A bar that is gone at the end; what it gives is called with the trials that are done, the current layer's name
+    and its p99 so far in seconds, None while it is not bounded. On what is no terminal nothing is shown.
+    """
+    columns = (
+        TextColumn("{task.fields[layer]}"),
+        BarColumn(bar_width=None),
+        TextColumn("trial {task.fields[trial]} of {task.total:,.0f}"),
+        TextColumn("p99 {task.fields[p99]}"),
+        TimeRemainingColumn(compact=True),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=trials, layer="warm-up", trial="0", p99=NONE)
+
+        def tell(done: int, layer: str, p99: float | None) -> None:
+            now = f"{min(done + 1, trials):,}"
+            progress.update(task, completed=done, layer=_fitted(layer), trial=now, p99=f"{seconds(p99):>6}")
+
+        yield tell
+
+
+def _fitted(name: str, width: int = 16) -> str:
+    """As wide as ever, so that the bar stands still: the end of a name that is too long."""
+    return f"{name if len(name) <= width else '..' + name[-(width - 2) :]:<{width}}"
