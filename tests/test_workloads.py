@@ -292,6 +292,14 @@ def test_seconds_of_a_stage_are_put_in_front():
     assert workload.compute_seconds == 1.0
 
 
+def test_a_split_backward_takes_as_long_as_a_whole_one():
+    options = {"hosts": 2, "ranks": 2, "traffic": "pipeline", "microbatches": 1, "compute": 1.0}
+    split, whole = (of(models.mlp(), schedule=name, **options) for name in ("zb-h1", "1f1b"))
+    assert [t.compute_seconds for t in split.transfers] == [1.0, 1.0 + 1.0]  # F, then F and I
+    assert [t.compute_seconds for t in whole.transfers] == [1.0, 1.0 + 2.0]
+    assert split.compute_seconds == whole.compute_seconds == 2.0  # the first rank's, after the last message
+
+
 def test_seconds_of_layers_are_divided_by_what_they_train():
     workload = of(models.mlp(), hosts=2, compute=1.0, microbatches=3)
     shares = [t.compute_seconds for t in workload.transfers]

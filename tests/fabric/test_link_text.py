@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ArgumentError
-from penstock.fabric.network.link import BUFFER_BYTES, Link, parse_link
+from penstock.fabric.network.link import BUFFER_BYTES, HOST_BYTES, Link, parse_link
 
 RATES = {
     "100mbit": 12.5e6,
@@ -120,6 +120,7 @@ def test_every_link_lets_its_largest_frame_pass(bits: int, mtu: int, burst: int 
     assert f"rate {bits * 8}bit " in link.tbf()
     assert f"burst {link.burst}b " in link.tbf()
     assert f"limit {BUFFER_BYTES}b" in link.port_tbf()
+    assert f"limit {HOST_BYTES}b" in link.tbf()
 
 
 @given(st.text(max_size=30))

@@ -31,7 +31,9 @@ with Machines(2) as made:
     while os.readlink(f"/proc/{sleeper.pid}/ns/net") == os.readlink("/proc/self/ns/net"):
         time.sleep(0.01)
     if "fork" in sys.argv and os.fork() == 0:
-        time.sleep(20)  # holds all that its parent had open
+        end = time.monotonic() + 60  # holds all that its parent had open, until the hosts are gone
+        while os.path.exists(f"/var/run/netns/{made.id}-switch") and time.monotonic() < end:
+            time.sleep(0.02)
         os._exit(0)
     print(made.id, sleeper.pid, made._keeper.pid, flush=True)
     if "raise" in sys.argv:

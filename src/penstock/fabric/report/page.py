@@ -33,7 +33,7 @@ CAPTIONS = {
     "trials": "Each trial in the order in which it ran, with the median as a line; outliers are ringed.",
     "busbw": "What the transfers made of the network, by the convention of nccl-tests.",
     "timeline": "Where the time of a trial went: a lane a rank, a bar a round of the algorithm.",
-    "slowest": "The rank that took the longest in most transfers, beside the others.",
+    "slowest": "The rank that took the longest in most trials of a transfer, beside the others.",
 }
 
 

@@ -320,7 +320,7 @@ def _slowest(results: dict[str, Any], by_transfer: Sequence[TransferTimes], time
         axes.stairs(outline / max(len(others), 1), edges, color=INK, lw=0.9)
         axes.set_xscale("log")
         axes.set_ylim(bottom=0)
-        seconds_axis(axes.xaxis)
+        seconds_axis(axes.xaxis, few=True)
         axes.set_title(f"{cut(transfer['name'], 16)}: rank {rank}")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
         axes.grid(axis="x", visible=False)

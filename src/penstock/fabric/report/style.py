@@ -42,6 +42,7 @@ _LOOK: Any = {
     "grid.color": RULE,
     "grid.linewidth": 0.7,
     "text.color": INK,
+    "text.parse_math": False,
     "xtick.color": MUTED,
     "ytick.color": MUTED,
     "xtick.labelcolor": INK,
@@ -106,15 +107,15 @@ def _shorter(drawn: str) -> str:
     return re.sub(r" d=\"([^\"]*)\"", lambda match: f' d="{" ".join(match[1].split())}"', drawn)
 
 
-def seconds_axis(axis: Any) -> None:
-    """Ticks of an axis of seconds, as 1 ms, 2 ms, 5 ms, 1 s."""
+def seconds_axis(axis: Any, *, few: bool = False) -> None:
+    """Ticks of an axis of seconds, as 1 ms, 2 ms, 5 ms, 1 s; a few, where it is short."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     if axis.get_scale() == "log":
         low, high = axis.get_view_interval()
-        decades = high / low
-        steps: tuple[float, ...] = (1,) if decades > 1e4 else (1, 3) if decades > 200 else (1, 2, 5)
-        if decades < 4:
+        span = (high / low) ** (3 if few else 1)
+        steps: tuple[float, ...] = (1,) if span > 1e4 else (1, 3) if span > 200 else (1, 2, 5)
+        if span < 4:
             steps = (1, 1.5, 2, 3, 4, 5, 7)
         axis.set_major_locator(LogLocator(subs=steps))
         axis.set_minor_formatter(NullFormatter())

@@ -1,0 +1,306 @@
+"""What is shown of a run is what its samples say, in a terminal, in nccl-tests' shape, as pictures and as a page."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from made_runs import SLOW_RANK, made_run, made_workload, write_run
+from rich.console import Console
+
+from penstock.errors import ArgumentError
+from penstock.fabric.report import nccl
+from penstock.fabric.report.facts import cut, seconds
+from penstock.fabric.report.page import page, write_page
+from penstock.fabric.report.plots import draw
+from penstock.fabric.report.text import live, show
+from penstock.fabric.results import results
+from penstock.fabric.samples import Run
+from penstock.fabric.workload import Transfer, Workload
+
+
+def shown(run: Run, width: int = 80) -> str:
+    console = Console(width=width, file=io.StringIO(), highlight=False)
+    show(run, results(run), console)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def row(text: str, name: str) -> list[str]:
+    """The cells of the first line that begins with a name."""
+    return next(line.split() for line in text.splitlines() if line.split()[:1] == [name])
+
+
+# -- terminal ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_terminal_shows_the_percentiles_of_the_samples():
+    run = made_run(400)
+    times = (run.end_ns - run.start_ns).max(axis=2)[:, 3] / 1e6
+    cells = row(shown(run, 140), "fc1")
+    assert cells[1] == "803,840"
+    for cell, q in zip(cells[2:5], (0.5, 0.9, 0.99), strict=True):
+        assert float(cell.removesuffix("ms")) == pytest.approx(np.quantile(times, q), rel=5e-3)
+    assert cells[5] == "n/a"  # p99.9
+    assert float(cells[6].removesuffix("ms")) == pytest.approx(times.max(), rel=5e-3)
+
+
+def test_a_percentile_with_too_few_samples_says_how_many_it_takes():
+    text = shown(made_run(50))
+    assert row(text, "fc1")[4:6] == ["n/a", "n/a"]
+    assert "368 for p99, 3,688 for p99.9" in " ".join(text.split())
+    assert "n/a:" not in shown(made_run(3688, steps=False))
+
+
+def test_transfers_are_in_order_of_execution():
+    workload = Workload("mixed", (Transfer("z", 4000), Transfer("a", 400, "all_gather"), Transfer("m", 8000)))
+    lines = shown(made_run(10, workload=workload), 140).splitlines()
+    heads = [line.split()[0] for line in lines if line.split()[:1] in (["z"], ["a"], ["m"], ["step"])]
+    assert heads[:4] == ["z", "a", "m", "step"]
+    assert row("\n".join(lines), "a")[1] == "all_gather"
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_tables_fit_a_narrow_terminal_however_long_the_names(width: int):
+    name = "transformer.h.11.mlp.down_projection.weight"
+    workload = Workload("gpt", (Transfer(name, 40_000_000), Transfer("head", 4000, "all_gather")))
+    text = shown(made_run(400, workload=workload), max(width, 70))
+    table = [line for line in text.splitlines() if "weight" in line]
+    assert len(table) == 2
+    assert all(len(line) <= max(width, 70) for line in table)
+    assert all(name[-11:] in line for line in table)
+
+
+def test_warnings_say_what_is_missing_and_that_processors_were_the_limit():
+    busy = [{"user_seconds": 12.0, "system_seconds": 7.0, "wall_seconds": 20.0}] * 4
+    text = shown(made_run(20, asked=200, cpu=busy))
+    assert "warning: the run is not complete; missing: rank 2 left in trial 20; 180 of 200 trials" in text
+    assert "20 of 200 trials" in text.splitlines()[0]
+    assert re.search(r"warning: processors: .*190% busy; the processors are the limit", text)
+    calm = [{"user_seconds": 1.0, "system_seconds": 1.0, "wall_seconds": 20.0}] * 4
+    assert "warning" not in shown(made_run(200, cpu=calm))
+
+
+def test_a_rank_that_the_others_wait_for_is_named():
+    assert f"rank {SLOW_RANK} came last" in shown(made_run(100))
+
+
+def test_a_run_without_a_whole_trial_is_shown():
+    run = made_run(0, asked=100)
+    text = shown(run)
+    assert "0 of 100 trials" in text
+    assert set(row(text, "fc1")[2:]) == {"n/a"}
+    assert draw(run, results(run)) == {}
+    assert "nothing to draw" in page(run, results(run))
+
+
+@given(st.floats(1e-9, 1e4))
+def test_times_have_three_digits_and_are_right(value: float):
+    text = seconds(value)
+    number, unit = re.fullmatch(r"([\d.,]+)(ns|us|ms|s)", text).groups()  # type: ignore[union-attr]
+    scale = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}[unit]
+    assert float(number.replace(",", "")) * scale == pytest.approx(value, rel=5.1e-3)
+    assert len(re.sub(r"[.,]", "", number).lstrip("0")) in (3, 4, 5)
+    assert unit == "s" or float(number) < 1000
+
+
+@given(st.text(min_size=1), st.integers(2, 40))
+def test_a_cut_name_fits_and_keeps_its_end(name: str, most: int):
+    found = cut(name, most)
+    assert len(found) <= most
+    assert name.endswith(found[1:] if found != name else name)
+
+
+def test_the_bar_tells_trial_layer_and_p99():
+    console = Console(width=100, file=io.StringIO(), force_terminal=True)
+    with live(200, console) as tell:
+        tell(41, "fc1", 0.0123)
+    assert re.search(r"fc1 .*trial 42 of 200.*p99 .*12\.3ms", console.file.getvalue())  # type: ignore[attr-defined]
+    silent = Console(width=100, file=io.StringIO())
+    with live(200, silent) as tell:
+        tell(41, "fc1", None)
+    assert silent.file.getvalue() == ""  # type: ignore[attr-defined]
+
+
+# -- nccl-tests -------------------------------------------------------------------------------------------------------
+
+
+def test_the_columns_of_nccl_tests_are_those_of_its_users_parsers():
+    run = made_run(30)
+    lines = nccl.text(run, results(run)).splitlines()
+    heads = next(line for line in lines if "busbw" in line).lstrip("# ").split()
+    assert heads == ["size", "count", "type", "redop", "root", *["time", "algbw", "busbw", "#wrong"] * 2]
+    cells = [line.split() for line in lines if not line.startswith("#")]
+    assert [int(cell[0]) for cell in cells] == [2600, 33024, 131584, 803840]
+    assert cells[3][1:5] == ["200960", "float", "sum", "-1"]
+    assert cells[3][5:9] == ["N/A"] * 4  # an all_reduce of torch.distributed is in place
+    times = (run.end_ns - run.start_ns).max(axis=2)[:, 3] / 1e3
+    assert float(cells[3][9]) == pytest.approx(times.mean(), rel=1e-4)
+    assert cells[3][12] == "0"
+    assert sum(line.startswith("# Avg bus bandwidth    : ") for line in lines) == 1
+
+
+def test_bandwidths_in_the_shape_of_nccl_tests_are_of_the_mean_and_by_its_convention():
+    workload = Workload("mixed", (Transfer("a", 80_000, "all_gather"), Transfer("b", 80_000)))
+    run = made_run(30, workload=workload)
+    found = nccl.to_dict(run, results(run))
+    gather, reduce = found["results"]
+    assert (gather["count"], gather["redop"], gather["in_place"]) == (5000, "none", None)
+    assert (reduce["count"], reduce["redop"], reduce["out_of_place"]) == (20_000, "sum", None)
+    for entry, factor in ((gather["out_of_place"], 3 / 4), (reduce["in_place"], 6 / 4)):
+        assert entry["alg_bw"] == pytest.approx(80_000 / entry["time"] / 1e3)
+        assert entry["bus_bw"] == pytest.approx(entry["alg_bw"] * factor)
+        assert entry["nwrong"] == 0
+    json.dumps(found, allow_nan=False)
+    assert nccl.text(run, results(run)).count("Collective test starting: ") == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.004, "   0.00"), (12.9, "  12.90"), (1294.89, "1294.89"), (18529.4, "18529.4"), (107345.0, " 107345"),
+     (1234567.0, "1234567"), (None, "    N/A")],
+)  # fmt: skip
+def test_numbers_are_as_wide_as_in_nccl_tests(value: float | None, text: str):
+    assert nccl._number(value, 7) == text
+
+
+# -- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def texts(drawn: str) -> list[str]:
+    return ["".join(found.itertext()) for found in ElementTree.fromstring(drawn).iter() if found.tag.endswith("text")]
+
+
+def test_pictures_are_svg_whose_text_is_text_and_come_out_the_same():
+    run = made_run(60)
+    drawn = draw(run, results(run))
+    assert list(drawn) == ["cdf", "trials", "busbw", "timeline", "slowest"]
+    for name, text in drawn.items():
+        assert text.startswith("<svg"), name
+        assert any("fc1" in label or "all_reduce" in label for label in texts(text)), name
+        ids = re.findall(r'id="([^"]*)"', text)
+        assert all(one.startswith(f"{name}-") for one in ids)
+        assert len(ids) == len(set(ids))
+        assert set(re.findall(r"url\(#([^)]*)\)", text)) <= set(ids)
+    assert drawn == draw(run, results(run))
+
+
+def test_pictures_of_ten_thousand_trials_are_small_and_show_each_sample():
+    run = made_run(10_000, steps=False)
+    drawn = draw(run, results(run))
+    assert sum(map(len, drawn.values())) < 600_000
+    images = re.findall(r'href="data:image/png;base64,([^"]*)"', drawn["trials"])
+    assert len(images) == 4
+    assert all(base64.b64decode(image).startswith(b"\x89PNG") for image in images)
+
+
+def test_the_slowest_trial_is_named_and_its_rounds_are_drawn():
+    run = made_run(60)
+    took = run.end_ns.max(axis=(1, 2)) - run.start_ns.min(axis=(1, 2))
+    drawn = draw(run, results(run))
+    assert any(f"number {took.argmax()}:" in text for text in texts(drawn["timeline"]))
+    whole = draw(Run(run.record, run.start_ns, run.end_ns), results(run))["timeline"]
+    # 6 rounds for each of 4 transfers, 4 ranks and 2 trials are bars of their own, over those of the transfers.
+    assert drawn["timeline"].count("<path") - whole.count("<path") == pytest.approx(6 * 4 * 4 * 2, abs=20)
+
+
+def test_sizes_that_are_all_the_same_have_no_picture_of_bandwidth_by_size():
+    run = made_run(30, workload=made_workload([4000, 4000]))
+    assert "busbw" not in draw(run, results(run))
+
+
+def test_many_transfers_and_ranks_that_take_no_part_are_drawn():
+    layers = [Transfer(f"layer{place}", 4000 + 400 * place) for place in range(30)]
+    workload = Workload("deep", (*layers, Transfer("activation", 4000, "send", (0, 1))), hosts=4)
+    run = made_run(40, workload=workload)
+    drawn = draw(run, results(run))
+    assert "layer29" in texts(drawn["trials"])
+    assert len([text for text in texts(drawn["cdf"]) if text.startswith("layer")]) <= 7
+    assert "send" in " ".join(texts(drawn["busbw"]))
+
+
+@pytest.mark.parametrize("trials", [1, 2, 3])
+def test_few_trials_are_drawn(trials: int):
+    run = made_run(trials, hosts=2)
+    assert len(draw(run, results(run))) == 5
+
+
+def test_without_matplotlib_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    run = made_run(10)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ArgumentError, match=r"penstock\[fabric\]"):
+        draw(run, results(run))
+    assert "penstock[fabric]" in page(run, results(run))
+
+
+# -- page -------------------------------------------------------------------------------------------------------------
+
+
+class Links(HTMLParser):
+    """What a page would fetch, and its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+        self.scripts = 0
+        self.words: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.scripts += tag == "script"
+        self.fetched += [value or "" for key, value in attributes if key in ("src", "href", "xlink:href", "data")]
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def test_the_page_needs_no_network_and_has_everything(tmp_path: Path):
+    run = Run.read(write_run(made_run(120, asked=200), tmp_path / "run"))
+    write_page(run, results(run), tmp_path / "page.html")
+    found = Links((tmp_path / "page.html").read_text())
+    assert found.scripts == 0
+    assert all(link.startswith(("#", "data:")) for link in found.fetched)
+    words = " ".join(" ".join(found.words).split())
+    for wanted in (
+        "120 of 200 trials", "missing: rank 2 left in trial 120", "bbr", "qdisc tbf 8001", "tcp-segmentation-offload",
+        "6.1.0", "2.40us ±900ns", "host3", "Slowest trial", "fc1",
+    ):  # fmt: skip
+        assert wanted in words, wanted
+
+
+def test_names_are_escaped():
+    bad = "<script>alert(1)</script>&"
+    workload = Workload(bad, (Transfer(bad, 4000), Transfer("$x_1$", 8000)))
+    environment = [{"host": bad, "kernel": bad}] * 4
+    text = page(run := made_run(40, workload=workload, environment=environment, link=bad), results(run))
+    found = Links(text)
+    assert found.scripts == 0
+    assert bad in " ".join(found.words)
+    assert "$x_1$" in texts(draw(run, results(run))["cdf"])  # no formula
+
+
+def test_the_page_says_of_each_rank_what_it_did(tmp_path: Path):
+    run = made_run(100)
+    text = " ".join(" ".join(Links(page(run, results(run))).words).split())
+    last = (run.start_ns.argmax(axis=2) == SLOW_RANK).mean()
+    assert re.search(rf"{SLOW_RANK} host{SLOW_RANK} .* {last:.0%} 8% 12 2\.40us", text)
+
+
+def test_alike_hosts_are_described_once():
+    def hosts(run: Run) -> list[Any]:
+        return re.findall(r"Host of ([^<]*)<", page(run, results(run)))
+
+    run = made_run(0)
+    assert hosts(run) == ["ranks 0, 1, 2, 3"]
+    run.record["environment"][3]["kernel"] = "5.15"
+    assert hosts(run) == ["ranks 0, 1, 2", "rank 3"]
