@@ -14,10 +14,10 @@ medians of several runs with BBR and CUBIC):
 (benchmarks/fabric/link_rate.py.) The bucket is ahead of the rate by its size, so short messages cost less than their
 share. A timer that wakes later than the bucket lasts loses rate: for 8 MiB, 100mbit with a bucket of one frame took
 1.15 times as long, 1gbit with 3100 bytes at both ends 2.3 times, with 9 KiB at both 1.25 times; with 9 KiB at the
-host and more at the switch it held (`Link.port_burst`). What is left at 1gbit is the processor's: the fastest 8 MiB took 1.02 to
-1.05 in five of six runs, and larger frames need less of it. Segmentation offloads stay on, as tbf itself splits what is
-larger than its bucket: without them 1gbit with 9 KiB at both ends took 1.7 to 2.0 times. With 3 ms of idle time before
-each message, BBR and CUBIC differed by less than one and the same differed between runs.
+host and more at the switch it held (`Link.port_burst`). What is left at 1gbit is the processor's: the fastest 8 MiB
+took 1.02 to 1.05 in five of six runs, and larger frames need less of it. Segmentation offloads stay on, as tbf itself
+splits what is larger than its bucket: without them 1gbit with 9 KiB at both ends took 1.7 to 2.0 times. With 3 ms of
+idle time before each message, BBR and CUBIC differed by less than one and the same differed between runs.
 """
 
 from __future__ import annotations
