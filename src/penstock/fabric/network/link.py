@@ -11,13 +11,13 @@ medians of several runs with BBR and CUBIC):
     1gbit              0.71-0.76    0.94-0.97    1.00-1.03    1.02-1.19    1.04-1.81
     1gbit mtu 9000     0.23-0.25    0.81         0.95         0.99         1.00
 
-The bucket is ahead of the rate by its size, so short messages cost less than their share. A timer that wakes later than
-the bucket lasts loses rate: with one frame 100mbit became 1.15 times slower, with 3100 bytes at both ends 1gbit 2.3
-times, with 9 KiB 1.25 times; with 9 KiB at the host and more at the switch it held (`Link.port_burst`). What is left at
-1gbit is the processor's: in the same runs the fastest 8 MiB took 1.02 to 1.05 on most, and larger frames need less of it.
-Segmentation offloads stay on, as tbf itself splits what is larger than its bucket: without them 1gbit with 9 KiB at both
-ends took 1.7 to 1.9 times instead of 1.2. With 3 ms of idle time before each message, BBR and CUBIC differed by less
-than one and the same differed between runs.
+(benchmarks/fabric/link_rate.py.) The bucket is ahead of the rate by its size, so short messages cost less than their
+share. A timer that wakes later than the bucket lasts loses rate: for 8 MiB, 100mbit with a bucket of one frame took
+1.15 times as long, 1gbit with 3100 bytes at both ends 2.3 times, with 9 KiB at both 1.25 times; with 9 KiB at the
+host and more at the switch it held (`Link.port_burst`). What is left at 1gbit is the processor's: the fastest 8 MiB
+took 1.02 to 1.05 in five of six runs, and larger frames need less of it. Segmentation offloads stay on, as tbf itself
+splits what is larger than its bucket: without them 1gbit with 9 KiB at both ends took 1.7 to 2.0 times. With 3 ms of
+idle time before each message, BBR and CUBIC differed by less than one and the same differed between runs.
 """
 
 from __future__ import annotations
