@@ -46,25 +46,41 @@ def launch(command: Sequence[str], ranks: int, threads: int | None = None) -> in
     Raises ArgumentError if that cannot be started.
     """
     _check(command, ranks, threads)
-    job = secrets.token_hex(8)
-    environment = {**os.environ, _TAG: job}
-    if threads is not None or "OMP_NUM_THREADS" not in environment:
-        environment["OMP_NUM_THREADS"] = str(threads or max(1, _cores() // ranks))
-    agent = subprocess.Popen(
-        [sys.executable, "-m", "penstock.launch", str(os.getpid()), str(ranks), *command],
-        env=environment,
-        stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
-        process_group=0,  # a Ctrl-C of the terminal comes to us alone
-    )
-    try:
-        with _forwarded_signals(agent) as received:
-            status = _wait(agent, received)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            agent.kill()
-        agent.wait()
-        _kill_left(job)
+    with job() as environment:
+        if threads is not None or "OMP_NUM_THREADS" not in environment:
+            environment["OMP_NUM_THREADS"] = str(threads or max(1, _cores() // ranks))
+        agent = subprocess.Popen(
+            agent_command(["--standalone", f"--nproc-per-node={ranks}", *command]),
+            env=environment,
+            stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
+            process_group=0,  # a Ctrl-C of the terminal comes to us alone
+        )
+        try:
+            with forwarded_signals([agent]) as received:
+                status = _wait(agent, received)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                agent.kill()
+            agent.wait()
     return 128 + received[0] if received else status
+
+
+@contextlib.contextmanager
+def job() -> Iterator[dict[str, str]]:
+    """An environment that marks all processes of a job; at the end those that are left are killed."""
+    name = secrets.token_hex(8)
+    try:
+        yield {**os.environ, _TAG: name}
+    finally:
+        _kill_left(name)
+
+
+def agent_command(arguments: Sequence[str]) -> list[str]:
+    """The command of one machine's agent, to be started in the environment of a `job`: torchrun with these arguments.
+
+    It ends when this process does.
+    """
+    return [sys.executable, "-m", "penstock.launch", str(os.getpid()), *arguments]
 
 
 def _check(command: Sequence[str], ranks: int, threads: int | None) -> None:
@@ -102,14 +118,15 @@ def _wait(agent: subprocess.Popen[bytes], received: Sequence[int]) -> int:
 
 
 @contextlib.contextmanager
-def _forwarded_signals(agent: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """Passes signals on to the agent; yields the list of those that came."""
+def forwarded_signals(agents: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
+    """Passes signals on to the agents; yields the list of those that came."""
     received: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        with contextlib.suppress(ProcessLookupError):
-            agent.send_signal(number)
+        for agent in agents:
+            with contextlib.suppress(ProcessLookupError):
+                agent.send_signal(number)
 
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
@@ -143,7 +160,7 @@ def _shell_status(exitcode: int) -> int:
     return 128 - exitcode if exitcode < 0 else exitcode
 
 
-def _agent(launcher: int, ranks: int, command: Sequence[str]) -> int:
+def _agent(launcher: int, arguments: Sequence[str]) -> int:
     """The job's exit status, by torchrun, in a process that ends when its launcher does."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -155,10 +172,10 @@ def _agent(launcher: int, ranks: int, command: Sequence[str]) -> int:
 
     if "LOGLEVEL" not in os.environ:
         logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
-    arguments = torchrun.get_args_parser().parse_args(["--standalone", f"--nproc-per-node={ranks}", *command])
-    arguments.shutdown_timeout = AGENT_SECONDS
+    parsed = torchrun.get_args_parser().parse_args(arguments)
+    parsed.shutdown_timeout = AGENT_SECONDS
     try:
-        torchrun.run(arguments)  # type: ignore[no-untyped-call]
+        torchrun.run(parsed)  # type: ignore[no-untyped-call]
     except SignalException as stopped:
         return 128 + stopped.sigval
     except ChildFailedError as failed:
@@ -172,7 +189,7 @@ def _agent(launcher: int, ranks: int, command: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     try:
-        sys.exit(_agent(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]))
+        sys.exit(_agent(int(sys.argv[1]), sys.argv[2:]))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     finally:

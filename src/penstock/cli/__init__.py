@@ -26,6 +26,7 @@ VERBS: dict[str, dict[str, Any]] = {
     "simulate": {},
     "search": {},
     "show": {},
+    "fabric": {},
 }
 """Each verb, in the order of `--help`, and what `Typer.command` gets besides its function."""
 
@@ -39,8 +40,10 @@ class _Verbs(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in VERBS:
             return None
-        verb = typer.Typer(add_completion=False)
         module = import_module(f"penstock.cli.{cmd_name}")
+        if hasattr(module, "app"):  # a verb that has verbs of its own
+            return typer.main.get_command(module.app)
+        verb = typer.Typer(add_completion=False)
         epilog = getattr(module, "EPILOG", None)
         verb.command(cmd_name, epilog=epilog, **VERBS[cmd_name])(getattr(module, cmd_name))
         return typer.main.get_command(verb)

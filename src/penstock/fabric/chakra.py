@@ -131,7 +131,7 @@ def nodes_of(workload: Workload, rank: int, hosts: int, groups: dict[tuple[int, 
         ranks = transfer.ranks or tuple(range(hosts))
         if rank not in ranks:
             continue
-        seconds = transfer.compute_seconds
+        seconds = transfer.compute_of(rank)
         if seconds:
             yield node(f"compute before {transfer.name}", COMP_NODE, seconds)
             number += 1

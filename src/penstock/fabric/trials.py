@@ -65,9 +65,14 @@ def ranks_of(workload: Workload, place: int, hosts: int) -> tuple[int, ...]:
 def measured_step(run: Run, workload: Workload) -> Seconds:
     """The whole step, from the start of what is computed in front of the first transfer until all have the last result,
     and with what is computed after it."""
-    first = workload.transfers[0].compute_seconds + workload.compute_seconds
-    start = np.where(run.start_ns < 0, np.iinfo(np.int64).max, run.start_ns)
-    return np.asarray((run.end_ns.max((1, 2)) - start[:, 0].min(1)) * 1e-9 + first)
+    hosts = run.start_ns.shape[2]
+    firsts = []
+    for host in range(hosts):
+        place = next((n for n in range(len(workload.transfers)) if host in ranks_of(workload, n, hosts)), None)
+        if place is not None:
+            firsts.append(run.start_ns[:, place, host] - int(workload.transfers[place].compute_of(host) * 1e9))
+    took_ns = run.end_ns.max((1, 2)) - np.min(firsts, axis=0)
+    return np.asarray(took_ns * 1e-9 + workload.compute_seconds)
 
 
 def computed_step(workload: Workload, completions: list[Seconds], hosts: int, *, overlap: bool) -> Seconds:
@@ -81,6 +86,7 @@ def computed_step(workload: Workload, completions: list[Seconds], hosts: int, *,
     ready, done = np.zeros((hosts, trials)), np.zeros((hosts, trials))
     for place, (transfer, took) in enumerate(zip(workload.transfers, completions, strict=True)):
         taking = list(ranks_of(workload, place, hosts))
-        ready[taking] = (ready[taking] if overlap else done[taking]) + transfer.compute_seconds
+        compute = np.array([[transfer.compute_of(host)] for host in taking])
+        ready[taking] = (ready[taking] if overlap else done[taking]) + compute
         done[taking] = np.maximum(ready[taking], done[taking]).max(0) + took
     return np.asarray(np.maximum(ready, done).max(0) + workload.compute_seconds)

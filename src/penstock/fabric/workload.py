@@ -21,6 +21,7 @@ class Transfer:
         collective: what is done with them.
         ranks: who takes part, the root (or the sender) first; empty: all hosts.
         compute_seconds: what its ranks compute between the transfer before it and this one.
+        compute_by_rank: the same of each of `ranks`, in their order, where they differ; empty: they do not.
         kind: what it carries: gradient, activation, activation gradient, tied gradient, parameters...
     """
 
@@ -30,6 +31,11 @@ class Transfer:
     ranks: tuple[int, ...] = ()
     compute_seconds: float = 0.0
     kind: str = "gradient"
+    compute_by_rank: tuple[float, ...] = ()
+
+    def compute_of(self, host: int) -> float:
+        """Seconds that a host computes in front of it."""
+        return self.compute_by_rank[self.ranks.index(host)] if self.compute_by_rank else self.compute_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +63,8 @@ class Workload:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.element_bytes not in (1, 2, 4, 8):
+            raise ArgumentError(f"element_bytes is {self.element_bytes}: numbers have 1, 2, 4 or 8 bytes")
         if not self.transfers:
             raise ArgumentError(f"the workload {self.name!r} has no transfers: give at least one size")
         names: set[str] = set()
@@ -69,8 +77,10 @@ class Workload:
             if transfer.name in names:
                 raise ArgumentError(f"two transfers are called {transfer.name!r}: give each a name of its own")
             names.add(transfer.name)
-            if transfer.compute_seconds < 0:
+            if min((transfer.compute_seconds, *transfer.compute_by_rank)) < 0:
                 raise ArgumentError(f"{transfer.name}: compute_seconds is {transfer.compute_seconds}, below 0")
+            if transfer.compute_by_rank and len(transfer.compute_by_rank) != len(transfer.ranks):
+                raise ArgumentError(f"{transfer.name}: compute_by_rank has a time for each of the ranks, or is empty")
             if len(set(transfer.ranks)) < len(transfer.ranks) or len(transfer.ranks) == 1:
                 raise ArgumentError(
                     f"{transfer.name} is between the ranks {transfer.ranks}: give two or more, each once"
@@ -106,5 +116,6 @@ class Workload:
     @classmethod
     def from_dict(cls, given: dict[str, Any]) -> Self:
         """What `to_dict` made."""
-        transfers = tuple(Transfer(**{**one, "ranks": tuple(one["ranks"])}) for one in given["transfers"])
+        tuples = ("ranks", "compute_by_rank")
+        transfers = tuple(Transfer(**{**one, **{key: tuple(one[key]) for key in tuples}}) for one in given["transfers"])
         return cls(**{**given, "transfers": transfers, "notes": tuple(given["notes"])})

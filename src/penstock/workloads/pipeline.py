@@ -248,25 +248,23 @@ class _Walk:
         """One transfer for each replica, among some of its ranks."""
         if not sent.bytes:
             return
-        seconds = self._take(ranks)
+        seconds = tuple(self._take(rank) for rank in ranks)
         for replica in range(self._job.replicas):
             name = sent.name + (f" of replica {replica}" if self._job.replicas > 1 else "")
             hosts = tuple(replica * self._job.ranks + rank for rank in ranks)
-            self._made.append(Transfer(name, sent.bytes, sent.collective, hosts, seconds, sent.kind))
+            self._made.append(Transfer(name, sent.bytes, sent.collective, hosts, max(seconds), sent.kind, seconds))
 
     def _add_all(self, sent: _Sent, rank: int) -> None:
         """One transfer among the same rank of all replicas."""
         if sent.bytes:
             hosts = self._job.same_rank(rank)
-            seconds = self._take((rank,))
+            seconds = self._take(rank)
             self._made.append(Transfer(sent.name, sent.bytes, sent.collective, hosts, seconds, sent.kind))
 
-    def _take(self, ranks: Iterable[int]) -> float:
-        """What the longest of these ranks has computed since its last transfer."""
-        longest = max(self._computed[rank] for rank in ranks)
-        for rank in ranks:
-            self._computed[rank] = 0.0
-        return longest
+    def _take(self, rank: int) -> float:
+        """What a rank has computed since its last transfer."""
+        seconds, self._computed[rank] = self._computed[rank], 0.0
+        return seconds
 
 
 def _by_time(dependencies: Dependencies, duration: Callable[[int], float]) -> list[int]:

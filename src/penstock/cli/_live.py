@@ -1,0 +1,57 @@
+"""The bar of a run of penstock fabric: which layer is being sent, in which trial, and its p99 so far."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+
+from penstock.fabric.report.text import live
+from penstock.fabric.statistics import StreamingQuantile, fewest
+
+_SHOWN_SECONDS = 0.25
+
+
+class Follower:
+    """Told of every trial that has ended, and now and then that time goes by."""
+
+    def __init__(self, names: Sequence[str], tell: Callable[[int, str, float | None], None]) -> None:
+        self._names = names
+        self._tell = tell
+        self._times = [StreamingQuantile() for _ in names]
+        self._done = 0
+        self._ended_at = self._shown_at = 0.0
+
+    def trial(self, number: int, longest_ns: Sequence[int]) -> None:
+        """Trial `number` has ended; each transfer's longest duration."""
+        for times, duration_ns in zip(self._times, longest_ns, strict=True):
+            if duration_ns > 0:
+                times.add([duration_ns / 1e9])
+        self._done, self._ended_at = number + 1, time.monotonic()
+        self.tick()
+
+    def tick(self) -> None:
+        """Shows where the trial is by now, if the transfers take as long as they usually do."""
+        now = time.monotonic()
+        if not self._done or now - self._shown_at < _SHOWN_SECONDS:
+            return
+        self._shown_at = now
+        place, left = 0, now - self._ended_at
+        while place < len(self._times) - 1 and (left := left - (self._times[place].quantile(0.5) or 0.0)) >= 0:
+            place += 1
+        times = self._times[place]
+        bounded = times.count >= fewest(0.99)
+        self._tell(self._done, self._names[place], times.quantile(0.99) if bounded else None)
+
+
+@contextmanager
+def follower(names: Sequence[str], trials: int, *, quiet: bool) -> Iterator[Follower | None]:
+    """A bar on stderr; None where it is no terminal, or nothing is to be shown."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    with live(trials, Console(stderr=True), transfers=len(names)) as tell:
+        yield Follower(names, tell)

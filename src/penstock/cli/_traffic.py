@@ -1,0 +1,159 @@
+"""The options that say what is sent: a preset, a model's step, sizes by hand, or a sweep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, Literal
+
+import typer
+
+from penstock.cli._target import Cuts, loaded, names
+from penstock.errors import ArgumentError
+from penstock.fabric.presets import preset, trials_of
+from penstock.fabric.units import size_of
+from penstock.fabric.workload import Workload
+
+_PANEL = "What is sent (one of: a preset, a model, sizes, a sweep)"
+_MODEL_PANEL = "With --model"
+DEFAULT_HOSTS = 4
+DEFAULT_TRIALS = 200
+
+CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "gather", "send"]
+
+
+def _option(text: str, *flags: str, **more: Any) -> Any:
+    return typer.Option(*flags, help=text, rich_help_panel=_PANEL, **more)
+
+
+def _of_model(text: str, *flags: str, **more: Any) -> Any:
+    return typer.Option(*flags, help=text, rich_help_panel=_MODEL_PANEL, **more)
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficOptions:
+    """What a trial sends. None: not given."""
+
+    preset_name: Annotated[
+        str | None, _option("A known job: mlp, the 784-256-128-64-10 classifier's gradients.", "--preset")
+    ] = None
+    model: Annotated[
+        str | None, _option("module:function or file.py:function, as for `penstock verify`.", metavar="TARGET")
+    ] = None
+    sizes: Annotated[str | None, _option("Sizes by hand, in order: 2600,33024,64KiB.")] = None
+    first: Annotated[str | None, _option("A sweep's smallest size, 1KiB.", "--from")] = None
+    last: Annotated[str | None, _option("A sweep's largest size, 64MiB.", "--to")] = None
+    factor: Annotated[float | None, _option("From one size of a sweep to the next; 2 if nothing is said.")] = None
+    collective: Annotated[CollectiveName | None, _option("Of sizes and sweeps; all_reduce if nothing is said.")] = None
+    cuts: Cuts = None
+    ranks: Annotated[
+        int | None, _of_model("Ranks of a pipeline; the hosts divided by it are its replicas. 1 if nothing is said.")
+    ] = None
+    schedule: Annotated[str | None, _of_model("The order of the pipeline's work; 1f1b if nothing is said.")] = None
+    microbatches: Annotated[int | None, _of_model("Of the pipeline; as many as ranks if nothing is said.")] = None
+    traffic: Annotated[
+        Literal["gradients", "pipeline"] | None,
+        _of_model(
+            "gradients: each layer's, as data-parallel training sends them; pipeline: all that a pipeline and its "
+            "replicas send. The first if nothing is said and --ranks is 1."
+        ),
+    ] = None
+    sharded: Annotated[bool, _of_model("Replicas are sharded: all-gathers and reduce-scatters (FSDP2).")] = False
+    compute: Annotated[
+        str | None,
+        _of_model("What computes in front of each transfer: none, measure (here), or seconds a forward of a stage."),
+    ] = None
+
+    def workload(self, hosts: int | None) -> Workload:
+        """What was asked for.
+
+        Raises:
+            ArgumentError: nothing or more than one was given, or an option belongs to another.
+        """
+        ways = {
+            "--preset": self.preset_name,
+            "--model": self.model,
+            "--sizes": self.sizes,
+            "--from and --to": self.first or self.last,
+        }
+        given = [name for name, value in ways.items() if value is not None]
+        if len(given) != 1:
+            said = f"{' and '.join(given)} were given" if given else "nothing was given"
+            raise ArgumentError(f"what is to be sent? {said}: give one of {', '.join(ways)}")
+        self._refuse_others(given[0])
+        if self.preset_name is not None:
+            return preset(self.preset_name)
+        if self.model is not None:
+            return self._of_model(self.model, hosts or DEFAULT_HOSTS)
+        collective = self.collective or "all_reduce"
+        if self.sizes is not None:
+            return Workload.of_sizes([size_of(text) for text in self.sizes.split(",")], collective)
+        if self.first is None or self.last is None:
+            raise ArgumentError("a sweep needs both --from and --to, and --factor if it is not 2")
+        factor = 2 if self.factor is None else self.factor
+        return Workload.sweep(size_of(self.first), size_of(self.last), factor, collective)
+
+    def _refuse_others(self, way: str) -> None:
+        """No option is silently ignored."""
+        belongs = {
+            "--sizes": ("collective",),
+            "--from and --to": ("factor", "collective", "first", "last"),
+            "--model": ("cuts", "ranks", "schedule", "microbatches", "traffic", "sharded", "compute"),
+            "--preset": ("preset_name",),
+        }
+        for field in fields(self):
+            owners = [owner for owner, options in belongs.items() if field.name in options]
+            if getattr(self, field.name) and owners and way not in owners:
+                flag = {"first": "from", "last": "to"}.get(field.name, field.name)
+                raise ArgumentError(f"--{flag} belongs to {' or '.join(owners)}, and {way} was given: leave it out")
+
+    def _of_model(self, target: str, hosts: int) -> Workload:
+        from penstock.workloads import from_model
+
+        ranks = self.ranks or 1
+        if hosts % ranks:
+            raise ArgumentError(f"--hosts {hosts} is no multiple of --ranks {ranks}: replicas are whole pipelines")
+        compute: Any = self.compute or "none"
+        if compute not in ("none", "measure"):
+            try:
+                compute = float(compute)
+            except ValueError:
+                raise ArgumentError(f"--compute {compute}: give none, measure or a number of seconds") from None
+        with loaded(target, "the model") as given:
+            made = from_model(
+                given.model,
+                given.args,
+                given.kwargs,
+                hosts=hosts,
+                ranks=ranks,
+                cuts=names(self.cuts),
+                schedule=self.schedule or "1f1b",
+                microbatches=self.microbatches,
+                traffic=self.traffic or ("gradients" if ranks == 1 else "pipeline"),
+                sharded=self.sharded,
+                compute=compute,
+            )
+        return replace(made, name=target)
+
+
+@dataclass(frozen=True, slots=True)
+class CountOptions:
+    """How many trials."""
+
+    trials: Annotated[
+        int | None,
+        typer.Option(help=f"How often everything is sent; {DEFAULT_TRIALS} if nothing is said. p99 needs 368."),
+    ] = None
+    batches: Annotated[int | None, typer.Option(help="With --epochs, instead of --trials: batches an epoch.")] = None
+    epochs: Annotated[int | None, typer.Option(help="With --batches: trials = batches x epochs.")] = None
+
+    def count(self) -> int:
+        """Trials.
+
+        Raises:
+            ArgumentError: they contradict each other.
+        """
+        if self.batches is None and self.epochs is None:
+            return DEFAULT_TRIALS if self.trials is None else self.trials
+        if self.trials is not None or self.batches is None or self.epochs is None:
+            raise ArgumentError("give --trials, or both --batches and --epochs")
+        return trials_of(self.batches, self.epochs)

@@ -1,0 +1,275 @@
+"""One rank's part in a transfer: by the engine's own collective, or by a step list over messages between two hosts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.errors import ArgumentError
+from penstock.fabric.algorithms.volume import moves_of
+from penstock.fabric.emulation import payload
+from penstock.fabric.emulation.wires import Message, Wire
+from penstock.fabric.steps import Collective, Move, StepList
+from penstock.fabric.workload import Transfer
+
+Stamp = tuple[int, int, int]
+"""Round, start and end in nanoseconds of this host's clock."""
+
+
+class Part(Protocol):
+    """What a rank does in a transfer, ready to be done any number of times."""
+
+    def reset(self) -> None:
+        """Puts the payload back, outside of what is timed."""
+
+    def run(self) -> None:
+        """The transfer."""
+
+    def result(self) -> Tensor | None:
+        """What is compared with `payload.expected`; None where this rank gets nothing."""
+
+    def stamps(self) -> Sequence[Stamp]:
+        """When each of its rounds took place in the last `run`; empty if that is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A rank's place in a transfer.
+
+    Attributes:
+        transfer: what is done.
+        members: the ranks of the job that take part; this one's number among them is `rank`.
+        elements: of the largest buffer, before any padding.
+        seed, dtype: of the payload.
+    """
+
+    transfer: Transfer
+    members: tuple[int, ...]
+    rank: int
+    elements: int
+    seed: int
+    dtype: torch.dtype
+
+    @property
+    def collective(self) -> Collective:
+        return self.transfer.collective
+
+    def expected(self, elements: int) -> Tensor | None:
+        """The result of this rank for a payload of as many elements."""
+        return payload.expected(self.collective, self.rank, len(self.members), elements, self.seed, self.dtype)
+
+    def given(self, elements: int) -> Tensor:
+        """Its payload."""
+        return payload.given(self.collective, self.rank, len(self.members), elements, self.seed, self.dtype)
+
+
+class _Copy(NamedTuple):
+    target: Tensor
+    source: Tensor
+    adds: bool
+
+
+class Stepwise:
+    """Follows a step list. What goes between the same two ranks in one round goes in one message."""
+
+    def __init__(self, place: Place, steps: StepList, wire: Wire, device: torch.device) -> None:
+        self._steps = steps
+        self._wire = wire
+        self._rank = place.rank
+        slot = -(-place.elements // steps.chunks)
+        self.elements = slot * steps.chunks
+        self._memory = torch.empty(slot * steps.slots, dtype=place.dtype, device=device)
+        self._given = place.given(self.elements).to(device)
+        self._slot = slot
+        self._rounds = [
+            (number, *self._round(sends, receives, place.members))
+            for number, sends, receives in moves_of(steps, place.rank)
+        ]
+        self._stamps: list[Stamp] = []
+
+    def _round(
+        self, sends: Sequence[Move], receives: Sequence[Move], members: Sequence[int]
+    ) -> tuple[list[Message], list[Message], list[_Copy], list[_Copy]]:
+        """What is sent and received, a message a peer; and what is copied before and put down after."""
+        read = {s for m in sends for s in range(m.first, m.first + m.count)}
+        leaving: list[Message] = []
+        arriving: list[Message] = []
+        before: list[_Copy] = []
+        after: list[_Copy] = []
+        for peer, moves in _by(sends, "target").items():
+            if len(moves) == 1:
+                leaving.append(Message(self._slots(moves[0].first, moves[0].count), members[peer]))
+                continue
+            packed = self._packed(moves)
+            leaving.append(Message(packed, members[peer]))
+            before += [_Copy(piece, self._slots(m.first, m.count), False) for m, piece in self._pieces(moves, packed)]
+        for peer, moves in _by(receives, "source").items():
+            move = moves[0]
+            if len(moves) == 1 and not move.adds and read.isdisjoint(range(move.into, move.into + move.count)):
+                arriving.append(Message(self._slots(move.into, move.count), members[peer]))
+                continue
+            packed = self._packed(moves)
+            arriving.append(Message(packed, members[peer]))
+            after += [_Copy(self._slots(m.into, m.count), piece, m.adds) for m, piece in self._pieces(moves, packed)]
+        return leaving, arriving, before, after
+
+    def _slots(self, first: int, count: int) -> Tensor:
+        return self._memory[first * self._slot : (first + count) * self._slot]
+
+    def _packed(self, moves: Sequence[Move]) -> Tensor:
+        return self._memory.new_empty(sum(move.count for move in moves) * self._slot)
+
+    def _pieces(self, moves: Sequence[Move], packed: Tensor) -> Iterator[tuple[Move, Tensor]]:
+        return zip(moves, packed.split([move.count * self._slot for move in moves]), strict=True)
+
+    def reset(self) -> None:
+        self._memory[: len(self._given)].copy_(self._given)
+        if self._steps.collective == "all_to_all":  # what a rank gives to itself goes over no network
+            part = self.elements // self._steps.ranks
+            own = slice(self._rank * part, (self._rank + 1) * part)
+            self._output()[own].copy_(self._given[own])
+
+    def run(self) -> None:
+        stamps = []
+        for number, leaving, arriving, before, after in self._rounds:
+            start = time.monotonic_ns()
+            for copy in before:
+                copy.target.copy_(copy.source)
+            self._wire.exchange(leaving, arriving)
+            for copy in after:
+                if copy.adds:
+                    copy.target.add_(copy.source)
+                else:
+                    copy.target.copy_(copy.source)
+            stamps.append((number, start, time.monotonic_ns()))
+        self._stamps = stamps
+
+    def result(self) -> Tensor | None:
+        whole = self._output()
+        part = self.elements // self._steps.ranks
+        match self._steps.collective:
+            case "reduce_scatter":
+                return whole[self._rank * part : (self._rank + 1) * part]
+            case "gather":
+                return whole if self._rank == 0 else None
+            case "send":
+                return whole if self._rank == 1 else None
+        return whole
+
+    def stamps(self) -> Sequence[Stamp]:
+        return self._stamps
+
+    def _output(self) -> Tensor:
+        first = len(self._memory) // self._steps.slots * self._steps.output
+        return self._memory[first : first + self.elements]
+
+
+def _by(moves: Sequence[Move], end: Literal["source", "target"]) -> dict[int, list[Move]]:
+    """The moves by the rank at the other end; both sides have them in the same order."""
+    found: dict[int, list[Move]] = {}
+    for move in moves:
+        found.setdefault(getattr(move, end), []).append(move)
+    return found
+
+
+# torch 2.13 has new names, and warns of the old ones.
+_ALL_GATHER: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_REDUCE_SCATTER: Callable[..., object] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+class Engine:
+    """torch.distributed's own collective."""
+
+    def __init__(self, place: Place, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        ranks = len(place.members)
+        self.elements = payload.padded(place.collective, place.elements, ranks)
+        self._given = place.given(self.elements).to(device)
+        self._buffer = self._given.clone()
+        self._part = self.elements // ranks
+        self._place = place
+        self._group = group
+        self._output = torch.empty_like(self._buffer)
+        self._call = self._calls()[place.collective]
+
+    def _calls(self) -> Mapping[Collective, Callable[[], object]]:
+        buffer, output, group, members = self._buffer, self._output, self._group, self._place.members
+        mine = slice(self._place.rank * self._part, (self._place.rank + 1) * self._part)
+        is_root = self._place.rank == 0
+        parts = list(output.chunk(len(members))) if is_root else None
+
+        def send() -> None:
+            if is_root:
+                dist.send(buffer, members[1])
+            else:
+                dist.recv(output, members[0])
+
+        return {
+            "all_reduce": lambda: dist.all_reduce(buffer, group=group),
+            "all_gather": lambda: _ALL_GATHER(output, buffer[mine], group=group),
+            "reduce_scatter": lambda: _REDUCE_SCATTER(output[: self._part], buffer, group=group),
+            "all_to_all": lambda: dist.all_to_all_single(output, buffer, group=group),
+            "broadcast": lambda: dist.broadcast(buffer, members[0], group=group),
+            "gather": lambda: dist.gather(buffer[mine], parts, dst=members[0], group=group),
+            "send": send,
+        }
+
+    def reset(self) -> None:
+        self._buffer.copy_(self._given)
+
+    def run(self) -> None:
+        self._call()
+        if self._buffer.is_cuda:
+            torch.cuda.synchronize()
+
+    def result(self) -> Tensor | None:
+        match self._place.collective:
+            case "all_reduce" | "broadcast":
+                found = self._buffer
+            case "reduce_scatter":
+                found = self._output[: self._part]
+            case "gather" if self._place.rank != 0:
+                return None
+            case "send" if self._place.rank != 1:
+                return None
+            case _:
+                found = self._output
+        return found
+
+    def stamps(self) -> Sequence[Stamp]:
+        return ()
+
+
+def wrong(place: Place, part: Stepwise | Engine) -> str | None:
+    """Runs a transfer once and says what is wrong with its result, if anything is."""
+    part.reset()
+    part.run()
+    found, right = part.result(), place.expected(part.elements)
+    if right is None or found is None:
+        return None
+    found = found.cpu()
+    differing = int((found != right).sum())
+    if not differing:
+        return None
+    first = int((found != right).nonzero()[0])
+    return (
+        f"{place.transfer.name}: {differing} of {len(right)} numbers of rank {place.members[place.rank]} are wrong "
+        f"after {place.collective}; number {first} is {float(found[first])}, not {float(right[first])}"
+    )
+
+
+def check_backend(backend: str) -> None:
+    """Raises ArgumentError for a backend that torch does not have here."""
+    have = {
+        "gloo": dist.is_gloo_available(),
+        "nccl": dist.is_nccl_available() and torch.cuda.is_available(),
+        "mpi": dist.is_mpi_available(),
+    }
+    if not have.get(backend, False):
+        there = ", ".join(name for name, available in have.items() if available)
+        raise ArgumentError(f"backend {backend!r} is not there: torch has {there} here")

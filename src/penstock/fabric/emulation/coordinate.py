@@ -1,0 +1,182 @@
+"""Starts the hosts of one machine, namespaces or plain processes, follows the samples, and ends everything.
+
+The hosts run as under a real torchrun: an agent and a worker each. What they print goes to `host-<n>.log`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from penstock.errors import FabricError
+from penstock.fabric.emulation.spec import Spec
+from penstock.fabric.emulation.watch import Watch
+from penstock.fabric.network.machines import Machines
+from penstock.fabric.samples import RUN, SAMPLES, STEPS
+from penstock.launch import agent_command, forwarded_signals, job
+
+_MODULE = ("-m", "penstock.fabric.emulation.host")
+_GRACE_SECONDS = 10.0
+"""What the other hosts get to end by themselves once one has failed."""
+
+_POLL_SECONDS = 0.1
+
+
+def emulate(spec: Spec, folder: Path, machines: Machines | None = None, watch: Watch | None = None) -> None:
+    """Runs a spec on hosts that are started here, and waits for its end.
+
+    Args:
+        folder: of the run; what an earlier run left in it is replaced.
+        machines: one for each host; None: the hosts are processes of this machine.
+
+    Raises:
+        FabricError: a host did not join, was lost, or failed. The samples until then are in the folder.
+        KeyboardInterrupt: a signal came; all hosts have ended.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for stale in (RUN, SAMPLES, STEPS):
+        (folder / stale).unlink(missing_ok=True)
+    for stale_log in folder.glob("host-*.log"):
+        stale_log.unlink()
+    spec.write(folder)
+    with contextlib.ExitStack() as stack:
+        agents: list[subprocess.Popen[bytes]] = []
+        stack.callback(_end, agents)
+        for number, argv in enumerate(_commands(spec, folder, machines)):
+            environment = stack.enter_context(job())
+            environment.setdefault("OMP_NUM_THREADS", "1")
+            if machines is None:
+                environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            log = stack.enter_context((folder / f"host-{number}.log").open("wb"))
+            agents.append(
+                subprocess.Popen(
+                    argv,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    process_group=0,
+                )
+            )
+        with forwarded_signals(agents) as received:
+            ended = _wait(agents, received, _Tail(folder, len(spec.workload.transfers), spec.hosts), watch)
+    if received:
+        _say_missing(folder, f"stopped by {signal.Signals(received[0]).name}")
+        raise KeyboardInterrupt
+    if ended is not None:
+        text = _cause(folder, ended, agents, machines is not None)
+        _say_missing(folder, text)
+        raise FabricError(text)
+
+
+def _commands(spec: Spec, folder: Path, machines: Machines | None) -> Iterator[list[str]]:
+    what = [*_MODULE, str(folder.resolve())]
+    if machines is None:
+        yield agent_command(["--standalone", f"--nproc-per-node={spec.hosts}", *what])
+        return
+    for host in range(spec.hosts):
+        where = [
+            f"--nnodes={spec.hosts}",
+            "--nproc-per-node=1",
+            f"--node-rank={host}",
+            f"--master-addr={machines.addresses[0]}",
+            "--master-port=29500",
+            f"--rdzv-conf=timeout={spec.join_seconds:.0f}",
+        ]
+        yield machines.command(host, agent_command([*where, *what]))
+
+
+def _wait(
+    agents: Sequence[subprocess.Popen[bytes]], received: Sequence[int], tail: _Tail, watch: Watch | None
+) -> int | None:
+    """Until all have ended. Returns the first that failed, if any; the others then get a few seconds."""
+    failed: int | None = None
+    deadline = float("inf")
+    while True:
+        statuses = [agent.poll() for agent in agents]
+        if watch is not None:
+            for number, durations in tail.read():
+                watch.trial(number, durations)
+            watch.tick()
+        if all(status is not None for status in statuses):
+            return next((n for n, status in enumerate(statuses) if status), None) if failed is None else failed
+        if failed is None:
+            failed = next((n for n, status in enumerate(statuses) if status), None)
+        if (failed is not None or received) and deadline == float("inf"):
+            deadline = time.monotonic() + _GRACE_SECONDS
+        if time.monotonic() > deadline or len(received) > 1:
+            return failed if failed is not None else 0
+        time.sleep(_POLL_SECONDS)
+
+
+def _end(agents: Sequence[subprocess.Popen[bytes]]) -> None:
+    for agent in agents:
+        with contextlib.suppress(ProcessLookupError):
+            agent.kill()
+    for agent in agents:
+        agent.wait()
+
+
+class _Tail:
+    """The trials of a samples file that grows."""
+
+    def __init__(self, folder: Path, transfers: int, hosts: int) -> None:
+        self._path = folder / SAMPLES
+        self._transfers = transfers
+        self._position = 0
+        self._rest = b""
+        self._current = -1
+        self._durations: list[int] = [0] * transfers
+
+    def read(self) -> Iterator[tuple[int, list[int]]]:
+        """Those that were written whole since the last call: a trial is whole when the next one begins."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._position)
+                new = file.read()
+        except FileNotFoundError:
+            return
+        self._position += len(new)
+        *lines, self._rest = (self._rest + new).split(b"\n")
+        for line in lines:
+            if not line[:1].isdigit():
+                continue
+            trial, transfer, _, start, end = map(int, line.split(b","))
+            if trial != self._current and self._current >= 0:
+                yield self._current, self._durations
+                self._durations = [0] * self._transfers
+            self._current = trial
+            self._durations[transfer] = max(self._durations[transfer], end - start)
+
+
+def _say_missing(folder: Path, text: str) -> None:
+    """Into run.json, where host 0 could not do it."""
+    path = folder / RUN
+    with contextlib.suppress(OSError, ValueError):
+        record = json.loads(path.read_text())
+        if not record["complete"] and not record["missing"]:
+            path.write_text(json.dumps({**record, "missing": text}, indent=1))
+
+
+def _cause(folder: Path, first: int, agents: Sequence[subprocess.Popen[bytes]], by_host: bool) -> str:
+    """Why the run failed, from what host 0 or the first that failed has said."""
+    try:
+        trials = (folder / SAMPLES).read_bytes().rsplit(b"\n", 2)[-2].split(b",")[0]
+        saved = f"{int(trials) + 1} trials are in {folder}" if trials.isdigit() else "no trial had ended"
+    except (OSError, IndexError):
+        saved = "no trial had ended"
+    status = agents[first].returncode
+    lines = [line for log in sorted(folder.glob("host-*.log")) for line in log.read_text(errors="replace").split("\n")]
+    said = [line.removeprefix("penstock: error: ") for line in lines if line.startswith("penstock: error: ")]
+    killed = [
+        line.removeprefix("penstock: ") for line in lines if line.startswith("penstock: rank") and "killed" in line
+    ]
+    if by_host and status is not None and status >= 128:
+        killed.insert(0, f"host {first} was ended by {signal.Signals(status - 128).name}")
+    text = (killed or said or [f"host {first} ended with exit status {status}; see {folder}/host-{first}.log"])[0]
+    return f"{text}; {saved}"

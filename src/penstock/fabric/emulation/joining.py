@@ -1,0 +1,119 @@
+"""How hosts find each other, and find out who is missing."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from penstock.errors import ArgumentError, FabricError
+from penstock.fabric.emulation.spec import Spec
+
+_Store: Any = dist.TCPStore  # type: ignore[attr-defined]  # public, though not re-exported
+_PrefixStore: Any = dist.PrefixStore  # type: ignore[attr-defined]
+
+_ANSWER_SECONDS = 3.0
+"""What the others get to say that they are still there, when one of them was lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """The hosts of a run, as this one sees them.
+
+    Attributes:
+        rank, size: this host's number, and how many there are.
+        store: what they share besides the network under test.
+        control: a gloo group of all, for what is no part of a trial; None: the default group is one.
+    """
+
+    rank: int
+    size: int
+    store: Any
+    control: dist.ProcessGroup | None
+
+    def who_is_lost(self) -> tuple[int, ...]:
+        """Called by every host that met an error: those that do not say so within a few seconds."""
+        try:
+            self.store.set(f"still/{self.rank}", "here")
+            return self._without("still", _ANSWER_SECONDS)
+        except (RuntimeError, OSError):  # the store was on the lost host
+            return (0,) if self.rank else ()
+
+    def _without(self, key: str, seconds: float) -> tuple[int, ...]:
+        return without(self.store, key, self.size, seconds)
+
+
+def without(store: Any, key: str, size: int, seconds: float) -> tuple[int, ...]:
+    """The ranks that have not set `key/rank` after so many seconds."""
+    deadline = time.monotonic() + seconds
+    left = list(range(size))
+    while True:
+        left = [rank for rank in left if not store.check([f"{key}/{rank}"])]
+        if not left or time.monotonic() > deadline:
+            return tuple(left)
+        time.sleep(0.05)
+
+
+@contextmanager
+def joined(spec: Spec) -> Iterator[Members]:
+    """Joins the other hosts, by the environment that torchrun sets, and leaves them at the end.
+
+    Raises:
+        ArgumentError: the environment is not torchrun's, or another number of hosts was started.
+        FabricError: a host does not join in time.
+    """
+    try:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except (KeyError, ValueError) as error:
+        raise ArgumentError(
+            f"the environment has no {error.args[0]}: start every host with torchrun, or give --hosts to make them here"
+        ) from None
+    if size != spec.hosts:
+        raise ArgumentError(f"{size} processes were started for {spec.hosts} hosts: start as many, or change --hosts")
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    limit = timedelta(seconds=spec.join_seconds)
+    try:
+        store = _Store(address, port, None, rank == 0 and not agents, limit, wait_for_workers=False)
+    except (RuntimeError, OSError) as error:
+        raise FabricError(
+            f"host {rank} does not reach host 0 at {address}:{port} within {spec.join_seconds:g} s: {first_line(error)}"
+        ) from None
+    store.set(f"here/{rank}", socket.gethostname())
+    if missing := without(store, "here", size, spec.join_seconds):
+        raise FabricError(
+            f"{hosts_text(missing)} did not join within {spec.join_seconds:g} s: "
+            f"{size - len(missing)} of {size} are here. Start the others with the same address, {address}:{port}"
+        )
+    dist.init_process_group(
+        spec.backend,
+        store=_PrefixStore("fabric", store),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=spec.stall_seconds),
+    )
+    control = None if spec.backend == "gloo" else dist.new_group(backend="gloo")
+    try:
+        yield Members(rank, size, store, control)
+    finally:
+        dist.destroy_process_group()
+
+
+def hosts_text(ranks: tuple[int, ...]) -> str:
+    """host 2; hosts 1, 2 and 3."""
+    names = [str(rank) for rank in ranks]
+    if len(names) == 1:
+        return f"host {names[0]}"
+    return f"hosts {', '.join(names[:-1])} and {names[-1]}"
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line."""
+    return str(error).strip().split("\n", 1)[0]

@@ -1,0 +1,100 @@
+"""What is to be run, as a file that every host reads."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from penstock.errors import ArgumentError
+from penstock.fabric.algorithms import algorithms, generate
+from penstock.fabric.workload import Workload
+
+ENGINE = "engine"
+"""The algorithm that stands for torch.distributed's own collectives."""
+
+SPEC = "spec.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A run of penstock fabric.
+
+    Attributes:
+        workload: the transfers of a trial.
+        hosts: how many.
+        algorithm: of the step lists, for every collective that knows it; others take their first. "engine": the
+            backend's own.
+        trials, warmup: how many are measured, and how many go before them, checked for right results.
+        overlap: communication goes on while the next layer is computed, one transfer after the other.
+        seed: of the payload.
+        bytes_per_second: of a link between two hosts that messages are delayed to; None: they are not.
+        join_seconds: in which every host has to be there.
+        stall_seconds: after which a wait for another host is given up.
+        backend: of torch.distributed; "gloo", "nccl" or "mpi".
+        measures_links: whether pairs of neighbours are measured before the trials.
+
+    Raises:
+        ArgumentError: a number is out of range, the workload needs other hosts, or no collective knows the algorithm.
+    """
+
+    workload: Workload
+    hosts: int
+    algorithm: str = "ring"
+    trials: int = 200
+    warmup: int = 3
+    overlap: bool = False
+    seed: int = 0
+    bytes_per_second: float | None = None
+    join_seconds: float = 120.0
+    stall_seconds: float = 120.0
+    backend: str = "gloo"
+    measures_links: bool = True
+    link: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.hosts < 2:
+            raise ArgumentError(f"hosts is {self.hosts}: a network has at least 2; give --hosts 4, for example")
+        if self.workload.hosts not in (0, self.hosts):
+            raise ArgumentError(
+                f"the workload {self.workload.name!r} is made for {self.workload.hosts} hosts, not for {self.hosts}: "
+                f"give --hosts {self.workload.hosts}"
+            )
+        if self.trials < 1 or self.warmup < 1:
+            raise ArgumentError(
+                f"trials={self.trials}, warmup={self.warmup}: at least one of each is needed (results are checked in "
+                "the warm-up)"
+            )
+        for name in ("join_seconds", "stall_seconds"):
+            if not getattr(self, name) > 0:
+                raise ArgumentError(f"{name} is {getattr(self, name)}: expected a time above 0")
+        if self.algorithm == ENGINE:
+            if self.bytes_per_second is not None:
+                raise ArgumentError(
+                    "the engine's own collectives cannot be delayed: take a step list (--algorithm ring), or make "
+                    "namespaces with --link, as root"
+                )
+            return
+        kinds = {transfer.collective for transfer in self.workload.transfers}
+        if not any(self.algorithm in algorithms(kind) for kind in kinds):
+            generate(min(kinds), self.algorithm, 2)  # says which there are
+
+    def algorithm_of(self, place: int) -> str:
+        """By which a transfer is done."""
+        if self.algorithm == ENGINE:
+            return ENGINE
+        known = algorithms(self.workload.transfers[place].collective)
+        return self.algorithm if self.algorithm in known else known[0]
+
+    def write(self, folder: Path) -> Path:
+        """Into the run's folder."""
+        path = folder / SPEC
+        path.write_text(json.dumps(asdict(self)))
+        return path
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """What `write` wrote."""
+        given: dict[str, Any] = json.loads(path.read_text())
+        return cls(**{**given, "workload": Workload.from_dict(given["workload"])})

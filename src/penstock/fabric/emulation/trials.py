@@ -1,0 +1,149 @@
+"""Trials: all hosts begin at one moment, and host 0 gets everyone's stamps when the last transfer is done."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.fabric.emulation import clock
+from penstock.fabric.emulation.collectives import Engine, Place, Stepwise
+from penstock.fabric.emulation.joining import Members
+from penstock.fabric.emulation.spec import Spec
+
+CLOCK_SECONDS = 20.0
+"""How often the offsets of clocks are estimated anew: they drift by up to 50 microseconds a second."""
+
+_MARGIN_NS = 200_000
+"""What hosts get besides the time that agreeing took last, so that all know when to begin before it is time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One trial, on host 0.
+
+    Attributes:
+        stamps: start and end by transfer and rank, shape (ranks, transfers, 2), in nanoseconds on rank 0's clock;
+            -1 where a rank takes no part.
+        step_rows: as in steps.csv, of the trial before this one if it was the slowest so far, or the first.
+    """
+
+    stamps: Tensor
+    step_rows: Sequence[tuple[int, ...]]
+
+    def rows(self, number: int) -> Iterable[tuple[int, ...]]:
+        """As in samples.csv."""
+        for rank, transfers in enumerate(self.stamps.tolist()):
+            for transfer, (start, end) in enumerate(transfers):
+                if start >= 0:
+                    yield number, transfer, rank, start, end
+
+    def longest_ns(self) -> list[int]:
+        """By transfer, the longest that a rank took."""
+        durations: Tensor = (self.stamps[:, :, 1] - self.stamps[:, :, 0]).amax(0)
+        return [int(value) for value in durations.tolist()]
+
+
+class Trials:
+    """Runs them one by one. Its calls are collectives: every host makes the same ones."""
+
+    def __init__(self, spec: Spec, parts: Sequence[tuple[Place, Stepwise | Engine] | None], members: Members) -> None:
+        self._spec = spec
+        self._parts = parts
+        self._members = members
+        self._offset_ns = clock.estimate(members.control).offset_ns
+        self._estimated_at = time.monotonic()
+        self._agreeing_ns: deque[int] = deque(maxlen=20)
+        self._slowest_ns = -1
+        self._number = -1
+        self._keeps = False
+        """Whether the steps of the last trial are worth keeping; host 0 decides."""
+
+    def one(self) -> Trial:
+        """The next trial; on hosts other than 0 its stamps are this host's only."""
+        for part in self._parts:
+            if part is not None:
+                part[1].reset()
+        due_ns, kept = self._agree()
+        _sleep_until(due_ns)
+        stamps = self._run(due_ns)
+        self._number += 1
+        return Trial(self._gather(stamps), kept)
+
+    def last_steps(self) -> Sequence[tuple[int, ...]]:
+        """The step rows of the last trial, where they are kept."""
+        return self._agree()[1]
+
+    def _agree(self) -> tuple[int, Sequence[tuple[int, ...]]]:
+        """When the next trial begins, on this host's clock, and the steps of the last one."""
+        kept: Sequence[tuple[int, ...]] = ()
+        while True:
+            start = time.monotonic_ns()
+            stale = time.monotonic() - self._estimated_at > CLOCK_SECONDS
+            takes = min(self._agreeing_ns, default=0)
+            values = torch.tensor([start + self._offset_ns, takes, self._keeps, stale and self._members.rank == 0])
+            dist.all_reduce(values, dist.ReduceOp.MAX, group=self._members.control)
+            latest, takes, keeps, estimates = values.tolist()
+            self._agreeing_ns.append(time.monotonic_ns() - start)
+            if keeps:
+                kept = self._gather_steps()
+                self._keeps = False
+            if estimates:
+                self._offset_ns = clock.estimate(self._members.control).offset_ns
+                self._estimated_at = time.monotonic()
+            if not keeps and not estimates:
+                return latest + takes + _MARGIN_NS - self._offset_ns, kept
+
+    def _run(self, due_ns: int) -> Tensor:
+        """Start and end of every transfer, on this host's clock."""
+        stamps = torch.full((len(self._parts), 2), -1, dtype=torch.int64)
+        ready_ns, done_ns = due_ns, due_ns
+        for number, part in enumerate(self._parts):
+            if part is None:
+                continue
+            compute_ns = int(part[0].transfer.compute_of(self._members.rank) * 1e9)
+            # With overlap computing goes on during a transfer; without, it begins when the transfer has ended.
+            ready_ns = (ready_ns if self._spec.overlap else done_ns) + compute_ns
+            if compute_ns:
+                _sleep_until(ready_ns)
+            start_ns = time.monotonic_ns()
+            part[1].run()
+            done_ns = time.monotonic_ns()
+            stamps[number, 0], stamps[number, 1] = start_ns, done_ns
+        return stamps
+
+    def _gather(self, stamps: Tensor) -> Tensor:
+        """Those of all ranks, on rank 0's clock."""
+        mine = torch.where(stamps >= 0, stamps + self._offset_ns, stamps)
+        if self._members.rank != 0:
+            dist.gather(mine, dst=0, group=self._members.control)
+            return mine.unsqueeze(0)
+        everyone = [torch.empty_like(mine) for _ in range(self._members.size)]
+        dist.gather(mine, everyone, dst=0, group=self._members.control)
+        whole = torch.stack(everyone)
+        took = int(whole[:, :, 1].max() - whole[whole >= 0].min())
+        self._keeps = took > self._slowest_ns
+        self._slowest_ns = max(took, self._slowest_ns)
+        return whole
+
+    def _gather_steps(self) -> Sequence[tuple[int, ...]]:
+        """The rounds of the last trial, as rows of steps.csv."""
+        mine = [
+            (self._number, number, self._members.rank, at, start + self._offset_ns, end + self._offset_ns)
+            for number, part in enumerate(self._parts)
+            if part is not None
+            for at, start, end in part[1].stamps()
+        ]
+        everyone: list[list[tuple[int, ...]]] = [[] for _ in range(self._members.size)]
+        dist.gather_object(mine, everyone if self._members.rank == 0 else None, dst=0, group=self._members.control)
+        return [row for rows in everyone for row in rows]
+
+
+def _sleep_until(due_ns: int) -> None:
+    while (left_ns := due_ns - time.monotonic_ns()) > 0:
+        time.sleep(left_ns / 1e9)
