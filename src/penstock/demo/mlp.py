@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
+from penstock.fabric.emulation import clock
+from penstock.fabric.emulation.host import main
+from penstock.fabric.emulation.record import gathered, recorded
+from penstock.fabric.emulation.spec import Spec
+from penstock.fabric.network.record import cpu_usage
 from penstock.fabric.presets import MLP_WIDTHS, mlp, with_compute
-from penstock.fabric.samples import Run
+from penstock.fabric.samples import HEAD, SAMPLES, Run, SampleFile
 from penstock.fabric.workload import Workload
 
 Images = tuple[Tensor, Tensor, str]
@@ -244,3 +250,41 @@ def _gathered(source: str, losses: Tensor, marks: Tensor, offset_ns: int) -> Tra
         compute_ns=by_layer(_compute(every)),
         after_ns=every[..., -1] - every[..., -2],
     )
+
+
+def train(spec: Spec, folder: Path) -> None:
+    """This host's part in the training that the spec's preset emulates; host 0 writes it as a run.
+
+    Raises:
+        ArgumentError: the spec is of another workload.
+        FabricError: a host did not join, or was lost.
+    """
+    if [one.bytes for one in spec.workload.transfers] != [one.bytes for one in mlp().transfers]:
+        raise ArgumentError(f"only the preset mlp can be trained, not {spec.workload.name!r}: give --preset mlp")
+    torch.set_num_threads(1)
+    with recorded(spec, folder) as (members, record):
+        offset = clock.estimate(members.control)
+        began = cpu_usage()
+        training = train_mlp(spec.trials, warmup=spec.warmup, seed=spec.seed, offset_ns=offset.offset_ns)
+        record.add(
+            cpu=gathered(cpu_usage().since(began), members),
+            clock=gathered(asdict(offset), members),
+            training=digits()[2],
+            links=[],
+        )
+        if training is None:
+            return
+        found = training.run()
+        record.add(workload=training.workload().to_dict(), losses=[training.losses[0], training.losses[-1]])
+        samples = SampleFile(folder / SAMPLES, HEAD)
+        for trial, (starts, ends) in enumerate(zip(found.start_ns.tolist(), found.end_ns.tolist(), strict=True)):
+            samples.add(
+                (trial, place, rank, start, end)
+                for place, (of_start, of_end) in enumerate(zip(starts, ends, strict=True))
+                for rank, (start, end) in enumerate(zip(of_start, of_end, strict=True))
+            )
+        samples.close()
+
+
+if __name__ == "__main__":
+    main(train)

@@ -20,19 +20,28 @@ from penstock.fabric.network.machines import Machines
 from penstock.fabric.samples import RUN, SAMPLES, STEPS
 from penstock.launch import agent_command, forwarded_signals, job
 
-_MODULE = ("-m", "penstock.fabric.emulation.host")
+EMULATION = "penstock.fabric.emulation.host"
+"""The module that each host runs, with the run's folder as its argument."""
 _GRACE_SECONDS = 10.0
 """What the other hosts get to end by themselves once one has failed."""
 
 _POLL_SECONDS = 0.1
 
 
-def emulate(spec: Spec, folder: Path, machines: Machines | None = None, watch: Watch | None = None) -> None:
+def emulate(
+    spec: Spec,
+    folder: Path,
+    machines: Machines | None = None,
+    watch: Watch | None = None,
+    module: str = EMULATION,
+) -> None:
     """Runs a spec on hosts that are started here, and waits for its end.
 
     Args:
         folder: of the run; what an earlier run left in it is replaced.
         machines: one for each host; None: the hosts are processes of this machine.
+        watch: looks on.
+        module: that the hosts run.
 
     Raises:
         FabricError: a host did not join, was lost, or failed. The samples until then are in the folder.
@@ -47,9 +56,10 @@ def emulate(spec: Spec, folder: Path, machines: Machines | None = None, watch: W
     with contextlib.ExitStack() as stack:
         agents: list[subprocess.Popen[bytes]] = []
         stack.callback(_end, agents)
-        for number, argv in enumerate(_commands(spec, folder, machines)):
+        for number, argv in enumerate(_commands(spec, folder, machines, module)):
             environment = stack.enter_context(job())
             environment.setdefault("OMP_NUM_THREADS", "1")
+            environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # warns of host names that are not in DNS
             if machines is None:
                 environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
             log = stack.enter_context((folder / f"host-{number}.log").open("wb"))
@@ -74,8 +84,8 @@ def emulate(spec: Spec, folder: Path, machines: Machines | None = None, watch: W
         raise FabricError(text)
 
 
-def _commands(spec: Spec, folder: Path, machines: Machines | None) -> Iterator[list[str]]:
-    what = [*_MODULE, str(folder.resolve())]
+def _commands(spec: Spec, folder: Path, machines: Machines | None, module: str) -> Iterator[list[str]]:
+    what = ["-m", module, str(folder.resolve())]
     if machines is None:
         yield agent_command(["--standalone", f"--nproc-per-node={spec.hosts}", *what])
         return

@@ -5,10 +5,10 @@ Started by torchrun on each host: `python -m penstock.fabric.emulation.host FOLD
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,16 @@ from penstock.errors import FabricError, PenstockError
 from penstock.fabric.algorithms import generate
 from penstock.fabric.emulation import clock, probe
 from penstock.fabric.emulation.collectives import Engine, Place, Stepwise, check_backend, wrong
-from penstock.fabric.emulation.joining import Members, first_line, hosts_text, joined
+from penstock.fabric.emulation.joining import Members
 from penstock.fabric.emulation.payload import DTYPES
+from penstock.fabric.emulation.record import gathered, recorded
 from penstock.fabric.emulation.spec import ENGINE, SPEC, Spec
 from penstock.fabric.emulation.trials import Trials
 from penstock.fabric.emulation.watch import Watch
 from penstock.fabric.emulation.wires import Delayed, Plain, Wire
 from penstock.fabric.models import fit_link
-from penstock.fabric.network.record import cpu_usage, environment
-from penstock.fabric.samples import HEAD, RUN, SAMPLES, STEPS, STEPS_HEAD, SampleFile
+from penstock.fabric.network.record import cpu_usage
+from penstock.fabric.samples import HEAD, SAMPLES, STEPS, STEPS_HEAD, SampleFile
 
 
 def run(spec: Spec, folder: Path, watch: Watch | None = None) -> None:
@@ -43,66 +44,20 @@ def run(spec: Spec, folder: Path, watch: Watch | None = None) -> None:
     """
     check_backend(spec.backend)
     torch.set_num_threads(1)
-    with joined(spec) as members:
-        record = _Record(spec, folder, members)
-        try:
-            wire: Wire = Plain() if spec.bytes_per_second is None else Delayed(spec.bytes_per_second)
-            record.add(
-                links=_links(spec, wire, members), clock=_gathered(asdict(clock.estimate(members.control)), members)
-            )
-            parts = _parts(spec, members, wire)
-            _check(spec, parts, members)
-            trials = Trials(spec, parts, members)
-            began = cpu_usage()
-            if members.rank == 0:
-                _write(spec, folder, trials, watch)
-            else:
-                for _ in range(spec.trials):
-                    trials.one()
-                trials.last_steps()
-            record.add(cpu=_gathered(cpu_usage().since(began), members), complete=True)
-        except (RuntimeError, OSError) as error:
-            lost = hosts_text(gone) + " does not answer" if (gone := members.who_is_lost()) else ""
-            text = "; ".join(part for part in (lost, first_line(error)) if part)
-            record.add(missing=text)
-            raise FabricError(f"host {members.rank}: {text}") from None
-
-
-class _Record:
-    """run.json, on host 0: whole at any moment."""
-
-    def __init__(self, spec: Spec, folder: Path, members: Members) -> None:
-        interface = os.environ.get("GLOO_SOCKET_IFNAME")
-        hosts = _gathered(environment(interface), members)
-        kernels = set(_gathered(clock.kernel(), members))
-        self._path = folder / RUN if members.rank == 0 else None
-        self._found: dict[str, Any] = {
-            "version": 1,
-            **{key: value for key, value in asdict(spec).items() if key != "workload"},
-            "workload": spec.workload.to_dict(),
-            "algorithms": [spec.algorithm_of(place) for place in range(len(spec.workload.transfers))],
-            "environment": hosts,
-            "machine_cores": os.cpu_count(),
-            "shared_machine": len(kernels) == 1 and "" not in kernels,
-            "complete": False,
-            "missing": "",
-        }
-        if self._path is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-        self.add()
-
-    def add(self, **found: Any) -> None:
-        self._found.update(found)
-        if self._path is not None:
-            aside = self._path.with_suffix(".tmp")
-            aside.write_text(json.dumps(self._found, indent=1))
-            aside.replace(self._path)
-
-
-def _gathered(mine: Any, members: Members) -> list[Any]:
-    values: list[Any] = [None] * members.size
-    dist.all_gather_object(values, mine, group=members.control)
-    return values
+    with recorded(spec, folder) as (members, record):
+        wire: Wire = Plain() if spec.bytes_per_second is None else Delayed(spec.bytes_per_second)
+        record.add(links=_links(spec, wire, members), clock=gathered(asdict(clock.estimate(members.control)), members))
+        parts = _parts(spec, members, wire)
+        _check(spec, parts, members)
+        trials = Trials(spec, parts, members)
+        began = cpu_usage()
+        if members.rank == 0:
+            _write(spec, folder, trials, watch)
+        else:
+            for _ in range(spec.trials):
+                trials.one()
+            trials.last_steps()
+        record.add(cpu=gathered(cpu_usage().since(began), members))
 
 
 def _links(spec: Spec, wire: Wire, members: Members) -> list[dict[str, Any]]:
@@ -114,7 +69,7 @@ def _links(spec: Spec, wire: Wire, members: Members) -> list[dict[str, Any]]:
         points = probe.measure(pair, wire)
         dist.barrier(group=members.control)
         found.append({"from": pair[0], "to": pair[1], "points": points})
-    everyone = _gathered(found, members)
+    everyone = gathered(found, members)
     links = []
     for place, (source, target) in enumerate(probe.neighbours(spec.hosts)):
         points = everyone[source][place]["points"]
@@ -168,7 +123,7 @@ def _check(spec: Spec, parts: list[tuple[Place, Stepwise | Engine] | None], memb
     """The warm-up: every transfer's result is compared on every host."""
     for _ in range(spec.warmup):
         faults = [fault for part in parts if part is not None and (fault := wrong(*part))]
-        found = [fault for one in _gathered(faults, members) for fault in one]
+        found = [fault for one in gathered(faults, members) for fault in one]
         if found:
             raise FabricError(found[0])
 
@@ -188,11 +143,11 @@ def _write(spec: Spec, folder: Path, trials: Trials, watch: Watch | None) -> Non
         steps.close()
 
 
-def main() -> None:
-    """Called on every host by torchrun."""
+def main(job: Callable[[Spec, Path], None] = run) -> None:
+    """Called on every host by torchrun, with the run's folder as the only argument."""
     folder = Path(sys.argv[1])
     try:
-        run(Spec.read(folder / SPEC), folder)
+        job(Spec.read(folder / SPEC), folder)
     except PenstockError as error:
         print(f"penstock: error: {error}", file=sys.stderr, flush=True)
         time.sleep(0.2)
