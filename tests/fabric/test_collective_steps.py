@@ -199,10 +199,25 @@ def test_bytes_that_a_rank_sends() -> None:
     assert [sent_bytes(gather, 4096, rank) for rank in range(4)] == [0, 1024, 2048, 1024]
 
 
-def test_the_busier_direction_of_a_port_counts() -> None:
-    """Rank 0 sends three slots and receives two at the same time."""
-    steps = StepList("send", "made up", 3, 3, 3, ((Move(0, 1, 0, 3, 0), Move(1, 0, 0, 1, 0), Move(2, 0, 0, 1, 1)),))
-    assert cost(steps) == (1, 1.0)
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_busier_direction_of_a_port_counts(turned: bool) -> None:
+    """Rank 0 sends three slots, no more than two to the same rank, and receives one; or the other way round."""
+    moves = [Move(0, 1, 0, 2, 0), Move(0, 2, 0, 1, 0), Move(1, 0, 0, 1, 0)]
+    if turned:
+        moves = [replace(move, source=move.target, target=move.source) for move in moves]
+    assert cost(StepList("send", "made up", 3, 3, 3, (tuple(moves),))) == (1, 1.0)
+
+
+def test_what_each_rank_starts_with() -> None:
+    def starts(collective: str) -> list[dict[int, int]]:
+        steps = generate(collective, algorithms(collective)[0], 3)
+        return [proof.given(steps, rank) for rank in range(3)]
+
+    every = {0: 0, 1: 1, 2: 2}
+    assert starts("all_reduce") == starts("reduce_scatter") == [every] * 3
+    assert starts("all_gather") == starts("gather") == [{0: 0}, {1: 1}, {2: 2}]
+    assert starts("broadcast") == starts("send") == [{0: 0}, {}, {}]
+    assert starts("all_to_all") == [{**every, 3: 0}, {**every, 4: 1}, {**every, 5: 2}]
 
 
 def test_idle_rounds_are_left_out_but_counted() -> None:
@@ -302,6 +317,7 @@ def test_many_defects_are_counted() -> None:
     found = prove(replace(RING, rounds=()), most=3)
     assert len(found) == 4
     assert found[-1] == "and 13 more"
+    assert len(prove(replace(RING, rounds=()), most=16)) == 16
 
 
 @pytest.mark.parametrize(

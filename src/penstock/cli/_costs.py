@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from reprlib import repr as shortened
@@ -16,7 +16,7 @@ from penstock.cli._order import read_text
 from penstock.costs import LinkCost, StageCost
 from penstock.errors import ArgumentError
 from penstock.schedule import Placement, Schedule
-from penstock.simulate import Links
+from penstock.simulate import NO_COST, Links
 
 _PANEL = "Costs: of one microbatch on one stage, in any one unit"
 
@@ -45,6 +45,8 @@ EPILOG = "\n\n".join(
         "forward and a backward that overlap take together), where they are known. For links as well:",
         '{"stages": [...], "links": {"latency": 1, "bandwidth": 100}}',
         'or, where each pair of ranks has its own, "links": [{"from": 0, "to": 1, "latency": 1}, ...].',
+        '--links FILE is what `penstock fabric` writes: the links that it measured, and with "all" one for every other '
+        "pair. Give all costs in seconds and bytes then.",
     )
 )
 """Below the options of a verb that has costs."""
@@ -83,6 +85,10 @@ class CostOptions:
     costs: Annotated[
         Path | None, _option("Each stage's own costs, instead of the above; see below.", metavar="FILE")
     ] = None
+    links: Annotated[
+        Path | None,
+        _option("A measured network's links, instead of --comm and --bandwidth; see below.", metavar="FILE"),
+    ] = None
 
     def read(self) -> Costs:
         """The costs, as the options or the file has them.
@@ -91,14 +97,20 @@ class CostOptions:
             ArgumentError: a cost is negative, an option lacks the one that it belongs to, both options and a file are
                 given, or the file cannot be read.
         """
-        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("contended", "costs")}
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("contended", "costs", "links")}
         given = {name: value for name, value in given.items() if value is not None}
+        if self.links is not None and (twice := [name for name in ("comm", "bandwidth") if name in given]):
+            raise ArgumentError(
+                f"--links {self.links}: the file says what {_name(twice[0])} would; give one of the two"
+            )
         if self.costs is not None:
             if given:
                 raise ArgumentError(f"--costs {self.costs}: the file says what {_name(next(iter(given)))} would")
             costs = _read_file(self.costs)
         else:
             costs = self._from_numbers(given)
+        if self.links is not None:
+            costs = costs.with_links(read_links(self.links))
         if self.contended and not costs.has_bandwidth:
             raise ArgumentError("--contended: no message holds up another where no link has a bandwidth; give one")
         return replace(costs, contended=self.contended)
@@ -109,7 +121,7 @@ class CostOptions:
                 raise ArgumentError(f"{_name(name)} {value:g}: expected a cost of 0 or more")
             _refuse_extreme(name, value, f"{_name(name)} {value:g}")
         for name, other in (("output_bytes", "bandwidth"), ("bandwidth", "output_bytes")):
-            if name in given and other not in given:
+            if name in given and other not in given and self.links is None:
                 raise ArgumentError(f"{_name(name)} means nothing without {_name(other)}; give both")
         if given.get("bandwidth") == 0:
             raise ArgumentError("--bandwidth 0: expected a bandwidth above 0")
@@ -125,6 +137,50 @@ class CostOptions:
         stage = StageCost(forward, backward_input, backward_weight, output, activation, weight_gradient)
         link = LinkCost(given.get("comm", 0.0), given.get("bandwidth", math.inf))
         return Costs(stage, link, has_memory="memory_activation" in given)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredLinks(Mapping[tuple[int, int], LinkCost]):
+    """Links of hosts, which are ranks in the same order.
+
+    Attributes:
+        pairs: by (rank that sends, rank that receives).
+        every: of all pairs that are not there; None: they have no cost.
+        source: the file, for messages.
+    """
+
+    pairs: Mapping[tuple[int, int], LinkCost]
+    every: LinkCost | None
+    source: str
+
+    def __getitem__(self, ends: tuple[int, int]) -> LinkCost:
+        found = self.pairs.get(ends, self.every)
+        if found is None:
+            raise KeyError(ends)
+        return found
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter(self.pairs)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    @property
+    def has_bandwidth(self) -> bool:
+        known = [*self.pairs.values(), *([self.every] if self.every else [])]
+        return any(link.bytes_per_second < math.inf for link in known)
+
+    def check(self, ranks: int, name: str) -> None:
+        """Raises ArgumentError if there are fewer hosts than ranks, and nothing is said of other pairs."""
+        hosts = max(map(max, self.pairs), default=-1) + 1
+        if self.every is None and hosts < ranks:
+            raise ArgumentError(
+                f"{self.source} has links of {hosts} hosts, but {name} has {ranks} ranks: measure as many, or give "
+                f"{_EVERY} for the pairs that were not measured"
+            )
+
+
+_EVERY = '"all": {"latency": 1e-4, "bandwidth": 1e8}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +201,22 @@ class Costs:
     contended: bool = False
     source: str = ""
 
+    def with_links(self, links: MeasuredLinks) -> Costs:
+        """These costs, on a measured network. Raises ArgumentError where they have links, or messages have no size."""
+        if self.links != NO_COST:
+            raise ArgumentError(f"{self.source} has links, and {links.source} as well: give one of the two")
+        stages = [self.stages] if isinstance(self.stages, StageCost) else self.stages
+        if links.has_bandwidth and not any(stage.output_bytes for stage in stages):
+            raise ArgumentError(
+                f"{links.source}: how long a message takes depends on its size; give --output-bytes, or output_bytes "
+                "in the file of --costs"
+            )
+        return replace(self, links=links)
+
     @property
     def has_bandwidth(self) -> bool:
+        if isinstance(self.links, MeasuredLinks):
+            return self.links.has_bandwidth
         links = [self.links] if isinstance(self.links, LinkCost) else self.links.values()
         return any(link.bytes_per_second < math.inf for link in links)
 
@@ -171,6 +241,9 @@ class Costs:
         return stages * placement.pipelines
 
     def _check_ranks(self, ranks: int, name: str) -> None:
+        if isinstance(self.links, MeasuredLinks):
+            self.links.check(ranks, name)
+            return
         for start, end in () if isinstance(self.links, LinkCost) else self.links:
             if max(start, end) >= ranks:
                 raise ArgumentError(
@@ -216,21 +289,23 @@ def _joined(stages: Sequence[StageCost]) -> StageCost:
 # -- the file ---------------------------------------------------------------------------------------------------------
 
 
-def _read_file(path: Path) -> Costs:
-    text = read_text(path, "--costs")
+def _json(path: Path, option: str, expected: str) -> Any:
+    text = read_text(path, option)
     try:
-        data = json.loads(text)
+        return json.loads(text)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
-        raise ArgumentError(f"--costs {path}: {where} is no JSON: {error.msg}") from None
+        raise ArgumentError(f"{option} {path}: {where} is no JSON: {error.msg}") from None
     except RecursionError:
-        raise ArgumentError(
-            f"--costs {path}: too many lists or objects in each other; give a list with an object for each stage"
-        ) from None
+        raise ArgumentError(f"{option} {path}: too many lists or objects in each other; give {expected}") from None
     except ValueError:  # Python makes no int of thousands of digits
         raise ArgumentError(
-            f"--costs {path}: a number has too many digits; expected one below {_BOUND:g}, so give a larger unit"
+            f"{option} {path}: a number has too many digits; expected one below {_BOUND:g}, so give a larger unit"
         ) from None
+
+
+def _read_file(path: Path) -> Costs:
+    data = _json(path, "--costs", "a list with an object for each stage")
     whole = data if isinstance(data, dict) else {"stages": data}
     _refuse_unknown(whole, ("stages", "links"), f"--costs {path}")
     stages = whole.get("stages")
@@ -239,6 +314,24 @@ def _read_file(path: Path) -> Costs:
     made = tuple(_stage(entry, f"--costs {path}, stage {index}") for index, entry in enumerate(stages))
     has_memory = any(key in entry for entry in stages for key in _MEMORY)
     return Costs(made, _links(whole.get("links", {}), f"--costs {path}"), has_memory, source=str(path))
+
+
+def read_links(path: Path) -> MeasuredLinks:
+    """The file of --links. Raises ArgumentError for what is none."""
+    where = f"--links {path}"
+    data = _json(path, "--links", "an object with a list of links")
+    links = data.get("links", []) if isinstance(data, dict) else None
+    if not isinstance(links, list):
+        raise ArgumentError(
+            f'{where}: expected an object with a list, {{"links": [{{"from": 0, "to": 1, "latency": 1e-4, "bandwidth": '
+            "1e8}, ...]}, as links.json in the folder of a run of penstock fabric"
+        )
+    _refuse_unknown(data, ("links", "all", "units"), where)
+    every = _link(data["all"], f"{where}, all") if "all" in data else None
+    if not links and every is None:
+        raise ArgumentError(f"{where} has no links: give some, or {_EVERY}")
+    pairs = _links(links, where)
+    return MeasuredLinks({} if isinstance(pairs, LinkCost) else pairs, every, where)
 
 
 def _stage(entry: Any, where: str) -> StageCost:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from penstock.fabric.models import LinkFit, busbw_factor, lower_bound_seconds, record_links
 from penstock.fabric.samples import Run
 from penstock.fabric.statistics import Saturation, Summary, log_histogram, order_interval, outliers, saturation
-from penstock.fabric.trials import TransferTimes, computed_step, measured_step
+from penstock.fabric.trials import TransferTimes, algorithm_of, computed_step, measured_step
 from penstock.fabric.workload import Transfer, Workload
 
 
@@ -32,7 +32,7 @@ def results(run: Run) -> dict[str, Any]:
     cpu = _cpu(record, trials)
     links = record_links(record)
     transfers = [
-        _transfer(transfer, _algorithm(record, place), one, links)
+        _transfer(transfer, algorithm_of(record, place), one, links)
         for place, (transfer, one) in enumerate(zip(workload.transfers, times, strict=True))
     ]
     return {
@@ -66,11 +66,6 @@ def _completeness(record: dict[str, Any], trials: int) -> dict[str, Any]:
     if not complete and trials < asked:
         texts.append(f"{asked - trials:,} of {asked:,} trials")
     return {"complete": complete, "missing": "; ".join(texts)}
-
-
-def _algorithm(record: dict[str, Any], place: int) -> str:
-    """Of a transfer: the one that was asked for, or what stood in where it does not do that collective."""
-    return str((record.get("algorithms") or [record.get("algorithm", "")] * (place + 1))[place])
 
 
 def _transfer(

@@ -175,13 +175,14 @@ def outliers(samples: ArrayLike, factor: float = 8.0) -> NDArray[np.intp]:
     """Where the samples are that lie above the median by more than `factor` times the median absolute deviation.
 
     The deviation is scaled to a normal distribution's standard deviation; where more than half are equal it is 0, and
-    the standard deviation stands in.
+    the mean absolute deviation stands in.
     """
     values = np.asarray(samples, float).ravel()
     if not len(values):
         return np.empty(0, np.intp)
     middle = np.median(values)
-    spread = 1.4826 * np.median(np.abs(values - middle)) or values.std()
+    deviations = np.abs(values - middle)
+    spread = 1.4826 * np.median(deviations) or 1.2533 * deviations.mean()
     return np.flatnonzero(values > middle + factor * spread) if spread else np.empty(0, np.intp)
 
 

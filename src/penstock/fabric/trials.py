@@ -10,6 +10,7 @@ All in seconds, as arrays with a value a trial. The names are those of the field
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +61,11 @@ class TransferTimes:
 def ranks_of(workload: Workload, place: int, hosts: int) -> tuple[int, ...]:
     """Who takes part in a transfer: all hosts, where it names none."""
     return workload.transfers[place].ranks or tuple(range(hosts))
+
+
+def algorithm_of(record: dict[str, Any], place: int) -> str:
+    """Of a transfer: the one that was asked for, or what stood in where it does not do that collective."""
+    return str((record.get("algorithms") or [record.get("algorithm", "")] * (place + 1))[place])
 
 
 def measured_step(run: Run, workload: Workload) -> Seconds:

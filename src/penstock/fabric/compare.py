@@ -1,0 +1,190 @@
+"""Two runs side by side: by how much each transfer differs, and whether chance alone would make such a difference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from penstock.errors import ArgumentError
+from penstock.fabric.differences import Samples, holm, kolmogorov_smirnov, mann_whitney, ranks, shift, tails
+from penstock.fabric.samples import Run
+from penstock.fabric.statistics import Interval, Summary, correlation_time, fewest
+from penstock.fabric.trials import TransferTimes, algorithm_of, measured_step
+from penstock.fabric.workload import Workload
+
+Verdict = Literal["differs", "no difference shown", "too few samples"]
+
+LEVEL = 0.05
+FEWEST = 8
+"""Samples of each run, below which the normal approximation does not hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Of the completion times of one transfer, or of the whole step, in run A and in run B.
+
+    Attributes:
+        name, bytes, collective: of the transfer; "step" for the whole.
+        algorithms, trials, p50_s, p99_s: of A and of B; a percentile is None where there are too few samples.
+        ratio: how many times as long B takes: the median of all ratios of a sample of B to one of A (of Hodges and
+            Lehmann). It is 1 where half of the pairs are larger, and not quite the ratio of the medians.
+        ratio_interval: its 95 % interval, not corrected for the number of transfers.
+        p_values: of `median` (Mann-Whitney), `shape` (Kolmogorov-Smirnov) and `tail` (Fisher's exact test of the
+            slowest hundredth, or tenth), each corrected by Holm's method for all tests of the comparison. None: too few
+            samples.
+        verdict: whether any of them is below 5 %; `differs_in` says which.
+    """
+
+    name: str
+    bytes: int
+    collective: str
+    algorithms: tuple[str, str]
+    trials: tuple[int, int]
+    p50_s: tuple[float | None, float | None]
+    p99_s: tuple[float | None, float | None]
+    ratio: float | None = None
+    ratio_interval: Interval | None = None
+    p_values: dict[str, float | None] | None = None
+    verdict: Verdict = "too few samples"
+    differs_in: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Of two runs.
+
+    Attributes:
+        transfers: those that both have, in the order of A.
+        step: the whole step, where both have the same transfers and hosts.
+        only_in_a, only_in_b: names of the others.
+        other_settings: what else differs between the runs, by name: (in A, in B).
+    """
+
+    transfers: tuple[Difference, ...]
+    step: Difference | None
+    only_in_a: tuple[str, ...]
+    only_in_b: tuple[str, ...]
+    other_settings: dict[str, tuple[Any, Any]]
+
+    @property
+    def differs(self) -> bool:
+        """Whether anything does."""
+        return any(one.verdict == "differs" for one in (*self.transfers, *([self.step] if self.step else [])))
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self) | {"differs": self.differs}
+
+
+def compare(a: Run, b: Run) -> Comparison:
+    """Transfer by transfer, of the same name, size and collective.
+
+    A difference is one between these two runs: what changed between them otherwise (the hour, other tenants of the
+    network) is in it. Runs that alternate several times tell more.
+
+    Raises:
+        ArgumentError: the runs have no transfer in common.
+    """
+    loads = [Workload.from_dict(run.record["workload"]) for run in (a, b)]
+    keys = [
+        {(one.name, one.bytes, one.collective): place for place, one in enumerate(load.transfers)} for load in loads
+    ]
+    common = [key for key in keys[0] if key in keys[1]]
+    if not common:
+        names = [", ".join(f"{name} of {size} bytes ({what})" for name, size, what in list(one)[:3]) for one in keys]
+        raise ArgumentError(
+            f"the runs have no transfer in common: A has {names[0]}, B has {names[1]}; compare runs of the same "
+            "workload"
+        )
+    found, tests = [], []
+    for key in common:
+        places = keys[0][key], keys[1][key]
+        series = [
+            TransferTimes.of(run, load, place).completion
+            for run, load, place in zip((a, b), loads, places, strict=True)
+        ]
+        algorithms = (algorithm_of(a.record, places[0]), algorithm_of(b.record, places[1]))
+        found.append(_described(*key, algorithms, series))
+        tests.append(_tested(*series))
+    whole = len(common) == len(keys[0]) == len(keys[1]) and a.record["hosts"] == b.record["hosts"]
+    if whole:
+        series = [measured_step(run, load) for run, load in zip((a, b), loads, strict=True)]
+        asked = (str(a.record.get("algorithm", "")), str(b.record.get("algorithm", "")))
+        found.append(_described("step", sum(one.bytes for one in loads[0].transfers), "all", asked, series))
+        tests.append(_tested(*series))
+    judged = _judged(found, tests)
+    return Comparison(
+        transfers=tuple(judged[: len(common)]),
+        step=judged[-1] if whole else None,
+        only_in_a=tuple(name for name, *_ in keys[0] if (name, *_) not in keys[1]),
+        only_in_b=tuple(name for name, *_ in keys[1] if (name, *_) not in keys[0]),
+        other_settings=_other_settings(a.record, b.record),
+    )
+
+
+def _described(
+    name: str, size: int, collective: str, algorithms: tuple[str, str], series: Sequence[Samples]
+) -> Difference:
+    """What needs no test."""
+    first, second = (Summary.of(one) for one in series)
+    made = Difference(
+        name=name,
+        bytes=size,
+        collective=collective,
+        algorithms=algorithms,
+        trials=(first.count, second.count),
+        p50_s=(first.p50, second.p50),
+        p99_s=(first.p99, second.p99),
+    )
+    if min(made.trials) < FEWEST:
+        return made
+    # Ratios of times are differences of their logarithms; a clock may read 0.
+    logs = [np.log(np.maximum(one, 1e-9)) for one in series]
+    middle, (low, high) = shift(logs[0], logs[1], _inflation(*series))
+    return replace(made, ratio=math.exp(middle), ratio_interval=(math.exp(low), math.exp(high)))
+
+
+def _tested(a: Samples, b: Samples) -> dict[str, float]:
+    """The p values of the tests for which there are enough samples."""
+    if min(len(a), len(b)) < FEWEST:
+        return {}
+    times = [correlation_time(ranks(one)) for one in (a, b)]
+    found = {
+        "median": mann_whitney(a, b, _inflation(a, b)).p,
+        "shape": kolmogorov_smirnov(a, b, (len(a) / times[0], len(b) / times[1])).p,
+    }
+    for q in (0.99, 0.9):
+        if min(len(a), len(b)) >= fewest(q):
+            found["tail"] = tails(a, b, q).p
+            break
+    return found
+
+
+def _inflation(a: Samples, b: Samples) -> float:
+    """How much larger the variance of a difference is than if all samples were independent: by their ranks, as a few
+    outliers would hide a correlation."""
+    terms = [correlation_time(ranks(one)) / len(one) for one in (a, b)]
+    return sum(terms) / (1 / len(a) + 1 / len(b))
+
+
+def _judged(found: Sequence[Difference], tests: Sequence[dict[str, float]]) -> list[Difference]:
+    """With their p values, corrected for all of them, and verdicts."""
+    keys = [(place, name) for place, ps in enumerate(tests) for name in ps]
+    corrected = dict(zip(keys, holm([tests[place][name] for place, name in keys]), strict=True))
+    made = []
+    for place, one in enumerate(found):
+        ps = {name: corrected.get((place, name)) for name in ("median", "shape", "tail")}
+        where = tuple(name for name, p in ps.items() if p is not None and p < LEVEL)
+        enough = any(p is not None for p in ps.values())
+        verdict: Verdict = "too few samples" if not enough else "differs" if where else "no difference shown"
+        made.append(replace(one, p_values=ps, verdict=verdict, differs_in=where))
+    return made
+
+
+def _other_settings(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    keys = ("algorithm", "backend", "hosts", "link", "overlap", "seed", "machine_cores")
+    return {key: (a.get(key), b.get(key)) for key in keys if a.get(key) != b.get(key)}

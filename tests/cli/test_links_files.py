@@ -1,0 +1,152 @@
+"""`--links FILE`: a measured network under a pipeline, as `penstock fabric` writes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import as_json, output, refusal
+
+from penstock.costs import LinkCost, StageCost
+from penstock.fabric.models import LinkFit, links_json
+from penstock.schedule import generate
+from penstock.simulate import simulate
+
+STAGE = {"forward": 0.3, "backward_input": 0.4, "backward_weight": 0.2}
+TIMES = ("--forward", "0.3", "--backward-input", "0.4", "--backward-weight", "0.2")
+SIZED = (*TIMES, "--output-bytes", "1e6")
+TWO = ("simulate", "--schedule", "1f1b", "--ranks", "2", "--microbatches", "2")
+FOUR = ("simulate", "--schedule", "1f1b", "--ranks", "4", "--microbatches", "8")
+BETWEEN = [
+    {"from": 0, "to": 1, "latency": 0.001, "bandwidth": 1e7},
+    {"from": 1, "to": 0, "latency": 0.002, "bandwidth": 2e7},
+]
+EVERY = {"latency": 0.05, "bandwidth": 1e6}
+
+Write = Callable[[Any], str]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write(content: Any, name: str = "links.json") -> str:
+        path = tmp_path / name
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return str(path)
+
+    return write
+
+
+def test_the_links_of_a_run_time_the_schedule(write: Write) -> None:
+    ring = [(a, (a + 1) % 4) for a in range(4)]
+    record = {
+        "links": [
+            {"from": a, "to": b, "latency_seconds": 0.001 * (a + 1), "bytes_per_second": 1e7 / (a + 1)} for a, b in ring
+        ]
+    }
+    made = as_json(*FOUR, *SIZED, "--links", write(links_json(record)))
+    links = {}
+    for a, b in ring:
+        links[a, b] = links[b, a] = LinkCost(0.001 * (a + 1), 1e7 / (a + 1))
+    expected = simulate(generate("1f1b", 4, 8), StageCost(0.3, 0.4, 0.2, output_bytes=1e6), links)
+    assert made["makespan"] == expected.makespan_seconds
+    assert made["makespan"] > as_json(*FOUR, *TIMES)["makespan"]
+
+
+def test_one_fit_is_as_comm_and_bandwidth_are(write: Write) -> None:
+    path = write(links_json(LinkFit(0.004, 1e-7)))
+    same = as_json(*FOUR, *SIZED, "--comm", "0.004", "--bandwidth", "1e7")
+    assert as_json(*FOUR, *SIZED, "--links", path)["makespan"] == pytest.approx(same["makespan"])
+    assert as_json(*FOUR, *SIZED, "--links", path, "--contended")["makespan"] >= same["makespan"] * (1 - 1e-9)
+
+
+def test_each_direction_has_its_own(write: Write) -> None:
+    made = as_json("simulate", "--schedule", "gpipe", "--ranks", "2", "--microbatches", "1", *SIZED, "--links",
+                   write({"links": BETWEEN}))  # fmt: skip
+    assert made["makespan"] == pytest.approx(2 * 0.9 + 0.001 + 0.1 + 0.002 + 0.05)
+
+
+def test_pairs_that_were_not_measured_take_that_of_all(write: Write) -> None:
+    few, all_pairs = write({"links": BETWEEN, "all": EVERY}), write({"all": EVERY}, "all.json")
+    slow = as_json(*FOUR, *SIZED, "--links", all_pairs)["makespan"]
+    assert as_json(*FOUR, *SIZED, "--links", few)["makespan"] < slow
+    assert slow == pytest.approx(as_json(*FOUR, *SIZED, "--comm", "0.05", "--bandwidth", "1e6")["makespan"])
+
+
+def test_a_network_with_fewer_hosts_than_ranks_is_refused(write: Write) -> None:
+    path = write({"links": BETWEEN})
+    line = refusal(*FOUR, *SIZED, "--links", path)
+    assert f'{path} has links of 2 hosts, but 1f1b has 4 ranks: measure as many, or give "all": ' in line
+
+
+def test_a_network_with_more_hosts_than_ranks_is_taken(write: Write) -> None:
+    more = [*BETWEEN, {"from": 2, "to": 3, "latency": 5}]
+    small, large = write({"links": BETWEEN}), write({"links": more}, "more.json")
+    assert output(*TWO, *SIZED, "--links", large) == output(*TWO, *SIZED, "--links", small)
+
+
+def test_a_pair_that_is_used_and_was_not_measured_is_named(write: Write) -> None:
+    links = [{"from": 0, "to": 3, "latency": 1}]
+    assert "no cost from rank 0 to rank 1" in refusal(*FOUR, *TIMES, "--links", write({"links": links}))
+
+
+@pytest.mark.parametrize("option", ["--comm", "--bandwidth"])
+def test_links_and_numbers_of_links_contradict_each_other(write: Write, option: str) -> None:
+    path = write({"all": EVERY})
+    says = f"--links {path}: the file says what {option} would; give one of the two"
+    assert refusal(*TWO, *SIZED, option, "5", "--links", path) == says
+
+
+def test_stages_of_a_file_and_measured_links_go_together(write: Write) -> None:
+    path = write({"links": BETWEEN})
+    sized = write([{**STAGE, "output_bytes": 1e6}] * 2, "stages.json")
+    numbers = as_json(*TWO, *SIZED, "--links", path)["makespan"]
+    assert as_json(*TWO, "--costs", sized, "--links", path)["makespan"] == pytest.approx(numbers)
+    both = write({"stages": [STAGE] * 2, "links": {"latency": 1}}, "both.json")
+    assert "give one of the two" in refusal(*TWO, "--costs", both, "--links", path)
+
+
+def test_messages_without_a_size_are_refused(write: Write) -> None:
+    path = write({"links": BETWEEN})
+    says = "how long a message takes depends on its size; give --output-bytes"
+    assert says in refusal(*TWO, *TIMES, "--links", path)
+    assert says in refusal(*TWO, "--costs", write([STAGE] * 2, "stages.json"), "--links", path)
+    latency = write({"all": {"latency": 1}}, "latency.json")
+    assert as_json(*TWO, *TIMES, "--links", latency)["makespan"] == as_json(*TWO, *TIMES, "--comm", "1")["makespan"]
+
+
+def test_all_schedules_search_and_show_take_it(write: Write) -> None:
+    path = write({"all": EVERY})
+    assert len(as_json("simulate", "--schedule", "all", *TWO[3:], *SIZED, "--links", path)["schedules"]) > 1
+    assert output("show", *TWO[1:], *SIZED, "--links", path)
+    assert output("search", *TWO[3:], *SIZED, "--links", path, "--seconds", "1")
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ([BETWEEN], "expected an object with a list"),
+        ({"links": 3}, "expected an object with a list"),
+        ("{", "is no JSON"),
+        ("[" * 100_000, "too many lists or objects in each other"),
+        ({}, "has no links: give some"),
+        ({"links": []}, "has no links: give some"),
+        ({"link": BETWEEN}, "unknown key 'link'"),
+        ({"links": [BETWEEN[0]] * 2}, "link 1: link 0 is also from rank 0 to rank 1"),
+        ({"links": [{"from": 0, "to": 1, "latency": -1}]}, "latency=-1: expected 0 or more"),
+        ({"all": {"bandwidth": 0}}, "all: bandwidth=0: expected above 0"),
+        ({"all": 3}, "all: expected an object of numbers"),
+    ],
+)
+def test_files_that_make_no_sense(write: Write, content: Any, says: str) -> None:
+    path = write(content)
+    line = refusal(*TWO, *SIZED, "--links", path)
+    assert line.startswith(f"--links {path}")
+    assert says in line
+    assert len(line) < 400 + len(path)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    assert "No such file" in refusal(*TWO, *SIZED, "--links", str(tmp_path / "none.json"))

@@ -1,0 +1,232 @@
+"""Closed forms are what the lists of steps do; fits find the link that made the times."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import ArgumentError
+from penstock.fabric.algorithms import algorithms, generate
+from penstock.fabric.algorithms.volume import cost
+from penstock.fabric.models import (
+    LinkFit,
+    Terms,
+    busbw_factor,
+    closed_form,
+    crossovers,
+    fit,
+    fit_link,
+    known_algorithms,
+    links_json,
+    lower_bound_seconds,
+    predict,
+    predictions,
+    record_links,
+)
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "gather", "send")
+EVERY = [(kind, name) for kind in COLLECTIVES for name in known_algorithms(kind)]
+LINK = LinkFit(1e-4, 8e-8)
+"""100 Mbit/s."""
+
+alphas, betas = st.floats(1e-6, 1e-2), st.floats(1e-11, 1e-6)
+
+
+def test_every_algorithm_has_a_closed_form() -> None:
+    for kind in COLLECTIVES:
+        assert set(known_algorithms(kind)) == set(algorithms(kind))
+
+
+@pytest.mark.parametrize(("kind", "name"), EVERY)
+def test_the_closed_form_is_what_the_steps_do(kind: str, name: str) -> None:
+    for ranks in (*range(2, 18), 31, 33):
+        done = cost(generate(kind, name, ranks))
+        form = closed_form(kind, name, ranks)
+        assert form.rounds == done.rounds, ranks
+        assert form.bytes_factor == pytest.approx(done.bytes_factor, rel=1e-12), ranks
+
+
+@pytest.mark.parametrize(("kind", "name"), [("all_reduce", "tree"), ("broadcast", "chain")])
+@pytest.mark.parametrize("pieces", [1, 2, 5, 32])
+def test_pipelines_with_other_pieces_too(kind: str, name: str, pieces: int) -> None:
+    for ranks in range(2, 18):
+        done = cost(generate(kind, name, ranks, pieces=pieces))
+        assert closed_form(kind, name, ranks, pieces) == pytest.approx(tuple(done))
+
+
+def test_textbook_figures() -> None:
+    assert closed_form("all_reduce", "ring", 4) == (6, 1.5)
+    assert closed_form("all_reduce", "halving-doubling", 8) == (6, 1.75)
+    assert closed_form("all_reduce", "halving-doubling", 5) == (6, 3.5)
+    assert closed_form("all_reduce", "recursive-doubling", 16) == (4, 4)
+    assert closed_form("all_reduce", "tree", 4096).rounds == 2 * 12 + 8 - 1
+    assert closed_form("broadcast", "binomial", 9) == (4, 4)
+    assert predict(LINK, "all_reduce", "ring", 4, 1_000_000) == pytest.approx(6e-4 + 0.12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "factor"),
+    [("all_reduce", 1.5), ("all_gather", 0.75), ("reduce_scatter", 0.75), ("all_to_all", 0.75), ("broadcast", 1),
+     ("send", 1)],
+)  # fmt: skip
+def test_bus_bandwidth_is_that_of_nccl_tests(kind: str, factor: float) -> None:
+    assert busbw_factor(kind, 4) == factor
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (("all_reduce", "engine", 4), "'engine' has no closed form for all_reduce: known are ring"),
+        (("sum", "ring", 4), "'sum' is no collective: known are all_reduce"),
+        (("all_reduce", "ring", 1), "ranks=1, pieces=8: expected 2 ranks or more"),
+        (("all_reduce", "tree", 4, 0), "1 piece or more"),
+    ],
+)
+def test_what_has_no_closed_form(given: tuple[str, str, int], says: str) -> None:
+    with pytest.raises(ArgumentError, match=says):
+        closed_form(*given)
+
+
+# -- fits -------------------------------------------------------------------------------------------------------------
+
+
+@given(alphas, betas, st.sampled_from(EVERY), st.integers(2, 64))
+def test_exact_times_give_the_link_back(alpha: float, beta: float, which: tuple[str, str], ranks: int) -> None:
+    terms = closed_form(*which, ranks)
+    # Sizes on both sides of where latency and bandwidth cost the same.
+    middle = terms.rounds * alpha / (terms.bytes_factor * beta)
+    points = [(middle * factor, terms.seconds(middle * factor, alpha, beta), terms) for factor in (0.01, 0.1, 1, 10)]
+    found = fit(points)
+    assert found.alpha_seconds == pytest.approx(alpha, rel=1e-6)
+    assert found.beta_seconds_per_byte == pytest.approx(beta, rel=1e-6)
+    assert found.largest_residual < 1e-9
+    assert found.r2 == pytest.approx(1)
+
+
+def test_small_sizes_count_as_much_as_large_ones() -> None:
+    """Least squares of seconds would take alpha from the largest size's error."""
+    draw = np.random.default_rng(3)
+    points = [(size, (1e-4 + 8e-8 * size) * draw.lognormal(0, 0.03)) for size in 4.0 ** np.arange(3, 13)]
+    found = fit_link(points)
+    assert found.alpha_seconds == pytest.approx(1e-4, rel=0.05)
+    assert found.beta_seconds_per_byte == pytest.approx(8e-8, rel=0.05)
+    assert found.largest_residual == max(map(abs, found.residuals)) > 0.01
+    assert len(found.residuals) == 10
+    size, seconds = points[4]
+    fitted = found.alpha_seconds + found.beta_seconds_per_byte * size
+    assert found.residuals[4] == pytest.approx((seconds - fitted) / seconds)
+
+
+@given(st.lists(st.tuples(st.floats(1, 1e8), st.floats(1e-6, 10)), min_size=2, max_size=8, unique_by=lambda p: p[0]))
+def test_a_fit_is_never_negative_and_no_neighbour_is_better(points: list[tuple[float, float]]) -> None:
+    sizes = [size for size, _ in points]
+    if max(sizes) < 1.01 * min(sizes):
+        return
+    found = fit_link(points)
+
+    def error(alpha: float, beta: float) -> float:
+        return sum((1 - (alpha + beta * size) / seconds) ** 2 for size, seconds in points)
+
+    alpha, beta = found.alpha_seconds, found.beta_seconds_per_byte
+    assert alpha >= 0
+    assert beta >= 0
+    least = error(alpha, beta)
+    # Steps as large as what the point that is reached first would take for either.
+    one, other = min(s for _, s in points), min(s / size for size, s in points)
+    for a, b in ((1, 0), (-1, 0), (0, 1), (0, -1), (1, -1), (-1, 1)):
+        near = error(max(alpha + 1e-3 * a * one, 0), max(beta + 1e-3 * b * other, 0))
+        assert near >= least - 1e-9 * (1 + least)
+
+
+def test_times_that_fall_with_the_size_have_no_bandwidth_term() -> None:
+    found = fit_link([(1000, 2e-3), (100_000, 1e-3)])
+    assert found.beta_seconds_per_byte == 0
+    assert found.bytes_per_second == math.inf
+    assert found.to_dict()["bytes_per_second"] is None
+    assert fit_link([(1000, 1e-3), (2000, 8e-3)]).alpha_seconds == 0
+
+
+@pytest.mark.parametrize(
+    "points", [[], [(1000, 1e-3)], [(1000, 1e-3), (1000, 2e-3)], [(1000, 0), (2000, 1)], [(1000, math.nan), (2000, 1)]]
+)
+def test_points_that_tell_nothing(points: list[tuple[float, float]]) -> None:
+    with pytest.raises(ArgumentError, match="give"):
+        fit_link(points)
+
+
+def test_a_fit_on_two_hosts_predicts_four() -> None:
+    two, four = closed_form("all_reduce", "ring", 2), closed_form("all_reduce", "ring", 4)
+    found = fit([(size, two.seconds(size, 2e-4, 8e-9), two) for size in (1e4, 1e5, 1e6)])
+    assert predict(found, "all_reduce", "ring", 4, 3e5) == pytest.approx(four.seconds(3e5, 2e-4, 8e-9))
+
+
+# -- predictions ------------------------------------------------------------------------------------------------------
+
+
+def test_a_table_up_to_4096_hosts() -> None:
+    rows = predictions(LINK, "all_reduce", 65536)
+    assert [row.ranks for row in rows] == [2**k for k in range(1, 13)]
+    for row in rows:
+        assert row.seconds[row.best] == min(row.seconds.values())
+        assert set(row.seconds) == set(known_algorithms("all_reduce"))
+    assert rows[-1].best == "halving-doubling"
+    assert rows[-1].seconds["ring"] == pytest.approx(2 * 4095 * (1e-4 + 65536 * 8e-8 / 4096))
+    assert [set(row.seconds) for row in predictions(LINK, "all_reduce", 1, [3], ["ring"])] == [{"ring"}]
+
+
+@given(alphas, betas, st.sampled_from(COLLECTIVES), st.integers(2, 100), st.floats(0.1, 1e10))
+def test_crossovers_say_who_is_best_at_any_size(alpha: float, beta: float, kind: str, ranks: int, size: float) -> None:
+    link = LinkFit(alpha, beta)
+    found = crossovers(link, kind, ranks)
+    assert found[0][0] == 0
+    assert [one[0] for one in found] == sorted(one[0] for one in found)
+    name = [name for first, name in found if first <= size][-1]
+    (row,) = predictions(link, kind, size, [ranks])
+    assert row.seconds[name] == pytest.approx(min(row.seconds.values()), rel=1e-6)
+
+
+def test_latency_rules_small_sizes_and_bandwidth_large_ones() -> None:
+    (_, small), (first, large) = crossovers(LINK, "all_reduce", 16)
+    assert (small, large) == ("recursive-doubling", "halving-doubling")
+    assert first == pytest.approx(4e-4 / (4 - 15 / 8) / 8e-8)
+
+
+def test_the_bound_is_that_of_the_slowest_link() -> None:
+    slow = LinkFit(1e-4, 8e-7)
+    best = min(predict(slow, "all_reduce", name, 4, 1e6) for name in known_algorithms("all_reduce"))
+    assert lower_bound_seconds([LINK, slow, LINK], "all_reduce", 4, 1e6) == best
+    assert lower_bound_seconds([], "all_reduce", 4, 1e6) is None
+
+
+# -- links.json -------------------------------------------------------------------------------------------------------
+
+
+def test_the_links_of_a_record_are_given_both_ways() -> None:
+    record = {
+        "links": [
+            {"from": 0, "to": 1, "latency_seconds": 1e-4, "bytes_per_second": 1e7, "points": []},
+            {"from": 1, "to": 2, "latency_seconds": 3e-4, "bytes_per_second": None},
+            {"from": 2, "to": 1, "latency_seconds": 2e-4, "bytes_per_second": 5e6},
+        ]
+    }
+    made = json.loads(json.dumps(links_json(record)))
+    assert made["links"] == [
+        {"from": 0, "to": 1, "latency": 1e-4, "bandwidth": pytest.approx(1e7)},
+        {"from": 1, "to": 0, "latency": 1e-4, "bandwidth": pytest.approx(1e7)},
+        {"from": 1, "to": 2, "latency": 3e-4},
+        {"from": 2, "to": 1, "latency": 2e-4, "bandwidth": pytest.approx(5e6)},
+    ]
+    assert made["all"] == {"latency": 3e-4, "bandwidth": pytest.approx(5e6)}
+    assert "seconds" in made["units"]
+    assert record_links(record)[1] == ((1, 2), LinkFit(3e-4, 0.0))
+    with pytest.raises(ArgumentError, match="has measured no links"):
+        links_json({"links": []})
+
+
+def test_terms_add_up() -> None:
+    assert Terms(3, 0.5).seconds(1000, 2, 0.01) == 11

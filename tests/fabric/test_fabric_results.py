@@ -1,0 +1,228 @@
+"""The figures of a run follow from its samples: known samples, known figures."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from drawn_runs import EPOCH_NS, run_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.fabric.models import LinkFit, known_algorithms, predict
+from penstock.fabric.results import results
+from penstock.fabric.samples import Run
+from penstock.fabric.steps import Collective
+from penstock.fabric.trials import TransferTimes, computed_step, measured_step
+from penstock.fabric.workload import Transfer, Workload
+
+LINKS = [
+    {"from": a, "to": (a + 1) % 4, "latency_seconds": 1e-4, "bytes_per_second": rate}
+    for a, rate in enumerate((1.25e7, 1.25e7, 1e6, 1.25e7))
+]
+
+
+def test_the_object_that_json_prints() -> None:
+    draw = np.random.default_rng(0)
+    run = run_of(draw.lognormal(-6, 0.3, (400, 2)), links=LINKS)
+    made = json.loads(json.dumps(results(run)), parse_constant=pytest.fail)
+    assert set(made) >= {"transfers", "step", "environment", "complete", "missing", "cpu", "trials"}
+    assert [one["name"] for one in made["transfers"]] == ["t0", "t1"]
+    for one in made["transfers"]:
+        assert set(one) >= {
+            "name", "bytes", "collective", "algorithm", "kind", "ranks", "trials", "time_s", "mean_interval",
+            "intervals", "arrival_skew_s", "transfer_s", "algbw_GBps", "busbw_GBps", "ideal_percent", "per_rank",
+            "slowest_rank",
+        }  # fmt: skip
+        for times in ("time_s", "arrival_skew_s", "transfer_s"):
+            assert set(one[times]) == {"min", "p50", "p90", "p99", "p999", "max", "mean"}
+            assert one[times]["p99"] is not None
+            assert one[times]["p999"] is None
+        low, high = one["mean_interval"]
+        assert low < one["time_s"]["mean"] < high
+    assert (made["complete"], made["missing"], made["trials"]) == (True, "", 400)
+    assert made["step"]["time_s"]["min"] > made["transfers"][0]["time_s"]["min"]
+
+
+def test_times_are_of_the_slowest_rank_and_apart_from_its_wait() -> None:
+    start = np.array([[[0, 30, 10]]]) + EPOCH_NS
+    end = np.array([[[100, 120, 90]]]) + EPOCH_NS
+    workload = Workload("x", (Transfer("t", 4),))
+    run = Run({"workload": workload.to_dict(), "hosts": 3}, start, end)
+    times = TransferTimes.of(run, workload, 0)
+    assert times.completion == pytest.approx([100e-9])
+    assert times.arrival_skew == pytest.approx([30e-9])
+    assert times.transfer == pytest.approx([90e-9])
+    assert times.durations[0] == pytest.approx([100e-9, 90e-9, 80e-9])
+    assert measured_step(run, workload) == pytest.approx([120e-9])
+
+
+def test_who_is_slow_and_who_is_late() -> None:
+    run = run_of(np.full((40, 1), 1e-3))
+    run.start_ns[:30, 0, 2] += 500_000  # late: the others wait for it
+    run.end_ns[:, 0, 1] += 100_000
+    run.end_ns[:3, 0, 0] += 1_000_000
+    (made,) = results(run)["transfers"]
+    assert [one["trials_latest"] for one in made["per_rank"]] == [10, 0, 30, 0]
+    assert [one["trials_slowest"] for one in made["per_rank"]] == [3, 37, 0, 0]
+    assert made["per_rank"][1]["p50"] == pytest.approx(1.1e-3)
+    assert made["per_rank"][1]["p99"] is None
+    assert made["slowest_rank"]["rank"] == 1
+    assert made["slowest_rank"]["trials_slowest"] == 37
+    histogram = made["slowest_rank"]["histogram"]
+    assert sum(histogram["counts"]) == 40
+    assert histogram["edges_s"][0] <= 1.1e-3 <= histogram["edges_s"][-1]
+    assert made["outliers"] == [0, 1, 2]
+    assert made["arrival_skew_s"]["max"] == pytest.approx(5e-4)
+
+
+@pytest.mark.parametrize(
+    ("collective", "factor"),
+    [("all_reduce", 1.5), ("all_gather", 0.75), ("reduce_scatter", 0.75), ("all_to_all", 0.75), ("broadcast", 1)],
+)
+def test_bandwidths_by_the_nccl_tests_convention(collective: Collective, factor: float) -> None:
+    run = run_of(np.full((10, 1), 2e-3), (Transfer("t", 8_000_000, collective),))
+    (made,) = results(run)["transfers"]
+    assert made["algbw_GBps"] == pytest.approx(4.0)
+    assert made["busbw_GBps"] == pytest.approx(4.0 * factor)
+
+
+def test_ideal_is_of_the_slowest_link_among_the_ranks() -> None:
+    transfers = (Transfer("all", 1_000_000), Transfer("pair", 1_000_000, "send", ranks=(1, 0)))
+    made = results(run_of(np.full((10, 2), 2.0), transfers, links=LINKS))["transfers"]
+    slowest = LinkFit(1e-4, 1e-6)
+    best = min(predict(slowest, "all_reduce", name, 4, 1_000_000) for name in known_algorithms("all_reduce"))
+    assert made[0]["ideal_percent"] == pytest.approx(100 * best / 2)
+    assert made[1]["ideal_percent"] == pytest.approx(100 * (1e-4 + 0.08) / 2)
+    assert results(run_of(np.full((10, 1), 1e-9), links=LINKS))["transfers"][0]["ideal_percent"] > 100
+    assert results(run_of(np.full((10, 1), 2.0)))["transfers"][0]["ideal_percent"] is None
+
+
+def test_a_transfer_of_some_ranks_is_of_them_only() -> None:
+    run = run_of(np.full((10, 1), 1e-3), (Transfer("t", 1000, ranks=(3, 1)),))
+    (made,) = results(run)["transfers"]
+    assert made["ranks"] == [3, 1]
+    assert [one["rank"] for one in made["per_rank"]] == [3, 1]
+    assert made["busbw_GBps"] == pytest.approx(made["algbw_GBps"])
+    assert results(run)["step"]["time_s"]["max"] == pytest.approx(1e-3)
+
+
+def test_too_few_samples_are_null_throughout() -> None:
+    made = results(run_of(np.full((5, 1), 1e-3), links=LINKS))
+    (transfer,) = made["transfers"]
+    assert transfer["time_s"] == {
+        "min": 0.001, "p50": None, "p90": None, "p99": None, "p999": None, "max": 0.001, "mean": 0.001
+    }  # fmt: skip
+    assert {transfer[key] for key in ("mean_interval", "algbw_GBps", "busbw_GBps", "ideal_percent")} == {None}
+    assert made["step"]["with_overlap_s"] is made["step"]["without_overlap_s"] is None
+
+
+def test_the_algorithm_of_each_transfer() -> None:
+    transfers = (Transfer("a", 8), Transfer("b", 8, "send", ranks=(0, 1)))
+    run = run_of(np.full((1, 2), 1e-3), transfers, algorithm="ring")
+    assert [one["algorithm"] for one in results(run)["transfers"]] == ["ring", "ring"]
+    run.record["algorithms"] = ["ring", "direct"]
+    assert [one["algorithm"] for one in results(run)["transfers"]] == ["ring", "direct"]
+
+
+# -- the step ---------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 50)), min_size=1, max_size=6), st.integers(0, 20))
+def test_overlap_is_the_recurrence(rows: list[tuple[int, int]], last: int) -> None:
+    transfers = tuple(Transfer(f"t{i}", 4, compute_seconds=compute) for i, (compute, _) in enumerate(rows))
+    workload = Workload("x", transfers, compute_seconds=last)
+    took = [np.array([float(seconds)]) for _, seconds in rows]
+    (without,) = computed_step(workload, took, 3, overlap=False)
+    assert without == sum(map(sum, rows)) + last
+    end = ready = 0
+    for compute, seconds in rows:
+        ready += compute
+        end = max(ready, end) + seconds
+    assert computed_step(workload, took, 3, overlap=True) == [end + last]
+
+
+def test_ranks_apart_do_not_wait_for_each_other() -> None:
+    transfers = tuple(
+        Transfer(f"t{a}{b}", 4, "send", ranks=(a, b), compute_seconds=1) for a, b in ((0, 1), (2, 3), (1, 2))
+    )
+    took = [np.array([seconds]) for seconds in (10.0, 20.0, 5.0)]
+    assert computed_step(Workload("x", transfers), took, 4, overlap=False) == [1 + 20 + 1 + 5]
+    assert computed_step(Workload("x", transfers), took, 4, overlap=True) == [1 + 20 + 5]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_step_that_was_not_measured_is_computed(overlap: bool) -> None:
+    transfers = tuple(Transfer(f"t{i}", 8, compute_seconds=2e-3) for i in range(3))
+    workload = Workload("x", transfers, compute_seconds=1e-3)
+    run = run_of(np.full((20, 3), 3e-3), transfers, overlap=overlap, workload=workload)
+    step = results(run)["step"]
+    assert step["time_s"]["p50"] == pytest.approx(3 * 5e-3 + 1e-3)
+    measured, other = ("with", "without") if overlap else ("without", "with")
+    assert step[f"{measured}_overlap_s"] == step["time_s"]["p50"]
+    assert step[f"{other}_overlap_s"] == pytest.approx(16e-3 if overlap else 2e-3 + 9e-3 + 1e-3)
+    assert step["compute_s"] == pytest.approx(7e-3)
+
+
+# -- runs that ended early, and large ones ----------------------------------------------------------------------------
+
+
+def written(run: Run, folder: Path) -> Path:
+    (folder / "run.json").write_text(json.dumps(run.record))
+    rows = ["trial,transfer,rank,start_ns,end_ns"]
+    for place in np.ndindex(run.start_ns.shape):
+        rows.append(",".join(str(int(value)) for value in (*place, run.start_ns[place], run.end_ns[place])))
+    (folder / "samples.csv").write_text("\n".join(rows) + "\n")
+    return folder
+
+
+@given(st.integers(0, 2000))
+def test_a_run_that_was_killed_anywhere_shows_its_whole_trials(tmp_path_factory: Any, cut: int) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    run = run_of(np.full((8, 2), 1e-3), hosts=2, trials=100, complete=False)
+    written(run, folder)
+    text = (folder / "samples.csv").read_text()
+    (folder / "samples.csv").write_text(text[: max(len(text) - cut, 40)])
+    made = results(Run.read(folder))
+    assert made["complete"] is False
+    assert made["missing"] == f"{100 - made['trials']} of 100 trials"
+    assert made["trials"] <= 8
+    assert [one["trials"] for one in made["transfers"]] == [made["trials"]] * 2
+    assert made["trials"] == 8 or cut
+
+
+def test_what_the_record_says_is_missing_comes_first() -> None:
+    made = results(run_of(np.full((8, 1), 1e-3), trials=10, complete=False, missing="host 2 does not answer"))
+    assert made["missing"] == "host 2 does not answer; 2 of 10 trials"
+
+
+def test_processors_are_judged() -> None:
+    cpu = [{"user_seconds": 3.0, "system_seconds": 2.0, "wall_seconds": 10.0, "involuntary_switches": 50}] * 4
+    run = run_of(np.full((10, 1), 1e-3), cpu=cpu, shared_machine=True, machine_cores=2)
+    assert results(run)["cpu"]["saturated"] is True
+    run.record["machine_cores"] = 16
+    assert results(run)["cpu"]["saturated"] is False
+    run.record.update(shared_machine=False, environment=[{"cores": 1}] * 3 + [{"cores": None}])
+    assert results(run)["cpu"]["utilization"] == pytest.approx(0.5 / 16)
+
+
+def test_a_clock_of_nanoseconds_loses_nothing() -> None:
+    run = run_of([[1.234567e-6]] * 6)
+    assert results(run)["transfers"][0]["time_s"]["max"] == pytest.approx(1235e-9, rel=1e-9)
+
+
+def test_ten_thousand_trials_take_no_minute() -> None:
+    """A guard against a Python loop over samples: it would take a hundred times as long."""
+    seconds = np.random.default_rng(0).lognormal(-6, 0.3, (10_000, 4))
+    start = EPOCH_NS + np.arange(10_000)[:, None, None] * 10**9 + np.zeros((1, 4, 4), np.int64)
+    run = replace(run_of(seconds[:1]), start_ns=start, end_ns=start + (seconds[..., None] * 1e9).astype(np.int64))
+    run.record["trials"] = 10_000
+    began = time.process_time()
+    made = results(run)
+    assert time.process_time() - began < 20
+    assert made["transfers"][0]["time_s"]["p999"] == pytest.approx(np.quantile(seconds[:, 0], 0.999), rel=1e-3)

@@ -1,0 +1,213 @@
+"""Percentiles are bounded or None, intervals cover as often as they say, and memory of a live p99 does not grow."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import scipy.stats
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import ArgumentError
+from penstock.fabric.statistics import (
+    PERCENTILES,
+    StreamingQuantile,
+    Summary,
+    correlation_time,
+    fewest,
+    log_histogram,
+    mean_interval,
+    order_interval,
+    outliers,
+    saturation,
+)
+
+times = st.lists(st.floats(1e-6, 10), min_size=1, max_size=60)
+
+
+@pytest.mark.parametrize(("q", "count"), [(0.5, 6), (0.9, 36), (0.99, 368), (0.999, 3688)])
+def test_how_many_samples_bound_a_percentile(q: float, count: int) -> None:
+    assert fewest(q) == count
+    assert order_interval(count - 1, q) is None
+    low, high = order_interval(count, q) or (0, 0)
+    assert 1 <= low < high == count
+
+
+@given(st.sampled_from([0.5, 0.9, 0.99, 0.999]), st.integers(0, 4000))
+def test_order_statistics_are_the_innermost_that_hold(q: float, more: int) -> None:
+    count = fewest(q) + more
+    found = order_interval(count, q)
+    assert found is not None
+    low, high = found
+    below = scipy.stats.binom(count, q)
+    # Each is wrong in 2.5 % of cases at most, and its neighbour further in would be in more.
+    assert below.cdf(low - 1) <= 0.025 * (1 + 1e-6)
+    assert below.cdf(low) > 0.025 * (1 - 1e-6)
+    assert below.sf(high - 1) <= 0.025 * (1 + 1e-6)
+    assert below.sf(high - 2) > 0.025 * (1 - 1e-6)
+
+
+@given(times)
+def test_a_summary_is_in_order_and_inside_its_intervals(samples: list[float]) -> None:
+    summary = Summary.of(samples)
+    figures = summary.to_dict()
+    known = [value for name, value in figures.items() if name != "mean" and value is not None]
+    assert known == sorted(known)
+    assert set(figures) == {"min", "p50", "p90", "p99", "p999", "max", "mean"}
+    assert (figures["min"], figures["max"]) == (min(samples), max(samples))
+    for name, q in PERCENTILES.items():
+        interval, value = summary.intervals[name], figures[name]
+        assert (interval is None) == (value is None) == (len(samples) < fewest(q))
+        if interval is not None and value is not None:
+            assert interval[0] <= value <= interval[1]
+            assert value == pytest.approx(np.percentile(samples, 100 * q))
+
+
+def test_of_nothing_nothing_is_known() -> None:
+    summary = Summary.of([])
+    assert summary.count == 0
+    assert set(summary.to_dict().values()) == {None}
+    assert set(summary.intervals) == set(PERCENTILES)
+    assert mean_interval([1, 2, 3, 4, 5]) is None
+
+
+@pytest.mark.parametrize(("sigma", "count", "least"), [(0.2, 20, 0.925), (1.0, 30, 0.895), (1.0, 200, 0.92)])
+def test_the_mean_is_where_the_interval_says(sigma: float, count: int, least: float) -> None:
+    draw = np.random.default_rng(1)
+    mean, hits, plain = math.exp(sigma**2 / 2), 0, 0
+    for _ in range(1000):
+        samples = draw.lognormal(0, sigma, count)
+        low, high = mean_interval(samples) or (0, 0)
+        hits += low <= mean <= high
+        t = scipy.stats.t(count - 1, samples.mean(), samples.std(ddof=1) / math.sqrt(count)).interval(0.95)
+        plain += t[0] <= mean <= t[1]
+    assert hits >= least * 1000
+    assert hits >= plain - 10  # Student's t alone is never better, and of skewed samples worse
+
+
+@given(st.lists(st.floats(-0.1, 0.1), min_size=6, max_size=40).filter(lambda one: np.std(one) > 1e-3))
+def test_symmetric_samples_have_the_interval_of_student(half: list[float]) -> None:
+    samples = np.array([*(5 + one for one in half), *(5 - one for one in half)])
+    if correlation_time(samples) > 1:
+        return
+    error = samples.std(ddof=1) / math.sqrt(len(samples))
+    student = scipy.stats.t(len(samples) - 1, samples.mean(), error).interval(0.95)
+    assert mean_interval(samples) == pytest.approx(student, abs=1e-3 * error)
+
+
+def test_equal_samples_have_an_interval_of_no_width() -> None:
+    assert mean_interval([0.1] * 30) == pytest.approx((0.1, 0.1))
+
+
+def test_samples_that_depend_on_each_other_bound_the_mean_less_well() -> None:
+    draw = np.random.default_rng(2)
+    noise = draw.normal(0, 1, 4000)
+    assert correlation_time(noise) < 1.5
+    dependent = np.empty(4000)
+    dependent[0] = noise[0]
+    for place in range(1, 4000):
+        dependent[place] = 0.8 * dependent[place - 1] + noise[place]
+    assert correlation_time(dependent) == pytest.approx((1 + 0.8) / (1 - 0.8), rel=0.35)
+    assert correlation_time(dependent[:49]) == 1
+
+    def width(samples: np.ndarray) -> float:
+        low, high = mean_interval(samples) or (0, 0)
+        return high - low
+
+    assert width(dependent) > 2 * width(draw.permutation(dependent))
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 1000), st.sampled_from([0.5, 0.9, 0.99]), st.floats(1e-6, 1.0))
+def test_a_live_quantile_is_right_to_one_percent_in_the_memory_it_began_with(seed: int, q: float, scale: float) -> None:
+    samples = scale * np.random.default_rng(seed).lognormal(0, 1, 2000)
+    live = StreamingQuantile()
+    size = live._counts.nbytes
+    for one in samples[:1000]:
+        live.add(one)
+    live.add(samples[1000:])
+    assert live.quantile(q) == pytest.approx(np.quantile(samples, q, method="inverted_cdf"), rel=0.0051)
+    assert live._counts.nbytes == size < 64 * 1024
+    assert live.quantile(0.999) is None
+
+
+def test_a_live_quantile_waits_for_its_samples_and_takes_what_is_out_of_range() -> None:
+    live = StreamingQuantile()
+    live.add([1.0] * 367)
+    assert live.quantile(0.99) is None
+    live.add(0.0)
+    live.add(1e9)
+    assert live.quantile(0.99) == pytest.approx(1, rel=0.01)
+    assert live.count == 369
+
+
+@given(st.lists(st.one_of(st.just(0.0), st.floats(1e-9, 1e3)), max_size=50))
+def test_a_histogram_counts_every_sample_where_it_is(samples: list[float]) -> None:
+    edges, counts = log_histogram(samples)
+    positive = [one for one in samples if one > 0]
+    assert sum(counts) == (len(samples) if positive else 0)
+    assert len(edges) == len(counts) + 1 or not edges
+    for place, count in list(enumerate(counts))[1:]:
+        inside = sum(edges[place] * (1 - 1e-9) <= one < edges[place + 1] * (1 + 1e-9) for one in positive)
+        assert count <= inside
+
+
+def test_outliers_are_those_far_above_the_others() -> None:
+    samples = np.random.default_rng(0).normal(1, 0.01, 500)
+    samples[[7, 300]] = 2, 1.5
+    samples[100] = 0.5  # fast ones are none
+    assert list(outliers(samples)) == [7, 300]
+    assert list(outliers([1.0] * 200 + [9.0])) == [200]
+    assert list(outliers([1.0] * 9)) == []
+    assert list(outliers([])) == []
+
+
+def usage(busy: float, switches: int = 0, stolen: float = 0.0) -> dict[str, float]:
+    return {
+        "user_seconds": busy * 6,
+        "system_seconds": busy * 4,
+        "wall_seconds": 10.0,
+        "involuntary_switches": switches,
+        "steal_seconds": stolen,
+    }
+
+
+def test_hosts_that_share_a_machine_saturate_it_together() -> None:
+    idle = saturation([usage(0.4)] * 4, shared_machine=True, machine_cores=2, trials=100)
+    assert (idle.saturated, idle.scheduler_tails, idle.utilization) == (False, False, pytest.approx(0.8))
+    assert idle.text == "4 hosts share 2 cores, 80% busy"
+    busy = saturation([usage(0.45, 30)] * 4, shared_machine=True, machine_cores=2, trials=100)
+    assert busy.saturated
+    assert busy.scheduler_tails
+    assert "the processors are the limit" in busy.text
+    assert "120 involuntary switches in 100 trials" in busy.text
+
+
+def test_of_machines_of_their_own_the_busiest_counts() -> None:
+    apart = saturation([usage(0.45), usage(0.9)], shared_machine=False, machine_cores=1, trials=100)
+    assert apart.saturated
+    assert apart.text.startswith("rank 1 is the busiest, 90% busy")
+    larger = saturation([usage(0.45), usage(0.9, 500)], shared_machine=False, machine_cores=1, trials=9, cores=[1, 8])
+    assert not larger.saturated
+    assert not larger.scheduler_tails
+
+
+def test_what_other_machines_took_counts_too() -> None:
+    stolen = saturation([usage(0.1, stolen=2.0)], shared_machine=False, machine_cores=2, trials=100)
+    assert stolen.saturated
+    assert "10% taken by other virtual machines" in stolen.text
+
+
+def test_crowded_cores_make_tails_before_they_are_full() -> None:
+    crowded = saturation([usage(0.1, 1)] * 4, shared_machine=True, machine_cores=2, trials=100)
+    assert (crowded.saturated, crowded.scheduler_tails) == (False, True)
+    rare = saturation([usage(0.1, 1)] * 4, shared_machine=True, machine_cores=2, trials=1000)
+    assert not rare.scheduler_tails
+
+
+def test_a_record_without_processors_says_nothing() -> None:
+    assert saturation([], shared_machine=True, machine_cores=2, trials=1).text == ""
+    with pytest.raises(ArgumentError, match="expected 1 or more"):
+        saturation([usage(1)], shared_machine=True, machine_cores=0, trials=1)
