@@ -20,11 +20,13 @@ from made_runs import SLOW_RANK, made_run, made_workload, write_run
 from rich.console import Console
 
 from penstock.errors import ArgumentError
+from penstock.fabric.compare import compare
 from penstock.fabric.report import nccl
 from penstock.fabric.report.facts import cut, seconds
 from penstock.fabric.report.page import page, write_page
-from penstock.fabric.report.plots import draw
-from penstock.fabric.report.text import live, show
+from penstock.fabric.report.plots import _apart, _timeline, draw
+from penstock.fabric.report.style import look
+from penstock.fabric.report.text import live, show, show_comparison
 from penstock.fabric.results import results
 from penstock.fabric.samples import Run
 from penstock.fabric.workload import Transfer, Workload
@@ -132,6 +134,36 @@ def test_the_bar_tells_trial_layer_and_p99():
     assert silent.file.getvalue() == ""  # type: ignore[attr-defined]
 
 
+# -- two runs ---------------------------------------------------------------------------------------------------------
+
+
+def compared(a: Run, b: Run, width: int = 80) -> str:
+    console = Console(width=width, file=io.StringIO(), highlight=False)
+    show_comparison(compare(a, b), console, ("runs/a", "runs/b"))
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_two_runs_are_shown_with_what_differs(width: int):
+    a = made_run(100, seed=1)
+    text = compared(a, made_run(100, seed=2, slower=1.3, link="50mbit"), width)
+    assert text.splitlines()[:3] == ["A: runs/a", "B: runs/b", "link: 100mbit in A, 50mbit in B"]
+    cells = row(text, "fc1")
+    assert float(cells[cells.index("to") - 2]) == pytest.approx(1.3, rel=0.05)
+    assert "differs: median" in next(line for line in text.splitlines() if line.startswith("fc1"))
+    assert "The runs differ." in text
+    assert all(len(line) <= width for line in text.splitlines())
+    assert ("p99 A" in text) == (width > 80)
+    assert "No difference is shown" in compared(a, a, width)
+
+
+def test_transfers_of_one_run_only_are_named():
+    few = [Transfer("fc1", 4000), Transfer("new", 4000)]
+    text = compared(made_run(5, workload=Workload("a", tuple(few))), made_run(5, workload=Workload("b", (few[0],))))
+    assert "only in A: new" in text
+    assert "too few samples" in text
+
+
 # -- nccl-tests -------------------------------------------------------------------------------------------------------
 
 
@@ -181,9 +213,15 @@ def texts(drawn: str) -> list[str]:
     return ["".join(found.itertext()) for found in ElementTree.fromstring(drawn).iter() if found.tag.endswith("text")]
 
 
-def test_pictures_are_svg_whose_text_is_text_and_come_out_the_same():
+@pytest.fixture(scope="module")
+def sixty() -> tuple[Run, dict[str, str]]:
+    """A run of 60 trials and its pictures."""
     run = made_run(60)
-    drawn = draw(run, results(run))
+    return run, draw(run, results(run))
+
+
+def test_pictures_are_svg_whose_text_is_text_and_come_out_the_same(sixty: tuple[Run, dict[str, str]]):
+    run, drawn = sixty
     assert list(drawn) == ["cdf", "trials", "busbw", "timeline", "slowest"]
     for name, text in drawn.items():
         assert text.startswith("<svg"), name
@@ -204,12 +242,12 @@ def test_pictures_of_ten_thousand_trials_are_small_and_show_each_sample():
     assert all(base64.b64decode(image).startswith(b"\x89PNG") for image in images)
 
 
-def test_the_slowest_trial_is_named_and_its_rounds_are_drawn():
-    run = made_run(60)
+def test_the_slowest_trial_is_named_and_its_rounds_are_drawn(sixty: tuple[Run, dict[str, str]]):
+    run, drawn = sixty
     took = run.end_ns.max(axis=(1, 2)) - run.start_ns.min(axis=(1, 2))
-    drawn = draw(run, results(run))
     assert any(f"number {took.argmax()}:" in text for text in texts(drawn["timeline"]))
-    whole = draw(Run(run.record, run.start_ns, run.end_ns), results(run))["timeline"]
+    with look():
+        whole = _timeline(Run(run.record, run.start_ns, run.end_ns))
     # 6 rounds for each of 4 transfers, 4 ranks and 2 trials are bars of their own, over those of the transfers.
     assert drawn["timeline"].count("<path") - whole.count("<path") == pytest.approx(6 * 4 * 4 * 2, abs=20)
 
@@ -217,6 +255,14 @@ def test_the_slowest_trial_is_named_and_its_rounds_are_drawn():
 def test_sizes_that_are_all_the_same_have_no_picture_of_bandwidth_by_size():
     run = made_run(30, workload=made_workload([4000, 4000]))
     assert "busbw" not in draw(run, results(run))
+
+
+@given(st.lists(st.integers(1, 10**9), min_size=2, unique=True))
+def test_labels_of_sizes_do_not_overlap(sizes: list[int]):
+    kept = _apart(sorted(sizes))
+    assert set(kept) <= set(sizes)
+    whole = np.log(max(sizes) / min(sizes))
+    assert all(np.diff(np.log(kept)) >= whole / 11 * 0.999)
 
 
 def test_many_transfers_and_ranks_that_take_no_part_are_drawn():
@@ -229,7 +275,7 @@ def test_many_transfers_and_ranks_that_take_no_part_are_drawn():
     assert "send" in " ".join(texts(drawn["busbw"]))
 
 
-@pytest.mark.parametrize("trials", [1, 2, 3])
+@pytest.mark.parametrize("trials", [1, 2])
 def test_few_trials_are_drawn(trials: int):
     run = made_run(trials, hosts=2)
     assert len(draw(run, results(run))) == 5

@@ -147,7 +147,7 @@ def _trials(run: Run, results: dict[str, Any], times: Floats) -> str:
         far = far[np.argsort(-took[far], kind="stable")]
         near = np.ones(trials, bool)
         near[far[:MOST_MARKED]] = False
-        size, alpha = (7, 0.75) if trials <= 500 else (3, 0.4)
+        size, alpha = (7, 0.75) if trials <= 500 else (3, 0.55)
         style: dict[str, Any] = {"color": colour[number], "linewidths": 0}
         axes.scatter(
             np.flatnonzero(near), took[near], size, alpha=alpha, rasterized=trials * len(shown) > MOST_DOTS, **style
@@ -204,8 +204,7 @@ def _busbw(results: dict[str, Any], times: Floats) -> str:
             axes.plot(*zip(*known, strict=True), ls=(0, (4, 2)), lw=1.2, color=colour, label=f"{kind}, ideal")
     _links(axes, results, scale, unit)
     axes.set_xscale("log", base=2)
-    sizes = sorted({transfer["bytes"] for transfer in transfers})
-    ticks = sizes if len(sizes) <= 9 else sizes[:: -(-len(sizes) // 9)]
+    ticks = _apart(sorted({transfer["bytes"] for transfer in transfers}))
     axes.set_xticks(ticks, [_size_label(size) for size in ticks])
     axes.xaxis.set_minor_locator(_none())
     axes.set(title="Bus bandwidth by size", xlabel="size", ylabel=f"busbw ({unit})")
@@ -225,6 +224,16 @@ def _links(axes: Axes, results: dict[str, Any], scale: float, unit: str) -> None
     if speeds:
         value = min(speeds) / 1e9 * scale
         axes.axhline(value, color=MUTED, lw=0.9, ls=(0, (1, 2)), label=f"link, {value:.3g} {unit}")
+
+
+def _apart(sizes: list[int], least: float = 1 / 11) -> list[int]:
+    """Those that are so far apart on a logarithmic axis, as a share of it, that their labels do not overlap."""
+    kept = sizes[:1]
+    distance = (sizes[-1] / sizes[0]) ** least
+    for size in sizes[1:]:
+        if size / kept[-1] >= distance:
+            kept.append(size)
+    return kept
 
 
 def _size_label(size: int) -> str:

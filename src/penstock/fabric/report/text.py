@@ -1,8 +1,8 @@
-"""The results as tables in a terminal, and the bar that shows how far a run is."""
+"""The results as tables in a terminal, two runs side by side, and the bar that shows how far a run is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from penstock.fabric.compare import Comparison, Difference
 from penstock.fabric.report.facts import (
     NONE,
     TIMES,
@@ -107,6 +108,51 @@ def _print(made: Table, console: Console) -> None:
     if _width(made, console) > console.width:
         made.padding = (0, 1, 0, 0)
     console.print(made, width=max(_width(made, console), console.width), soft_wrap=True, crop=False)
+
+
+# -- two runs ---------------------------------------------------------------------------------------------------------
+
+
+def show_comparison(comparison: Comparison, console: Console, names: tuple[str, str] | None = None) -> None:
+    """Two runs side by side, and which of their differences are more than chance; `names` says what A and B are."""
+    for letter, name in zip("AB", names or (), strict=False):
+        console.print(Text(f"{letter}: {name}", "bold"), soft_wrap=True)
+    for setting, (a, b) in comparison.other_settings.items():
+        console.print(Text(f"{setting}: {a} in A, {b} in B"), soft_wrap=True)
+    console.print()
+    rows = [*comparison.transfers, *([comparison.step] if comparison.step else [])]
+    whole = _compared(rows, tails=True)
+    _print(whole if _width(whole, console) <= console.width else _compared(rows, tails=False), console)
+    console.print()
+    for letter, only in (("A", comparison.only_in_a), ("B", comparison.only_in_b)):
+        if only:
+            console.print(Text(f"only in {letter}: {', '.join(only)}"), soft_wrap=True)
+    verdict = "The runs differ." if comparison.differs else "No difference is shown: what there is may be chance."
+    console.print(Text(verdict, "bold"))
+    console.print(Text(COMPARISON_NOTE, "dim"))
+
+
+COMPARISON_NOTE = (
+    "B/A: how many times as long B takes, with its 95% interval. Differs: a test of the medians (Mann-Whitney), of the "
+    "distributions' shape (Kolmogorov-Smirnov) or of the tails (Fisher) is below 5%, corrected for all of them (Holm)."
+)
+
+
+def _compared(rows: Sequence[Difference], *, tails: bool) -> Table:
+    made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+    made.add_column("transfer")
+    for head in (*(["bytes"] if tails else []), "p50 A", "p50 B", "B/A", "", *(["p99 A", "p99 B"] if tails else [])):
+        made.add_column(head, justify="left" if not head else "right")
+    made.add_column("verdict")
+    for one in rows:
+        low_high = one.ratio_interval
+        interval = f"{low_high[0]:.3f} to {low_high[1]:.3f}" if low_high else ""
+        ratio = NONE if one.ratio is None else f"{one.ratio:.3f}"
+        cells = [one.name if tails else cut(one.name, 20), *([f"{one.bytes:,}"] if tails else [])]
+        cells += [*map(seconds, one.p50_s), ratio, interval, *(map(seconds, one.p99_s) if tails else [])]
+        verdict = f"differs: {', '.join(one.differs_in)}" if one.verdict == "differs" else one.verdict
+        made.add_row(*map(Text, [*cells, verdict]), style="bold" if one.verdict == "differs" else "")
+    return made
 
 
 # -- while it runs ----------------------------------------------------------------------------------------------------
