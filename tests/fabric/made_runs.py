@@ -116,10 +116,9 @@ def _record(workload: Workload, hosts: int, asked: int, trials: int) -> dict[str
         "clock": [{"offset_ns": 1200 * rank, "uncertainty_ns": 900 if rank else 0} for rank in range(hosts)],
         "cpu": [
             {
-                "user_seconds": 1.0,
-                "system_seconds": 0.5,
+                "cpu_seconds": 1.5,
                 "wall_seconds": 20.0,
-                "steal_seconds": 0.0,
+                "steal": 0.0,
                 "involuntary_switches": 12,
             }
             for _ in range(hosts)

@@ -202,7 +202,7 @@ def test_what_the_record_says_is_missing_comes_first() -> None:
 
 
 def test_processors_are_judged() -> None:
-    cpu = [{"user_seconds": 3.0, "system_seconds": 2.0, "wall_seconds": 10.0, "involuntary_switches": 50}] * 4
+    cpu = [{"cpu_seconds": 5.0, "wall_seconds": 10.0, "involuntary_switches": 50}] * 4
     run = run_of(np.full((10, 1), 1e-3), cpu=cpu, shared_machine=True, machine_cores=2)
     assert results(run)["cpu"]["saturated"] is True
     run.record["machine_cores"] = 16

@@ -166,11 +166,10 @@ def test_outliers_are_those_far_above_the_others() -> None:
 
 def usage(busy: float, switches: int = 0, stolen: float = 0.0) -> dict[str, float]:
     return {
-        "user_seconds": busy * 6,
-        "system_seconds": busy * 4,
+        "cpu_seconds": busy * 10,
         "wall_seconds": 10.0,
         "involuntary_switches": switches,
-        "steal_seconds": stolen,
+        "steal": stolen,
     }
 
 
@@ -195,9 +194,17 @@ def test_of_machines_of_their_own_the_busiest_counts() -> None:
 
 
 def test_what_other_machines_took_counts_too() -> None:
-    stolen = saturation([usage(0.1, stolen=2.0)], shared_machine=False, machine_cores=2, trials=100)
+    stolen = saturation([usage(0.1, stolen=0.1)], shared_machine=False, machine_cores=2, trials=100)
     assert stolen.saturated
     assert "10% taken by other virtual machines" in stolen.text
+
+
+def test_what_else_the_machine_does_counts_too() -> None:
+    """The kernel's own work for the network, above all, is no process's."""
+    working = saturation([{**usage(0.1), "busy": 0.97}] * 2, shared_machine=True, machine_cores=2, trials=100)
+    assert (working.saturated, working.utilization) == (True, 0.97)
+    apart = [{**usage(0.1), "busy": 0.5}, {**usage(0.2), "busy": 0.9}]
+    assert saturation(apart, shared_machine=False, machine_cores=2, trials=9).text.startswith("rank 1 is the busiest")
 
 
 def test_crowded_cores_make_tails_before_they_are_full() -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from penstock.cli._target import Cuts, loaded, names
+from penstock.cli._target import loaded, names
 from penstock.errors import ArgumentError
 from penstock.fabric.presets import preset, trials_of
+from penstock.fabric.samples import Run
 from penstock.fabric.units import size_of
 from penstock.fabric.workload import Workload
 
-_PANEL = "What is sent (one of: a preset, a model, sizes, a sweep)"
+_PANEL = "What is sent: one of a preset, a model, an earlier run, sizes, a sweep"
 _MODEL_PANEL = "With --model"
 DEFAULT_HOSTS = 4
 DEFAULT_TRIALS = 200
@@ -39,12 +41,13 @@ class TrafficOptions:
     model: Annotated[
         str | None, _option("module:function or file.py:function, as for `penstock verify`.", metavar="TARGET")
     ] = None
+    like: Annotated[Path | None, _option("What an earlier run sent, with its compute times.", metavar="FOLDER")] = None
     sizes: Annotated[str | None, _option("Sizes by hand, in order: 2600,33024,64KiB.")] = None
     first: Annotated[str | None, _option("A sweep's smallest size, 1KiB.", "--from")] = None
     last: Annotated[str | None, _option("A sweep's largest size, 64MiB.", "--to")] = None
     factor: Annotated[float | None, _option("From one size of a sweep to the next; 2 if nothing is said.")] = None
     collective: Annotated[CollectiveName | None, _option("Of sizes and sweeps; all_reduce if nothing is said.")] = None
-    cuts: Cuts = None
+    cuts: Annotated[str | None, _of_model("The modules that begin a new stage, a,b,c; by default balanced.")] = None
     ranks: Annotated[
         int | None, _of_model("Ranks of a pipeline; the hosts divided by it are its replicas. 1 if nothing is said.")
     ] = None
@@ -72,6 +75,7 @@ class TrafficOptions:
         ways = {
             "--preset": self.preset_name,
             "--model": self.model,
+            "--like": self.like,
             "--sizes": self.sizes,
             "--from and --to": self.first or self.last,
         }
@@ -82,6 +86,8 @@ class TrafficOptions:
         self._refuse_others(given[0])
         if self.preset_name is not None:
             return preset(self.preset_name)
+        if self.like is not None:
+            return Workload.from_dict(Run.read(self.like).record["workload"])
         if self.model is not None:
             return self._of_model(self.model, hosts or DEFAULT_HOSTS)
         collective = self.collective or "all_reduce"
@@ -99,6 +105,7 @@ class TrafficOptions:
             "--from and --to": ("factor", "collective", "first", "last"),
             "--model": ("cuts", "ranks", "schedule", "microbatches", "traffic", "sharded", "compute"),
             "--preset": ("preset_name",),
+            "--like": ("like",),
         }
         for field in fields(self):
             owners = [owner for owner, options in belongs.items() if field.name in options]

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,13 +19,18 @@ from penstock.cli._spread import OUTPUT_PANEL, Json, spread
 from penstock.cli._traffic import DEFAULT_HOSTS, CountOptions, TrafficOptions
 from penstock.errors import ArgumentError, FabricError
 from penstock.fabric.emulation.spec import ENGINE, Spec
+from penstock.fabric.presets import preset
 from penstock.fabric.samples import RUN
 
 if TYPE_CHECKING:
+    from penstock.fabric.network.link import Link
     from penstock.fabric.network.machines import Machines
+    from penstock.fabric.samples import Run
+    from penstock.fabric.workload import Workload
 
 app = typer.Typer(add_completion=False, invoke_without_command=True)
 
+EMULATION = "penstock.fabric.emulation.host"
 RUNS = Path("runs")
 
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Of a run.")]
@@ -50,6 +55,48 @@ class RunOptions:
     backend: Annotated[str, typer.Option(help="Of torch.distributed: gloo, nccl, mpi.")] = "gloo"
     join_timeout: Annotated[float, typer.Option(help="Seconds in which every host has to be there.")] = 120.0
     stall_timeout: Annotated[float, typer.Option(help="Seconds after which a wait for a host is given up.")] = 120.0
+
+    def spec(self, workload: Workload, hosts: int, trials: int, *, by_torchrun: bool) -> tuple[Spec, Link | None]:
+        """What is to be run, and the link that shapes the hosts; None where they are not shaped.
+
+        Raises:
+            ArgumentError: an option is wrong, or has no meaning here.
+        """
+        from penstock.fabric.network.checks import why_not
+        from penstock.fabric.network.link import parse_link
+
+        link = None if self.link is None else parse_link(self.link)
+        if by_torchrun and link is not None:
+            raise ArgumentError("--link shapes hosts that are made here; torchrun's have a network: leave it out")
+        reason = None if link is None else why_not()
+        rate = link.bytes_per_second if link is not None and reason is not None else None
+        spec = Spec(
+            workload=workload,
+            hosts=hosts,
+            algorithm=self.algorithm,
+            trials=trials,
+            warmup=self.warmup,
+            overlap=self.overlap,
+            seed=self.seed,
+            bytes_per_second=rate,
+            join_seconds=self.join_timeout,
+            stall_seconds=self.stall_timeout,
+            backend=self.backend,
+            link=self.link,
+        )
+        if reason is not None:
+            print(f"penstock: {reason}", file=sys.stderr)
+        return spec, None if reason else link
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """Where a run goes, and how it is shown."""
+
+    folder: Path
+    as_json: bool = False
+    chakra: bool = False
+    as_nccl: bool = False
 
 
 @app.callback()
@@ -81,46 +128,54 @@ def fabric(
         return
     by_torchrun = "RANK" in os.environ and how.hosts is None
     hosts = int(os.environ["WORLD_SIZE"]) if by_torchrun else how.hosts or DEFAULT_HOSTS
-    workload = traffic.workload(hosts)
-    from penstock.fabric.network.checks import why_not
-    from penstock.fabric.network.link import parse_link
-
-    link = None if how.link is None else parse_link(how.link)
-    reason = why_not() if link is not None and not by_torchrun else None
-    spec = Spec(
-        workload,
-        hosts,
-        how.algorithm,
-        counts.count(),
-        how.warmup,
-        how.overlap,
-        how.seed,
-        link.bytes_per_second if link is not None and reason is not None else None,
-        how.join_timeout,
-        how.stall_timeout,
-        how.backend,
-        link=how.link,
-    )
-    if by_torchrun and link is not None:
-        raise ArgumentError("--link shapes hosts that are made here; torchrun's have a network: leave it out")
-    folder = _folder(out, make=not by_torchrun or os.environ["RANK"] == "0")
+    spec, link = how.spec(traffic.workload(hosts), hosts, counts.count(), by_torchrun=by_torchrun)
+    output = _Output(_folder(out, make=not by_torchrun or os.environ["RANK"] == "0"), as_json, chakra)
     if by_torchrun:
-        _as_host(spec, folder, as_json=as_json)
-        return
-    if reason is not None:
-        print(f"penstock: {reason}; messages are delayed in their processes instead", file=sys.stderr)
+        _as_host(spec, output)
+    else:
+        _on_hosts(spec, link, output, EMULATION)
+
+
+@app.command("train")
+@spread
+def train(
+    how: RunOptions,
+    counts: CountOptions,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The run's folder; runs/fabric-<n> if nothing is said.", rich_help_panel=OUTPUT_PANEL),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Train the preset mlp for real on the hosts, with the same samples: what its emulation is compared with.
+
+    `penstock fabric --like FOLDER` then emulates it with the compute times
+    that it had, and `penstock fabric compare` shows both side by side.
+    """
+    if how.algorithm not in ("ring", ENGINE) or how.overlap:
+        raise ArgumentError(
+            "the training sums each layer's gradients by the engine, one after the other: leave out "
+            "--algorithm and --overlap"
+        )
+    hosts = how.hosts or DEFAULT_HOSTS
+    spec, link = replace(how, algorithm=ENGINE).spec(preset("mlp"), hosts, counts.count(), by_torchrun=False)
+    _on_hosts(spec, link, _Output(_folder(out, make=True), as_json), "penstock.demo.mlp")
+
+
+def _on_hosts(spec: Spec, link: Link | None, output: _Output, module: str) -> None:
+    """Makes the hosts, runs the module on them, and reports what was sampled, whatever happens."""
+    from penstock.fabric.emulation.coordinate import emulate
+
     failure: FabricError | None = None
     try:
-        with _machines(hosts, None if reason else link) as machines, _followed(spec, quiet=as_json) as watch:
-            from penstock.fabric.emulation.coordinate import emulate
-
-            emulate(spec, folder, machines, watch)
+        with _machines(spec.hosts, link) as machines, _followed(spec, quiet=output.as_json) as watch:
+            emulate(spec, output.folder, machines, watch, module)
     except FabricError as error:
         failure = error
     except KeyboardInterrupt:
         failure = FabricError("stopped")
-    if (folder / RUN).exists():
-        _report(folder, as_json=as_json, chakra=chakra)
+    if (output.folder / RUN).exists():
+        _report(output)
     if failure is not None:
         raise failure
 
@@ -146,19 +201,19 @@ def _folder(out: Path | None, *, make: bool) -> Path:
     return out
 
 
-def _as_host(spec: Spec, folder: Path, *, as_json: bool) -> None:
+def _as_host(spec: Spec, output: _Output) -> None:
     """On a host that torchrun has started."""
     from penstock.fabric.emulation.host import run
 
     if os.environ["RANK"] != "0":
-        run(spec, folder)
+        run(spec, output.folder)
         return
     try:
-        with _followed(spec, quiet=as_json) as watch:
-            run(spec, folder, watch)
+        with _followed(spec, quiet=output.as_json) as watch:
+            run(spec, output.folder, watch)
     finally:
-        if (folder / RUN).exists():
-            _report(folder, as_json=as_json, chakra=False)
+        if (output.folder / RUN).exists():
+            _report(output)
 
 
 @contextmanager
@@ -177,40 +232,21 @@ def _followed(spec: Spec, *, quiet: bool) -> AbstractContextManager[Follower | N
     return follower([transfer.name for transfer in spec.workload.transfers], spec.trials, quiet=quiet)
 
 
-def _report(folder: Path, *, as_json: bool, chakra: bool = False, as_nccl: bool = False) -> None:
+def _report(output: _Output) -> None:
     """Reads a run, writes beside it what is made from it, and shows it."""
-    from penstock.fabric.models import links_json
     from penstock.fabric.report import nccl
-    from penstock.fabric.report.page import write_page
     from penstock.fabric.report.text import show
     from penstock.fabric.results import results
     from penstock.fabric.samples import Run
-    from penstock.fabric.workload import Workload
 
+    folder = output.folder
     run = Run.read(folder)
     found = results(run)
-    made = ["results.json"]
-    (folder / "results.json").write_text(json.dumps(found, indent=1))
-    if run.record.get("links"):
-        (folder / "links.json").write_text(json.dumps(links_json(run.record), indent=1))
-        made.append("links.json")
-    notes = []
-    if len(run.start_ns):
-        try:
-            write_page(run, found, folder / "report.html")
-            made.append("report.html")
-        except ArgumentError as error:
-            notes.append(str(error))
-    if chakra:
-        from penstock.fabric.chakra import write_chakra
-
-        made += [
-            path.name for path in write_chakra(Workload.from_dict(run.record["workload"]), folder, run.record["hosts"])
-        ]
-    if as_json:
+    made, notes = _files(folder, run, found, chakra=output.chakra)
+    if output.as_json:
         print(json.dumps(found))
         return
-    if as_nccl:
+    if output.as_nccl:
         print(nccl.text(run, found))
         return
     console = Console(highlight=False)
@@ -218,6 +254,31 @@ def _report(folder: Path, *, as_json: bool, chakra: bool = False, as_nccl: bool 
     console.print(f"\n{folder}: samples.csv, {', '.join(made)}", style="dim", soft_wrap=True)
     for note in notes:
         console.print(note, style="dim", soft_wrap=True)
+
+
+def _files(folder: Path, run: Run, found: dict[str, Any], *, chakra: bool) -> tuple[list[str], list[str]]:
+    """Writes what is made from a run into its folder. Returns the files' names, and what could not be made."""
+    from penstock.fabric.models import links_json
+    from penstock.fabric.report.page import write_page
+    from penstock.fabric.workload import Workload
+
+    made, notes = ["results.json"], []
+    (folder / "results.json").write_text(json.dumps(found, indent=1))
+    if run.record.get("links"):
+        (folder / "links.json").write_text(json.dumps(links_json(run.record), indent=1))
+        made.append("links.json")
+    if len(run.start_ns):
+        try:
+            write_page(run, found, folder / "report.html")
+            made.append("report.html")
+        except ArgumentError as error:  # matplotlib is an extra
+            notes.append(str(error))
+    if chakra:
+        from penstock.fabric.chakra import write_chakra
+
+        workload = Workload.from_dict(run.record["workload"])
+        made += [path.name for path in write_chakra(workload, folder, run.record["hosts"])]
+    return made, notes
 
 
 @app.command("show")
@@ -228,7 +289,7 @@ def show_run(
     as_json: Json = False,
 ) -> None:
     """Show a run again, also one that was killed: what was sampled until then."""
-    _report(folder, as_json=as_json, chakra=chakra, as_nccl=nccl)
+    _report(_Output(folder, as_json, chakra, nccl))
 
 
 @app.command("compare")

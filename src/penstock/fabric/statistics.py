@@ -259,8 +259,8 @@ def saturation(
     """What the processors did in a run.
 
     Args:
-        cpu: of each rank: `user_seconds`, `system_seconds`, `wall_seconds`, and where known `steal_seconds` (of the
-            machine) and `involuntary_switches`.
+        cpu: of each rank: `cpu_seconds`, `wall_seconds`, and where known `involuntary_switches`, and of its whole
+            machine `busy` and `steal` (0..1 of all cores' time).
         shared_machine: the ranks are processes of one machine of `machine_cores` cores.
         trials: that were run meanwhile.
         cores: of each rank's own machine, where they are not shared; `machine_cores` if empty.
@@ -273,19 +273,19 @@ def saturation(
     known = [one for one in cpu if one.get("wall_seconds")]
     if not known:
         return Saturation(False, False, None, "")
-    used = [one.get("user_seconds", 0.0) + one.get("system_seconds", 0.0) for one in known]
-    wall = [float(one["wall_seconds"]) for one in known]
-    stolen = max(one.get("steal_seconds", 0.0) / seconds for one, seconds in zip(known, wall, strict=True))
+    stolen = max(one.get("steal") or 0.0 for one in known)
     own = list(cores) if len(cores) == len(known) else [machine_cores] * len(known)
+    # Of a process itself; its machine also works for the kernel's network, and for others.
+    shares = [one["cpu_seconds"] / (one["wall_seconds"] * n) for one, n in zip(known, own, strict=True)]
     if shared_machine:
-        busy, where = sum(used) / (max(wall) * machine_cores), f"{len(known)} hosts share {machine_cores} cores"
-        crowded = len(known) > machine_cores
-        stolen /= machine_cores
+        alone = sum(one["cpu_seconds"] for one in known) / (max(one["wall_seconds"] for one in known) * machine_cores)
+        busy = max(alone, *(one.get("busy") or 0.0 for one in known))
+        where, crowded = f"{len(known)} hosts share {machine_cores} cores", len(known) > machine_cores
     else:
-        shares = [seconds / (time * n) for seconds, time, n in zip(used, wall, own, strict=True)]
-        busy, where, crowded = max(shares), f"rank {shares.index(max(shares))} is the busiest", False
-        stolen /= min(own)
-    switches = sum(one.get("involuntary_switches", 0) for one in known)
+        machines = [max(share, one.get("busy") or 0.0) for share, one in zip(shares, known, strict=True)]
+        busy, crowded = max(machines), False
+        where = f"rank {machines.index(busy)} is the busiest"
+    switches = sum(one.get("involuntary_switches") or 0 for one in known)
     saturated = busy >= _BUSY or stolen >= _STOLEN
     tails = (saturated or crowded) and switches >= _TAIL * max(trials, 1)
     parts = [f"{where}, {busy:.0%} busy"]

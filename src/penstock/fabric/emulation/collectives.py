@@ -126,7 +126,7 @@ class Stepwise:
         return self._memory.new_empty(sum(move.count for move in moves) * self._slot)
 
     def _pieces(self, moves: Sequence[Move], packed: Tensor) -> Iterator[tuple[Move, Tensor]]:
-        return zip(moves, packed.split([move.count * self._slot for move in moves]), strict=True)
+        return zip(moves, torch.split(packed, [move.count * self._slot for move in moves]), strict=True)
 
     def reset(self) -> None:
         self._memory[: len(self._given)].copy_(self._given)

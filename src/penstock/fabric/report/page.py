@@ -135,7 +135,7 @@ def _ranks(run: Run, results: dict[str, Any]) -> dict[str, Any]:
     for found in figures_of_ranks(results):
         cpu, clock, host = (_of(record.get(key), found.rank) for key in ("cpu", "clock", "environment"))
         wall = cpu.get("wall_seconds")
-        used = cpu.get("user_seconds", 0.0) + cpu.get("system_seconds", 0.0)
+        used = cpu.get("cpu_seconds", 0.0)
         switches = cpu.get("involuntary_switches")
         row = [str(found.rank), str(host.get("host", ""))]
         row += [seconds(by_rank.get(found.rank, {}).get(name)) for name in ("p50", "p99")]
