@@ -90,8 +90,9 @@ class Workload:
 
     @classmethod
     def of_sizes(cls, sizes: Iterable[int], collective: Collective = "all_reduce", element_bytes: int = 4) -> Self:
-        """A transfer a size, in the order given, named after its place and size."""
-        made = tuple(Transfer(f"{place}: {size}", size, collective) for place, size in enumerate(sizes))
+        """A transfer a size, in the order given, named after its place and size; messages go from rank 0 to rank 1."""
+        ranks = (0, 1) if collective == "send" else ()
+        made = tuple(Transfer(f"{place}: {size}", size, collective, ranks) for place, size in enumerate(sizes))
         return cls("sizes", made, element_bytes=element_bytes)
 
     @classmethod
