@@ -20,6 +20,7 @@ from penstock.errors import ArgumentError
 from penstock.fabric.terms import PIECES, Terms, busbw_factor, closed_form, known_algorithms
 
 __all__ = [
+    "HOSTS",
     "LinkFit",
     "Prediction",
     "Terms",
