@@ -208,14 +208,17 @@ def _step(run: Run, workload: Workload, times: list[TransferTimes]) -> dict[str,
     overlap = bool(run.record.get("overlap", False))
     measured = measured_step(run, workload)
     hosts = int(run.record["hosts"])
-    other = computed_step(workload, [one.completion for one in times], hosts, overlap=not overlap)
+    compute = workload.compute_seconds + sum(transfer.compute_seconds for transfer in workload.transfers)
+    other = measured  # where nothing is computed, there is nothing to overlap with
+    if compute:
+        other = computed_step(workload, [one.completion for one in times], hosts, overlap=not overlap)
     medians = {overlap: Summary.of(measured).p50, not overlap: Summary.of(other).p50}
     return {
         "bytes": sum(transfer.bytes for transfer in workload.transfers),
         "trials": len(measured),
         **_times("time", Summary.of(measured)),
         "overlap": overlap,
-        "compute_s": workload.compute_seconds + sum(transfer.compute_seconds for transfer in workload.transfers),
+        "compute_s": compute,
         "without_overlap_s": medians[False],
         "with_overlap_s": medians[True],
         "outliers": [int(trial) for trial in outliers(measured)],
