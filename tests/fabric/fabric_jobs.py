@@ -142,7 +142,8 @@ def clocks(rank: int, ahead_ns: int, same_kernel: bool) -> dict[str, Any]:
 def trials_of(rank: int, spec: Spec, count: int, spoils: bool = False) -> Any:
     """Some trials of a spec on a pool: (stamps of each, rows of steps), or what the check has found."""
     members = Members(rank, spec.hosts, None, None)
-    parts = _parts(spec, members, Spoiling() if spoils and rank == 1 else Plain())
+    wire: Wire = Plain() if spec.bytes_per_second is None else Delayed(spec.bytes_per_second)
+    parts = _parts(spec, members, Spoiling() if spoils and rank == 1 else wire)
     try:
         _check(spec, parts, members)
     except RuntimeError as error:
