@@ -10,12 +10,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import fabric_jobs as jobs
 import numpy as np
 import pytest
+from host_processes import Seen, kill_rank, processes
 from typer.testing import CliRunner
 
 from distributed.ranks import Ranks
@@ -33,39 +34,11 @@ ENDLESS = 10_000_000
 SECONDS = 60.0
 
 
-def _processes(word: str) -> dict[int, dict[str, str]]:
-    """The processes with a word in their command line, and their environments."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if word.encode() in (folder / "cmdline").read_bytes() and int(folder.name) != os.getpid():
-                lines = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-                found[int(folder.name)] = dict(line.split("=", 1) for line in lines if "=" in line)
-        except OSError:
-            continue  # ended meanwhile
-    return found
-
-
 def _wait(done: Callable[[], bool]) -> None:
     deadline = time.monotonic() + SECONDS
     while not done():
         assert time.monotonic() < deadline, f"not within {SECONDS:.0f} s"
         time.sleep(0.02)
-
-
-class Seen:
-    """A watch that keeps what it is told, and does something after a trial."""
-
-    def __init__(self, after: Callable[[int], None] = lambda number: None) -> None:
-        self.trials: list[tuple[int, list[int]]] = []
-        self._after = after
-
-    def trial(self, number: int, longest_ns: Sequence[int]) -> None:
-        self.trials.append((number, list(longest_ns)))
-        self._after(number)
-
-    def tick(self) -> None:
-        pass
 
 
 def _rows(path: Path, head: tuple[str, ...]) -> np.ndarray:
@@ -116,7 +89,7 @@ def test_samples_and_rounds_agree(tmp_path: Path) -> None:
     assert (record["backend"], record["shared_machine"], record["machine_cores"]) == ("gloo", True, os.cpu_count())
     assert [len(record[key]) for key in ("clock", "cpu", "environment")] == [hosts] * 3
     assert [(link["from"], link["to"]) for link in record["links"]] == [(0, 1)]
-    assert _processes(str(tmp_path)) == {}
+    assert processes(str(tmp_path)) == {}
 
 
 # -- overlap ----------------------------------------------------------------------------------------------------------
@@ -165,22 +138,18 @@ def _whole(folder: Path) -> int:
     return len(run.end_ns)
 
 
-def test_a_host_that_is_killed_is_named_and_its_samples_stay(tmp_path: Path) -> None:
-    def kill(number: int) -> None:
-        if number == 20:
-            (victim,) = [pid for pid, env in _processes(str(tmp_path)).items() if env.get("RANK") == "1"]
-            os.kill(victim, signal.SIGKILL)
-
+@pytest.mark.parametrize("rank", [0, 1])  # the one that writes, and another
+def test_a_host_that_is_killed_is_named_and_its_samples_stay(tmp_path: Path, rank: int) -> None:
     spec = Spec(Workload.of_sizes([4000, 36]), 2, trials=ENDLESS, measures_links=False)
-    with pytest.raises(FabricError, match=r"rank 1 was killed by SIGKILL; \d+ trials are in ") as caught:
-        emulate(spec, tmp_path, watch=Seen(kill))
+    with pytest.raises(FabricError, match=rf"rank {rank} was killed by SIGKILL; \d+ trials are in ") as caught:
+        emulate(spec, tmp_path, watch=Seen(kill_rank(rank, tmp_path, after=20)))
     trials = _whole(tmp_path)
     assert trials > 20
     assert f"; {trials} trials are in {tmp_path}" in str(caught.value)
     record = json.loads((tmp_path / RUN).read_text())
     assert not record["complete"]
-    assert "1" in record["missing"]
-    assert _processes(str(tmp_path)) == {}
+    assert str(rank) in record["missing"]
+    assert processes(str(tmp_path)) == {}
     shown = CliRunner().invoke(app, ["fabric", "show", str(tmp_path), "--json"])
     assert shown.exit_code == 0, shown.output
     found = json.loads(shown.stdout)
@@ -202,10 +171,10 @@ def _started(folder: Path, *more: str) -> subprocess.Popen[str]:
 def test_a_run_whose_command_is_killed_ends_and_is_readable(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with _started(folder) as process:
-        assert len(_processes(str(folder))) >= 4
+        assert len(processes(str(folder))) >= 4
         process.kill()
         process.communicate()
-    _wait(lambda: not _processes(str(folder)))
+    _wait(lambda: not processes(str(folder)))
     trials = _whole(folder)
     done = CliRunner().invoke(app, ["fabric", "show", str(folder)])
     assert done.exit_code == 0, done.output
@@ -220,7 +189,7 @@ def test_ctrl_c_takes_everything_down_and_reports(tmp_path: Path) -> None:
     assert process.returncode == 2
     assert errors.splitlines()[-1].startswith("penstock: error: stopped")
     assert "Traceback" not in errors
-    assert _processes(str(folder)) == {}
+    assert processes(str(folder)) == {}
     found = json.loads(said)
     assert not found["complete"]
     assert "SIGINT" in found["missing"]

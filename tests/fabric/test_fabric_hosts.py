@@ -9,13 +9,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from host_processes import Seen, kill_rank, processes
 
+from penstock.errors import FabricError
+from penstock.fabric.emulation.coordinate import emulate
+from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.network import keeper
 from penstock.fabric.network.checks import why_not
 from penstock.fabric.network.link import parse_link
 from penstock.fabric.network.machines import Machines
 from penstock.fabric.presets import preset
 from penstock.fabric.samples import Run
+from penstock.fabric.workload import Workload
 
 _MISSING = why_not()
 pytestmark = [pytest.mark.distributed, pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))]
@@ -80,3 +85,15 @@ def test_torchrun_on_each_host(tmp_path: Path) -> None:
     assert (run.record["link"], run.record["hosts"]) == (None, 2)
     assert (out / "results.json").exists()
     assert os.listdir(tmp_path) == ["run"]
+
+
+def test_a_host_that_is_dropped_in_the_middle_is_named_and_all_is_taken_down(tmp_path: Path) -> None:
+    spec = Spec(Workload.of_sizes([4000]), 2, trials=10_000_000, measures_links=False)
+    with Machines(2) as made:
+        with pytest.raises(FabricError, match=r"host 1 was ended by SIGKILL; \d+ trials are in "):
+            emulate(spec, tmp_path, made, Seen(kill_rank(1, tmp_path, after=9)))
+        assert processes(str(tmp_path)) == {}
+    run = Run.read(tmp_path)
+    assert len(run.end_ns) >= 10
+    assert "host 1" in run.record["missing"]
+    assert keeper.names_of(made.id) == []
