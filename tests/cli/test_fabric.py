@@ -16,6 +16,7 @@ from penstock.cli import _live
 from penstock.fabric.emulation import coordinate
 from penstock.fabric.network import checks, machines
 from penstock.fabric.presets import preset
+from penstock.fabric.report import page
 from penstock.fabric.samples import RUN, SAMPLES, Run
 
 NO_ROOT = "emulated hosts need root; this is user 1000"
@@ -23,7 +24,8 @@ NO_ROOT = "emulated hosts need root; this is user 1000"
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the command is run; no torchrun has started it."""
+    """Where the command is run; no torchrun has started it, and the page is drawn of the module's runs only."""
+    monkeypatch.setattr(page, "write_page", lambda *given: None)
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
@@ -199,6 +201,7 @@ def test_training_and_its_emulation(runs: Runs) -> None:
     compute_ns = [int(one["compute_seconds"] * 1e9) for one in first.record["workload"]["transfers"]]
     assert min(compute_ns) > 0
     assert (second.start_ns[:, 1:] - second.end_ns[:, :-1] >= np.array(compute_ns)[1:, None]).all()
+    assert all((run / "report.html").exists() for run in (runs.training, runs.emulation))
     assert all(name in runs.said for name, _ in sizes)
     assert f"{runs.training}: samples.csv, results.json" in runs.said
 

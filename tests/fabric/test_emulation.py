@@ -138,17 +138,16 @@ def _whole(folder: Path) -> int:
     return len(run.end_ns)
 
 
-@pytest.mark.parametrize("rank", [0, 1])  # the one that writes, and another
-def test_a_host_that_is_killed_is_named_and_its_samples_stay(tmp_path: Path, rank: int) -> None:
+def test_a_host_that_is_killed_is_named_and_its_samples_stay(tmp_path: Path) -> None:
     spec = Spec(Workload.of_sizes([4000, 36]), 2, trials=ENDLESS, measures_links=False)
-    with pytest.raises(FabricError, match=rf"rank {rank} was killed by SIGKILL; \d+ trials are in ") as caught:
-        emulate(spec, tmp_path, watch=Seen(kill_rank(rank, tmp_path, after=20)))
+    with pytest.raises(FabricError, match=r"rank 1 was killed by SIGKILL; \d+ trials are in ") as caught:
+        emulate(spec, tmp_path, watch=Seen(kill_rank(1, tmp_path, after=20)))
     trials = _whole(tmp_path)
     assert trials > 20
     assert f"; {trials} trials are in {tmp_path}" in str(caught.value)
     record = json.loads((tmp_path / RUN).read_text())
     assert not record["complete"]
-    assert str(rank) in record["missing"]
+    assert "1" in record["missing"]
     assert processes(str(tmp_path)) == {}
     shown = CliRunner().invoke(app, ["fabric", "show", str(tmp_path), "--json"])
     assert shown.exit_code == 0, shown.output
