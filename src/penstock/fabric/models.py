@@ -20,6 +20,7 @@ from penstock.errors import ArgumentError
 from penstock.fabric.terms import PIECES, Terms, busbw_factor, closed_form, known_algorithms
 
 __all__ = [
+    "HOSTS",
     "LinkFit",
     "Prediction",
     "Terms",
@@ -31,6 +32,7 @@ __all__ = [
     "known_algorithms",
     "links_json",
     "lower_bound_seconds",
+    "measured_link",
     "predict",
     "predictions",
     "record_links",
@@ -117,6 +119,26 @@ def _non_negative(columns: Any) -> Any:
 def fit_link(points: Iterable[tuple[float, float]]) -> LinkFit:
     """Of (bytes, seconds) of single messages one way. Raises ArgumentError as `fit` does."""
     return fit([(size, seconds, Terms(1, 1.0)) for size, seconds in points])
+
+
+def measured_link(points: Sequence[tuple[float, float]]) -> LinkFit:
+    """Of (bytes, seconds) one way, by growing size: beta is the slope between the two largest, alpha what the smallest
+    takes besides its bytes.
+
+    No least squares: a shaped link lets a bucket of bytes pass at once, so that sizes in between are faster than any
+    line, and would bend it.
+
+    Raises:
+        ArgumentError: fewer than two sizes, or a time is not above 0.
+    """
+    through_all = fit_link(points)
+    (size, seconds), (larger, longer) = points[-2:]
+    beta = (longer - seconds) / (larger - size)
+    if beta <= 0:  # faster than the clock tells, as over loopback
+        return through_all
+    alpha = max(points[0][1] - points[0][0] * beta, 0.0)
+    residuals = tuple((took - alpha - bytes_ * beta) / took for bytes_, took in points)
+    return LinkFit(alpha, beta, residuals, through_all.r2)
 
 
 def predict(

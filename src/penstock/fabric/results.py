@@ -11,7 +11,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.fabric.models import LinkFit, busbw_factor, lower_bound_seconds, record_links
+from penstock.errors import ArgumentError
+from penstock.fabric.models import (
+    HOSTS,
+    LinkFit,
+    busbw_factor,
+    closed_form,
+    crossovers,
+    fit,
+    known_algorithms,
+    lower_bound_seconds,
+    predictions,
+    record_links,
+)
 from penstock.fabric.samples import Run
 from penstock.fabric.statistics import Saturation, Summary, log_histogram, order_interval, outliers, saturation
 from penstock.fabric.trials import TransferTimes, algorithm_of, computed_step, measured_step
@@ -51,6 +63,7 @@ def results(run: Run) -> dict[str, Any]:
             "text": cpu.text,
         },
         "links": record.get("links") or [],
+        "model": _model(transfers),
         "environment": {
             "hosts": record.get("environment"),
             **{key: record.get(key) for key in ("algorithm", "backend", "link", "seed", "overlap", "warmup", "clock")},
@@ -109,6 +122,50 @@ def _times(name: str, summary: Summary) -> dict[str, Any]:
     return {f"{name}_s": summary.to_dict(), **{f"{name}_{key}": found for key, found in intervals.items()}}
 
 
+def _model(transfers: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The link that explains the medians of all transfers best, and what it foretells; None where they do not tell.
+
+    The predictions are of each collective's largest size, by number of hosts and algorithm.
+    """
+    known = [one for one in transfers if one["algorithm"] in known_algorithms(one["collective"])]
+    points = [
+        (one, closed_form(one["collective"], one["algorithm"], len(one["ranks"])))
+        for one in known
+        if one["time_s"]["p50"]
+    ]
+    try:
+        link = fit([(one["bytes"], one["time_s"]["p50"], terms) for one, terms in points])
+    except ArgumentError:
+        return None
+    measured = [
+        {
+            "name": one["name"],
+            "bytes": one["bytes"],
+            "measured_s": one["time_s"]["p50"],
+            "fitted_s": terms.seconds(one["bytes"], link.alpha_seconds, link.beta_seconds_per_byte),
+            "residual": residual,
+        }
+        for (one, terms), residual in zip(points, link.residuals, strict=True)
+    ]
+    largest = {one["collective"]: one for one, _ in sorted(points, key=lambda point: point[0]["bytes"])}
+    tables = [_foretold(link, one) for one in largest.values()]
+    return {**link.to_dict(), "points": measured, "predictions": tables}
+
+
+def _foretold(link: LinkFit, transfer: dict[str, Any]) -> dict[str, Any]:
+    collective, size, hosts = transfer["collective"], transfer["bytes"], len(transfer["ranks"])
+    rows = predictions(link, collective, size, HOSTS[:1] if collective == "send" else HOSTS)
+    return {
+        "collective": collective,
+        "bytes": size,
+        "rows": [{"hosts": row.ranks, "seconds": row.seconds, "best": row.best} for row in rows],
+        "crossovers": [
+            {"hosts": hosts, "from_bytes": first, "algorithm": name}
+            for first, name in crossovers(link, collective, hosts)
+        ],
+    }
+
+
 def _per_rank(times: TransferTimes) -> list[dict[str, Any]]:
     trials = len(times.durations)
     if not trials:
@@ -151,14 +208,17 @@ def _step(run: Run, workload: Workload, times: list[TransferTimes]) -> dict[str,
     overlap = bool(run.record.get("overlap", False))
     measured = measured_step(run, workload)
     hosts = int(run.record["hosts"])
-    other = computed_step(workload, [one.completion for one in times], hosts, overlap=not overlap)
+    compute = workload.compute_seconds + sum(transfer.compute_seconds for transfer in workload.transfers)
+    other = measured  # where nothing is computed, there is nothing to overlap with
+    if compute:
+        other = computed_step(workload, [one.completion for one in times], hosts, overlap=not overlap)
     medians = {overlap: Summary.of(measured).p50, not overlap: Summary.of(other).p50}
     return {
         "bytes": sum(transfer.bytes for transfer in workload.transfers),
         "trials": len(measured),
         **_times("time", Summary.of(measured)),
         "overlap": overlap,
-        "compute_s": workload.compute_seconds + sum(transfer.compute_seconds for transfer in workload.transfers),
+        "compute_s": compute,
         "without_overlap_s": medians[False],
         "with_overlap_s": medians[True],
         "outliers": [int(trial) for trial in outliers(measured)],

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from penstock.errors import ArgumentError
 from penstock.fabric.steps import Collective
+from penstock.fabric.units import size_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +92,14 @@ class Workload:
 
     @classmethod
     def of_sizes(cls, sizes: Iterable[int], collective: Collective = "all_reduce", element_bytes: int = 4) -> Self:
-        """A transfer a size, in the order given, named after its place and size."""
-        made = tuple(Transfer(f"{place}: {size}", size, collective) for place, size in enumerate(sizes))
-        return cls("sizes", made, element_bytes=element_bytes)
+        """A transfer a size, in the order given, named after it; again, with how often it was there before."""
+        made: list[Transfer] = []
+        seen: Counter[int] = Counter()
+        for size in sizes:
+            seen[size] += 1
+            again = f" #{seen[size]}" if seen[size] > 1 else ""
+            made.append(Transfer(size_text(size) + again, size, collective))
+        return cls("sizes", tuple(made), element_bytes=element_bytes)
 
     @classmethod
     def sweep(

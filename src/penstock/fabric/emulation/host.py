@@ -27,7 +27,7 @@ from penstock.fabric.emulation.spec import ENGINE, SPEC, Spec
 from penstock.fabric.emulation.trials import Trials
 from penstock.fabric.emulation.watch import Watch
 from penstock.fabric.emulation.wires import Delayed, Plain, Wire
-from penstock.fabric.models import fit_link
+from penstock.fabric.models import measured_link
 from penstock.fabric.network.record import cpu_usage
 from penstock.fabric.samples import HEAD, SAMPLES, STEPS, STEPS_HEAD, SampleFile
 
@@ -73,7 +73,7 @@ def _links(spec: Spec, wire: Wire, members: Members) -> list[dict[str, Any]]:
     links = []
     for place, (source, target) in enumerate(probe.neighbours(spec.hosts)):
         points = everyone[source][place]["points"]
-        fitted = fit_link([(size, seconds) for size, seconds in points])
+        fitted = measured_link([(size, seconds) for size, seconds in points])
         links.append(
             {
                 "from": source,

@@ -59,6 +59,8 @@ def facts(run: Run, results: dict[str, Any]) -> list[tuple[str, str]]:
         for name, key, overlap in (("without", "without_overlap_s", False), ("with", "with_overlap_s", True))
         if step[key] is not None
     ]
+    if overlaps and not step["compute_s"]:
+        overlaps = ["nothing is computed between the transfers, so that overlap changes nothing"]
     if overlaps:
         found.append(("step", ", ".join(overlaps)))
     found += links(run)
