@@ -40,7 +40,11 @@ class Follower:
             return
         self._shown_at = now
         place, left = 0, now - self._ended_at
-        while place < len(self._times) - 1 and (left := left - (self._times[place].quantile(0.5) or 0.0)) >= 0:
+        while place < len(self._times) - 1:
+            usual = self._times[place].quantile(0.5)
+            if usual is None or left < usual:
+                break
+            left -= usual
             place += 1
         times = self._times[place]
         bounded = times.count >= fewest(0.99)

@@ -19,7 +19,7 @@ from penstock.cli._predict import predict
 from penstock.cli._spread import OUTPUT_PANEL, Json, spread
 from penstock.cli._traffic import DEFAULT_HOSTS, CountOptions, TrafficOptions
 from penstock.errors import ArgumentError, FabricError
-from penstock.fabric.emulation.spec import ENGINE, Spec
+from penstock.fabric.emulation.spec import ENGINE, Spec, usual_algorithm
 from penstock.fabric.presets import preset
 from penstock.fabric.samples import RUN
 
@@ -49,8 +49,12 @@ class RunOptions:
         str | None, typer.Option(metavar="TEXT", help='What joins each host to the switch, as for tc: "100mbit".')
     ] = None
     algorithm: Annotated[
-        str, typer.Option(help=f"Of the collectives: ring, tree, ...; {ENGINE}: torch.distributed's own.")
-    ] = "ring"
+        str | None,
+        typer.Option(
+            help=f"Of the collectives: ring, tree, ...; {ENGINE}: torch.distributed's own. ring if nothing is said, "
+            "or the usual one of a collective that has no ring."
+        ),
+    ] = None
     overlap: Annotated[bool, typer.Option("--overlap", help="Computing goes on while something is sent.")] = False
     warmup: Annotated[int, typer.Option(help="Trials before the first that counts; their results are checked.")] = 3
     seed: Annotated[int, typer.Option(help="Of the payload.")] = 0
@@ -75,7 +79,7 @@ class RunOptions:
         spec = Spec(
             workload=workload,
             hosts=hosts,
-            algorithm=self.algorithm,
+            algorithm=self.algorithm or usual_algorithm(workload),
             trials=trials,
             warmup=self.warmup,
             overlap=self.overlap,
@@ -124,12 +128,13 @@ def fabric(
 
     Hosts are namespaces of this machine that are joined by shaped links
     (--hosts 4 --link 100mbit, as root), plain processes of it (--hosts 4), or
-    real ones: start this same command with torchrun on each, without --hosts.
+    real ones: `torchrun ... -m penstock fabric ...` on each, without --hosts.
     """
     if ctx.invoked_subcommand is not None:
+        _refuse_options(ctx)
         return
     by_torchrun = "RANK" in os.environ and how.hosts is None
-    hosts = int(os.environ["WORLD_SIZE"]) if by_torchrun else how.hosts or DEFAULT_HOSTS
+    hosts = _started_hosts() if by_torchrun else how.hosts or DEFAULT_HOSTS
     spec, link = how.spec(traffic.workload(hosts), hosts, counts.count(), by_torchrun=by_torchrun)
     output = _Output(_folder(out, make=not by_torchrun or os.environ["RANK"] == "0"), as_json, chakra)
     if by_torchrun:
@@ -154,7 +159,7 @@ def train(
     `penstock fabric --like FOLDER` then emulates it with the compute times
     that it had, and `penstock fabric compare` shows both side by side.
     """
-    if how.algorithm not in ("ring", ENGINE) or how.overlap:
+    if how.algorithm not in (None, ENGINE) or how.overlap:
         raise ArgumentError(
             "the training sums each layer's gradients by the engine, one after the other: leave out "
             "--algorithm and --overlap"
@@ -201,6 +206,23 @@ def _folder(out: Path | None, *, make: bool) -> Path:
     except OSError as error:
         raise ArgumentError(f"--out {out}: {error.strerror}") from None
     return out
+
+
+def _refuse_options(ctx: typer.Context) -> None:
+    """Those in front of a verb, as it has its own."""
+    for option in ctx.command.params:
+        source = ctx.get_parameter_source(option.name or "")
+        if source is not None and source.name == "COMMANDLINE":  # click's own enum moves between typer's versions
+            verb = ctx.invoked_subcommand
+            raise ArgumentError(f"{option.opts[0]} stands in front of {verb}: give {verb}'s own options behind it")
+
+
+def _started_hosts() -> int:
+    """How many torchrun has started."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a host that does not join is no reason for a stack of C++
+    from penstock.fabric.emulation.joining import started
+
+    return started().size
 
 
 def _as_host(spec: Spec, output: _Output) -> None:

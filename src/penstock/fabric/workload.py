@@ -92,13 +92,17 @@ class Workload:
 
     @classmethod
     def of_sizes(cls, sizes: Iterable[int], collective: Collective = "all_reduce", element_bytes: int = 4) -> Self:
-        """A transfer a size, in the order given, named after it; again, with how often it was there before."""
+        """A transfer a size, in the order given, named after it; again, with how often it was there before.
+
+        A message goes from rank 0 to rank 1.
+        """
+        ranks = (0, 1) if collective == "send" else ()
         made: list[Transfer] = []
         seen: Counter[int] = Counter()
         for size in sizes:
             seen[size] += 1
             again = f" #{seen[size]}" if seen[size] > 1 else ""
-            made.append(Transfer(size_text(size) + again, size, collective))
+            made.append(Transfer(size_text(size) + again, size, collective, ranks))
         return cls("sizes", tuple(made), element_bytes=element_bytes)
 
     @classmethod

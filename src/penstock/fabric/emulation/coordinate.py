@@ -74,7 +74,7 @@ def emulate(
                 )
             )
         with forwarded_signals(agents) as received:
-            ended = _wait(agents, received, _Tail(folder, len(spec.workload.transfers), spec.hosts), watch)
+            ended = _wait(agents, received, _Tail(folder, spec), watch)
     if machines is not None:
         _add(folder, switch_qdiscs=machines.qdiscs())
     if received:
@@ -137,16 +137,17 @@ def _end(agents: Sequence[subprocess.Popen[bytes]]) -> None:
 class _Tail:
     """The trials of a samples file that grows."""
 
-    def __init__(self, folder: Path, transfers: int, hosts: int) -> None:
+    def __init__(self, folder: Path, spec: Spec) -> None:
+        transfers = spec.workload.transfers
         self._path = folder / SAMPLES
-        self._transfers = transfers
+        self._rows = sum(len(transfer.ranks) or spec.hosts for transfer in transfers)
         self._position = 0
         self._rest = b""
-        self._current = -1
-        self._durations: list[int] = [0] * transfers
+        self._seen = 0
+        self._durations = [0] * len(transfers)
 
     def read(self) -> Iterator[tuple[int, list[int]]]:
-        """Those that were written whole since the last call: a trial is whole when the next one begins."""
+        """Those that were written whole since the last call."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._position)
@@ -159,11 +160,11 @@ class _Tail:
             if not line[:1].isdigit():
                 continue
             trial, transfer, _, start, end = map(int, line.split(b","))
-            if trial != self._current and self._current >= 0:
-                yield self._current, self._durations
-                self._durations = [0] * self._transfers
-            self._current = trial
             self._durations[transfer] = max(self._durations[transfer], end - start)
+            self._seen += 1
+            if self._seen == self._rows:
+                yield trial, self._durations
+                self._seen, self._durations = 0, [0] * len(self._durations)
 
 
 def _add(folder: Path, missing: str = "", switch_qdiscs: str = "") -> None:
@@ -193,7 +194,16 @@ def _cause(folder: Path, first: int, agents: Sequence[subprocess.Popen[bytes]], 
     killed = [
         line.removeprefix("penstock: ") for line in lines if line.startswith("penstock: rank") and "killed" in line
     ]
-    if by_host and status is not None and status >= 128:
-        killed.insert(0, f"host {first} was ended by {signal.Signals(status - 128).name}")
+    if by_host and (ended_by := _signal(status)):
+        killed.insert(0, f"host {first} was ended by {ended_by}")
     text = (killed or said or [f"host {first} ended with exit status {status}; see {folder}/host-{first}.log"])[0]
     return f"{text}; {saved}"
+
+
+def _signal(status: int | None) -> str | None:
+    """The name of the signal that an exit status, a process's or a shell's, stands for."""
+    number = 0 if status is None else -status if status < 0 else status - 128
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return None

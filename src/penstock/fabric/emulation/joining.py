@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -21,6 +22,33 @@ _PrefixStore: Any = dist.PrefixStore  # type: ignore[attr-defined]
 
 _ANSWER_SECONDS = 3.0
 """What the others get to say that they are still there, when one of them was lost."""
+
+
+class Started(NamedTuple):
+    """What torchrun tells a process: its number, how many there are, and where they meet."""
+
+    rank: int
+    size: int
+    address: str
+    port: int
+
+
+def started() -> Started:
+    """By the environment. Raises ArgumentError where torchrun has not set it."""
+
+    def text(name: str) -> str:
+        if name not in os.environ:
+            raise ArgumentError(
+                f"the environment has no {name}: start every host with torchrun, or give --hosts to make them here"
+            )
+        return os.environ[name]
+
+    def number(name: str) -> int:
+        if not text(name).isdecimal():
+            raise ArgumentError(f"{name} is {text(name)!r} in the environment, but torchrun sets it to a number")
+        return int(text(name))
+
+    return Started(number("RANK"), number("WORLD_SIZE"), text("MASTER_ADDR"), number("MASTER_PORT"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +97,7 @@ def joined(spec: Spec) -> Iterator[Members]:
         ArgumentError: the environment is not torchrun's, or another number of hosts was started.
         FabricError: a host does not join in time.
     """
-    try:
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    except (KeyError, ValueError) as error:
-        raise ArgumentError(
-            f"the environment has no {error.args[0]}: start every host with torchrun, or give --hosts to make them here"
-        ) from None
+    rank, size, address, port = started()
     if size != spec.hosts:
         raise ArgumentError(f"{size} processes were started for {spec.hosts} hosts: start as many, or change --hosts")
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -86,20 +108,30 @@ def joined(spec: Spec) -> Iterator[Members]:
         raise FabricError(
             f"host {rank} does not reach host 0 at {address}:{port} within {spec.join_seconds:g} s: {first_line(error)}"
         ) from None
-    store.set(f"here/{rank}", socket.gethostname())
-    if missing := without(store, "here", size, spec.join_seconds):
+    try:
+        store.set(f"here/{rank}", socket.gethostname())
+        missing = without(store, "here", size, spec.join_seconds)
+    except (RuntimeError, OSError) as error:  # it is at host 0
+        raise FabricError(f"host 0 left while the hosts were joining, says host {rank}: {first_line(error)}") from None
+    if missing:
         raise FabricError(
             f"{hosts_text(missing)} did not join within {spec.join_seconds:g} s: "
             f"{size - len(missing)} of {size} are here. Start the others with the same address, {address}:{port}"
         )
-    dist.init_process_group(
-        spec.backend,
-        store=_PrefixStore("fabric", store),
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=spec.stall_seconds),
-    )
-    control = None if spec.backend == "gloo" else dist.new_group(backend="gloo")
+    try:
+        dist.init_process_group(
+            spec.backend,
+            store=_PrefixStore("fabric", store),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=spec.stall_seconds),
+        )
+        control = None if spec.backend == "gloo" else dist.new_group(backend="gloo")
+    except (RuntimeError, OSError) as error:
+        raise FabricError(
+            f"host {rank}: all hosts are here, but {spec.backend} cannot connect them: {first_line(error)}. Does "
+            "GLOO_SOCKET_IFNAME name the interface that they reach each other by?"
+        ) from None
     try:
         yield Members(rank, size, store, control)
     finally:
@@ -115,5 +147,6 @@ def hosts_text(ranks: tuple[int, ...]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
-    return str(error).strip().split("\n", 1)[0]
+    """What an error says, in one line; of gloo's, without its place in the source and its good wishes."""
+    said = str(error).strip().split("\n", 1)[0]
+    return re.sub(r"^\[[^]]*\.(cc|h|cpp|hpp):\d+\] ", "", said).partition(". This is typically caused by")[0]

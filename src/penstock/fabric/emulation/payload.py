@@ -10,6 +10,9 @@ from penstock.fabric.steps import Collective
 DTYPES = {1: torch.uint8, 2: torch.float16, 4: torch.float32, 8: torch.float64}
 """By the bytes of an element."""
 
+NOTHING = 77
+"""What no rank gives."""
+
 _MOST = {torch.uint8: 255, torch.float16: 2048, torch.float32: 2**24, torch.float64: 2**24}
 """Whole numbers up to here, and so all sums, are exact."""
 
@@ -24,9 +27,9 @@ def contribution(rank: int, ranks: int, elements: int, seed: int, dtype: torch.d
 def given(collective: Collective, rank: int, ranks: int, elements: int, seed: int, dtype: torch.dtype) -> Tensor:
     """The buffer of a rank before the collective; `elements` is a multiple of `ranks` where it is divided among them.
 
-    What a rank has no input for is a value that nobody gives.
+    What a rank has no input for is `NOTHING`.
     """
-    nothing = torch.full((elements,), 77, dtype=dtype)
+    nothing = torch.full((elements,), NOTHING, dtype=dtype)
     if collective in ("all_gather", "gather"):
         part = elements // ranks
         nothing[rank * part : (rank + 1) * part] = contribution(rank, ranks, part, seed, dtype)

@@ -29,14 +29,16 @@ def recorded(spec: Spec, folder: Path) -> Iterator[tuple[Members, Record]]:
         FabricError: a host did not join, or was lost; or the block raised something.
     """
     with joined(spec) as members:
-        record = Record(spec, folder, members)
+        record: Record | None = None
         try:
+            record = Record(spec, folder, members)
             yield members, record
             record.add(complete=True)
         except (RuntimeError, OSError) as error:
             lost = hosts_text(gone) + " does not answer" if (gone := members.who_is_lost()) else ""
             text = "; ".join(part for part in (lost, first_line(error)) if part)
-            record.add(missing=text)
+            if record is not None:
+                record.add(missing=text)
             raise FabricError(f"host {members.rank}: {text}") from None
 
 

@@ -14,7 +14,16 @@ from penstock.fabric.workload import Workload
 ENGINE = "engine"
 """The algorithm that stands for torch.distributed's own collectives."""
 
+BACKENDS = ("gloo", "nccl", "mpi")
+"""Of torch.distributed."""
+
 SPEC = "spec.json"
+
+
+def usual_algorithm(workload: Workload) -> str:
+    """Without a wish: the ring, and for collectives that have none, the first of those of the first transfer."""
+    kinds = [transfer.collective for transfer in workload.transfers]
+    return "ring" if any("ring" in algorithms(kind) for kind in kinds) else algorithms(kinds[0])[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +41,7 @@ class Spec:
         bytes_per_second: of a link between two hosts that messages are delayed to; None: they are not.
         join_seconds: in which every host has to be there.
         stall_seconds: after which a wait for another host is given up.
-        backend: of torch.distributed; "gloo", "nccl" or "mpi".
+        backend: one of `BACKENDS`.
         measures_links: whether pairs of neighbours are measured before the trials.
 
     Raises:
@@ -56,6 +65,8 @@ class Spec:
     def __post_init__(self) -> None:
         if self.hosts < 2:
             raise ArgumentError(f"hosts is {self.hosts}: a network has at least 2; give --hosts 4, for example")
+        if self.backend not in BACKENDS:
+            raise ArgumentError(f"there is no backend {self.backend!r}: give one of {', '.join(BACKENDS)}")
         if self.workload.hosts not in (0, self.hosts):
             raise ArgumentError(
                 f"the workload {self.workload.name!r} is made for {self.workload.hosts} hosts, not for {self.hosts}: "

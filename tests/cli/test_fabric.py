@@ -1,0 +1,255 @@
+"""`penstock fabric`: what is wrong is said in one line before anything is made; its verbs work on real runs."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from command_line import as_json, output, penstock, refusal
+
+from penstock.cli import _live
+from penstock.fabric.emulation import coordinate
+from penstock.fabric.network import checks, machines
+from penstock.fabric.presets import preset
+from penstock.fabric.samples import RUN, SAMPLES, Run
+
+NO_ROOT = "emulated hosts need root; this is user 1000"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the command is run; no torchrun has started it."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def nothing_is_made(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Neither hosts nor files."""
+    monkeypatch.setattr(machines.Machines, "__enter__", lambda self: pytest.fail("hosts are made"))
+    monkeypatch.setattr(coordinate, "emulate", lambda *given: pytest.fail("hosts are started"))
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    yield
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+SIZES = ("--sizes", "4000")
+WRONG = {
+    "--sizes 0": "'0' is 0 bytes: a size is a whole number of bytes, 1 or more",
+    "--sizes 2600,6": "a multiple of an element's 4 bytes",
+    "--sizes 4,,8": "'' is no size",
+    "--sizes 4parsec": "'4parsec' is no size: give bytes, or a number with KiB",
+    "--sizes 4 --algorithm rong": "'rong' is no algorithm for all_reduce: did you mean 'ring'?",
+    "--sizes 4 --collective gather --algorithm ring": "'ring' is no algorithm for gather: ",
+    "--preset mpl": "there is no preset 'mpl': give one of mlp",
+    "--sizes 4 --hosts 1": "hosts is 1: a network has at least 2",
+    "--sizes 4 --trials 0": "trials=0, warmup=3: at least one of each",
+    "--sizes 4 --warmup 0": "warmup=0",
+    "--sizes 4 --backend glue": "there is no backend 'glue': give one of gloo, nccl, mpi",
+    "--sizes 4 --stall-timeout 0": "stall_seconds is 0.0: expected a time above 0",
+    "--trials 5": "what is to be sent? nothing was given: give one of --preset, --model",
+    "--sizes 4 --preset mlp": "what is to be sent? --preset and --sizes were given: give one of",
+    "--preset mlp --factor 3": "--factor belongs to --from and --to, and --preset was given: leave it out",
+    "--sizes 4 --cuts a": "--cuts belongs to --model, and --sizes was given",
+    "--sizes 4 --trials 3 --epochs 2": "give --trials, or both --batches and --epochs",
+    "--sizes 4 --batches 3": "give --trials, or both --batches and --epochs",
+    "--sizes 4 --batches 3 --epochs 0": "batches=3, epochs=0",
+    "--from 4 --to 64 --factor 1": "factor is 1.0: a sweep grows",
+    "--from 8KiB --to 4KiB": "a sweep from 8192 to 4096 bytes is empty",
+    "--from 8KiB": "a sweep needs both --from and --to",
+    "--like nowhere": "nowhere holds no run of penstock fabric",
+    "--model m:f --hosts 4 --ranks 3": "--hosts 4 is no multiple of --ranks 3",
+    "--model m:f --compute fast": "--compute fast: give none, measure or a number of seconds",
+    "--sizes 4 --out taken": "--out taken has a run already",
+    "--sizes 4 --out taken/run.json": "--out taken/run.json: ",
+    "--hosts 3 show taken": "--hosts stands in front of show: give show's own options behind it",
+    "show nowhere": "nowhere holds no run of penstock fabric",
+    "show empty": "empty holds no run of penstock fabric",
+    "compare nowhere empty": "nowhere holds no run of penstock fabric",
+    "train --algorithm tree": "the training sums each layer's gradients by the engine",
+    "train --overlap": "leave out --algorithm and --overlap",
+    "train --hosts 1": "hosts is 1",
+}
+
+
+@pytest.fixture
+def taken(folder: Path) -> None:
+    """A folder with something of a run, and an empty one."""
+    (folder / "taken").mkdir()
+    (folder / "taken" / RUN).write_text("{}")
+    (folder / "empty").mkdir()
+
+
+@pytest.mark.usefixtures("taken", "nothing_is_made")
+@pytest.mark.parametrize("command", WRONG)
+def test_what_is_wrong_is_said_before_anything_is_made(command: str) -> None:
+    assert WRONG[command] in refusal("fabric", *command.split())
+
+
+@pytest.mark.usefixtures("nothing_is_made")
+@pytest.mark.parametrize(("text", "place"), [("100mbit brust 16kb", "brust"), ("fast", "fast"), ("10mbit mtu", "mtu")])
+def test_a_link_that_cannot_be_read_is_pointed_to(text: str, place: str) -> None:
+    done = penstock("fabric", *SIZES, "--link", text)
+    assert (done.exit_code, done.stdout) == (2, "")
+    said, shown, marked = done.stderr.splitlines()
+    assert said.startswith(f"penstock: error: the link's text at position {text.index(place) + 1}: ")
+    assert shown.strip() == text
+    assert shown[marked.index("^") : marked.rindex("^") + 1] == place
+
+
+@pytest.mark.usefixtures("nothing_is_made")
+def test_an_unknown_collective_gets_the_names_of_all() -> None:
+    done = penstock("fabric", *SIZES, "--collective", "all_reduced")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "all_to_all" in done.stderr
+
+
+@pytest.mark.usefixtures("nothing_is_made")
+def test_the_engine_cannot_be_delayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "why_not", lambda: NO_ROOT)
+    said = refusal("fabric", *SIZES, "--algorithm", "engine", "--link", "100mbit")
+    assert "take a step list (--algorithm ring), or make namespaces with --link, as root" in said
+
+
+@pytest.mark.usefixtures("nothing_is_made")
+def test_what_torchrun_has_not_set_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    assert "the environment has no WORLD_SIZE: start every host with torchrun" in refusal("fabric", *SIZES)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "no MASTER_ADDR" in refusal("fabric", *SIZES)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "2x")
+    assert "MASTER_PORT is '2x'" in refusal("fabric", *SIZES)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert "--link shapes hosts that are made here" in refusal("fabric", *SIZES, "--link", "1mbit")
+
+
+# -- the bar ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_bar_is_told_trial_layer_and_p99_when_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, str, float | None]] = []
+    seconds = [1000.0]
+    monkeypatch.setattr(_live.time, "monotonic", lambda: seconds[0])
+    bar = _live.Follower(["fc2", "fc1"], lambda *what: told.append(what))
+    bar.tick()
+    assert told == [], "no trial has ended"
+    bar.trial(0, [int(1e9), int(4e9)])
+    assert told == [(1, "fc2", None)]
+    seconds[0] += 0.1
+    bar.tick()
+    assert len(told) == 1, "it is not drawn all the time"
+    seconds[0] += 2.0
+    bar.tick()
+    assert told[-1] == (1, "fc2", None), "not known yet how long it takes"
+    for number in range(1, 10):
+        seconds[0] += 5.0
+        bar.trial(number, [int(1e9), int(4e9)])
+    for later, name in ((0.5, "fc2"), (1.5, "fc1"), (100.0, "fc1")):
+        seconds[0] += later
+        bar.tick()
+        assert told[-1] == (10, name, None)
+    for number in range(10, 400):
+        seconds[0] += 5.0
+        bar.trial(number, [int(1e9), int(4e9)])
+    assert told[-1] == (400, "fc2", pytest.approx(1.0, rel=0.05))
+
+
+def test_no_bar_where_nobody_would_see_it() -> None:
+    for quiet in (True, False):
+        with _live.follower(["fc1"], 3, quiet=quiet) as bar:
+            assert bar is None
+
+
+# -- real runs --------------------------------------------------------------------------------------------------------
+
+
+class Runs(NamedTuple):
+    training: Path
+    said: str
+    emulation: Path
+    printed: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """A training, and its emulation."""
+    place = tmp_path_factory.mktemp("runs")
+    training, emulation = place / "training", place / "emulation"
+    said = output("fabric", "train", "--hosts", "2", "--trials", "9", "--out", str(training))
+    like = ("--like", str(training), "--hosts", "2", "--trials", "10", "--algorithm", "engine")
+    return Runs(training, said, emulation, as_json("fabric", *like, "--out", str(emulation), "--chakra"))
+
+
+@pytest.mark.distributed
+def test_training_and_its_emulation(runs: Runs) -> None:
+    sizes = [(transfer.name, transfer.bytes) for transfer in preset("mlp").transfers]
+    first, second = Run.read(runs.training), Run.read(runs.emulation)
+    assert (first.end_ns.shape, second.end_ns.shape) == ((9, 4, 2), (10, 4, 2))
+    assert [(one["name"], one["bytes"]) for one in runs.printed["transfers"]] == sizes
+    assert {one["algorithm"] for one in runs.printed["transfers"]} == {"engine"}
+    assert second.record["workload"] == first.record["workload"], "with the compute times that it had"
+    compute_ns = [int(one["compute_seconds"] * 1e9) for one in first.record["workload"]["transfers"]]
+    assert min(compute_ns) > 0
+    assert (second.start_ns[:, 1:] - second.end_ns[:, :-1] >= np.array(compute_ns)[1:, None]).all()
+    assert all(name in runs.said for name, _ in sizes)
+    assert f"{runs.training}: samples.csv, results.json" in runs.said
+
+
+@pytest.mark.distributed
+def test_compare(runs: Runs) -> None:
+    found = as_json("fabric", "compare", str(runs.training), str(runs.emulation))
+    assert [one["name"] for one in found["transfers"]] == ["fc4", "fc3", "fc2", "fc1"]
+    assert all(one["trials"] == [9, 10] for one in (*found["transfers"], found["step"]))
+    assert found["only_in_a"] == found["only_in_b"] == []
+    said = output("fabric", "compare", str(runs.training), str(runs.emulation), columns=120)
+    assert all(name in said for name in ("fc4", "fc1", "step"))
+
+
+@pytest.mark.distributed
+def test_show_again(runs: Runs) -> None:
+    shown = as_json("fabric", "show", str(runs.emulation))
+    assert shown == runs.printed == json.loads((runs.emulation / "results.json").read_text())
+    assert "2 hosts, torch.distributed's own all_reduce, 10 trials" in output("fabric", "show", str(runs.emulation))
+
+
+@pytest.mark.distributed
+def test_show_as_nccl_tests(runs: Runs) -> None:
+    said = output("fabric", "show", str(runs.emulation), "--nccl")
+    rows = [line.split() for line in said.splitlines() if line.strip() and not line.startswith("#")]
+    assert [int(row[0]) for row in rows] == [transfer.bytes for transfer in preset("mlp").transfers]
+
+
+@pytest.mark.distributed
+def test_chakra_traces_are_written_a_rank_a_file(runs: Runs) -> None:
+    pytest.importorskip("google.protobuf")
+    assert sorted(path.name[-5:] for path in runs.emulation.glob("*.et")) == [".0.et", ".1.et"]
+    assert not list(runs.training.glob("*.et"))
+
+
+@pytest.mark.distributed
+def test_a_run_is_never_written_over(runs: Runs) -> None:
+    before = (runs.training / SAMPLES).stat().st_mtime_ns
+    said = refusal("fabric", *SIZES, "--out", str(runs.training))
+    assert said.endswith("has a run already: give another folder, or remove that one")
+    assert (runs.training / SAMPLES).stat().st_mtime_ns == before
+
+
+@pytest.mark.distributed
+def test_without_root_messages_are_delayed(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setattr(checks, "why_not", lambda: NO_ROOT)
+    done = penstock("fabric", "--sizes", "25000", "--hosts", "2", "--trials", "4", "--link", "10mbit", "--json")
+    assert done.exit_code == 0, done.output
+    assert done.stderr == f"penstock: {NO_ROOT}\n"
+    found = json.loads(done.stdout)
+    # Each host sends the half of it twice, at 1.25e6 bytes a second.
+    assert found["transfers"][0]["time_s"]["min"] >= 25000 / 1.25e6
+    assert found["environment"]["link"] == "10mbit"
+    assert os.listdir("runs") == ["fabric-1"]

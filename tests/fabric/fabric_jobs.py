@@ -1,0 +1,171 @@
+"""What ranks run of the emulation, each function on every rank of a pool."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+
+from penstock.fabric.algorithms import algorithms, generate
+from penstock.fabric.emulation import clock
+from penstock.fabric.emulation.collectives import Engine, Place, Stepwise, wrong
+from penstock.fabric.emulation.host import _check, _parts
+from penstock.fabric.emulation.joining import Members
+from penstock.fabric.emulation.payload import DTYPES
+from penstock.fabric.emulation.spec import ENGINE, Spec
+from penstock.fabric.emulation.trials import Trials
+from penstock.fabric.emulation.wires import Delayed, Message, Plain, Wire
+from penstock.fabric.steps import Collective, StepList
+from penstock.fabric.workload import Transfer, Workload
+
+CPU = torch.device("cpu")
+
+
+def place_of(rank: int, collective: Collective, elements: int, element_bytes: int = 4) -> Place:
+    """Of a transfer among all ranks; of the first two, where it is a message."""
+    members = tuple(range(2 if collective == "send" else dist.get_world_size()))
+    transfer = Transfer(f"{collective} of {elements}", elements * element_bytes, collective)
+    return Place(transfer, members, rank, elements, 3, DTYPES[element_bytes])
+
+
+def part_of(place: Place, algorithm: str, wire: Wire) -> Stepwise | Engine:
+    if algorithm == ENGINE:
+        return Engine(place, None, CPU)
+    return Stepwise(place, generate(place.collective, algorithm, len(place.members)), wire, CPU)
+
+
+def everything(rank: int, sizes: Sequence[int]) -> tuple[int, list[str]]:
+    """Every collective by every algorithm, in every size, and one of them in every type: how many, what was wrong."""
+    count, faults = 0, []
+    collectives: tuple[Collective, ...] = get_args(Collective)
+    kinds = [(size, 4) for size in sizes] + [(sizes[-1], element_bytes) for element_bytes in DTYPES]
+    for collective, (elements, element_bytes) in itertools.product(collectives, kinds):
+        place = place_of(rank, collective, elements, element_bytes)
+        if rank not in place.members:
+            continue
+        for algorithm in (*algorithms(collective), ENGINE):
+            what = f"{collective} by {algorithm}, {elements} of {element_bytes} bytes"
+            part = part_of(place, algorithm, Plain())
+            fault = wrong(place, part)
+            if fault is not None:
+                faults.append(f"{what}: {fault}")
+            if (part.result() is None) != (place.expected(part.elements) is None):
+                faults.append(f"{what}: rank {rank} is checked for no result, or has none")
+            if part.elements < elements:
+                faults.append(f"{what}: only {part.elements} are sent")
+            count += 1
+    return count, faults
+
+
+class Spoiling(Plain):
+    """A wire on which the first number of what a rank receives changes."""
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        super().exchange(sends, receives)
+        for message in receives:
+            message.tensor[0] += 1
+
+
+def spoiled(rank: int, collective: Collective, algorithm: str, victim: int) -> str | None:
+    """What is wrong when one rank receives something else than what was sent."""
+    place = place_of(rank, collective, 12)
+    return wrong(place, part_of(place, algorithm, Spoiling() if rank == victim else Plain()))
+
+
+def without_each_move(rank: int, collective: Collective, algorithm: str) -> list[list[str | None]]:
+    """For each move of a step list: what is wrong without it, right from the start and after a right result."""
+    place = place_of(rank, collective, 12)
+    whole = generate(collective, algorithm, len(place.members))
+    right = part_of(place, algorithm, Plain())
+    assert wrong(place, right) is None
+    found = []
+    for steps in _shortened(whole):
+        fresh, used = Stepwise(place, steps, Plain(), CPU), Stepwise(place, steps, Plain(), CPU)
+        assert isinstance(right, Stepwise)
+        used._memory.copy_(right._memory)
+        found.append([wrong(place, fresh), wrong(place, used)])
+    return found
+
+
+def _shortened(steps: StepList) -> Iterator[StepList]:
+    for number, moves in enumerate(steps.rounds):
+        for lost in moves:
+            rest = tuple(move for move in moves if move != lost)
+            yield replace(steps, rounds=(*steps.rounds[:number], rest, *steps.rounds[number + 1 :]))
+
+
+def delayed(rank: int, size: int, bytes_per_second: float) -> dict[str, float]:
+    """Seconds that rank 2 waits for a message of rank 0, for one of each of ranks 0 and 1, and for two of rank 0."""
+    buffers = [torch.full((size,), other, dtype=torch.uint8) for other in range(2)]
+    found = {}
+    for name, sources, count in (("one", [0], 1), ("two", [0, 1], 1), ("two after each other", [0], 2)):
+        wire = Delayed(bytes_per_second)
+        dist.barrier()
+        start = time.monotonic()
+        for _ in range(count):
+            if rank == 2:
+                into = [torch.zeros(size, dtype=torch.uint8) for _ in sources]
+                wire.exchange([], [Message(one, source) for one, source in zip(into, sources, strict=True)])
+                assert all(torch.equal(one, buffers[source]) for one, source in zip(into, sources, strict=True))
+            elif rank in sources:
+                wire.exchange([Message(buffers[rank], 2)], [])
+        found[name] = time.monotonic() - start
+    return found
+
+
+class _Ahead:
+    """A clock that is ahead of this machine's."""
+
+    def __init__(self, ns: int) -> None:
+        self._ns = ns
+
+    def monotonic_ns(self) -> int:
+        return time.monotonic_ns() + self._ns
+
+
+def clocks(rank: int, ahead_ns: int, same_kernel: bool) -> dict[str, Any]:
+    """The offset of a rank whose clock is as far ahead of rank 0's, for every rank in front of it."""
+    before = clock.kernel, clock.time
+    clock.kernel = lambda: "one" if same_kernel else f"kernel {rank}"
+    clock.time = _Ahead(rank * ahead_ns)  # type: ignore[assignment]
+    try:
+        return asdict(clock.estimate())
+    finally:
+        clock.kernel, clock.time = before
+
+
+def trials_of(rank: int, spec: Spec, count: int, spoils: bool = False) -> Any:
+    """Some trials of a spec on a pool: (stamps of each, rows of steps), or what the check has found."""
+    members = Members(rank, spec.hosts, None, None)
+    wire: Wire = Plain() if spec.bytes_per_second is None else Delayed(spec.bytes_per_second)
+    parts = _parts(spec, members, Spoiling() if spoils and rank == 1 else wire)
+    try:
+        _check(spec, parts, members)
+    except RuntimeError as error:
+        return str(error)
+    trials = Trials(spec, parts, members)
+    began = time.monotonic_ns()
+    found = [trials.one() for _ in range(count)]
+    rows = [row for trial in found for row in trial.step_rows] + list(trials.last_steps())
+    return began, time.monotonic_ns(), [trial.stamps.numpy() for trial in found], rows
+
+
+def pipeline(hosts: int) -> Workload:
+    """Two pipelines of hosts / 2 ranks: messages within each, ties between first and last, replicas' sums."""
+    each = hosts // 2
+    made = []
+    for first in (0, each):
+        for rank in range(first, first + each - 1):
+            made.append(Transfer(f"act {rank}", 4004, "send", (rank, rank + 1), kind="activation"))
+        for rank in range(first + each - 1, first, -1):
+            made.append(Transfer(f"grad {rank}", 4004, "send", (rank, rank - 1), kind="activation gradient"))
+        if each > 1:
+            made.append(Transfer(f"tied {first}", 36, "all_reduce", (first + each - 1, first), kind="tied gradient"))
+    for rank in range(each):
+        made.append(Transfer(f"stage {rank}", 20, "all_reduce", (rank, rank + each), 1e-4))
+    return Workload("pipeline", tuple(made), hosts)

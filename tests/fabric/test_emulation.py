@@ -1,0 +1,235 @@
+"""A run on real processes: its samples agree with each other, and it ends as a whole whatever is killed."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import fabric_jobs as jobs
+import numpy as np
+import pytest
+from host_processes import Seen, kill_rank, processes
+from typer.testing import CliRunner
+
+from distributed.ranks import Ranks
+from penstock.cli import app
+from penstock.errors import ArgumentError, FabricError
+from penstock.fabric.emulation.coordinate import emulate
+from penstock.fabric.emulation.joining import joined
+from penstock.fabric.emulation.spec import Spec
+from penstock.fabric.samples import HEAD, RUN, SAMPLES, STEPS, STEPS_HEAD, Run
+from penstock.fabric.workload import Transfer, Workload
+
+pytestmark = pytest.mark.distributed
+
+ENDLESS = 10_000_000
+SECONDS = 60.0
+
+
+def _wait(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not done():
+        assert time.monotonic() < deadline, f"not within {SECONDS:.0f} s"
+        time.sleep(0.02)
+
+
+def _rows(path: Path, head: tuple[str, ...]) -> np.ndarray:
+    with path.open(newline="") as file:
+        first, *rows = list(csv.reader(file))
+    assert tuple(first) == head
+    return np.array(rows, dtype=np.int64)
+
+
+def test_samples_and_rounds_agree(tmp_path: Path) -> None:
+    hosts, trials, compute_ns = 2, 12, 2_000_000
+    transfers = (Transfer("a", 400), Transfer("b", 36, compute_seconds=compute_ns / 1e9), Transfer("c", 40_000))
+    spec = Spec(Workload("three", transfers), hosts, trials=trials, seed=5)
+    seen = Seen()
+    emulate(spec, tmp_path, watch=seen)
+
+    samples = _rows(tmp_path / SAMPLES, HEAD)
+    places = [(trial, place, rank) for trial in range(trials) for rank in range(hosts) for place in range(3)]
+    assert [(t, p, r) for t, p, r, *_ in samples.tolist()] == sorted(places, key=lambda one: (one[0], one[2], one[1]))
+    run = Run.read(tmp_path)
+    start, end = run.start_ns, run.end_ns
+    assert start.shape == end.shape == (trials, 3, hosts)
+    assert (end > start).all()
+    assert (start[1:].min((1, 2)) > end[:-1].max((1, 2))).all(), "a trial begins when the one before has ended"
+    assert (start[:, 1:] >= end[:, :-1]).all()
+    assert (start[:, 1] - end[:, 0] >= compute_ns).all()
+    assert (end >= start.max(2, keepdims=True)).all(), "no rank has the sum before every rank has begun"
+    durations = (end - start).max(2)
+    assert seen.trials == [(number, row) for number, row in enumerate(durations.tolist())]
+
+    steps = _rows(tmp_path / STEPS, STEPS_HEAD)
+    took = end.max((1, 2)) - start.min((1, 2))
+    records = [n for n in range(trials) if n == 0 or took[n] > took[:n].max()]
+    assert sorted(set(steps[:, 0].tolist())) == records, "the first trial, and each that was slower than all before"
+    for trial in records:
+        for place in range(3):
+            for rank in range(hosts):
+                rounds = steps[(steps[:, :3] == (trial, place, rank)).all(1)]
+                assert rounds[:, 3].tolist() == [0, 1]
+                edges = [start[trial, place, rank], *rounds[:, 4:].ravel().tolist(), end[trial, place, rank]]
+                assert edges == sorted(edges)
+
+    record = json.loads((tmp_path / RUN).read_text())
+    assert (record["complete"], record["missing"]) == (True, "")
+    asked = {"algorithm": "ring", "hosts": 2, "trials": trials, "warmup": 3, "overlap": False, "seed": 5, "link": None}
+    assert {key: record[key] for key in asked} == asked
+    assert Workload.from_dict(record["workload"]) == spec.workload
+    assert (record["backend"], record["shared_machine"], record["machine_cores"]) == ("gloo", True, os.cpu_count())
+    assert [len(record[key]) for key in ("clock", "cpu", "environment")] == [hosts] * 3
+    assert [(link["from"], link["to"]) for link in record["links"]] == [(0, 1)]
+    assert processes(str(tmp_path)) == {}
+
+
+# -- overlap ----------------------------------------------------------------------------------------------------------
+
+COMPUTE_SECONDS = 0.1
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_computing_goes_on_during_a_transfer_only_with_overlap(ranks2: Ranks, overlap: bool) -> None:
+    # Over a link on which each transfer takes as long as the computing in front of it.
+    transfers = tuple(Transfer(name, 4000, compute_seconds=COMPUTE_SECONDS) for name in "abc")
+    spec = Spec(
+        Workload("three", transfers), 2, trials=3, warmup=1, overlap=overlap, measures_links=False,
+        bytes_per_second=4000 / COMPUTE_SECONDS,
+    )  # fmt: skip
+    began, _, trials, _ = ranks2.run(jobs.trials_of, spec, 3)[0]
+    stamps = np.stack(trials)  # trial, rank, transfer, start and end
+    start, end, compute_ns = stamps[..., 0], stamps[..., 1], COMPUTE_SECONDS * 1e9
+    assert (end - start >= compute_ns).all()
+    between = start[:, :, 1:] - end[:, :, :-1]
+    assert (between >= 0).all(), "one transfer after the other"
+    assert (start[0] >= began + compute_ns * np.arange(1, 4)).all()
+    if overlap:
+        assert between.min() < compute_ns
+    else:
+        assert (between >= compute_ns).all()
+
+
+def test_nothing_is_sent_before_it_is_computed(ranks2: Ranks) -> None:
+    transfers = tuple(Transfer(name, 4, compute_seconds=0.03) for name in "abc")
+    spec = Spec(Workload("three", transfers), 2, trials=1, overlap=True, measures_links=False)
+    began, _, (trial,), _ = ranks2.run(jobs.trials_of, spec, 1)[0]
+    assert (trial[..., 0] >= began + 30e6 * np.arange(1, 4)).all()
+
+
+# -- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+def _whole(folder: Path) -> int:
+    """How many trials are there, each whole; and the file ends with a line's end."""
+    text = (folder / SAMPLES).read_text()
+    assert text.endswith("\n")
+    run = Run.read(folder)
+    assert (run.end_ns > run.start_ns).all()
+    assert len(run.end_ns) * run.end_ns[0].size == len(text.splitlines()) - 1
+    return len(run.end_ns)
+
+
+@pytest.mark.parametrize("rank", [0, 1])  # the one that writes, and another
+def test_a_host_that_is_killed_is_named_and_its_samples_stay(tmp_path: Path, rank: int) -> None:
+    spec = Spec(Workload.of_sizes([4000, 36]), 2, trials=ENDLESS, measures_links=False)
+    with pytest.raises(FabricError, match=rf"rank {rank} was killed by SIGKILL; \d+ trials are in ") as caught:
+        emulate(spec, tmp_path, watch=Seen(kill_rank(rank, tmp_path, after=20)))
+    trials = _whole(tmp_path)
+    assert trials > 20
+    assert f"; {trials} trials are in {tmp_path}" in str(caught.value)
+    record = json.loads((tmp_path / RUN).read_text())
+    assert not record["complete"]
+    assert str(rank) in record["missing"]
+    assert processes(str(tmp_path)) == {}
+    shown = CliRunner().invoke(app, ["fabric", "show", str(tmp_path), "--json"])
+    assert shown.exit_code == 0, shown.output
+    found = json.loads(shown.stdout)
+    assert (found["complete"], found["trials"]) == (False, trials)
+    assert f"{ENDLESS - trials:,} of {ENDLESS:,} trials" in found["missing"]
+
+
+def _started(folder: Path, *more: str) -> subprocess.Popen[str]:
+    """An endless run on the command line, of which some trials have ended."""
+    options = ["--sizes", "4000,36", "--hosts", "2", "--trials", str(ENDLESS), "--out", str(folder), *more]
+    command = [sys.executable, "-m", "penstock", "fabric", *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    samples = folder / SAMPLES
+    _wait(lambda: process.poll() is not None or (samples.exists() and samples.stat().st_size > 2000))
+    assert process.poll() is None, process.communicate()
+    return process
+
+
+def test_a_run_whose_command_is_killed_ends_and_is_readable(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with _started(folder) as process:
+        assert len(processes(str(folder))) >= 4
+        process.kill()
+        process.communicate()
+    _wait(lambda: not processes(str(folder)))
+    trials = _whole(folder)
+    done = CliRunner().invoke(app, ["fabric", "show", str(folder)])
+    assert done.exit_code == 0, done.output
+    assert f"{ENDLESS - trials:,} of {ENDLESS:,} trials" in " ".join(done.stdout.split())
+
+
+def test_ctrl_c_takes_everything_down_and_reports(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with _started(folder, "--json") as process:
+        process.send_signal(signal.SIGINT)
+        said, errors = process.communicate(timeout=SECONDS)
+    assert process.returncode == 2
+    assert errors.splitlines()[-1].startswith("penstock: error: stopped")
+    assert "Traceback" not in errors
+    assert processes(str(folder)) == {}
+    found = json.loads(said)
+    assert not found["complete"]
+    assert "SIGINT" in found["missing"]
+    assert found["trials"] == _whole(folder)
+
+
+def _torchruns(monkeypatch: pytest.MonkeyPatch, **environment: str) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_hosts_that_do_not_join_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    _torchruns(monkeypatch, RANK="0", WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    start = time.monotonic()
+    with pytest.raises(FabricError, match=r"hosts 1 and 2 did not join within 2 s: 1 of 3 are here"):
+        with joined(Spec(Workload.of_sizes([4]), 3, join_seconds=2)):
+            pass
+    assert time.monotonic() - start >= 2
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({}, "the environment has no RANK: start every host with torchrun"),
+        ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE is 'two' in the environment"),
+        ({"RANK": "0", "WORLD_SIZE": "3"}, "the environment has no MASTER_ADDR"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            "2 processes were started for 3 hosts",
+        ),
+    ],
+)
+def test_an_environment_that_is_not_torchruns(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], said: str
+) -> None:
+    _torchruns(monkeypatch, **environment)
+    with pytest.raises(ArgumentError, match=said):
+        with joined(Spec(Workload.of_sizes([4]), 3)):
+            pass

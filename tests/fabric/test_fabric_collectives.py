@@ -1,0 +1,231 @@
+"""Collectives on real ranks: right in every size and type, checked so that a fault is found; delays and clocks."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import fabric_jobs as jobs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distributed.ranks import Ranks
+from penstock.fabric.algorithms import algorithms
+from penstock.fabric.emulation import wires
+from penstock.fabric.emulation.spec import ENGINE, Spec
+from penstock.fabric.emulation.wires import Delayed, Message
+from penstock.fabric.steps import Collective
+from penstock.fabric.workload import Transfer, Workload
+
+SIZES = (1, 1001, 7)
+"""In elements: fewer than there are ranks, and no multiple of anything."""
+
+ON_TWO = sum(len(algorithms(one)) + 1 for one in get_args(Collective)) * (len(SIZES) + 4)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("pool", ["ranks2", "ranks3", "ranks4"])
+def test_every_algorithm_gives_the_right_result(pool: str, request: pytest.FixtureRequest) -> None:
+    ranks: Ranks = request.getfixturevalue(pool)
+    found = ranks.run(jobs.everything, SIZES)
+    assert [fault for _, faults in found for fault in faults] == []
+    assert [count for count, _ in found[:2]] == [ON_TWO, ON_TWO]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("collective", "algorithm"),
+    [("all_reduce", "ring"), ("all_gather", "bruck"), ("all_to_all", "direct"), ("broadcast", "binomial")],
+)
+def test_a_changed_number_is_found_on_the_rank_that_got_it(ranks3: Ranks, collective: str, algorithm: str) -> None:
+    found = ranks3.run(jobs.spoiled, collective, algorithm, 2)
+    assert found[2] is not None
+    assert "of rank 2 are wrong" in found[2]
+    assert f"{collective} of 12: " in found[2]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("collective", "algorithm"),
+    [
+        ("all_reduce", "ring"),
+        ("reduce_scatter", "pairwise"),
+        ("all_to_all", "pairwise"),
+        ("gather", "binomial"),
+        ("broadcast", "chain"),
+    ],
+)
+def test_a_lost_move_is_found(ranks3: Ranks, collective: str, algorithm: str) -> None:
+    by_rank = ranks3.run(jobs.without_each_move, collective, algorithm)
+    cases = list(zip(*by_rank, strict=True))
+    assert cases
+    for of_move in cases:
+        for moment, name in enumerate(("at once", "after a right result")):
+            assert any(found[moment] is not None for found in of_move), (name, of_move)
+
+
+# -- the wire that delays ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.distributed
+def test_a_delayed_message_takes_no_less_than_the_link_and_two_queue_up(ranks3: Ranks) -> None:
+    size, rate = 50_000, 1e6
+    sender, other, receiver = ranks3.run(jobs.delayed, size, rate)
+    least = size / rate
+    for rank in (sender, receiver):
+        assert rank["one"] >= least
+        assert rank["two after each other"] >= 2 * least
+    assert sender["two"] >= least
+    assert other["two"] >= least
+    assert receiver["two"] >= 2 * least
+
+
+class _Post:
+    """Stands for torch.distributed: what is received has been there since a moment of the clock."""
+
+    def __init__(self, clock: _Clock) -> None:
+        self.clock = clock
+        self.left: list[float] = []
+        self.there: dict[int, float] = {}
+
+    def isend(self, tensor: torch.Tensor, peer: int) -> None:
+        self.left.append(self.clock.seconds)
+
+    def irecv(self, tensor: torch.Tensor, peer: int) -> _Work:
+        return _Work(self.clock, self.there[peer])
+
+
+class _Work:
+    def __init__(self, clock: _Clock, there: float) -> None:
+        self.clock, self.there = clock, there
+
+    def wait(self) -> None:
+        self.clock.seconds = max(self.clock.seconds, self.there)
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def now(self) -> float:
+        return self.seconds
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds > 0
+        self.seconds += seconds
+
+
+def _on_paper(monkeypatch: pytest.MonkeyPatch, rate: float) -> tuple[Delayed, _Clock, _Post]:
+    clock = _Clock()
+    post = _Post(clock)
+    monkeypatch.setattr(wires, "dist", post)
+    return Delayed(rate, clock.now, clock.sleep), clock, post
+
+
+def _message(size: int, peer: int) -> Message:
+    return Message(torch.empty(size, dtype=torch.uint8), peer)
+
+
+@given(
+    st.lists(st.integers(1, 4000), max_size=4),
+    st.lists(st.tuples(st.integers(1, 4000), st.floats(0, 5)), max_size=4),
+    st.lists(st.floats(0, 3), min_size=1, max_size=3),
+)
+def test_ends_of_a_delayed_link_are_queues(
+    sends: list[int], receives: list[tuple[int, float]], pauses: list[float]
+) -> None:
+    rate = 1000.0
+    with pytest.MonkeyPatch.context() as patch:
+        wire, clock, post = _on_paper(patch, rate)
+        began, free = clock.seconds, clock.seconds
+        for pause in pauses:
+            clock.seconds += pause
+            start = clock.seconds
+            post.left.clear()
+            post.there = {peer: start + there for peer, (_, there) in enumerate(receives)}
+            wire.exchange([_message(size, 9) for size in sends], [_message(s, p) for p, (s, _) in enumerate(receives)])
+            leave = start
+            for size, left in zip(sends, post.left, strict=True):
+                leave += size / rate
+                assert left == pytest.approx(leave)
+            received = sum(size for size, _ in receives) / rate
+            assert clock.seconds >= leave - 1e-9
+            assert clock.seconds >= free + received - 1e-9 or not receives
+            assert all(clock.seconds >= moment for moment in post.there.values())
+            free = clock.seconds if receives else began
+
+
+def test_what_waited_meanwhile_is_not_delayed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    wire, clock, post = _on_paper(monkeypatch, 1000.0)
+    post.there = {1: clock.seconds + 7.0}
+    wire.exchange([], [_message(500, 1)])
+    assert clock.seconds == 107.0
+    post.there = {1: 108.0, 2: 108.0}
+    wire.exchange([], [_message(500, 1), _message(500, 2)])
+    assert clock.seconds == pytest.approx(108.5)
+
+
+# -- clocks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("ahead_ns", [0, 1_000_000_007, -5_000_000_000])
+def test_the_offset_of_a_clock_is_within_its_uncertainty(ranks3: Ranks, ahead_ns: int) -> None:
+    found = ranks3.run(jobs.clocks, ahead_ns, False)
+    assert found[0] == {"offset_ns": 0, "uncertainty_ns": 0, "estimated_ns": 0, "shared": True}
+    for rank, offset in enumerate(found[1:], start=1):
+        assert not offset["shared"]
+        assert offset["uncertainty_ns"] > 0
+        assert abs(offset["offset_ns"] + rank * ahead_ns) <= offset["uncertainty_ns"] + 1
+        assert offset["estimated_ns"] == offset["offset_ns"]
+
+
+@pytest.mark.distributed
+def test_hosts_of_one_kernel_have_one_clock(ranks2: Ranks) -> None:
+    for offset in ranks2.run(jobs.clocks, 0, True):
+        assert (offset["offset_ns"], offset["uncertainty_ns"], offset["shared"]) == (0, 0, True)
+
+
+# -- trials -----------------------------------------------------------------------------------------------------------
+
+
+def _spec(workload: Workload, hosts: int, **more: Any) -> Spec:
+    return Spec(workload, hosts, trials=3, measures_links=False, **more)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("algorithm", ["ring", ENGINE])
+def test_pipelines_of_subsets_do_not_wait_for_each_other(ranks4: Ranks, algorithm: str) -> None:
+    workload = jobs.pipeline(4)
+    answers = ranks4.run(jobs.trials_of, _spec(workload, 4, algorithm=algorithm), 3)
+    assert not any(isinstance(answer, str) for answer in answers), answers
+    began, ended, stamps, rows = answers[0]
+    for trial in stamps:
+        taking = trial[:, :, 0] >= 0
+        assert taking.T.tolist() == [[rank in t.ranks for rank in range(4)] for t in workload.transfers]
+        assert (trial[taking] > began).all()
+        assert (trial[taking] < ended).all()
+        assert (trial[..., 1] > trial[..., 0])[taking].all()
+    assert bool(rows) == (algorithm != ENGINE)
+
+
+@pytest.mark.distributed
+def test_each_rank_has_its_own_stamps(ranks3: Ranks) -> None:
+    by_rank = (0.0, 0.02, 0.05)
+    workload = Workload("one", (Transfer("x", 4, ranks=(0, 1, 2), compute_by_rank=by_rank),), 3)
+    *_, stamps, rows = ranks3.run(jobs.trials_of, _spec(workload, 3), 2)[0]
+    for trial in stamps:
+        starts, ends = trial[:, 0, 0], trial[:, 0, 1]
+        # All begin to compute at one moment, which the slowest one's start bounds; none has the sum before it.
+        assert starts.argsort().tolist() == [0, 1, 2]
+        assert (ends >= starts[2]).all()
+    assert {row[2] for row in rows} == {0, 1, 2}
+
+
+@pytest.mark.distributed
+def test_the_warm_up_finds_a_wrong_result(ranks3: Ranks) -> None:
+    spec = _spec(Workload.of_sizes([40]), 3)
+    found: list[str] = ranks3.run(jobs.trials_of, spec, 1, True)
+    assert len(set(found)) == 1
+    assert "numbers of rank" in found[0]
