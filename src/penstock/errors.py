@@ -6,7 +6,7 @@
     ├── PartitionError      (ValueError)    the model cannot be recorded or cut as asked
     ├── ShapeError          (ValueError)    a batch or a value between stages is not what was agreed on
     ├── CheckpointError     (RuntimeError)  a checkpoint cannot be written or read: a full disk, a file that is gone
-    ├── FabricError     (RuntimeError)  an emulated network cannot be made, or a host of it is lost
+    ├── FabricError         (RuntimeError)  an emulated network cannot be made, or a host of it is lost
     ├── NonFiniteError      (FloatingPointError) NaN or Inf, where `check_finite` looks for them
     ├── VerificationError   (AssertionError) the pipeline's result is not that of one device
     └── PipelineFailure     (RuntimeError)  a rank failed, or waits for one that does; names rank, action and cause

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from penstock.cli._live import Follower, follower
+from penstock.cli._predict import predict
 from penstock.cli._spread import OUTPUT_PANEL, Json, spread
 from penstock.cli._traffic import DEFAULT_HOSTS, CountOptions, TrafficOptions
 from penstock.errors import ArgumentError, FabricError
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from penstock.fabric.workload import Workload
 
 app = typer.Typer(add_completion=False, invoke_without_command=True)
+app.command("predict")(predict)
 
 EMULATION = "penstock.fabric.emulation.host"
 RUNS = Path("runs")

@@ -34,11 +34,3 @@ def size_text(size: int) -> str:
         if size and size % 1024**power == 0:
             return f"{size // 1024**power}{unit}"
     return str(size)
-
-
-def seconds_text(seconds: float) -> str:
-    """A time with three digits and a unit that suits it: 1.23ms."""
-    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if abs(seconds) >= factor:
-            return f"{seconds / factor:.3g}{unit}" if abs(seconds) < 1000 * factor else f"{seconds / factor:.0f}{unit}"
-    return f"{seconds / 1e-9:.3g}ns"

@@ -75,12 +75,14 @@ def emulate(
             )
         with forwarded_signals(agents) as received:
             ended = _wait(agents, received, _Tail(folder, spec), watch)
+    if machines is not None:
+        _add(folder, switch_qdiscs=machines.qdiscs())
     if received:
-        _say_missing(folder, f"stopped by {signal.Signals(received[0]).name}")
+        _add(folder, f"stopped by {signal.Signals(received[0]).name}")
         raise KeyboardInterrupt
     if ended is not None:
         text = _cause(folder, ended, agents, machines is not None)
-        _say_missing(folder, text)
+        _add(folder, text)
         raise FabricError(text)
 
 
@@ -165,13 +167,18 @@ class _Tail:
                 self._seen, self._durations = 0, [0] * len(self._durations)
 
 
-def _say_missing(folder: Path, text: str) -> None:
-    """Into run.json, where host 0 could not do it."""
+def _add(folder: Path, missing: str = "", switch_qdiscs: str = "") -> None:
+    """Into run.json, what host 0 could not say, or does not know."""
     path = folder / RUN
     with contextlib.suppress(OSError, ValueError):
         record = json.loads(path.read_text())
         if not record["complete"] and not record["missing"]:
-            path.write_text(json.dumps({**record, "missing": text}, indent=1))
+            record["missing"] = missing
+        if switch_qdiscs:
+            record["switch_qdiscs"] = switch_qdiscs
+        aside = path.with_suffix(".tmp")
+        aside.write_text(json.dumps(record, indent=1))
+        aside.replace(path)
 
 
 def _cause(folder: Path, first: int, agents: Sequence[subprocess.Popen[bytes]], by_host: bool) -> str:

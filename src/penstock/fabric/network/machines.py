@@ -126,6 +126,13 @@ class Machines:
         names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         return {keeper.MARK: self.id, **dict.fromkeys(names, INTERFACE)}
 
+    def qdiscs(self) -> str:
+        """How the switch's ports are shaped and what passed them, as tc tells it."""
+        done = subprocess.run(
+            [_tool("tc"), "-s", "-n", f"{self.id}-switch", "qdisc", "show"], capture_output=True, text=True, check=False
+        )
+        return done.stdout
+
     def _make(self) -> None:
         switch = f"{self.id}-switch"
         mtu = 1500 if self.link is None else self.link.mtu

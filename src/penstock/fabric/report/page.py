@@ -157,13 +157,16 @@ def _clock(clock: dict[str, Any]) -> str:
 
 def _environment(run: Run) -> list[tuple[str, str]]:
     """A title and a text for each: the run's settings, the workload, and each host (alike ones together)."""
-    settings = {key: value for key, value in run.record.items() if key not in ("workload", "environment")}
+    settings = {
+        key: value for key, value in run.record.items() if key not in ("workload", "environment", "switch_qdiscs")
+    }
     hosts: dict[str, list[int]] = {}
     for rank, found in enumerate(run.record.get("environment") or ()):
         hosts.setdefault(_pairs({key: value for key, value in found.items() if key != "host"}), []).append(rank)
     titles = [f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" for ranks in hosts.values()]
     return [
         *((f"Host of {title}", body) for title, body in zip(titles, hosts, strict=True)),
+        *([("Ports of the switch", str(ports))] if (ports := run.record.get("switch_qdiscs")) else []),
         ("Settings, links, clocks and processors", _pairs(settings)),
         ("Workload", _pairs(run.record["workload"])),
     ]

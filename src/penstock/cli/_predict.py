@@ -1,0 +1,162 @@
+"""`penstock fabric predict`: what a run says about other sizes, and about more hosts than there are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from penstock.cli._spread import Json
+from penstock.cli._traffic import CollectiveName
+from penstock.errors import ArgumentError
+from penstock.fabric.report.facts import seconds
+from penstock.fabric.units import size_of, size_text
+
+if TYPE_CHECKING:
+    from penstock.fabric.forecast import Fitted, Forecast
+    from penstock.fabric.models import Prediction
+
+
+def predict(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Of a run.")],
+    hosts: Annotated[
+        str | None, typer.Option(help="Predicted numbers of hosts, 4,8,64; 2,4,8,...,4096 if nothing is said.")
+    ] = None,
+    sizes: Annotated[
+        str | None, typer.Option(help="Predicted sizes, 64KiB,1MiB; the run's if nothing is said.")
+    ] = None,
+    collective: Annotated[
+        CollectiveName | None, typer.Option(help="The one to predict; each of the run's if nothing is said.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Predict each algorithm's time on more hosts, by the alpha-beta model of the network that a run measured.
+
+    alpha and beta are fitted to the run's median times, if a collective has
+    three sizes or more there, or else taken from the links that it measured.
+    The prediction takes every host to have such a link of its own, and the
+    network between the links to be never the limit.
+    """
+    from penstock.fabric.forecast import forecast
+    from penstock.fabric.models import HOSTS
+    from penstock.fabric.results import results
+    from penstock.fabric.samples import Run
+
+    numbers = HOSTS if hosts is None else [_count(text) for text in hosts.split(",")]
+    asked = None if sizes is None else [size_of(text) for text in sizes.split(",")]
+    run = Run.read(folder)
+    found = results(run)
+    kinds = [collective] if collective else dict.fromkeys(one["collective"] for one in found["transfers"])
+    made = [forecast(run.record, found, kind, asked or _sizes(found, kind), numbers) for kind in kinds]
+    if as_json:
+        about = {key: found[key] for key in ("workload", "hosts", "trials", "complete", "missing", "cpu")}
+        print(json.dumps({"version": 1, **about, "collectives": [one.to_dict() for one in made]}))
+    else:
+        _show(made, found, Console(highlight=False))
+
+
+def _count(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ArgumentError(f"--hosts: {text!r} is no number of hosts; give numbers, 4,8,64") from None
+
+
+def _sizes(found: dict[str, Any], collective: str) -> list[int]:
+    """The run's of that collective; all of the run's if it has none."""
+    own = {one["bytes"] for one in found["transfers"] if one["collective"] == collective}
+    return sorted(own or {one["bytes"] for one in found["transfers"]})
+
+
+# -- in a terminal ----------------------------------------------------------------------------------------------------
+
+
+def _show(made: Iterable[Forecast], found: dict[str, Any], console: Console) -> None:
+    console.print(
+        Text(f"{found['workload']}: {found['hosts']} hosts, {found['trials']:,} trials", "bold"), soft_wrap=True
+    )
+    for line in _warnings(found):
+        console.print(Text(f"warning: {line}", "bold yellow"), soft_wrap=True)
+    for one in made:
+        console.print()
+        _show_fit(one.fitted, console)
+        for size in dict.fromkeys(row.bytes for row in one.rows):
+            console.print()
+            console.print(_predicted([row for row in one.rows if row.bytes == size]))
+        console.print()
+        console.print(Text("fastest, by size", "bold"))
+        for hosts, changes in one.crossovers.items():
+            console.print(Text(f"  {hosts:>5,} hosts  {_ranges(changes)}"), soft_wrap=True)
+    console.print()
+    console.print(Text(_NOTE, "dim"))
+
+
+_NOTE = (
+    "Predicted: rounds x alpha + bytes on the busiest port x beta. Each host has its own link, the network between "
+    "them is never the limit, and adding costs nothing. *: the fastest, whose busbw is shown. Off: how much longer "
+    "than the fit a size took."
+)
+
+
+def _warnings(found: dict[str, Any]) -> list[str]:
+    lines = []
+    if not found["complete"]:
+        lines.append(f"the run is not complete; missing: {found['missing'] or 'its end'}")
+    if found["cpu"]["saturated"]:
+        lines.append(f"processors: {found['cpu']['text']}; the fit is of this machine, and predicts no network")
+    return lines
+
+
+def _show_fit(fitted: Fitted, console: Console) -> None:
+    rate = f"{fitted.link.bytes_per_second * 8 / 1e6:,.4g} Mbit/s" if fitted.link.beta_seconds_per_byte else "no limit"
+    text = f"{fitted.collective}: alpha {seconds(fitted.link.alpha_seconds)} a step, 1/beta {rate}"
+    console.print(Text(text, "bold"), soft_wrap=True)
+    if fitted.source == "times":
+        by = "torch.distributed's own as if it were " if fitted.algorithm != fitted.form else ""
+        line = f"fitted to {by}{fitted.form}, r2 {fitted.link.r2:.3f}, at most {fitted.largest_residual:.1%} off"
+    else:
+        line = "of the slowest measured link: the run has too few sizes to fit"
+    console.print(Text(line), soft_wrap=True)
+    if fitted.points:
+        table = _table("bytes", "measured", fitted.form, "off")
+        for point in fitted.points:
+            cells = (seconds(point.measured_seconds), seconds(point.fitted_seconds), f"{point.residual:+.1%}")
+            table.add_row(f"{point.bytes:,}", *cells)
+        console.print(table)
+
+
+def _predicted(rows: Sequence[Prediction]) -> Table:
+    """Of one size, a row a number of hosts."""
+    names = list(rows[0].seconds)
+    table = _table(size_text(int(rows[0].bytes)), *(name.replace("-", "-\n") for name in names), "busbw\nMB/s")
+    for row in rows:
+        times = [seconds(row.seconds[name]) + ("*" if name == row.best else " ") for name in names]
+        table.add_row(f"{row.ranks:,} hosts", *times, f"{row.bus_bytes_per_second / 1e6:,.4g}")
+    return table
+
+
+def _ranges(changes: Sequence[tuple[float, str]]) -> str:
+    """ "ring to 3.2 KiB, then tree"."""
+    names = [name for _, name in changes]
+    ends = [_about(size) for size, _ in changes[1:]]
+    return ", then ".join([*(f"{name} to {end}" for name, end in zip(names, ends, strict=False)), names[-1]])
+
+
+def _about(size: float) -> str:
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= factor:
+            return f"{size / factor:,.3g} {unit}"
+    return f"{size:.3g} B"
+
+
+def _table(*heads: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+    for head in heads:
+        table.add_column(head, justify="right", vertical="bottom")
+    return table

@@ -1,0 +1,206 @@
+"""`penstock fabric predict`: what is found in a run's times is found back, and carried to other sizes and hosts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import as_json, output, refusal
+
+from penstock.fabric.models import closed_form, known_algorithms
+from penstock.fabric.samples import HEAD, RUN, SAMPLES
+from penstock.fabric.workload import Transfer, Workload
+
+ALPHA, BETA = 250e-6, 8e-8
+SIZES = (4096, 65536, 1048576, 8388608)
+MEASURED = (100e-6, 8e-8)
+"""Of the links that were measured before the trials: seconds, and seconds a byte."""
+
+LINKS = [{"from": 0, "to": 1, "latency_seconds": 100e-6, "bytes_per_second": 12.5e6}]
+CPU = {"cpu_seconds": 1.5, "wall_seconds": 20.0, "steal": 0.0, "involuntary_switches": 0}
+
+
+def sweep(
+    folder: Path,
+    *,
+    hosts: int = 4,
+    sizes: Sequence[int] = SIZES,
+    collectives: Sequence[Any] = ("all_reduce",),
+    algorithm: str = "ring",
+    trials: int = 20,
+    off: dict[int, float] | None = None,
+    **record: Any,
+) -> str:
+    """A run whose every trial takes what the closed form says; `off`: some sizes take so many times as long."""
+    transfers = [Transfer(f"{kind} {size}", size, kind) for kind in collectives for size in sizes]
+    workload = Workload("made", tuple(transfers))
+    took = []
+    for transfer in transfers:
+        form = known_algorithms(transfer.collective)[0] if algorithm == "engine" else algorithm
+        seconds = closed_form(transfer.collective, form, hosts).seconds(transfer.bytes, ALPHA, BETA)
+        took.append(round(seconds * (off or {}).get(transfer.bytes, 1.0) * 1e9))
+    made = {"workload": workload.to_dict(), "algorithm": algorithm, "hosts": hosts, "trials": trials, "links": LINKS}
+    made |= {"cpu": [CPU] * hosts, "machine_cores": 2, "shared_machine": True, "complete": True, "missing": ""}
+    folder.mkdir()
+    (folder / RUN).write_text(json.dumps({**made, **record}))
+    rows, now = [",".join(HEAD)], 0
+    for trial in range(trials):
+        for place, nanoseconds in enumerate(took):
+            rows += [f"{trial},{place},{rank},{now},{now + nanoseconds}" for rank in range(hosts)]
+            now += nanoseconds
+    (folder / SAMPLES).write_text("\n".join(rows) + "\n")
+    return str(folder)
+
+
+def test_an_exact_sweep_is_found_back_and_predicts_the_closed_form(tmp_path: Path) -> None:
+    made = as_json("fabric", "predict", sweep(tmp_path / "run"), "--hosts", "4,8,64,4096", "--sizes", "64KiB,3MB")
+    (one,) = made["collectives"]
+    fit = one["fit"]
+    assert (fit["collective"], fit["algorithm"], fit["form"], fit["source"]) == ("all_reduce", "ring", "ring", "times")
+    assert fit["alpha_seconds"] == pytest.approx(ALPHA, rel=1e-4)
+    assert fit["beta_seconds_per_byte"] == pytest.approx(BETA, rel=1e-4)
+    assert fit["largest_residual"] < 1e-4
+    assert [size["bytes"] for size in fit["sizes"]] == list(SIZES)
+    assert [(row["bytes"], row["hosts"]) for row in one["predictions"]] == [
+        (size, hosts) for size in (65536, 3_000_000) for hosts in (4, 8, 64, 4096)
+    ]
+    for row in one["predictions"]:
+        for name in known_algorithms("all_reduce"):
+            expected = closed_form("all_reduce", name, row["hosts"]).seconds(row["bytes"], ALPHA, BETA)
+            assert row["seconds"][name] == pytest.approx(expected, rel=1e-3)
+        assert row["seconds"][row["best"]] == min(row["seconds"].values())
+        moved = 2 * (row["hosts"] - 1) / row["hosts"] * row["bytes"]
+        assert row["busbw_GBps"] == pytest.approx(moved / row["seconds"][row["best"]] / 1e9)
+
+
+def test_each_crossover_is_where_the_fastest_changes(tmp_path: Path) -> None:
+    run = sweep(tmp_path / "run")
+    (one,) = as_json("fabric", "predict", run, "--hosts", "16", "--sizes", "1KiB")["collectives"]
+    (row,) = one["crossovers"]
+    assert row["hosts"] == 16
+    assert len(row["from"]) > 1
+    for before, after in zip(row["from"], row["from"][1:], strict=False):
+        for factor, name in ((0.9, before["algorithm"]), (1.1, after["algorithm"])):
+            size = str(round(after["bytes"] * factor))
+            (near,) = as_json("fabric", "predict", run, "--hosts", "16", "--sizes", size)["collectives"]
+            times = near["predictions"][0]["seconds"]
+            assert times[name] == pytest.approx(min(times.values()))
+
+
+def test_a_size_that_does_not_fit_the_model_stands_out(tmp_path: Path) -> None:
+    run = sweep(tmp_path / "run", sizes=(4096, 16384, 65536, 262144, 1048576), off={65536: 1.5})
+    (one,) = as_json("fabric", "predict", run)["collectives"]
+    off = {size["bytes"]: size["residual"] for size in one["fit"]["sizes"]}
+    assert max(off, key=lambda size: abs(off[size])) == 65536
+    assert off[65536] > 0.15
+    assert one["fit"]["largest_residual"] == max(map(abs, off.values()))
+    assert f"+{off[65536]:.1%}" in output("fabric", "predict", run)
+
+
+def test_without_options_it_is_the_runs_own_sizes_to_4096_hosts(tmp_path: Path) -> None:
+    run = sweep(tmp_path / "run", sizes=(1048576, 4096, 65536))
+    (one,) = as_json("fabric", "predict", run)["collectives"]
+    hosts = [2**power for power in range(1, 13)]
+    assert [(row["bytes"], row["hosts"]) for row in one["predictions"]] == [
+        (size, n) for size in (4096, 65536, 1048576) for n in hosts
+    ]
+    assert [row["hosts"] for row in one["crossovers"]] == hosts
+    text = output("fabric", "predict", run)
+    assert "all_reduce: alpha 250us a step, 1/beta 100 Mbit/s" in text
+    assert "4,096 hosts" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_the_engines_own_is_fitted_as_a_ring_and_says_so(tmp_path: Path) -> None:
+    run = sweep(tmp_path / "run", algorithm="engine")
+    (one,) = as_json("fabric", "predict", run)["collectives"]
+    assert (one["fit"]["algorithm"], one["fit"]["form"]) == ("engine", "ring")
+    assert one["fit"]["alpha_seconds"] == pytest.approx(ALPHA, rel=1e-4)
+    assert "torch.distributed's own as if it were ring" in output("fabric", "predict", run)
+
+
+def test_each_collective_has_a_fit_of_its_own(tmp_path: Path) -> None:
+    run = sweep(tmp_path / "run", collectives=("all_gather", "all_reduce"))
+    made = as_json("fabric", "predict", run)["collectives"]
+    assert [one["fit"]["collective"] for one in made] == ["all_gather", "all_reduce"]
+    assert {one["fit"]["source"] for one in made} == {"times"}
+    (only,) = as_json("fabric", "predict", run, "--collective", "all_gather")["collectives"]
+    assert only == made[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "shown"),
+    [
+        ({"sizes": SIZES[:2]}, (), 2),
+        ({"trials": 3}, (), 0),
+        ({}, ("--collective", "broadcast"), 0),
+    ],
+    ids=["two sizes", "three trials", "a collective that it has not"],
+)
+def test_where_the_times_make_no_fit_the_measured_links_do(
+    tmp_path: Path, options: dict[str, Any], arguments: tuple[str, ...], shown: int
+) -> None:
+    run = sweep(tmp_path / "run", **options)
+    (one,) = as_json("fabric", "predict", run, *arguments)["collectives"]
+    fit = one["fit"]
+    assert (fit["source"], fit["alpha_seconds"], fit["beta_seconds_per_byte"]) == ("links", *MEASURED)
+    assert len(fit["sizes"]) == shown
+    for size in fit["sizes"]:  # still compared with what was measured, which has another alpha here
+        assert size["fitted_s"] == pytest.approx(
+            closed_form("all_reduce", "ring", 4).seconds(size["bytes"], 1e-4, 8e-8)
+        )
+        assert size["residual"] > 0
+    assert "of the slowest measured link" in output("fabric", "predict", run, *arguments)
+
+
+def test_the_slowest_link_is_the_one_that_counts(tmp_path: Path) -> None:
+    links = [
+        {"from": 0, "to": 1, "latency_seconds": 1e-4, "bytes_per_second": 1e6},
+        {"from": 1, "to": 0, "latency_seconds": 5e-4, "bytes_per_second": 1e8},
+    ]
+    run = sweep(tmp_path / "run", sizes=SIZES[:1], links=links)
+    fit = as_json("fabric", "predict", run)["collectives"][0]["fit"]
+    assert (fit["alpha_seconds"], fit["beta_seconds_per_byte"]) == (5e-4, 1e-6)
+
+
+def test_a_run_whose_processors_were_the_limit_is_marked(tmp_path: Path) -> None:
+    run = sweep(tmp_path / "busy", cpu=[{**CPU, "cpu_seconds": 9.9}] * 4)
+    text = output("fabric", "predict", run)
+    assert "the processors are the limit, not the network" in text
+    assert "predicts no network" in text
+    assert as_json("fabric", "predict", run)["cpu"]["saturated"]
+    quiet = sweep(tmp_path / "quiet")
+    assert "warning" not in output("fabric", "predict", quiet)
+    assert not as_json("fabric", "predict", quiet)["cpu"]["saturated"]
+
+
+def test_a_run_that_was_killed_predicts_from_what_there_is_and_says_so(tmp_path: Path) -> None:
+    run = sweep(tmp_path / "run", complete=False, missing="host 2 was lost")
+    assert "the run is not complete; missing: host 2 was lost" in output("fabric", "predict", run)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--hosts", "4,x"), "'x' is no number of hosts"),
+        (("--hosts", ""), "'' is no number of hosts"),
+        (("--hosts", "4,1"), "hosts are 4, 1: expected 2 to 65,536"),
+        (("--hosts", "1000000"), "expected 2 to 65,536"),
+        (("--sizes", "0"), "'0' is 0 bytes"),
+        (("--sizes", "64KiB,big"), "'big' is no size"),
+    ],
+)
+def test_numbers_that_make_no_sense(tmp_path: Path, arguments: tuple[str, ...], says: str) -> None:
+    assert says in refusal("fabric", "predict", sweep(tmp_path / "run"), *arguments)
+
+
+def test_runs_that_say_nothing(tmp_path: Path) -> None:
+    assert "holds no run" in refusal("fabric", "predict", str(tmp_path))
+    few = sweep(tmp_path / "few", sizes=SIZES[:2], links=[])
+    says = "2 sizes of all_reduce do not make a fit (it takes 3), and no links were measured: run a sweep"
+    assert says in refusal("fabric", "predict", few)
+    short = sweep(tmp_path / "short", trials=5, links=[])
+    assert "5 trials bound no median (it takes 6)" in refusal("fabric", "predict", short)
