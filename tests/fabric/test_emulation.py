@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import fabric_jobs as jobs
 import numpy as np
@@ -22,10 +23,13 @@ from typer.testing import CliRunner
 from distributed.ranks import Ranks
 from penstock.cli import app
 from penstock.errors import ArgumentError, FabricError
+from penstock.fabric.algorithms import algorithms
+from penstock.fabric.emulation import joining
 from penstock.fabric.emulation.coordinate import emulate
-from penstock.fabric.emulation.joining import joined
-from penstock.fabric.emulation.spec import Spec
+from penstock.fabric.emulation.joining import first_line, joined
+from penstock.fabric.emulation.spec import Spec, usual_algorithm
 from penstock.fabric.samples import HEAD, RUN, SAMPLES, STEPS, STEPS_HEAD, Run
+from penstock.fabric.steps import Collective
 from penstock.fabric.workload import Transfer, Workload
 
 pytestmark = pytest.mark.distributed
@@ -232,3 +236,30 @@ def test_an_environment_that_is_not_torchruns(
     with pytest.raises(ArgumentError, match=said):
         with joined(Spec(Workload.of_sizes([4]), 3)):
             pass
+
+
+def test_a_host_that_leaves_while_others_join_is_told_from_one_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone:
+        def set(self, key: str, value: str) -> None:
+            raise RuntimeError("sendBytes failed: Broken pipe\nframe #0: c10::Error")
+
+    monkeypatch.setattr(joining, "_Store", lambda *given, **more: Gone())
+    _torchruns(monkeypatch, RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    with pytest.raises(FabricError, match=r"host 0 left while the hosts were joining, says host 1: .*Broken pipe$"):
+        with joined(Spec(Workload.of_sizes([4]), 2)):
+            pass
+
+
+def test_what_gloo_says_is_one_line_without_its_source() -> None:
+    said = "[/build/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:6352: Connection reset by peer"
+    error = RuntimeError(f"{said}. This is typically caused by a remote worker hanging.\nmore")
+    assert first_line(error) == "Read error [127.0.0.1]:6352: Connection reset by peer"
+    assert first_line(RuntimeError("[rank1] is gone")) == "[rank1] is gone"
+
+
+@pytest.mark.parametrize("collective", get_args(Collective))
+def test_every_collective_has_a_usual_algorithm_for_any_hosts(collective: Collective) -> None:
+    workload = Workload.of_sizes([4, 4, 64], collective)
+    spec = Spec(workload, 5, algorithm=usual_algorithm(workload))
+    assert {spec.algorithm_of(place) for place in range(3)} == {algorithms(collective)[0]}
+    assert {transfer.ranks for transfer in workload.transfers} == {(0, 1) if collective == "send" else ()}
