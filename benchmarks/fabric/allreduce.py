@@ -244,7 +244,8 @@ def show_link(found: Found, console: Console) -> None:
             console.print(f"left out     {claim}: at too few sizes the processors were not the limit")
             continue
         verdict(max(off) <= limit, claim, console)
-        console.print(f"             at most {max(off):.1%} off, {len(off)} of {len(found['ring_4_hosts'])} sizes count")
+        of = len(found["ring_4_hosts"])
+        console.print(f"             at most {max(off):.1%} off, {len(off)} of {of} sizes count")
 
 
 def verdict(reached: bool, text: str, console: Console) -> None:
