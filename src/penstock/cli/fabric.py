@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -12,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
+from penstock.cli._fabric_runs import Output, clean_up, compare_runs, report, show_run
 from penstock.cli._live import Follower, follower
 from penstock.cli._predict import predict
 from penstock.cli._spread import OUTPUT_PANEL, Json, spread
@@ -26,16 +25,12 @@ from penstock.fabric.samples import RUN
 if TYPE_CHECKING:
     from penstock.fabric.network.link import Link
     from penstock.fabric.network.machines import Machines
-    from penstock.fabric.samples import Run
     from penstock.fabric.workload import Workload
 
 app = typer.Typer(add_completion=False, invoke_without_command=True)
-app.command("predict")(predict)
 
 EMULATION = "penstock.fabric.emulation.host"
 RUNS = Path("runs")
-
-Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Of a run.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +90,6 @@ class RunOptions:
         return spec, None if reason else link
 
 
-@dataclass(frozen=True, slots=True)
-class _Output:
-    """Where a run goes, and how it is shown."""
-
-    folder: Path
-    as_json: bool = False
-    chakra: bool = False
-    as_nccl: bool = False
-
-
 @app.callback()
 @spread
 def fabric(
@@ -136,7 +121,7 @@ def fabric(
     by_torchrun = "RANK" in os.environ and how.hosts is None
     hosts = _started_hosts() if by_torchrun else how.hosts or DEFAULT_HOSTS
     spec, link = how.spec(traffic.workload(hosts), hosts, counts.count(), by_torchrun=by_torchrun)
-    output = _Output(_folder(out, make=not by_torchrun or os.environ["RANK"] == "0"), as_json, chakra)
+    output = Output(_folder(out, make=not by_torchrun or os.environ["RANK"] == "0"), as_json, chakra)
     if by_torchrun:
         _as_host(spec, output)
     else:
@@ -166,10 +151,10 @@ def train(
         )
     hosts = how.hosts or DEFAULT_HOSTS
     spec, link = replace(how, algorithm=ENGINE).spec(preset("mlp"), hosts, counts.count(), by_torchrun=False)
-    _on_hosts(spec, link, _Output(_folder(out, make=True), as_json), "penstock.demo.mlp")
+    _on_hosts(spec, link, Output(_folder(out, make=True), as_json), "penstock.demo.mlp")
 
 
-def _on_hosts(spec: Spec, link: Link | None, output: _Output, module: str) -> None:
+def _on_hosts(spec: Spec, link: Link | None, output: Output, module: str) -> None:
     """Makes the hosts, runs the module on them, and reports what was sampled, whatever happens."""
     from penstock.fabric.emulation.coordinate import emulate
 
@@ -182,7 +167,7 @@ def _on_hosts(spec: Spec, link: Link | None, output: _Output, module: str) -> No
     except KeyboardInterrupt:
         failure = FabricError("stopped")
     if (output.folder / RUN).exists():
-        _report(output)
+        report(output)
     if failure is not None:
         raise failure
 
@@ -225,7 +210,7 @@ def _started_hosts() -> int:
     return started().size
 
 
-def _as_host(spec: Spec, output: _Output) -> None:
+def _as_host(spec: Spec, output: Output) -> None:
     """On a host that torchrun has started."""
     from penstock.fabric.emulation.host import run
 
@@ -237,7 +222,7 @@ def _as_host(spec: Spec, output: _Output) -> None:
             run(spec, output.folder, watch)
     finally:
         if (output.folder / RUN).exists():
-            _report(output)
+            report(output)
 
 
 @contextmanager
@@ -256,93 +241,7 @@ def _followed(spec: Spec, *, quiet: bool) -> AbstractContextManager[Follower | N
     return follower([transfer.name for transfer in spec.workload.transfers], spec.trials, quiet=quiet)
 
 
-def _report(output: _Output) -> None:
-    """Reads a run, writes beside it what is made from it, and shows it."""
-    from penstock.fabric.report import nccl
-    from penstock.fabric.report.text import show
-    from penstock.fabric.results import results
-    from penstock.fabric.samples import Run
-
-    folder = output.folder
-    run = Run.read(folder)
-    found = results(run)
-    made, notes = _files(folder, run, found, chakra=output.chakra)
-    if output.as_json:
-        print(json.dumps(found))
-        return
-    if output.as_nccl:
-        print(nccl.text(run, found))
-        return
-    console = Console(highlight=False)
-    show(run, found, console)
-    console.print(f"\n{folder}: samples.csv, {', '.join(made)}", style="dim", soft_wrap=True)
-    for note in notes:
-        console.print(note, style="dim", soft_wrap=True)
-
-
-def _files(folder: Path, run: Run, found: dict[str, Any], *, chakra: bool) -> tuple[list[str], list[str]]:
-    """Writes what is made from a run into its folder. Returns the files' names, and what could not be made."""
-    from penstock.fabric.models import links_json
-    from penstock.fabric.report.page import write_page
-    from penstock.fabric.workload import Workload
-
-    made, notes = ["results.json"], []
-    (folder / "results.json").write_text(json.dumps(found, indent=1))
-    if run.record.get("links"):
-        (folder / "links.json").write_text(json.dumps(links_json(run.record), indent=1))
-        made.append("links.json")
-    if len(run.start_ns):
-        try:
-            write_page(run, found, folder / "report.html")
-            made.append("report.html")
-        except ArgumentError as error:  # matplotlib is an extra
-            notes.append(str(error))
-    if chakra:
-        from penstock.fabric.chakra import write_chakra
-
-        workload = Workload.from_dict(run.record["workload"])
-        made += [path.name for path in write_chakra(workload, folder, run.record["hosts"])]
-    return made, notes
-
-
-@app.command("show")
-def show_run(
-    folder: Folder,
-    nccl: Annotated[bool, typer.Option("--nccl", help="As nccl-tests prints it.")] = False,
-    chakra: Annotated[bool, typer.Option("--chakra", help="Write Chakra traces, a rank a file, into FOLDER.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Show a run again, also one that was killed: what was sampled until then."""
-    _report(_Output(folder, as_json, chakra, nccl))
-
-
-@app.command("compare")
-def compare_runs(
-    first: Annotated[Path, typer.Argument(metavar="A", help="A run's folder.")],
-    second: Annotated[Path, typer.Argument(metavar="B", help="Another's.")],
-    as_json: Json = False,
-) -> None:
-    """Compare two runs, transfer by transfer, with a test of whether they differ."""
-    from penstock.fabric.compare import compare
-    from penstock.fabric.report.text import show_comparison
-    from penstock.fabric.samples import Run
-
-    found = compare(Run.read(first), Run.read(second))
-    if as_json:
-        print(json.dumps(found.to_dict()))
-    else:
-        show_comparison(found, Console(highlight=False))
-
-
-@app.command("clean")
-def clean_up(
-    force: Annotated[bool, typer.Option("--force", help="Also of an emulation that still runs.")] = False,
-) -> None:
-    """Remove what an emulation that crashed has left: namespaces with our prefix, and nothing else."""
-    from penstock.fabric.network.machines import clean
-
-    removed = clean(force=force)
-    for name in removed:
-        print(f"removed {name}")
-    if not removed:
-        print("nothing is left")
+app.command("show")(show_run)
+app.command("compare")(compare_runs)
+app.command("predict")(predict)
+app.command("clean")(clean_up)

@@ -1,0 +1,118 @@
+"""`penstock fabric show`, `compare` and `clean`: what a run has left, read again, shown, and removed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from penstock.cli._spread import Json
+from penstock.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from penstock.fabric.samples import Run
+
+Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Of a run.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where a run goes, and how it is shown."""
+
+    folder: Path
+    as_json: bool = False
+    chakra: bool = False
+    as_nccl: bool = False
+
+
+def report(output: Output) -> None:
+    """Reads a run, writes beside it what is made from it, and shows it."""
+    from penstock.fabric.report import nccl
+    from penstock.fabric.report.text import show
+    from penstock.fabric.results import results
+    from penstock.fabric.samples import Run
+
+    folder = output.folder
+    run = Run.read(folder)
+    found = results(run)
+    made, notes = _files(folder, run, found, chakra=output.chakra)
+    if output.as_json:
+        print(json.dumps(found))
+        return
+    if output.as_nccl:
+        print(nccl.text(run, found))
+        return
+    console = Console(highlight=False)
+    show(run, found, console)
+    console.print(f"\n{folder}: samples.csv, {', '.join(made)}", style="dim", soft_wrap=True)
+    for note in notes:
+        console.print(note, style="dim", soft_wrap=True)
+
+
+def _files(folder: Path, run: Run, found: dict[str, Any], *, chakra: bool) -> tuple[list[str], list[str]]:
+    """Writes what is made from a run into its folder. Returns the files' names, and what could not be made."""
+    from penstock.fabric.models import links_json
+    from penstock.fabric.report.page import write_page
+    from penstock.fabric.workload import Workload
+
+    made, notes = ["results.json"], []
+    (folder / "results.json").write_text(json.dumps(found, indent=1))
+    if run.record.get("links"):
+        (folder / "links.json").write_text(json.dumps(links_json(run.record), indent=1))
+        made.append("links.json")
+    if len(run.start_ns):
+        try:
+            write_page(run, found, folder / "report.html")
+            made.append("report.html")
+        except ArgumentError as error:  # matplotlib is an extra
+            notes.append(str(error))
+    if chakra:
+        from penstock.fabric.chakra import write_chakra
+
+        workload = Workload.from_dict(run.record["workload"])
+        made += [path.name for path in write_chakra(workload, folder, run.record["hosts"])]
+    return made, notes
+
+
+def show_run(
+    folder: Folder,
+    nccl: Annotated[bool, typer.Option("--nccl", help="As nccl-tests prints it.")] = False,
+    chakra: Annotated[bool, typer.Option("--chakra", help="Write Chakra traces, a rank a file, into FOLDER.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show a run again, also one that was killed: what was sampled until then."""
+    report(Output(folder, as_json, chakra, nccl))
+
+
+def compare_runs(
+    first: Annotated[Path, typer.Argument(metavar="A", help="A run's folder.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another's.")],
+    as_json: Json = False,
+) -> None:
+    """Compare two runs, transfer by transfer, with a test of whether they differ."""
+    from penstock.fabric.compare import compare
+    from penstock.fabric.report.text import show_comparison
+    from penstock.fabric.samples import Run
+
+    found = compare(Run.read(first), Run.read(second))
+    if as_json:
+        print(json.dumps(found.to_dict()))
+    else:
+        show_comparison(found, Console(highlight=False))
+
+
+def clean_up(
+    force: Annotated[bool, typer.Option("--force", help="Also of an emulation that still runs.")] = False,
+) -> None:
+    """Remove what an emulation that crashed has left: namespaces with our prefix, and nothing else."""
+    from penstock.fabric.network.machines import clean
+
+    removed = clean(force=force)
+    for name in removed:
+        print(f"removed {name}")
+    if not removed:
+        print("nothing is left")
