@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -14,13 +13,14 @@ from torch import Tensor
 from penstock.fabric.emulation import clock
 from penstock.fabric.emulation.collectives import Engine, Place, Stepwise
 from penstock.fabric.emulation.joining import Members
+from penstock.fabric.emulation.signals import Signals
 from penstock.fabric.emulation.spec import Spec
 
 CLOCK_SECONDS = 20.0
 """How often the offsets of clocks are estimated anew: they drift by up to 50 microseconds a second."""
 
-_MARGIN_NS = 200_000
-"""What hosts get besides the time that agreeing took last, so that all know when to begin before it is time."""
+_KEEP, _ESTIMATE = 1, 2
+"""What host 0 asks for before a trial: the steps of the last one; new estimates of the clocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Trials:
         self._members = members
         self._offset_ns = clock.estimate(members.control).offset_ns
         self._estimated_at = time.monotonic()
-        self._agreeing_ns: deque[int] = deque(maxlen=20)
+        self._signals = Signals(members)
         self._slowest_ns = -1
         self._number = -1
         self._keeps = False
@@ -83,21 +83,16 @@ class Trials:
         """When the next trial begins, on this host's clock, and the steps of the last one."""
         kept: Sequence[tuple[int, ...]] = ()
         while True:
-            start = time.monotonic_ns()
             stale = time.monotonic() - self._estimated_at > CLOCK_SECONDS
-            takes = min(self._agreeing_ns, default=0)
-            values = torch.tensor([start + self._offset_ns, takes, self._keeps, stale and self._members.rank == 0])
-            dist.all_reduce(values, dist.ReduceOp.MAX, group=self._members.control)
-            latest, takes, keeps, estimates = values.tolist()
-            self._agreeing_ns.append(time.monotonic_ns() - start)
-            if keeps:
+            word = self._signals.word(self._keeps * _KEEP | stale * _ESTIMATE, self._offset_ns)
+            if not word.flags:
+                return word.due_ns, kept
+            if word.flags & _KEEP:
                 kept = self._gather_steps()
                 self._keeps = False
-            if estimates:
+            if word.flags & _ESTIMATE:
                 self._offset_ns = clock.estimate(self._members.control).offset_ns
                 self._estimated_at = time.monotonic()
-            if not keeps and not estimates:
-                return latest + takes + _MARGIN_NS - self._offset_ns, kept
 
     def _run(self, due_ns: int) -> Tensor:
         """Start and end of every transfer, on this host's clock."""
@@ -119,16 +114,10 @@ class Trials:
 
     def _gather(self, stamps: Tensor) -> Tensor:
         """Those of all ranks, on rank 0's clock."""
-        mine = torch.where(stamps >= 0, stamps + self._offset_ns, stamps)
-        if self._members.rank != 0:
-            dist.gather(mine, dst=0, group=self._members.control)
-            return mine.unsqueeze(0)
-        everyone = [torch.empty_like(mine) for _ in range(self._members.size)]
-        dist.gather(mine, everyone, dst=0, group=self._members.control)
-        whole = torch.stack(everyone)
-        took = int(whole[:, :, 1].max() - whole[whole >= 0].min())
-        self._keeps = took > self._slowest_ns
-        self._slowest_ns = max(took, self._slowest_ns)
+        whole = self._signals.report(torch.where(stamps >= 0, stamps + self._offset_ns, stamps))
+        took_ns = int(whole[:, :, 1].max() - whole[whole >= 0].min())
+        self._keeps = self._members.rank == 0 and took_ns > self._slowest_ns
+        self._slowest_ns = max(took_ns, self._slowest_ns)
         return whole
 
     def _gather_steps(self) -> Sequence[tuple[int, ...]]:
