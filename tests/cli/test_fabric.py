@@ -227,7 +227,9 @@ def test_show_again(runs: Runs) -> None:
 def test_show_as_nccl_tests(runs: Runs) -> None:
     said = output("fabric", "show", str(runs.emulation), "--nccl")
     rows = [line.split() for line in said.splitlines() if line.strip() and not line.startswith("#")]
-    assert [int(row[0]) for row in rows] == [transfer.bytes for transfer in preset("mlp").transfers]
+    sizes = [transfer.bytes for transfer in preset("mlp").transfers]
+    assert [int(row[0]) for row in rows] == sizes
+    assert [row["size"] for row in as_json("fabric", "show", str(runs.emulation), "--nccl")["results"]] == sizes
 
 
 @pytest.mark.distributed

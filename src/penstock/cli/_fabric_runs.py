@@ -41,7 +41,7 @@ def report(output: Output) -> None:
     found = results(run)
     made, notes = _files(folder, run, found, chakra=output.chakra)
     if output.as_json:
-        print(json.dumps(found))
+        print(json.dumps(nccl.to_dict(run, found) if output.as_nccl else found))
         return
     if output.as_nccl:
         print(nccl.text(run, found))
@@ -80,7 +80,7 @@ def _files(folder: Path, run: Run, found: dict[str, Any], *, chakra: bool) -> tu
 
 def show_run(
     folder: Folder,
-    nccl: Annotated[bool, typer.Option("--nccl", help="As nccl-tests prints it.")] = False,
+    nccl: Annotated[bool, typer.Option("--nccl", help="As nccl-tests prints it; with --json, its JSON.")] = False,
     chakra: Annotated[bool, typer.Option("--chakra", help="Write Chakra traces, a rank a file, into FOLDER.")] = False,
     as_json: Json = False,
 ) -> None:

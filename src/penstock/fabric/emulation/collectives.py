@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -75,6 +76,14 @@ class _Copy(NamedTuple):
     adds: bool
 
 
+class _Round(NamedTuple):
+    number: int
+    leaving: list[Message]
+    arriving: list[Message]
+    before: list[_Copy]
+    after: list[_Copy]
+
+
 class Stepwise:
     """Follows a step list. What goes between the same two ranks in one round goes in one message."""
 
@@ -87,17 +96,22 @@ class Stepwise:
         self._memory = torch.empty(slot * steps.slots, dtype=place.dtype, device=device)
         self._given = place.given(self.elements).to(device)
         self._slot = slot
-        self._rounds = [
-            (number, *self._round(sends, receives, place.members))
-            for number, sends, receives in moves_of(steps, place.rank)
-        ]
+        self._rounds: list[_Round] = []
+        touched: set[int] = set()
+        for number, sends, receives in moves_of(steps, place.rank):
+            sent = {slot for move in sends for slot in range(move.first, move.first + move.count)}
+            made = self._round(sends, receives, place.members, sent | touched)
+            self._rounds.append(_Round(number, *made))
+            touched = sent | {slot for move in receives for slot in range(move.into, move.into + move.count)}
         self._stamps: list[Stamp] = []
 
     def _round(
-        self, sends: Sequence[Move], receives: Sequence[Move], members: Sequence[int]
+        self, sends: Sequence[Move], receives: Sequence[Move], members: Sequence[int], busy: Set[int]
     ) -> tuple[list[Message], list[Message], list[_Copy], list[_Copy]]:
-        """What is sent and received, a message a peer; and what is copied before and put down after."""
-        read = {s for m in sends for s in range(m.first, m.first + m.count)}
+        """What is sent and received, a message a peer; and what is copied before and put down after.
+
+        Receives are posted when the round before begins: `busy` are the slots that are not free since then.
+        """
         leaving: list[Message] = []
         arriving: list[Message] = []
         before: list[_Copy] = []
@@ -111,7 +125,7 @@ class Stepwise:
             before += [_Copy(piece, self._slots(m.first, m.count), False) for m, piece in self._pieces(moves, packed)]
         for peer, moves in _by(receives, "source").items():
             move = moves[0]
-            if len(moves) == 1 and not move.adds and read.isdisjoint(range(move.into, move.into + move.count)):
+            if len(moves) == 1 and not move.adds and busy.isdisjoint(range(move.into, move.into + move.count)):
                 arriving.append(Message(self._slots(move.into, move.count), members[peer]))
                 continue
             packed = self._packed(moves)
@@ -137,17 +151,21 @@ class Stepwise:
 
     def run(self) -> None:
         stamps = []
-        for number, leaving, arriving, before, after in self._rounds:
+        if self._rounds:
+            self._wire.expect(self._rounds[0].arriving)
+        for one, following in zip_longest(self._rounds, self._rounds[1:]):
             start = time.monotonic_ns()
-            for copy in before:
+            if following is not None:  # gloo sends at once what is already waited for
+                self._wire.expect(following.arriving)
+            for copy in one.before:
                 copy.target.copy_(copy.source)
-            self._wire.exchange(leaving, arriving)
-            for copy in after:
+            self._wire.exchange(one.leaving, one.arriving)
+            for copy in one.after:
                 if copy.adds:
                     copy.target.add_(copy.source)
                 else:
                     copy.target.copy_(copy.source)
-            stamps.append((number, start, time.monotonic_ns()))
+            stamps.append((one.number, start, time.monotonic_ns()))
         self._stamps = stamps
 
     def result(self) -> Tensor | None:

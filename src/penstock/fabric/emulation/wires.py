@@ -21,10 +21,33 @@ class Message(NamedTuple):
 class Wire(Protocol):
     """Exchanges one round's messages. Returns when all that this rank sends has left and all it receives is here."""
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None: ...
+    def expect(self, receives: Sequence[Message]) -> None:
+        """Posts the receives of an exchange to come, which gets the same object. In the order of the exchanges."""
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        """The messages of one round, in both directions."""
 
 
-class Plain:
+class _Posted:
+    """Receives that wait for their messages."""
+
+    def __init__(self) -> None:
+        self._early: dict[int, list[dist.Work | None]] = {}
+
+    def expect(self, receives: Sequence[Message]) -> None:
+        if not any(message.tensor.is_cuda for message in receives):  # NCCL's go together with their sends
+            self._early[id(receives)] = self._post(receives)
+
+    def posted(self, receives: Sequence[Message]) -> list[dist.Work | None]:
+        """Now, unless they were before."""
+        early = self._early.pop(id(receives), None)
+        return self._post(receives) if early is None else early
+
+    def _post(self, receives: Sequence[Message]) -> list[dist.Work | None]:
+        return [dist.irecv(m.tensor, m.peer) for m in receives]
+
+
+class Plain(_Posted):
     """The network as it is."""
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
@@ -35,14 +58,14 @@ class Plain:
                 batched.wait()
             torch.cuda.synchronize()
             return
-        works = [dist.irecv(m.tensor, m.peer) for m in receives]
+        works = self.posted(receives)
         works += [dist.isend(m.tensor, m.peer) for m in sends]
         for work in works:
             if work is not None:
                 work.wait()
 
 
-class Delayed:
+class Delayed(_Posted):
     """A link of a given rate, where the machine has no other: what a rank sends leaves one byte after the other, and
     what comes to it arrives so. Both ends are one queue each, as a host's cable is.
 
@@ -57,13 +80,14 @@ class Delayed:
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
+        super().__init__()
         self._seconds_per_byte = 1 / bytes_per_second
         self._now = now
         self._sleep = sleep
         self._sent = self._received = now()
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        arriving = [(m, dist.irecv(m.tensor, m.peer)) for m in receives]
+        arriving = list(zip(receives, self.posted(receives), strict=True))
         leaving = []
         for message in sends:
             self._sent = max(self._sent, self._now()) + self._seconds(message)
