@@ -18,6 +18,10 @@ host and more at the switch it held (`Link.port_burst`). What is left at 1gbit i
 took 1.02 to 1.05 in five of six runs, and larger frames need less of it. Segmentation offloads stay on, as tbf itself
 splits what is larger than its bucket: without them 1gbit with 9 KiB at both ends took 1.7 to 2.0 times. With 3 ms of
 idle time before each message, BBR and CUBIC differed by less than one and the same differed between runs.
+
+All that was before TCP was told to send no more at once than the bucket holds (gso_max_size), so that tbf need not take
+it apart: a ring of 4 MiB among 4 hosts at 1gbit then took 73 to 79 ms instead of 147, with the processors 77% busy
+instead of 92%.
 """
 
 from __future__ import annotations
