@@ -13,6 +13,7 @@ import pytest
 from command_line import as_json, output, penstock, refusal
 
 from penstock.cli import _live
+from penstock.cli._traffic import TrafficOptions
 from penstock.fabric.emulation import coordinate
 from penstock.fabric.network import checks, machines
 from penstock.fabric.presets import preset
@@ -258,3 +259,26 @@ def test_without_root_messages_are_delayed(monkeypatch: pytest.MonkeyPatch, fold
     assert found["transfers"][0]["time_s"]["min"] >= 25000 / 1.25e6
     assert found["environment"]["link"] == "10mbit"
     assert os.listdir("runs") == ["fabric-1"]
+
+
+# -- workloads of a model ---------------------------------------------------------------------------------------------
+
+TARGET = str(Path(__file__).parents[2] / "examples" / "target_mlp.py") + ":target"
+
+
+@pytest.mark.parametrize(("microbatches", "rows"), [(None, 12), (4, 6), (5, 5), (100, 1)])
+def test_a_models_messages_are_those_of_a_microbatch_of_its_batch(microbatches: int | None, rows: int) -> None:
+    """24 rows of 48 numbers cross the cut in the middle of the example."""
+    made = TrafficOptions(model=TARGET, ranks=2, microbatches=microbatches).workload(4)
+    sent = [transfer for transfer in made.transfers if transfer.kind == "activation"]
+    assert {transfer.bytes for transfer in sent} == {rows * 48 * 4}
+    pieces = -(-24 // rows)
+    assert len(sent) == 2 * pieces, "for each replica"
+    assert made.notes[-1].startswith(f"{pieces} microbatches of {rows} rows")
+    assert ("do not divide evenly" in made.notes[-1]) == (24 % rows > 0)
+
+
+def test_a_models_gradients_are_as_large_whatever_the_batch() -> None:
+    made = TrafficOptions(model=TARGET, microbatches=3).workload(4)
+    assert sum(transfer.bytes for transfer in made.transfers) == 3605 * 4
+    assert {transfer.collective for transfer in made.transfers} == {"all_reduce"}

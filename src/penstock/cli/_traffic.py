@@ -114,6 +114,7 @@ class TrafficOptions:
                 raise ArgumentError(f"--{flag} belongs to {' or '.join(owners)}, and {way} was given: leave it out")
 
     def _of_model(self, target: str, hosts: int) -> Workload:
+        from penstock.runtime.batch import rows_of, sizes_of, split
         from penstock.workloads import from_model
 
         ranks = self.ranks or 1
@@ -126,20 +127,25 @@ class TrafficOptions:
             except ValueError:
                 raise ArgumentError(f"--compute {compute}: give none, measure or a number of seconds") from None
         with loaded(target, "the model") as given:
+            batch = (given.args, dict(given.kwargs))
+            sizes = sizes_of(rows_of(batch, "the batch"), self.microbatches or ranks)
+            args, kwargs = split(batch, sizes, "the batch")[0]
             made = from_model(
                 given.model,
-                given.args,
-                given.kwargs,
+                args,
+                kwargs,
                 hosts=hosts,
                 ranks=ranks,
                 cuts=names(self.cuts),
                 schedule=self.schedule or "1f1b",
-                microbatches=self.microbatches,
+                microbatches=len(sizes),
                 traffic=self.traffic or ("gradients" if ranks == 1 else "pipeline"),
                 sharded=self.sharded,
                 compute=compute,
             )
-        return replace(made, name=target)
+        uneven = "" if sizes[0] == sizes[-1] else f"; the batch's {sum(sizes)} rows do not divide evenly"
+        note = f"{len(sizes)} microbatches of {sizes[0]} rows, of TARGET's batch for each replica{uneven}"
+        return replace(made, name=target, notes=(*made.notes, note))
 
 
 @dataclass(frozen=True, slots=True)
