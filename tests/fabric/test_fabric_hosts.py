@@ -16,8 +16,8 @@ from penstock.fabric.emulation.coordinate import emulate
 from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.network import keeper
 from penstock.fabric.network.checks import why_not
-from penstock.fabric.network.link import parse_link
 from penstock.fabric.network.machines import Machines
+from penstock.fabric.network.parse import parse_link
 from penstock.fabric.presets import preset
 from penstock.fabric.samples import Run
 from penstock.fabric.workload import Workload

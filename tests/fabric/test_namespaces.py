@@ -17,8 +17,8 @@ from penstock.errors import ArgumentError, FabricError
 from penstock.fabric.network import checks, keeper, machines
 from penstock.fabric.network.checks import why_not
 from penstock.fabric.network.inside import within
-from penstock.fabric.network.link import parse_link
 from penstock.fabric.network.machines import Machines, clean
+from penstock.fabric.network.parse import parse_link
 
 _MISSING = why_not()
 hosts_needed = pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))

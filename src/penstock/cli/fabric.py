@@ -64,7 +64,7 @@ class RunOptions:
             ArgumentError: an option is wrong, or has no meaning here.
         """
         from penstock.fabric.network.checks import why_not
-        from penstock.fabric.network.link import parse_link
+        from penstock.fabric.network.parse import parse_link
 
         link = None if self.link is None else parse_link(self.link)
         if by_torchrun and link is not None:
