@@ -48,7 +48,7 @@ def _network(hosts: int, text: str, own: dict[int, str] | None = None, **more: o
 def _twice_if_late(measure: Callable[[], tuple[T, dict]]) -> T:
     """What is measured; once more where the machine kept the switch from its work, as the switch itself tells."""
     found, told = measure()
-    if told["late"]["p99"] > LATE_SECONDS / 2 or told["no_room"] or any(told["unread"]):
+    if told["late"]["p99"] > LATE_SECONDS or told["no_room"] or any(told["unread"]):
         found, _ = measure()
     return found
 

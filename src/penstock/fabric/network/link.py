@@ -120,6 +120,10 @@ class Link:
         """The words for tc at a host."""
         return self._tbf(self.burst, max(self.limit_bytes, HOST_BYTES))
 
+    def host_tbf(self) -> str:
+        """The words for tc at a host before a switch in user space, which keeps the rate to the frame."""
+        return self._tbf(self.port_burst, max(self.limit_bytes, HOST_BYTES))
+
     def port_tbf(self) -> str:
         """The words for tc at the switch's port."""
         return self._tbf(self.port_burst, self.limit_bytes)

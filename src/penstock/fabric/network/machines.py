@@ -226,7 +226,7 @@ class Machines:
         assert self.topology is not None
         assert self.shaper is not None
         link = self.topology.up(host)
-        return f"handle 1: {netem(link, self.topology.seed)}" if self.shaper.name == "netem" else link.tbf()
+        return f"handle 1: {netem(link, self.topology.seed)}" if self.shaper.name == "netem" else link.tbf() if self.shaper.name == "tbf" else link.host_tbf()
 
     def _start_switch(self) -> None:
         assert self.topology is not None

@@ -265,7 +265,11 @@ def _arrived(t: Tables, slot: Any, at: Any) -> None:
     if line[GONE] or t.lines[target, GONE]:
         line[N_GONE] += 1
         _drop(t, slot)
-    elif t.meets[source, target, 0]:
+        return
+    # The host's tbf lets go some frames at once; on the wire they are as far apart as the rate has it.
+    at = max(at, line[FREE_NS] + t.slots[slot, LENGTH] * line[BYTE_PS] // 1000)
+    line[FREE_NS] = at
+    if t.meets[source, target, 0]:
         _under_rules(t, source, slot, at, _AT_PORT)
     else:
         _push(t, at, 2 * slot + _AT_PORT)
