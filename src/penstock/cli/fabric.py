@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from penstock.cli._fabric_runs import Output, clean_up, compare_runs, report, show_run
 from penstock.cli._live import Follower, follower
+from penstock.cli._network import NetworkOptions
 from penstock.cli._predict import predict
 from penstock.cli._spread import OUTPUT_PANEL, Json, spread
 from penstock.cli._traffic import DEFAULT_HOSTS, CountOptions, TrafficOptions
@@ -23,8 +24,8 @@ from penstock.fabric.presets import preset
 from penstock.fabric.samples import RUN
 
 if TYPE_CHECKING:
-    from penstock.fabric.network.link import Link
     from penstock.fabric.network.machines import Machines
+    from penstock.fabric.network.network import Network
     from penstock.fabric.workload import Workload
 
 app = typer.Typer(add_completion=False, invoke_without_command=True)
@@ -40,9 +41,6 @@ class RunOptions:
     hosts: Annotated[
         int | None, typer.Option(help=f"Makes so many hosts on this machine; {DEFAULT_HOSTS} if nothing is said.")
     ] = None
-    link: Annotated[
-        str | None, typer.Option(metavar="TEXT", help='What joins each host to the switch, as for tc: "100mbit".')
-    ] = None
     algorithm: Annotated[
         str | None,
         typer.Option(
@@ -57,37 +55,49 @@ class RunOptions:
     join_timeout: Annotated[float, typer.Option(help="Seconds in which every host has to be there.")] = 120.0
     stall_timeout: Annotated[float, typer.Option(help="Seconds after which a wait for a host is given up.")] = 120.0
 
-    def spec(self, workload: Workload, hosts: int, trials: int, *, by_torchrun: bool) -> tuple[Spec, Link | None]:
-        """What is to be run, and the link that shapes the hosts; None where they are not shaped.
+    def spec(self, workload: Workload, network: Network, trials: int, *, delays: bool) -> Spec:
+        """What is to be run on the hosts of a network.
 
-        Raises:
-            ArgumentError: an option is wrong, or has no meaning here.
+        Args:
+            workload: what a trial sends.
+            network: of the hosts.
+            trials: how many.
+            delays: the hosts are plain processes, and what they send is delayed to the link's rate.
         """
-        from penstock.fabric.network.checks import why_not
-        from penstock.fabric.network.parse import parse_link
-
-        link = None if self.link is None else parse_link(self.link)
-        if by_torchrun and link is not None:
-            raise ArgumentError("--link shapes hosts that are made here; torchrun's have a network: leave it out")
-        reason = None if link is None else why_not()
-        rate = link.bytes_per_second if link is not None and reason is not None else None
-        spec = Spec(
+        topology = network.topology
+        return Spec(
             workload=workload,
-            hosts=hosts,
+            hosts=network.hosts,
             algorithm=self.algorithm or usual_algorithm(workload),
             trials=trials,
             warmup=self.warmup,
             overlap=self.overlap,
             seed=self.seed,
-            bytes_per_second=rate,
+            bytes_per_second=topology.link.bytes_per_second if delays and topology is not None else None,
             join_seconds=self.join_timeout,
             stall_seconds=self.stall_timeout,
             backend=self.backend,
-            link=self.link,
+            link=None if topology is None else str(topology.link),
         )
-        if reason is not None:
-            print(f"penstock: {reason}", file=sys.stderr)
-        return spec, None if reason else link
+
+
+def _delays(network: Network) -> bool:
+    """Whether hosts cannot be made here, and plain processes with a delaying transport have to do.
+
+    Raises:
+        FabricError: they cannot, and that transport keeps a rate and nothing else.
+    """
+    from penstock.fabric.network.checks import why_not
+
+    if network.topology is None:
+        return False
+    reason = why_not()
+    if reason is None:
+        return False
+    if not network.topology.is_plain or network.background or network.events or network.shaper != "auto":
+        raise FabricError(f"{reason.partition('. ')[0]}; without emulated hosts, only a rate can be kept")
+    print(f"penstock: {reason}", file=sys.stderr)
+    return True
 
 
 @app.callback()
@@ -96,6 +106,7 @@ def fabric(
     ctx: typer.Context,
     traffic: TrafficOptions,
     how: RunOptions,
+    asked: NetworkOptions,
     counts: CountOptions,
     out: Annotated[
         Path | None,
@@ -120,18 +131,25 @@ def fabric(
         return
     by_torchrun = "RANK" in os.environ and how.hosts is None
     hosts = _started_hosts() if by_torchrun else how.hosts or DEFAULT_HOSTS
-    spec, link = how.spec(traffic.workload(hosts), hosts, counts.count(), by_torchrun=by_torchrun)
+    if by_torchrun and asked.given():
+        raise ArgumentError(
+            f"{asked.given()[0]} is for hosts that are made here; torchrun's have a network: leave it out"
+        )
+    network = asked.network(hosts)
+    delays = _delays(network)
+    spec = how.spec(traffic.workload(hosts), network, counts.count(), delays=delays)
     output = Output(_folder(out, make=not by_torchrun or os.environ["RANK"] == "0"), as_json, chakra)
     if by_torchrun:
         _as_host(spec, output)
     else:
-        _on_hosts(spec, link, output, EMULATION)
+        _on_hosts(spec, None if delays else network, output, EMULATION)
 
 
 @app.command("train")
 @spread
 def train(
     how: RunOptions,
+    asked: NetworkOptions,
     counts: CountOptions,
     out: Annotated[
         Path | None,
@@ -150,18 +168,23 @@ def train(
             "--algorithm and --overlap"
         )
     hosts = how.hosts or DEFAULT_HOSTS
-    spec, link = replace(how, algorithm=ENGINE).spec(preset("mlp"), hosts, counts.count(), by_torchrun=False)
-    _on_hosts(spec, link, Output(_folder(out, make=True), as_json), "penstock.demo.mlp")
+    network = asked.network(hosts)
+    delays = _delays(network)
+    spec = replace(how, algorithm=ENGINE).spec(preset("mlp"), network, counts.count(), delays=delays)
+    _on_hosts(spec, None if delays else network, Output(_folder(out, make=True), as_json), "penstock.demo.mlp")
 
 
-def _on_hosts(spec: Spec, link: Link | None, output: Output, module: str) -> None:
+def _on_hosts(spec: Spec, network: Network | None, output: Output, module: str) -> None:
     """Makes the hosts, runs the module on them, and reports what was sampled, whatever happens."""
     from penstock.fabric.emulation.coordinate import emulate
 
     failure: FabricError | None = None
     try:
-        with _machines(spec.hosts, link) as machines, _followed(spec, quiet=output.as_json) as watch:
-            emulate(spec, output.folder, machines, watch, module)
+        with _machines(network) as machines, _followed(spec, quiet=output.as_json) as watch:
+            if machines is not None:
+                spec = replace(spec, network=machines.described())
+            events = () if network is None else network.events
+            emulate(spec, output.folder, machines, watch, module, events)
     except FabricError as error:
         failure = error
     except KeyboardInterrupt:
@@ -226,14 +249,12 @@ def _as_host(spec: Spec, output: Output) -> None:
 
 
 @contextmanager
-def _machines(hosts: int, link: Any) -> Iterator[Machines | None]:
+def _machines(network: Network | None) -> Iterator[Machines | None]:
     """Namespaces, where a link is asked for."""
-    if link is None:
+    if network is None or network.topology is None:
         yield None
         return
-    from penstock.fabric.network.machines import Machines
-
-    with Machines(hosts, link) as machines:
+    with network.machines() as machines:
         yield machines
 
 

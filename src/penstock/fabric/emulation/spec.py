@@ -43,6 +43,8 @@ class Spec:
         stall_seconds: after which a wait for another host is given up.
         backend: one of `BACKENDS`.
         measures_links: whether pairs of neighbours are measured before the trials.
+        link: of the hosts, as it was asked for.
+        network: what `Machines.described` says of the hosts' network; None: they have one of their own.
 
     Raises:
         ArgumentError: a number is out of range, the workload needs other hosts, or no collective knows the algorithm.
@@ -61,6 +63,7 @@ class Spec:
     backend: str = "gloo"
     measures_links: bool = True
     link: str | None = None
+    network: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.hosts < 2:
