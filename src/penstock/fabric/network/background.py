@@ -137,46 +137,57 @@ def _recorded(path: Path) -> Iterator[tuple[float, int]]:
         raise ValueError(f"{path} has no traffic: give lines `seconds,bytes`")
 
 
-def arrivals(neighbour: Neighbour, seed: int, host: int) -> Iterator[tuple[int, int]]:
-    """The frames of a source towards a host, for ever: nanoseconds since the beginning, and bytes."""
+def arrivals(neighbour: Neighbour, seed: int, host: int) -> Iterator[Arrivals]:
+    """The frames of a source towards a host, for ever, some at a time."""
     if neighbour.recorded:
-        length = neighbour.recorded[-1][0]
+        seconds, sizes = (np.array(column) for column in zip(*neighbour.recorded, strict=True))
         for turn in itertools.count():
-            for at, size in neighbour.recorded:
-                yield round((turn * length + at) * 1e9), size
+            yield np.rint((turn * seconds[-1] + seconds) * 1e9).astype(np.int64), sizes.astype(np.int64)
     elif neighbour.burst_bytes:
         whole, rest = divmod(neighbour.burst_bytes, neighbour.frame_bytes)
+        burst = np.array([neighbour.frame_bytes] * whole + [rest] * (rest > 0), dtype=np.int64)
         for turn in itertools.count(1):
-            at = round(turn * neighbour.period_seconds * 1e9)
-            yield from itertools.repeat((at, neighbour.frame_bytes), whole)
-            if rest:
-                yield at, rest
+            yield np.full(len(burst), round(turn * neighbour.period_seconds * 1e9), dtype=np.int64), burst
     else:
         random = np.random.Generator(np.random.Philox(np.random.SeedSequence([abs(seed), seed < 0, 977, host])))
         mean_ns = neighbour.frame_bytes / neighbour.bytes_per_second * 1e9
         at_ns = 0.0
         while True:
-            for gap in random.exponential(mean_ns, 1024).tolist():
-                at_ns += gap
-                yield round(at_ns), neighbour.frame_bytes
+            gaps = at_ns + np.cumsum(random.exponential(mean_ns, 1024))
+            at_ns = float(gaps[-1])
+            yield np.rint(gaps).astype(np.int64), np.full(1024, neighbour.frame_bytes, dtype=np.int64)
 
 
 class Stream:
     """All frames towards one host, in order of time."""
 
     def __init__(self, neighbours: Sequence[Neighbour], seed: int, host: int) -> None:
-        import heapq
-
         shared = [one for one in neighbours if one.target in (None, host)]
-        streams = [arrivals(one, seed + 1000003 * place, host) for place, one in enumerate(shared)]
-        self._frames = heapq.merge(*streams)
-        self._next = next(self._frames, None)
+        self._sources = [arrivals(one, seed + 1000003 * place, host) for place, one in enumerate(shared)]
+        self._made = [next(source) for source in self._sources]
+        self._left: Arrivals = (_NONE, _NONE)
 
     def until(self, end_ns: int, most: int) -> Arrivals:
         """Those before a moment that were not given yet, and no more than so many of them."""
-        found: list[tuple[int, int]] = []
-        while self._next is not None and self._next[0] < end_ns and len(found) < most:
-            found.append(self._next)
-            self._next = next(self._frames, None)
-        columns = np.array(found, dtype=np.int64).reshape(-1, 2)
-        return columns[:, 0], columns[:, 1]
+        parts = [self._left]
+        for place in range(len(self._sources)):
+            parts += self._taken(place, end_ns)
+        at_ns, sizes = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+        order = np.argsort(at_ns, kind="stable")
+        given, left = order[:most], order[most:]
+        self._left = at_ns[left], sizes[left]
+        return at_ns[given], sizes[given]
+
+    def _taken(self, place: int, end_ns: int) -> Iterator[Arrivals]:
+        """What one source has before that moment."""
+        while True:
+            at_ns, sizes = self._made[place]
+            count = int(np.searchsorted(at_ns, end_ns))
+            yield at_ns[:count], sizes[:count]
+            if count < len(at_ns):
+                self._made[place] = at_ns[count:], sizes[count:]
+                return
+            self._made[place] = next(self._sources[place])
+
+
+_NONE = np.zeros(0, dtype=np.int64)

@@ -14,6 +14,8 @@ from typing import Any
 from penstock.errors import FabricError
 from penstock.fabric.network.switch.protocol import Order, Setup
 
+PROGRAM = ("-m", "penstock.fabric.network.switch.serve")
+"""What the switch is: benchmarks put others in its place."""
 START_SECONDS = 120.0
 """The first start of all compiles the loop, which takes some ten seconds on a slow machine."""
 ANSWER_SECONDS = 10.0
@@ -29,7 +31,7 @@ class Switch:
             FabricError: it cannot run here.
         """
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.fabric.network.switch.serve"],
+            [sys.executable, *PROGRAM],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 # Of `Tables.lines`, a row for each direction: host h to the switch is row h, the switch to host h row hosts + h.
-BYTE_PS, LIMIT, FREE_NS, LAST_NS, STALL_NS, EVERY_NS, GONE, DRAWN, FILLED, NEAR_USED, NEAR_MADE = range(11)
-FRAMES, BYTES, N_LOST, N_TWICE, N_CORRUPT, N_JUMPED, N_FULL, N_GONE, N_OTHER, NEAR_BYTES, NEAR_FULL = range(11, 22)
-LINES = 22
+BYTE_PS, LIMIT, FREE_NS, LAST_NS, STALL_NS, EVERY_NS, HELD_NS, GONE, DRAWN, FILLED, NEAR_USED, NEAR_MADE = range(12)
+FRAMES, BYTES, N_LOST, N_TWICE, N_CORRUPT, N_JUMPED, N_FULL, N_GONE, N_OTHER, NEAR_BYTES, NEAR_FULL = range(12, 23)
+LINES = 23
 COUNTED = {
     "frames": FRAMES, "bytes": BYTES, "lost": N_LOST, "duplicated": N_TWICE, "corrupted": N_CORRUPT,
     "reordered": N_JUMPED, "queue_full": N_FULL, "host_gone": N_GONE, "no_such_host": N_OTHER,
@@ -23,7 +23,7 @@ AT_NS, SIZE = range(2)
 DUE_NS, TURN, WHAT = range(3)
 # Of `Tables.state`; from LATE on, frames by the binary logarithm of the nanoseconds that they were late.
 SPARES, WAITING, TURNS, SECONDS, NANOSECONDS, START_NS, LOW, READS, POLLS, FAILED, NO_SLOT = range(11)
-LATE_NS, WORST_NS, BUSY_NS, LATE = range(11, 15)
+WAKING_NS, LATE_NS, WORST_NS, BUSY_NS, LATE = range(11, 16)
 PER_OCTAVE = 4
 STATE = LATE + 64 * PER_OCTAVE
 

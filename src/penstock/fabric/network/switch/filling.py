@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from penstock.fabric.network.switch.columns import Tables
 from penstock.fabric.network.topology import Topology
 
 BLOCK = 2 * columns.ENOUGH
+AT_ONCE = 1024
+"""Decisions that are drawn together: the time for it, 0.1 ms, is one in which no frame is passed on."""
 MOST_BYTES = 512 * 1024**2
 """Of frames under way, all together."""
 
@@ -72,7 +75,7 @@ class Decided:
             link = topology.up(host) if is_up else topology.down(host)
             met = _met(topology, host, hosts, is_up=is_up)
             line = t.lines[direction]
-            line[columns.BYTE_PS] = 0 if is_up else round(1e12 / link.bytes_per_second)
+            line[columns.BYTE_PS] = max(1, round(1e12 / link.bytes_per_second))
             line[columns.LIMIT] = link.limit_bytes
             line[columns.STALL_NS] = round(met.stall_seconds * 1e9)
             line[columns.EVERY_NS] = round(met.stall_every_seconds * 1e9)
@@ -88,7 +91,7 @@ class Decided:
         for direction, draws in enumerate(self._draws):
             line = self._t.lines[direction]
             count = int(BLOCK - (line[columns.FILLED] - line[columns.DRAWN]))
-            if draws is None or count < BLOCK - columns.ENOUGH:
+            if draws is None or count < AT_ONCE:
                 continue
             places = np.arange(line[columns.FILLED], line[columns.FILLED] + count) % BLOCK
             drawn = draws.next(count)
@@ -109,10 +112,16 @@ def _met(topology: Topology, host: int, hosts: int, *, is_up: bool) -> Impairmen
 
 
 def told(t: Tables) -> dict[str, Any]:
-    """What was counted so far, in plain values."""
+    """What was counted so far, in plain values.
+
+    seconds: since the beginning. frames: that hosts have sent. failed_writes: frames that a host's device has refused.
+    no_room: how often no frame could be read as all memory held others. busy_seconds: not asleep. late: how much later
+    than asked frames left, in seconds. links: by host and direction, see `columns.COUNTED`.
+    """
     hosts = t.meets.shape[0]
     state = t.state
     return {
+        "seconds": (time.monotonic_ns() - int(state[columns.START_NS])) / 1e9,
         "frames": int(state[columns.READS]),
         "failed_writes": int(state[columns.FAILED]),
         "no_room": int(state[columns.NO_SLOT]),

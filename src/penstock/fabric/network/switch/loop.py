@@ -5,9 +5,11 @@ milliseconds, where everything else is done: decisions are drawn (model.py), a s
 counted is told.
 
 A frame from a to b meets, in this order:
-  1. at a's link: loss, delay and the like, if frames from a to b meet that link's (`Topology.meets`);
+  1. at a's link: loss, delay and the like, if frames from a to b meet that link's (`Topology.meets`). What a stall has
+     held leaves at the link's rate when it is over, and what comes meanwhile behind it;
   2. the queue towards b: it waits for those before it, and for its own length at the link's rate; if more than the
-     limit waits, it is dropped. Traffic of neighbours that is only reckoned with stands in the same queue;
+     limit waits, it is dropped. Traffic of neighbours that is only reckoned with stands in the same queue. A stall of
+     b's link holds the whole queue;
   3. at b's link: loss, delay and the like, if frames from a to b meet that link's.
 (The rate from a to the switch is kept by tbf at the host: a TCP must feel its own queue.) Frames of one direction keep
 their order but for those that are to jump. Ties go to who came first.
@@ -39,6 +41,7 @@ from penstock.fabric.network.switch.columns import (
     FRAMES,
     FREE_NS,
     GONE,
+    HELD_NS,
     LAST_NS,
     LATE,
     LATE_NS,
@@ -72,13 +75,33 @@ from penstock.fabric.network.switch.columns import (
     TURN,
     TURNS,
     WAITING,
+    WAKING_NS,
     WHAT,
     WORST_NS,
     Tables,
 )  # fmt: skip
 
 F = TypeVar("F", bound=Callable[..., Any])
-compiled = cast(Callable[[F], F], njit(cache=True))
+
+
+_njit: Any = njit
+
+
+def _options() -> dict[str, bool]:
+    """Without numba's counting of references to arrays, which took ten times as long as the work itself.
+
+    Nothing here makes an array, and Python holds those that there are. The option is not documented: a numba without
+    it makes a slower switch.
+    """
+    try:
+        _njit("int64()", _nrt=False)(lambda: 0)
+    except KeyError:
+        return {"cache": True}
+    return {"cache": True, "_nrt": False}
+
+
+compiled = cast(Callable[[F], F], _njit(**_options()))
+
 
 # By their names: pointers that ctypes makes would keep numba from caching what it has compiled.
 _clock_gettime: Any = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.intp))
@@ -91,6 +114,7 @@ _AT_PORT, _OUT = 0, 1
 _READS_AT_ONCE = 16
 _HEADER = 14
 _NS = 1_000_000_000
+_MOST_WAKING = 200_000
 
 
 @compiled
@@ -155,6 +179,26 @@ def _after_stall(t: Tables, direction: Any, at: Any) -> Any:
 
 
 @compiled
+def _stalled(t: Tables, direction: Any, at: Any) -> Any:
+    """How long a link has stalled until then."""
+    length, every = t.lines[direction, STALL_NS], t.lines[direction, EVERY_NS]
+    since = at - t.state[START_NS]
+    if length == 0 or since < every:
+        return 0
+    return (since // every - 1) * length + min(since % every, length)
+
+
+@compiled
+def _let_go(t: Tables, direction: Any, slot: Any, at: Any) -> Any:
+    """When a frame leaves a host's link that stalls now and then."""
+    line = t.lines[direction]
+    leaves = _after_stall(t, direction, max(at, line[HELD_NS]))
+    if leaves > at:
+        line[HELD_NS] = leaves + t.slots[slot, LENGTH] * line[BYTE_PS] // 1000
+    return leaves
+
+
+@compiled
 def _drop(t: Tables, slot: Any) -> None:
     t.slots[t.state[SPARES], SPARE] = slot
     t.state[SPARES] += 1
@@ -169,7 +213,8 @@ def _copy(t: Tables, slot: Any) -> Any:
     t.state[SPARES] -= 1
     other = t.slots[t.state[SPARES], SPARE]
     size = t.slots[slot, LENGTH]
-    t.frames[other, :size] = t.frames[slot, :size]
+    for place in range(size):
+        t.frames[other, place] = t.frames[slot, place]
     t.slots[other, LENGTH] = size
     t.slots[other, SOURCE] = t.slots[slot, SOURCE]
     t.slots[other, TARGET] = t.slots[slot, TARGET]
@@ -199,7 +244,7 @@ def _under_rules(t: Tables, direction: Any, slot: Any, at: Any, step: Any) -> No
     else:
         leaves = max(at + t.draws[direction, place, DELAY_NS], line[LAST_NS])
     if direction < t.meets.shape[0]:  # the other way, its queue has stalled
-        leaves = _after_stall(t, direction, leaves)
+        leaves = _let_go(t, direction, slot, leaves)
     if not fate & JUMPS:
         line[LAST_NS] = leaves
     if fate & TWICE:
@@ -227,12 +272,14 @@ def _arrived(t: Tables, slot: Any, at: Any) -> None:
 
 
 @compiled
-def _joins(line: Any, size: Any, at: Any) -> Any:
-    """Whether there is room in a queue; if so, the line is taken until then."""
-    waits = max(line[FREE_NS] - at, 0)
-    if line[BYTE_PS] and waits * 1000 // line[BYTE_PS] + size > line[LIMIT]:
+def _joins(t: Tables, direction: Any, size: Any, at: Any) -> Any:
+    """Whether there is room in a queue; if so, the line is taken until `FREE_NS`."""
+    line = t.lines[direction]
+    free = max(line[FREE_NS], at)
+    waits = free - at - (_stalled(t, direction, free) - _stalled(t, direction, at))
+    if waits * 1000 // line[BYTE_PS] + size > line[LIMIT]:
         return False
-    line[FREE_NS] = at + waits + size * line[BYTE_PS] // 1000
+    line[FREE_NS] = _after_stall(t, direction, free + size * line[BYTE_PS] // 1000)
     return True
 
 
@@ -245,10 +292,18 @@ def neighbours(t: Tables, host: Any, at: Any) -> None:
         if frame[AT_NS] > at:
             return
         line[NEAR_USED] += 1
-        if _joins(line, frame[SIZE], frame[AT_NS]):
+        if _joins(t, t.meets.shape[0] + host, frame[SIZE], frame[AT_NS]):
             line[NEAR_BYTES] += frame[SIZE]
         else:
             line[NEAR_FULL] += 1
+
+
+@compiled
+def all_neighbours(t: Tables) -> None:
+    """Until now, for the links that nobody else uses."""
+    now = now_ns(t)
+    for host in range(t.meets.shape[0]):
+        neighbours(t, host, now)
 
 
 @compiled
@@ -266,9 +321,7 @@ def _at_port(t: Tables, slot: Any, at: Any) -> None:
         line[N_GONE] += 1
         _drop(t, slot)
         return
-    if t.meets[source, target, 1]:
-        line[FREE_NS] = _after_stall(t, direction, max(line[FREE_NS], at))
-    if not _joins(line, size, at):
+    if not _joins(t, direction, size, at):
         line[N_FULL] += 1
         _drop(t, slot)
     elif t.meets[source, target, 1]:
@@ -338,23 +391,39 @@ def _deliver(t: Tables) -> Any:
 
 
 @compiled
+def _wait(t: Tables, now: Any, until_ns: Any) -> Any:
+    """Until a frame comes or one is due. Returns whether any came.
+
+    A sleeper wakes late: by little on a busy machine, by 50 to 100 us on an idle one whose processors sleep as well. So
+    it is to wake that much earlier, and looks again and again for the rest of the time.
+    """
+    wait = until_ns - now
+    if t.state[WAITING] > 0:
+        wait = min(wait, t.heap[0, DUE_NS] - now - t.state[WAKING_NS])
+    wait = max(wait, 0)
+    t.state[SECONDS], t.state[NANOSECONDS] = wait // _NS, wait % _NS
+    # Without room for a frame there is no use in hearing of one.
+    hosts = t.meets.shape[0] if t.state[SPARES] > 0 else 0
+    ready = _ppoll(t.polls.ctypes.data, hosts, t.state.ctypes.data + 8 * SECONDS, 0)
+    t.state[POLLS] += 1
+    if ready == 0 and wait > 0:
+        late = now_ns(t) - now - wait
+        t.state[WAKING_NS] += (min(max(late, 0), _MOST_WAKING) - t.state[WAKING_NS]) // 8
+    return ready > 0
+
+
+@compiled
 def run(t: Tables, until_ns: Any) -> None:
     """Until a moment, or until a direction needs more decisions."""
-    hosts = t.meets.shape[0]
     began = now_ns(t)
     while True:
         now = _deliver(t)
         t.state[BUSY_NS] += now - began
         if now >= until_ns or t.state[LOW]:
             return
-        wait = until_ns - now
-        if t.state[WAITING] > 0:
-            wait = max(0, min(wait, t.heap[0, DUE_NS] - now))
-        t.state[SECONDS], t.state[NANOSECONDS] = wait // _NS, wait % _NS
-        ready = _ppoll(t.polls.ctypes.data, hosts, t.state.ctypes.data + 8 * SECONDS, 0)
-        t.state[POLLS] += 1
+        came = _wait(t, now, until_ns)
         began = now_ns(t)
-        if ready > 0:
-            for source in range(hosts):
+        if came:
+            for source in range(t.meets.shape[0]):
                 if t.polls[source, 1] >> 16:
                     _receive(t, source, began)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-from penstock.fabric.network.parse import parse_link
+from penstock.fabric.network.impairment import Bursts, Chance, Impairment
+from penstock.fabric.network.link import Link
 from penstock.fabric.network.topology import Topology
 
 
@@ -32,8 +33,8 @@ class Order:
         topology = self.topology
         given: dict[str, Any] = {"gone": self.gone, "background": self.background, "tells": self.tells}
         if topology is not None:
-            own = {str(host): link.text for host, link in topology.own.items()}
-            given |= {"link": topology.link.text, "own": own, "seed": topology.seed, "mtu": topology.mtu}
+            own = {str(host): asdict(link) for host, link in topology.own.items()}
+            given |= {"link": asdict(topology.link), "own": own, "seed": topology.seed}
         return json.dumps(given) + "\n"
 
     @classmethod
@@ -42,8 +43,8 @@ class Order:
         given = json.loads(line)
         topology = None
         if "link" in given:
-            own = {int(host): parse_link(text) for host, text in given["own"].items()}
-            topology = Topology(parse_link(given["link"]), own, given["seed"]).with_mtu(given["mtu"])
+            own = {int(host): _link(fields) for host, fields in given["own"].items()}
+            topology = Topology(_link(given["link"]), own, given["seed"])
         gone, background = given["gone"], given["background"]
         return cls(
             topology,
@@ -51,6 +52,23 @@ class Order:
             None if background is None else tuple(background),
             given["tells"],
         )
+
+
+def _link(fields: Mapping[str, Any]) -> Link:
+    """Of what `asdict` made of it. Its text would not do: a link can be made, or changed, without one."""
+    down = fields["down"]
+    return Link(
+        **{**fields, "impairment": _impairment(fields["impairment"]), "down": None if down is None else _link(down)}
+    )
+
+
+def _impairment(fields: Mapping[str, Any]) -> Impairment:
+    chances = {name: _chance(value) for name, value in fields.items() if isinstance(value, dict)}
+    return Impairment(**{**fields, **chances})
+
+
+def _chance(fields: Mapping[str, Any]) -> Chance | Bursts:
+    return Bursts(**fields) if "to_bad" in fields else Chance(**fields)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import select
@@ -22,7 +23,7 @@ from penstock.fabric.network.switch import columns, loop
 from penstock.fabric.network.switch.filling import Decided, tables, told
 from penstock.fabric.network.switch.neighbours import Background
 from penstock.fabric.network.switch.protocol import Order, Setup
-from penstock.fabric.network.switch.tap import open_tap
+from penstock.fabric.network.switch.tap import Unread, open_tap
 
 TURN_SECONDS = 0.02
 """How long the loop runs before it looks for orders."""
@@ -35,9 +36,11 @@ class Served:
     def __init__(self, setup: Setup) -> None:
         assert setup.order.topology is not None
         descriptors = [open_tap(setup.interface, Path(name)) for name in setup.namespaces]
+        self._unread = [Unread(setup.interface, Path(name)) for name in setup.namespaces]
         self._epoch = 0
         self.tables = tables(setup.order.topology, descriptors, time.monotonic_ns())
         loop.run(self.tables, 0)  # compiles, or reads what was compiled
+        loop.all_neighbours(self.tables)
         self._seed = setup.order.topology.seed
         self._background = Background(self.tables, (), self._seed)
         self._decided = Decided(self.tables, setup.order.topology)
@@ -56,15 +59,13 @@ class Served:
             neighbours = tuple(parse_background(text, hosts) for text in order.background)
             self._background = Background(t, neighbours, self._seed)
             self._background.fill()
-        return told(t) if order.tells else {}
+        return told(t) | {"unread": [device.count() for device in self._unread]} if order.tells else {}
 
     def turn(self) -> None:
         """Passes frames on for a while."""
         t = self.tables
         loop.run(t, time.monotonic_ns() + int(TURN_SECONDS * 1e9))
-        now = time.monotonic_ns()
-        for host in range(t.meets.shape[0]):
-            loop.neighbours(t, host, now)
+        loop.all_neighbours(t)
         self._decided.fill()
         self._background.fill()
         t.state[columns.LOW] = 0
@@ -95,6 +96,8 @@ def main() -> int:
     except OSError as error:
         _answer({"error": f"{error.strerror or error}"})
         return 1
+    gc.collect()
+    gc.freeze()  # else a collection of all that was imported would hold frames back
     _answer({"ready": True, "priority": priority()})
     waiting = select.poll()
     waiting.register(incoming, select.POLLIN | select.POLLHUP)
