@@ -18,9 +18,10 @@ from penstock.cli._predict import predict
 from penstock.cli._spread import OUTPUT_PANEL, Json, spread
 from penstock.cli._traffic import DEFAULT_HOSTS, CountOptions, TrafficOptions
 from penstock.errors import ArgumentError, FabricError
-from penstock.fabric.emulation.spec import ENGINE, Spec, usual_algorithm
+from penstock.fabric.algorithms import ENGINE
+from penstock.fabric.emulation.spec import Spec, usual_algorithm
 from penstock.fabric.presets import preset
-from penstock.fabric.samples import RUN
+from penstock.fabric.samples import RUN, SAMPLES
 
 if TYPE_CHECKING:
     from penstock.fabric.network.link import Link
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, invoke_without_command=True)
 
-EMULATION = "penstock.fabric.emulation.host"
 RUNS = Path("runs")
 
 
@@ -57,6 +57,10 @@ class RunOptions:
     join_timeout: Annotated[float, typer.Option(help="Seconds in which every host has to be there.")] = 120.0
     stall_timeout: Annotated[float, typer.Option(help="Seconds after which a wait for a host is given up.")] = 120.0
 
+    def number(self) -> int:
+        """Of the hosts that are made here."""
+        return DEFAULT_HOSTS if self.hosts is None else self.hosts
+
     def spec(self, workload: Workload, hosts: int, trials: int, *, by_torchrun: bool) -> tuple[Spec, Link | None]:
         """What is to be run, and the link that shapes the hosts; None where they are not shaped.
 
@@ -70,6 +74,8 @@ class RunOptions:
         if by_torchrun and link is not None:
             raise ArgumentError("--link shapes hosts that are made here; torchrun's have a network: leave it out")
         reason = None if link is None else why_not()
+        if reason is not None and self.algorithm == ENGINE:
+            raise ArgumentError(f"{reason}, which torch.distributed's own collectives cannot take: leave --link out")
         rate = link.bytes_per_second if link is not None and reason is not None else None
         spec = Spec(
             workload=workload,
@@ -119,13 +125,13 @@ def fabric(
         _refuse_options(ctx)
         return
     by_torchrun = "RANK" in os.environ and how.hosts is None
-    hosts = _started_hosts() if by_torchrun else how.hosts or DEFAULT_HOSTS
+    hosts = _started_hosts() if by_torchrun else how.number()
     spec, link = how.spec(traffic.workload(hosts), hosts, counts.count(), by_torchrun=by_torchrun)
     output = Output(_folder(out, make=not by_torchrun or os.environ["RANK"] == "0"), as_json, chakra)
     if by_torchrun:
         _as_host(spec, output)
     else:
-        _on_hosts(spec, link, output, EMULATION)
+        _on_hosts(spec, link, output)
 
 
 @app.command("train")
@@ -149,23 +155,25 @@ def train(
             "the training sums each layer's gradients by the engine, one after the other: leave out "
             "--algorithm and --overlap"
         )
-    hosts = how.hosts or DEFAULT_HOSTS
-    spec, link = replace(how, algorithm=ENGINE).spec(preset("mlp"), hosts, counts.count(), by_torchrun=False)
-    _on_hosts(spec, link, Output(_folder(out, make=True), as_json), "penstock.demo.mlp")
+    spec, link = replace(how, algorithm=ENGINE).spec(preset("mlp"), how.number(), counts.count(), by_torchrun=False)
+    _on_hosts(spec, link, Output(_folder(out, make=True), as_json), module="penstock.demo.mlp")
 
 
-def _on_hosts(spec: Spec, link: Link | None, output: Output, module: str) -> None:
-    """Makes the hosts, runs the module on them, and reports what was sampled, whatever happens."""
+def _on_hosts(spec: Spec, link: Link | None, output: Output, **job: str) -> None:
+    """Makes the hosts, runs the job on them, by default the emulation, and reports what was sampled, come what may."""
     from penstock.fabric.emulation.coordinate import emulate
 
     failure: FabricError | None = None
     try:
         with _machines(spec.hosts, link) as machines, _followed(spec, quiet=output.as_json) as watch:
-            emulate(spec, output.folder, machines, watch, module)
+            emulate(spec, output.folder, machines, watch, **job)
     except FabricError as error:
         failure = error
     except KeyboardInterrupt:
-        failure = FabricError("stopped")
+        joined = (output.folder / RUN).exists()
+        failure = FabricError(
+            "stopped" + ("" if joined else f" before all hosts had joined; {output.folder} has no run")
+        )
     if (output.folder / RUN).exists():
         report(output)
     if failure is not None:
@@ -173,7 +181,7 @@ def _on_hosts(spec: Spec, link: Link | None, output: Output, module: str) -> Non
 
 
 def _folder(out: Path | None, *, make: bool) -> Path:
-    """Where the run goes: never over another one.
+    """Where the run goes: never over another one, nor over samples of whatever else.
 
     Raises:
         ArgumentError: the folder has a run already, or cannot be made.
@@ -183,7 +191,7 @@ def _folder(out: Path | None, *, make: bool) -> Path:
         while (RUNS / f"fabric-{number}").exists():
             number += 1
         out = RUNS / f"fabric-{number}"
-    if make and (out / RUN).exists():
+    if make and ((out / RUN).exists() or (out / SAMPLES).exists()):
         raise ArgumentError(f"--out {out} has a run already: give another folder, or remove that one")
     try:
         if make:
