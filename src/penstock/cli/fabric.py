@@ -19,9 +19,10 @@ from penstock.cli._predict import predict
 from penstock.cli._spread import OUTPUT_PANEL, Json, spread
 from penstock.cli._traffic import DEFAULT_HOSTS, CountOptions, TrafficOptions
 from penstock.errors import ArgumentError, FabricError
-from penstock.fabric.emulation.spec import ENGINE, Spec, usual_algorithm
+from penstock.fabric.algorithms import ENGINE
+from penstock.fabric.emulation.spec import Spec, usual_algorithm
 from penstock.fabric.presets import preset
-from penstock.fabric.samples import RUN
+from penstock.fabric.samples import RUN, SAMPLES
 
 if TYPE_CHECKING:
     from penstock.fabric.network.machines import Machines
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, invoke_without_command=True)
 
-EMULATION = "penstock.fabric.emulation.host"
 RUNS = Path("runs")
 
 
@@ -54,6 +54,10 @@ class RunOptions:
     backend: Annotated[str, typer.Option(help="Of torch.distributed: gloo, nccl, mpi.")] = "gloo"
     join_timeout: Annotated[float, typer.Option(help="Seconds in which every host has to be there.")] = 120.0
     stall_timeout: Annotated[float, typer.Option(help="Seconds after which a wait for a host is given up.")] = 120.0
+
+    def number(self) -> int:
+        """Of the hosts that are made here."""
+        return DEFAULT_HOSTS if self.hosts is None else self.hosts
 
     def spec(self, workload: Workload, network: Network, trials: int, *, delays: bool) -> Spec:
         """What is to be run on the hosts of a network.
@@ -81,11 +85,12 @@ class RunOptions:
         )
 
 
-def _delays(network: Network) -> bool:
+def _delays(network: Network, how: RunOptions) -> bool:
     """Whether hosts cannot be made here, and plain processes with a delaying transport have to do.
 
     Raises:
         FabricError: they cannot, and that transport keeps a rate and nothing else.
+        ArgumentError: they cannot, and the collectives are not ours to delay.
     """
     from penstock.fabric.network.checks import why_not
 
@@ -96,6 +101,8 @@ def _delays(network: Network) -> bool:
         return False
     if not network.topology.is_plain or network.background or network.events or network.shaper != "auto":
         raise FabricError(f"{reason.partition('. ')[0]}; without emulated hosts, only a rate can be kept")
+    if how.algorithm == ENGINE:
+        raise ArgumentError(f"{reason}, which torch.distributed's own collectives cannot take: leave --link out")
     print(f"penstock: {reason}", file=sys.stderr)
     return True
 
@@ -130,19 +137,19 @@ def fabric(
         _refuse_options(ctx)
         return
     by_torchrun = "RANK" in os.environ and how.hosts is None
-    hosts = _started_hosts() if by_torchrun else how.hosts or DEFAULT_HOSTS
+    hosts = _started_hosts() if by_torchrun else how.number()
     if by_torchrun and asked.given():
         raise ArgumentError(
             f"{asked.given()[0]} is for hosts that are made here; torchrun's have a network: leave it out"
         )
     network = asked.network(hosts)
-    delays = _delays(network)
+    delays = _delays(network, how)
     spec = how.spec(traffic.workload(hosts), network, counts.count(), delays=delays)
     output = Output(_folder(out, make=not by_torchrun or os.environ["RANK"] == "0"), as_json, chakra)
     if by_torchrun:
         _as_host(spec, output)
     else:
-        _on_hosts(spec, None if delays else network, output, EMULATION)
+        _on_hosts(spec, None if delays else network, output)
 
 
 @app.command("train")
@@ -167,15 +174,15 @@ def train(
             "the training sums each layer's gradients by the engine, one after the other: leave out "
             "--algorithm and --overlap"
         )
-    hosts = how.hosts or DEFAULT_HOSTS
-    network = asked.network(hosts)
-    delays = _delays(network)
-    spec = replace(how, algorithm=ENGINE).spec(preset("mlp"), network, counts.count(), delays=delays)
-    _on_hosts(spec, None if delays else network, Output(_folder(out, make=True), as_json), "penstock.demo.mlp")
+    how = replace(how, algorithm=ENGINE)
+    network = asked.network(how.number())
+    delays = _delays(network, how)
+    spec = how.spec(preset("mlp"), network, counts.count(), delays=delays)
+    _on_hosts(spec, None if delays else network, Output(_folder(out, make=True), as_json), module="penstock.demo.mlp")
 
 
-def _on_hosts(spec: Spec, network: Network | None, output: Output, module: str) -> None:
-    """Makes the hosts, runs the module on them, and reports what was sampled, whatever happens."""
+def _on_hosts(spec: Spec, network: Network | None, output: Output, **job: str) -> None:
+    """Makes the hosts, runs the job on them, by default the emulation, and reports what was sampled, come what may."""
     from penstock.fabric.emulation.coordinate import emulate
 
     failure: FabricError | None = None
@@ -184,11 +191,14 @@ def _on_hosts(spec: Spec, network: Network | None, output: Output, module: str) 
             if machines is not None:
                 spec = replace(spec, network=machines.described())
             events = () if network is None else network.events
-            emulate(spec, output.folder, machines, watch, module, events)
+            emulate(spec, output.folder, machines, watch, events=events, **job)
     except FabricError as error:
         failure = error
     except KeyboardInterrupt:
-        failure = FabricError("stopped")
+        joined = (output.folder / RUN).exists()
+        failure = FabricError(
+            "stopped" + ("" if joined else f" before all hosts had joined; {output.folder} has no run")
+        )
     if (output.folder / RUN).exists():
         report(output)
     if failure is not None:
@@ -196,7 +206,7 @@ def _on_hosts(spec: Spec, network: Network | None, output: Output, module: str) 
 
 
 def _folder(out: Path | None, *, make: bool) -> Path:
-    """Where the run goes: never over another one.
+    """Where the run goes: never over another one, nor over samples of whatever else.
 
     Raises:
         ArgumentError: the folder has a run already, or cannot be made.
@@ -206,7 +216,7 @@ def _folder(out: Path | None, *, make: bool) -> Path:
         while (RUNS / f"fabric-{number}").exists():
             number += 1
         out = RUNS / f"fabric-{number}"
-    if make and (out / RUN).exists():
+    if make and ((out / RUN).exists() or (out / SAMPLES).exists()):
         raise ArgumentError(f"--out {out} has a run already: give another folder, or remove that one")
     try:
         if make:

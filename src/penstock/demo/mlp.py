@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
+from penstock.fabric.algorithms import ENGINE
 from penstock.fabric.emulation import clock
 from penstock.fabric.emulation.host import main
 from penstock.fabric.emulation.record import gathered, recorded
@@ -95,7 +96,7 @@ class Training:
         """Its samples in the form of an emulation's."""
         record: dict[str, Any] = {
             "workload": self.workload().to_dict(),
-            "algorithm": "engine",
+            "algorithm": ENGINE,
             "backend": dist.get_backend() if dist.is_initialized() else "gloo",
             "hosts": self.start_ns.shape[2],
             "trials": len(self.start_ns),

@@ -8,16 +8,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from penstock.errors import ArgumentError
-from penstock.fabric.algorithms import algorithms, generate
+from penstock.fabric.algorithms import ENGINE, algorithms, generate
+from penstock.fabric.samples import SPEC
 from penstock.fabric.workload import Workload
-
-ENGINE = "engine"
-"""The algorithm that stands for torch.distributed's own collectives."""
 
 BACKENDS = ("gloo", "nccl", "mpi")
 """Of torch.distributed."""
-
-SPEC = "spec.json"
 
 
 def usual_algorithm(workload: Workload) -> str:
@@ -92,7 +88,10 @@ class Spec:
             return
         kinds = {transfer.collective for transfer in self.workload.transfers}
         if not any(self.algorithm in algorithms(kind) for kind in kinds):
-            generate(min(kinds), self.algorithm, 2)  # says which there are
+            try:
+                generate(min(kinds), self.algorithm, 2)
+            except ArgumentError as error:  # says which step lists there are
+                raise ArgumentError(f"{error}; {ENGINE} is torch.distributed's own") from None
 
     def algorithm_of(self, place: int) -> str:
         """By which a transfer is done."""
