@@ -108,7 +108,7 @@ def check(command: Sequence[str], ranks: int, threads: int | None) -> None:
         raise ArgumentError(f"ranks is {ranks}, but at least 1 process has to run: give --ranks 2, for example")
     if threads is not None and threads < 1:
         raise ArgumentError(f"threads is {threads}, but a process needs at least 1: give --threads 1, or leave it out")
-    target = command[1:2] if command[:1] == ["-m"] else command[:1]
+    target = command[1:2] if command and command[0] == "-m" else command[:1]
     if not target:
         raise ArgumentError("no script is given: name a Python file, or -m and a module")
     if command[0] == "-m":
@@ -253,7 +253,10 @@ def _agent(launcher: int, arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     if "LOGLEVEL" not in os.environ:
-        logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+        # The second has a level of its own. It tells of agents that leave the last barrier before others know it is
+        # passed, which is no error, and happens on slow networks.
+        for name in ("torch.distributed", "torch.distributed.elastic.agent.server.api"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     parsed = torchrun.get_args_parser().parse_args(arguments)
     parsed.shutdown_timeout = AGENT_SECONDS
     of_several = os.environ.pop(FAILURES, None)
