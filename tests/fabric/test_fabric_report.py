@@ -22,7 +22,7 @@ from rich.console import Console
 from penstock.errors import ArgumentError
 from penstock.fabric.compare import compare
 from penstock.fabric.report import nccl
-from penstock.fabric.report.facts import cut, seconds
+from penstock.fabric.report.numbers import cut, seconds
 from penstock.fabric.report.page import page, write_page
 from penstock.fabric.report.plots import _apart, _timeline, draw
 from penstock.fabric.report.style import look

@@ -21,6 +21,7 @@ from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.emulation.watch import Watch
 from penstock.fabric.network.director import playing
 from penstock.fabric.network.machines import Machines
+from penstock.fabric.network.nodes import agent_commands
 from penstock.fabric.network.scenario import Event
 from penstock.fabric.samples import RUN, SAMPLES, STEPS
 from penstock.launch import agent_command, forwarded_signals, job
@@ -113,16 +114,7 @@ def _commands(spec: Spec, folder: Path, machines: Machines | None, module: str) 
     if machines is None:
         yield agent_command(["--standalone", f"--nproc-per-node={spec.hosts}", *what])
         return
-    for host in range(spec.hosts):
-        where = [
-            f"--nnodes={spec.hosts}",
-            "--nproc-per-node=1",
-            f"--node-rank={host}",
-            f"--master-addr={machines.addresses[0]}",
-            "--master-port=29500",
-            f"--rdzv-conf=timeout={spec.join_seconds:.0f}",
-        ]
-        yield machines.command(host, agent_command([*where, *what]))
+    yield from agent_commands(machines, what, join_seconds=spec.join_seconds)
 
 
 def _wait(

@@ -28,6 +28,10 @@ class Happened:
     step: int
     text: str
 
+    def __str__(self) -> str:
+        when = f"{self.seconds:.1f} s" if self.step < 0 else f"{self.seconds:.1f} s, step {self.step}"
+        return f"{when}: {self.text}"
+
 
 @dataclass(slots=True)
 class Played:

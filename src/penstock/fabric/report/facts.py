@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.fabric.algorithms import ENGINE
+from penstock.fabric.network.director import Happened
+from penstock.fabric.report.network import network_facts, saturated
+from penstock.fabric.report.numbers import NONE, seconds
 from penstock.fabric.report.ranks import figures_of_ranks
 from penstock.fabric.samples import Run
 from penstock.fabric.statistics import PERCENTILES, fewest
 from penstock.fabric.trials import rate_key
-
-NONE = "n/a"
 
 TIMES = {"p50": "p50", "p90": "p90", "p99": "p99", "p999": "p99.9", "max": "max"}
 """The columns of times, by their name in the results."""
@@ -58,6 +59,9 @@ def warnings(run: Run, results: dict[str, Any]) -> list[str]:
     found = []
     if not results["complete"]:
         found.append(f"the run is not complete; missing: {results['missing'] or 'its end'}")
+    told = run.record.get("switch")
+    if told and (reason := saturated(told)):
+        found.append(reason)
     if results["cpu"]["saturated"] or results["cpu"]["scheduler_tails"]:
         found.append(f"processors: {results['cpu']['text']}")
     return found
@@ -86,6 +90,15 @@ def facts(run: Run, results: dict[str, Any]) -> list[tuple[str, str]]:
     if text and not (results["cpu"]["saturated"] or results["cpu"]["scheduler_tails"]):
         found.append(("cpu", str(text)))
     return found
+
+
+def network(run: Run) -> list[tuple[str, str]]:
+    """What shaped the links, where it is more than a rate; what the switch did, and what changed."""
+    described = run.record.get("network")
+    if not described or described["shaper"] in (None, "tbf"):
+        return []
+    happened = [str(Happened(**one)) for one in run.record.get("happened") or ()]
+    return network_facts(described, told=run.record.get("switch"), happened=happened)
 
 
 def links(run: Run) -> list[tuple[str, str]]:
@@ -159,37 +172,7 @@ def notes(run: Run, results: dict[str, Any]) -> list[str]:
     return [*found, *run.record["workload"]["notes"]]
 
 
-def seconds(value: float | None) -> str:
-    """Three digits and a unit: 1.20ms; n/a for None."""
-    if value is None:
-        return NONE
-    if not value:
-        return "0s"
-    # What rounds to 1000 of a unit is 1 of the next.
-    factor, unit = next(((f, u) for f, u in _UNITS if abs(value) >= f * 0.9995), _UNITS[-1])
-    return f"{digits(value / factor)}{unit}"
-
-
-_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
-
-
-def digits(value: float | None) -> str:
-    """Three digits, or all of those in front of the point; n/a for None."""
-    if value is None:
-        return NONE
-    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:#.3g}".removesuffix(".")
-
-
 def rate_unit(results: dict[str, Any]) -> tuple[float, str]:
     """The unit that suits a run's bandwidths, and how many of it are 1 GB/s: GB/s, or MB/s on slow links."""
     most = max((transfer["busbw_GBps"] or 0.0 for transfer in results["transfers"]), default=0.0)
     return (1.0, "GB/s") if most >= 0.5 or not most else (1e3, "MB/s")
-
-
-def percent(value: float | None) -> str:
-    return NONE if value is None else f"{value:.0f}"
-
-
-def cut(name: str, most: int) -> str:
-    """A name that fits: its end, which tells layers apart."""
-    return name if len(name) <= most else "\u2026" + name[len(name) - most + 1 :]

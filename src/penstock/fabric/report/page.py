@@ -10,19 +10,8 @@ from typing import Any
 from markupsafe import Markup
 
 from penstock.errors import ArgumentError
-from penstock.fabric.report.facts import (
-    NONE,
-    TIMES,
-    digits,
-    facts,
-    headings,
-    mean,
-    notes,
-    percent,
-    rate_unit,
-    seconds,
-    warnings,
-)
+from penstock.fabric.report.facts import TIMES, facts, headings, mean, notes, rate_unit, warnings
+from penstock.fabric.report.numbers import NONE, digits, percent, seconds
 from penstock.fabric.report.plots import draw
 from penstock.fabric.report.ranks import figures_of_ranks, longest_transfer
 from penstock.fabric.report.style import INK, MUTED, RULE

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.fabric.report.facts import cut, rate_unit
+from penstock.fabric.report.facts import rate_unit
+from penstock.fabric.report.numbers import cut
 from penstock.fabric.report.style import (
     COLOURS,
     INK,

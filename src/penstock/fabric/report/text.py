@@ -13,20 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.fabric.compare import FEWEST, Comparison, Difference
-from penstock.fabric.report.facts import (
-    NONE,
-    TIMES,
-    cut,
-    digits,
-    facts,
-    mean,
-    notes,
-    percent,
-    rate_unit,
-    seconds,
-    title,
-    warnings,
-)
+from penstock.fabric.report.facts import TIMES, facts, mean, notes, rate_unit, title, warnings
+from penstock.fabric.report.numbers import NONE, cut, digits, percent, seconds
 from penstock.fabric.samples import Run
 
 
