@@ -15,6 +15,7 @@ from rich.text import Text
 from penstock.cli._spread import Json
 from penstock.cli._traffic import CollectiveName
 from penstock.errors import ArgumentError
+from penstock.fabric.report.facts import rate_of
 from penstock.fabric.report.numbers import digits, seconds
 from penstock.fabric.units import size_of, size_text
 

@@ -80,7 +80,7 @@ def facts(run: Run, results: dict[str, Any]) -> list[tuple[str, str]]:
         overlaps = ["nothing is computed between the transfers, so that overlap changes nothing"]
     if overlaps:
         found.append(("step", ", ".join(overlaps)))
-    found += [*links(run), *_fits(results)]
+    found += [*network(run), *links(run), *_fits(results)]
     late = max(figures_of_ranks(results), key=lambda figures: figures.last, default=None)
     if late and run.record["hosts"] > 2 and len(run.start_ns) >= _FEWEST_FOR_LATE and late.last > _OFTEN:
         found.append(
