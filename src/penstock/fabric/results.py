@@ -57,6 +57,7 @@ def results(run: Run) -> dict[str, Any]:
         "environment": {
             "hosts": record.get("environment"),
             **{key: record.get(key) for key in ("algorithm", "backend", "link", "seed", "overlap", "warmup", "clock")},
+            **{key: record.get(key) for key in ("network", "switch", "happened")},
         },
     }
     return made | {"model": [one.to_dict() for one in forecasts(record, made)]}

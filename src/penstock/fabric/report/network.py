@@ -62,11 +62,11 @@ def network_facts(described: Told, *, told: Told | None = None, happened: Sequen
         made += f" (priority: {told['priority']})" if "priority" in told else ""
     found = [("network", made)]
     found += [(f"host {host}", f"link {text}") for host, text in sorted(described["own"].items())]
-    found += [("neighbours", text) for text in described["background"]]
+    found += [("neighbour", text) for text in described["background"]]
     found += [("", remark) for remark in described["remarks"]]
     found += [("change", text) for text in happened]
     if told is not None:
-        found += [*_hosts(told), ("late", _late(told))]
+        found += [*_hosts(told), ("switch", _late(told))]
     return found
 
 
