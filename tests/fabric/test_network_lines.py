@@ -24,26 +24,30 @@ def told(hosts: int = 2, **changed: Any) -> dict[str, Any]:
     return {"priority": "real-time", **filling.told(t), **changed}
 
 
+def described(hosts: int, shaper: str | None = "switch", link: str | None = "1gbit", **more: Any) -> dict[str, Any]:
+    """As `Machines.described` has it."""
+    return {"hosts": hosts, "shaper": shaper, "link": link, "own": {}, "background": [], "remarks": [], **more}
+
+
 def test_every_fact_is_a_line() -> None:
-    lines = network_lines(
-        "switch",
-        "100mbit loss 1%",
-        hosts=2,
-        own={1: "10mbit"},
+    network = described(
+        2,
+        link="100mbit loss 1%",
+        own={"1": "10mbit"},
         background=["5mbit to 1"],
         remarks=["frames carry 9000 bytes"],
-        told=told(),
-        elapsed_seconds=10.0,
     )
+    lines = network_lines(network, told=told(), happened=["3.0 s, step 5: host = 1, gone = True"], elapsed_seconds=10.0)
     assert lines == [
         "network    2 hosts, 100mbit loss 1%, by a switch in user space (priority: real-time)",
         "host 1     link 10mbit",
-        "neighbours 5mbit to 1",
+        "neighbour  5mbit to 1",
         "           frames carry 9000 bytes",
+        "change     3.0 s, step 5: host = 1, gone = True",
         "host 0     out 1,200 frames, 1.5 MB (12 lost); in 1,200 frames, 1.5 MB",
         "host 1     out 1,200 frames, 1.5 MB; in 1,200 frames, 1.5 MB (3 dropped as the queue was full); "
         "neighbours 2.5 MB",
-        "late       p50 4.87us, p99 4.87us, worst 5.00us: how much later than asked frames left",
+        "switch     p50 4.87us, p99 4.87us, worst 5.00us: how much later than asked frames left",
     ]
 
 
@@ -56,11 +60,11 @@ def test_every_fact_is_a_line() -> None:
     ],
 )
 def test_network_that_nobody_counts_is_one_line(shaper: str | None, link: str | None, says: str) -> None:
-    assert network_lines(shaper, link, hosts=3) == [f"network    {says}"]
+    assert network_lines(described(3, shaper, link)) == [f"network    {says}"]
 
 
 def test_many_hosts_are_told_in_sum() -> None:
-    lines = network_lines("switch", "1gbit", hosts=40, told=told(40))
+    lines = network_lines(described(40), told=told(40))
     assert lines[1] == (
         "all hosts  out 48,000 frames, 60 MB (12 lost); in 48,000 frames, 60 MB (3 dropped as the queue was full); "
         "neighbours 2.5 MB"
@@ -70,9 +74,9 @@ def test_many_hosts_are_told_in_sum() -> None:
 
 def test_network_without_a_frame() -> None:
     t = filling.tables(Topology(parse_link("1gbit")), [-1], time.monotonic_ns())
-    assert network_lines("switch", "1gbit", hosts=1, told=filling.told(t), elapsed_seconds=1.0)[1:] == [
+    assert network_lines(described(1), told=filling.told(t), elapsed_seconds=1.0)[1:] == [
         "host 0     out 0 frames, 0 B; in 0 frames, 0 B",
-        "late       no frame passed",
+        "switch     no frame passed",
     ]
 
 
@@ -93,7 +97,7 @@ def test_network_without_a_frame() -> None:
 def test_switch_that_could_not_keep_up_is_called_saturated(changed: dict[str, Any], says: str | None) -> None:
     found = told(**changed)
     reason = saturated(found, 10.0)
-    lines = network_lines("switch", "1gbit", hosts=2, told=found, elapsed_seconds=10.0)
+    lines = network_lines(described(2), told=found, elapsed_seconds=10.0)
     assert lines[-1].startswith("warning: the switch was saturated: ") == (says is not None)
     if says is None:
         assert reason is None

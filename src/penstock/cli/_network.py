@@ -72,7 +72,10 @@ class NetworkOptions:
         if self.link is None:
             without = [option for option in self.given() if option != "--link"]
             if without:
-                raise ArgumentError(f"{without[0]} needs a network to be part of: give --link 1gbit, for example")
+                raise ArgumentError(
+                    f"{without[0]} needs --link: without it hosts are joined as fast as the machine can; give --link "
+                    "1gbit, for example"
+                )
             return Network(hosts)
         topology = Topology(parse_link(self.link), parse_own(self.link_of or (), hosts), self.link_seed or 0)
         background = tuple(self.background or ())

@@ -217,6 +217,7 @@ class Machines:
         """What was asked for and what makes it so, for the record; as it is now."""
         topology, shaper = self.topology, self.shaper
         return {
+            "hosts": self._count,
             "shaper": None if shaper is None else shaper.name,
             "remarks": [] if shaper is None else list(shaper.remarks),
             "link": None if topology is None else str(topology.link),

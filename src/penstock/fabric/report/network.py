@@ -60,7 +60,7 @@ def network_facts(described: Told, *, told: Told | None = None, happened: Sequen
     }[described["shaper"]]
     if told is not None:
         made += f" (priority: {told['priority']})" if "priority" in told else ""
-    found = [("network", made)]
+    found = [("network", f"{described['hosts']} hosts, {made}")]
     found += [(f"host {host}", f"link {text}") for host, text in sorted(described["own"].items())]
     found += [("neighbour", text) for text in described["background"]]
     found += [("", remark) for remark in described["remarks"]]
