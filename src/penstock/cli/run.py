@@ -15,6 +15,7 @@ from penstock.errors import ArgumentError, FabricError
 from penstock.launch import check, launch
 
 if TYPE_CHECKING:
+    from penstock.fabric.network.machines import Machines
     from penstock.fabric.network.network import Network
     from penstock.fabric.network.nodes import Job
 
@@ -63,17 +64,17 @@ def run(
         raise typer.Exit(launch(command, ranks, threads))
     from penstock.fabric.network.nodes import Job
 
-    job = Job(tuple(command), ranks, hosts, threads)
-    raise typer.Exit(_over_network(job, asked.network(hosts)))
+    network = asked.network(hosts)
+    machines = network.machines()
+    raise typer.Exit(_over_network(Job(tuple(command), ranks, hosts, threads), network, machines))
 
 
-def _over_network(job: Job, network: Network) -> int:
+def _over_network(job: Job, network: Network, machines: Machines) -> int:
     """Makes the hosts, runs the job on them, and says what the network was. Returns the exit status."""
     from penstock.fabric.network import nodes
     from penstock.fabric.network.checks import missing
     from penstock.fabric.report.network import network_lines
 
-    machines = network.machines()
     lacking = missing()
     if lacking is not None:
         raise FabricError(f"{lacking}. Without --hosts and --link, ranks are processes of this machine")
