@@ -85,7 +85,11 @@ def emulate(
                 )
             )
         with _scenario(machines, events, steps) as happened, forwarded_signals(agents) as received:
-            ended = _wait(agents, received, _Tail(folder, spec), watch)
+            try:
+                ended = _wait(agents, received, _Tail(folder, spec), watch, machines)
+            except FabricError as error:
+                _add(folder, str(error))
+                raise
     if machines is not None:
         _add(folder, switch_qdiscs=machines.qdiscs(), switch=machines.told(), happened=happened)
     if received:
@@ -118,13 +122,19 @@ def _commands(spec: Spec, folder: Path, machines: Machines | None, module: str) 
 
 
 def _wait(
-    agents: Sequence[subprocess.Popen[bytes]], received: Sequence[int], tail: _Tail, watch: Watch | None
+    agents: Sequence[subprocess.Popen[bytes]],
+    received: Sequence[int],
+    tail: _Tail,
+    watch: Watch | None,
+    machines: Machines | None,
 ) -> int | None:
     """Until all have ended. Returns the first that failed, if any; the others then get a few seconds."""
     failed: int | None = None
     deadline = float("inf")
     while True:
         statuses = [agent.poll() for agent in agents]
+        if machines is not None:
+            machines.check()
         if watch is not None:
             for number, durations in tail.read():
                 watch.trial(number, durations)

@@ -181,6 +181,15 @@ class Machines:
         )
         return done.stdout
 
+    def check(self) -> None:
+        """That the network is still there.
+
+        Raises:
+            FabricError: what makes it has ended.
+        """
+        if self._switch is not None:
+            self._switch.check()
+
     def told(self) -> dict[str, Any] | None:
         """What the switch in user space has counted so far; None without one."""
         if self._switch is None:

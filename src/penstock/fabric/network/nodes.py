@@ -118,6 +118,7 @@ def run(
 
     Raises:
         TimeoutError: it took more than `seconds`. All of it has ended.
+        FabricError: the hosts' network has ended, or a change of the scenario could not be made. The same.
     """
     until = float("inf") if seconds is None else time.monotonic() + seconds
     agents: list[subprocess.Popen[bytes]] = []
@@ -144,7 +145,13 @@ def run(
             playing(machines, events, lambda: read_step(step_file)) as played,
             launch.forwarded_signals(agents) if forward else _no_signals() as received,
         ):
-            first = _wait(agents, received, lambda: watch and watch(read_step(step_file)), until)
+
+            def look() -> None:
+                machines.check()
+                if watch is not None:
+                    watch(read_step(step_file))
+
+            first = _wait(agents, received, look, until)
         if received:
             return Outcome(128 + received[0], happened=tuple(played.happened))
         outcome = _outcome(launch.RankFailure.read_all(failures), agents, first)
