@@ -51,15 +51,15 @@ def test_the_terminal_shows_the_percentiles_of_the_samples():
     times = (run.end_ns - run.start_ns).max(axis=2)[:, 3] / 1e6
     cells = row(shown(run, 140), "fc1")
     assert cells[1] == "803,840"
-    for cell, q in zip(cells[2:5], (0.5, 0.9, 0.99), strict=True):
+    for cell, q in zip(cells[2:6], (0, 0.5, 0.9, 0.99), strict=True):
         assert float(cell.removesuffix("ms")) == pytest.approx(np.quantile(times, q), rel=5e-3)
-    assert cells[5] == "n/a"  # p99.9
-    assert float(cells[6].removesuffix("ms")) == pytest.approx(times.max(), rel=5e-3)
+    assert cells[6] == "n/a"  # p99.9
+    assert float(cells[7].removesuffix("ms")) == pytest.approx(times.max(), rel=5e-3)
 
 
 def test_a_percentile_with_too_few_samples_says_how_many_it_takes():
     text = shown(made_run(50))
-    assert row(text, "fc1")[4:6] == ["n/a", "n/a"]
+    assert row(text, "fc1")[5:7] == ["n/a", "n/a"]
     assert "368 for p99, 3,688 for p99.9" in " ".join(text.split())
     assert "n/a:" not in shown(made_run(3688, steps=False))
 

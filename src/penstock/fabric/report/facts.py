@@ -15,7 +15,7 @@ from penstock.fabric.samples import Run
 from penstock.fabric.statistics import PERCENTILES, fewest
 from penstock.fabric.trials import rate_key
 
-TIMES = {"p50": "p50", "p90": "p90", "p99": "p99", "p999": "p99.9", "max": "max"}
+TIMES = {"min": "min", "p50": "p50", "p90": "p90", "p99": "p99", "p999": "p99.9", "max": "max"}
 """The columns of times, by their name in the results."""
 
 

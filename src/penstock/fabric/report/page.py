@@ -95,7 +95,7 @@ def _table(results: dict[str, Any]) -> list[list[str]]:
         times = entry["time_s"]
         row = [entry["name"], *([entry["collective"] or ""] if kinds else [])]
         row.append(f"{entry['bytes']:,}")
-        row += [*(seconds(times[name]) for name in ("min", *TIMES)), mean(entry)]
+        row += [*(seconds(times[name]) for name in TIMES), mean(entry)]
         row += [seconds(entry[name]["p50"]) if name in entry else "" for name in ("arrival_skew_s", "transfer_s")]
         rates = (entry[name] and entry[name] * scale for name in ("algbw_GBps", "busbw_GBps"))
         made.append([*row, *map(digits, rates), percent(entry["ideal_percent"])])

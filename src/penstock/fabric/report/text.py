@@ -37,27 +37,29 @@ def show(run: Run, results: dict[str, Any], console: Console) -> None:
 
 
 def _print_figures(results: dict[str, Any], console: Console) -> None:
-    whole = _table(results, times=True, rates=True)
+    whole = _table(results, tuple(TIMES), rates=True)
     if _width(whole, console) <= console.width:
         _print(whole, console)
         return
-    _print(_narrow(results, console, times=True), console)
+    times = _table(results, tuple(TIMES), rates=False)
+    fits = _width(times, console) <= console.width
+    _print(times if fits else _narrow(results, console, tuple(name for name in TIMES if name != "min")), console)
     console.print()
-    _print(_narrow(results, console, times=False), console)
+    _print(_narrow(results, console, ()), console)
 
 
-def _narrow(results: dict[str, Any], console: Console, *, times: bool) -> Table:
-    """Half of the columns; names that are too long for it are cut."""
+def _narrow(results: dict[str, Any], console: Console, times: Sequence[str]) -> Table:
+    """Some times, or the rates; names that are too long for it are cut."""
     longest = max(len(transfer["name"]) for transfer in results["transfers"])
-    made = _table(results, times=times, rates=not times)
+    made = _table(results, times, rates=not times)
     if _width(made, console) > console.width:
         made.padding = (0, 1, 0, 0)
     excess = _width(made, console) - console.width
-    return made if excess <= 0 else _table(results, times=times, rates=not times, name_width=max(longest - excess, 12))
+    return made if excess <= 0 else _table(results, times, rates=not times, name_width=max(longest - excess, 12))
 
 
-def _table(results: dict[str, Any], *, times: bool, rates: bool, name_width: int = 1000) -> Table:
-    """A row a transfer, and one of the step."""
+def _table(results: dict[str, Any], times: Sequence[str], *, rates: bool, name_width: int = 1000) -> Table:
+    """A row a transfer, and one of the step; `times` are those of `TIMES` that are shown, with the mean behind them."""
     transfers = results["transfers"]
     kinds = rates and len({transfer["collective"] for transfer in transfers}) > 1
     scale, unit = rate_unit(results)
@@ -65,25 +67,24 @@ def _table(results: dict[str, Any], *, times: bool, rates: bool, name_width: int
     above = "\n" if rates else ""  # where other columns have a unit below their name
     for head in ("transfer", *(["collective"] if kinds else [])):
         made.add_column(above + head)
-    for head in ("bytes", *([*TIMES.values(), "mean"] if times else [])):
+    for head in ("bytes", *([*(TIMES[name] for name in times), "mean"] if times else [])):
         made.add_column(above + head, justify="right")
     for head in ("skew\np50", f"algbw\n{unit}", f"busbw\n{unit}", "ideal\n%") if rates else ():
         made.add_column(head, justify="right")
     for transfer in transfers:
         cells = [cut(transfer["name"], name_width), *([transfer["collective"]] if kinds else [])]
-        cells += [f"{transfer['bytes']:,}", *(_times(transfer) if times else [])]
+        cells += [f"{transfer['bytes']:,}", *_times(transfer, times)]
         cells += _rates(transfer, scale) if rates else []
         made.add_row(*map(Text, cells))
     step = results["step"]
     made.add_row()
-    cells = ["step", *([""] if kinds else []), f"{step['bytes']:,}", *(_times(step) if times else [])]
+    cells = ["step", *([""] if kinds else []), f"{step['bytes']:,}", *_times(step, times)]
     made.add_row(*map(Text, [*cells, *(_rates(step, scale) if rates else [])]), style="bold")
     return made
 
 
-def _times(entry: dict[str, Any]) -> list[str]:
-    found = entry["time_s"]
-    return [*(seconds(found[name]) for name in TIMES), mean(entry)]
+def _times(entry: dict[str, Any], times: Sequence[str]) -> list[str]:
+    return [*(seconds(entry["time_s"][name]) for name in times), mean(entry)] if times else []
 
 
 def _rates(entry: dict[str, Any], scale: float) -> list[str]:
