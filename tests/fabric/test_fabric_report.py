@@ -96,6 +96,8 @@ def test_warnings_say_what_is_missing_and_that_processors_were_the_limit():
 def test_a_rank_that_the_others_wait_for_is_named():
     assert f"rank {SLOW_RANK} came last" in shown(made_run(100))
     assert "came last" not in shown(made_run(3)), "of three trials any rank may be the last in two"
+    pairs = Workload("pairs", tuple(Transfer(f"{a}", 4000, "send", ranks=(a, a + 1)) for a in range(3)))
+    assert "came last" not in shown(made_run(100, workload=pairs)), "of two, one always is the last"
 
 
 def test_a_mean_that_its_trials_hardly_bound_has_no_margin():

@@ -82,7 +82,8 @@ def facts(run: Run, results: dict[str, Any]) -> list[tuple[str, str]]:
         found.append(("step", ", ".join(overlaps)))
     found += [*network(run), *links(run), *_fits(results)]
     late = max(figures_of_ranks(results), key=lambda figures: figures.last, default=None)
-    if late and run.record["hosts"] > 2 and len(run.start_ns) >= _FEWEST_FOR_LATE and late.last > _OFTEN:
+    among = max(len(transfer["ranks"]) for transfer in results["transfers"])  # of two, one always is the last
+    if late and among > 2 and len(run.start_ns) >= _FEWEST_FOR_LATE and late.last > _OFTEN:
         found.append(
             ("late", f"rank {late.rank} came last to {late.last:.0%} of its transfers: the others waited for it")
         )
