@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -68,13 +69,16 @@ def _over_network(job: Job, machines: Machines, network: NetworkOptions) -> int:
         with machines:
             began = time.monotonic()
             ended = nodes.run(job, machines)
-            lines = _network(machines, network, time.monotonic() - began)
-    except KeyboardInterrupt:  # before there was a job to pass it on to
+            _say([ended.said] if ended.said else [])
+            _say(_network(machines, network, time.monotonic() - began))
+    except KeyboardInterrupt:  # before there was a job to pass it on to, or after it
         return 128 + signal.SIGINT
-    sys.stdout.flush()
-    for line in [*([ended.said] if ended.said else []), *lines]:
-        print(f"penstock: {line}", file=sys.stderr)
     return ended.status
+
+
+def _say(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(f"penstock: {line}", file=sys.stderr)
 
 
 def _network(machines: Machines, network: NetworkOptions, elapsed_seconds: float) -> list[str]:
