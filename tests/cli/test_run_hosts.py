@@ -28,10 +28,10 @@ with open(os.environ["PENSTOCK_STEP_FILE"], "wb") as file:
     file.write((7).to_bytes(8, "little"))
 with open(f"hidden.{rank}", "w") as file:
     json.dump(found, file)
+os.write(1, f"from rank {rank}\\n".encode())
 os.rename(f"hidden.{rank}", f"shown.{rank}")
 while len(glob.glob("shown.*")) < 4:
     time.sleep(0.02)
-print("from rank", rank, flush=True)
 sys.exit(3 if rank == "2" else 0)
 """
 

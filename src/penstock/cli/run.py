@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -82,15 +83,14 @@ def _over_network(job: Job, network: Network, machines: Machines) -> int:
         with machines:
             described, began = machines.described(), time.monotonic()
             ended = nodes.run(job, machines, events=network.events)
-            lines = network_lines(
-                described,
-                told=machines.told(),
-                happened=[str(one) for one in ended.happened],
-                elapsed_seconds=time.monotonic() - began,
-            )
-    except KeyboardInterrupt:  # before there was a job to pass it on to
+            _say([ended.said] if ended.said else [])
+            happened, seconds = [str(one) for one in ended.happened], time.monotonic() - began
+            _say(network_lines(described, told=machines.told(), happened=happened, elapsed_seconds=seconds))
+    except KeyboardInterrupt:  # before there was a job to pass it on to, or after it
         return 128 + signal.SIGINT
-    sys.stdout.flush()
-    for line in [*([ended.said] if ended.said else []), *lines]:
-        print(f"penstock: {line}", file=sys.stderr)
     return ended.status
+
+
+def _say(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(f"penstock: {line}", file=sys.stderr)
