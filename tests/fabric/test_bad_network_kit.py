@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ArgumentError
-from penstock.fabric.network import keeper
+from penstock.fabric.network import keeper, nodes
+from penstock.launch import RankFailure
 from penstock.testing import BadNetwork
 from penstock.testing import bad_network as make
 
@@ -25,6 +26,16 @@ print("rank", rank, *sys.argv[1:], file=sys.stderr if rank == "1" else sys.stdou
 if "stay" in sys.argv:
     time.sleep(600)
 sys.exit(4 if rank == "1" and "fail" in sys.argv else 0)
+"""
+
+TRAINER = """
+import time
+from penstock.step_file import announcer
+announce = announcer()
+if announce is not None:  # on rank 0
+    for step in range(3):
+        announce(step)
+        time.sleep(0.5)
 """
 
 USER = """
@@ -64,6 +75,26 @@ def test_job_that_takes_too_long_is_ended(bad_network: MakesNetworks, tmp_path: 
         with pytest.raises(TimeoutError, match=r"script\.py stay took more than 3 s"):
             network.run([str(script), "stay"], ranks=1, timeout=3)
         assert list(keeper._processes(network.machines.id, network.machines.hosts)) == []
+
+
+@pytest.mark.distributed
+def test_who_watches_a_job_sees_its_steps(bad_network: MakesNetworks, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(TRAINER)
+    seen: list[int] = []
+    with bad_network(2, None) as network:
+        ended = nodes.run(nodes.Job((str(script),), 2, 2), network.machines, watch=seen.append)
+    assert ended == nodes.Outcome(0)
+    assert seen[0] == -1
+    assert seen[-1] == 2
+    assert seen == sorted(seen)
+
+
+def test_first_of_several_failures_is_the_jobs(tmp_path: Path) -> None:
+    path = tmp_path / "failures"
+    for failure in (RankFailure(0, 1, 500), RankFailure(3, -9, 200), RankFailure(2, 5, 300)):
+        failure.write(str(path))
+    assert nodes._outcome(RankFailure.read_all(path), [], 0) == nodes.Outcome(137, "rank 3 was killed by SIGKILL")
 
 
 def test_what_cannot_be_run_is_refused(bad_network: MakesNetworks, tmp_path: Path) -> None:
