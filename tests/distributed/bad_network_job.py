@@ -19,6 +19,9 @@ from models import GPT, token_error
 STEPS = 3
 ROWS, LENGTH, VOCABULARY = 12, 24, 19
 
+LOST_AFTER = "TEST_LOST_AFTER"
+"""Of the environment: `lost_after` of the pipeline."""
+
 Trained = dict[str, torch.Tensor]
 
 
@@ -31,7 +34,12 @@ def train(rank: int, schedule: str) -> Trained:
     tokens = torch.randint(0, VOCABULARY, (STEPS, ROWS, LENGTH + 1))
     found: Trained = {}
     with penstock.pipeline(
-        model, (tokens[0, :, :-1].clone(),), loss=token_error, schedule=schedule, microbatches=4
+        model,
+        (tokens[0, :, :-1].clone(),),
+        loss=token_error,
+        schedule=schedule,
+        microbatches=4,
+        lost_after=float(os.environ.get(LOST_AFTER, "5")),
     ) as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
         for step in range(STEPS):

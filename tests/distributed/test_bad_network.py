@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bad_network_job import STEPS, Trained, demonstrate, train
+from bad_network_job import LOST_AFTER, STEPS, Trained, demonstrate, train
 
 from distributed.ranks import Ranks
 from penstock.demo import show
@@ -26,6 +27,13 @@ ALL_AT_ONCE = (
 MakesNetworks = Callable[..., AbstractContextManager[BadNetwork]]
 
 pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(autouse=True)
+def _models_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By jobs, too: pytest finds them by its own settings."""
+    folders = [str(JOB.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))
 
 
 def trained_over(network: BadNetwork, ranks: int, folder: Path) -> list[dict[str, Trained]]:
@@ -86,6 +94,21 @@ def test_what_a_link_does_to_frames_changes_no_bit(
         assert all(counted(network, name) for name in happens), network.told()
         assert all(way["frames"] for each in network.told()["links"] for way in (each["up"], each["down"]))
     assert_same_bits(found, request.getfixturevalue(f"ranks{ranks}"))
+
+
+@pytest.mark.long
+def test_silence_that_is_allowed_for_changes_no_bit(
+    bad_network: MakesNetworks, ranks2: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "leaves.toml").write_text('[[event]]\nat = "step 1"\nhost = 1\ngone = true\nfor = "8s"\n')
+    with bad_network(2, "100mbit", scenario=tmp_path / "leaves.toml") as network:
+        ended = network.run([str(JOB), str(tmp_path), *SCHEDULES], ranks=2, timeout=250)
+        assert ended.status
+        assert "no sign of life for" in ended.output
+        monkeypatch.setenv(LOST_AFTER, "30")
+        found = trained_over(network, 2, tmp_path)
+        assert counted(network, "host_gone")
+    assert_same_bits(found, ranks2)
 
 
 def losses(folder: Path) -> list[float]:

@@ -23,6 +23,7 @@ from penstock.fabric.network import nodes
 from penstock.fabric.network.checks import missing
 from penstock.fabric.network.machines import Machines
 from penstock.fabric.network.parse import parse_link
+from penstock.fabric.network.scenario import Event, read_scenario
 from penstock.fabric.network.shapers import AUTO, why_no_switch
 from penstock.fabric.network.topology import Topology
 
@@ -68,8 +69,9 @@ class BadNetwork:
         machines: the hosts themselves, to start something else there: `machines.command(host, argv)`.
     """
 
-    def __init__(self, machines: Machines) -> None:
+    def __init__(self, machines: Machines, events: Sequence[Event] = ()) -> None:
         self.machines = machines
+        self._events = tuple(events)
 
     def run(
         self,
@@ -100,7 +102,9 @@ class BadNetwork:
         with contextlib.ExitStack() as stack:
             files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(hosts)]
             try:
-                ended = nodes.run(job, self.machines, outputs=files, seconds=timeout, forward=False)
+                ended = nodes.run(
+                    job, self.machines, events=self._events, outputs=files, seconds=timeout, forward=False
+                )
             except TimeoutError:
                 printed = "".join(map(_text, files))
                 raise TimeoutError(f"{' '.join(argv)} took more than {timeout:g} s\n{printed}") from None
@@ -123,6 +127,7 @@ def bad_network(
     seed: int = 0,
     background: Sequence[str] = (),
     shaper: str = AUTO,
+    scenario: str | Path | None = None,
 ) -> Iterator[BadNetwork]:
     """Hosts joined by links that are as bad as asked, for the time of a `with` block.
 
@@ -137,18 +142,20 @@ def bad_network(
         seed: of all that is drawn; the k-th frame on a link meets the same with the same seed.
         background: neighbours' traffic, "50mbit to 1".
         shaper: what shapes the links: "auto", "tbf", "netem" or "switch".
+        scenario: a file of changes, played during each job, by its steps and its time.
 
     Raises:
         ArgumentError: a text cannot be read, a host is not there, or the links cannot be made at this rate.
         FabricError: this machine cannot make hosts; `why_no_bad_network` says so before.
     """
-    if link is None and (own or shaper != AUTO):
-        raise ArgumentError("own= and shaper= are of links: give link= as well, what joins the other hosts")
-    topology = None
+    if link is None and (own or shaper != AUTO or scenario):
+        raise ArgumentError("own=, shaper= and scenario= are of links: give link= as well, what joins the other hosts")
+    topology, events = None, tuple[Event, ...]()
     if link is not None:
         topology = Topology(parse_link(link), {host: parse_link(text) for host, text in (own or {}).items()}, seed)
-    with Machines(hosts, topology, shaper=shaper, background=background) as machines:
-        yield BadNetwork(machines)
+        events = () if scenario is None else read_scenario(Path(scenario), topology, hosts)
+    with Machines(hosts, topology, shaper=shaper, background=background, changes=bool(events)) as machines:
+        yield BadNetwork(machines, events)
 
 
 def why_no_bad_network() -> str | None:

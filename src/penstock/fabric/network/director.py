@@ -43,7 +43,7 @@ class Played:
 
 @contextmanager
 def playing(machines: Machines, events: Sequence[Event], step: Callable[[], int]) -> Iterator[Played]:
-    """Plays while the block runs; time begins with it.
+    """Plays while the block runs; time begins with it. At its end the network is as before.
 
     Args:
         machines: made with `changes`.
@@ -72,21 +72,26 @@ def _play(
     machines: Machines, events: Sequence[Event], step: Callable[[], int], played: Played, over: threading.Event
 ) -> None:
     assert machines.topology is not None
-    play = Play(events, State(machines.topology, background=machines.background))
+    first = State(machines.topology, background=machines.background)
+    play = Play(events, first)
     began = time.monotonic()
     try:
         while not over.wait(LOOK_SECONDS):
             seconds, now = time.monotonic() - began, step()
             before = play.state
             said = play.at(seconds, now)
-            if not said:
-                continue
-            if play.state.topology != before.topology:
-                machines.change(play.state.topology)
-            if play.state.gone != before.gone:
-                machines.lose(play.state.gone)
-            if play.state.background != before.background:
-                machines.surround(play.state.background)
+            _turn(machines, before, play.state)
             played.happened += [Happened(seconds, now, text) for text in said]
+        _turn(machines, play.state, first)
     except Exception as error:
         played.error = error
+
+
+def _turn(machines: Machines, before: State, after: State) -> None:
+    """Makes what differs."""
+    if after.topology != before.topology:
+        machines.change(after.topology)
+    if after.gone != before.gone:
+        machines.lose(after.gone)
+    if after.background != before.background:
+        machines.surround(after.background)
