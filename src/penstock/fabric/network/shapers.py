@@ -131,10 +131,10 @@ def _write_seconds() -> float:
         frame = bytes(12) + b"\x88\xb5" + bytes(1486)  # of a kind for experiments, which nobody receives
         best = float("inf")
         for _ in range(_PROBES):
-            began = time.perf_counter()
+            began = time.thread_time()  # not the time that others have of this processor
             for _ in range(_PROBE_FRAMES):
                 os.write(descriptor, frame)
-            best = min(best, (time.perf_counter() - began) / _PROBE_FRAMES)
+            best = min(best, (time.thread_time() - began) / _PROBE_FRAMES)
         return best
     finally:
         os.close(descriptor)

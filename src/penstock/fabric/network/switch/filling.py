@@ -16,7 +16,7 @@ from penstock.fabric.network.topology import Topology
 
 BLOCK = 2 * columns.ENOUGH
 AT_ONCE = 1024
-"""Decisions that are drawn together: the time for it, 0.1 ms, is one in which no frame is passed on."""
+"""Decisions that are drawn together at least. It takes 0.1 to 0.3 ms, in which no frame is passed on."""
 MOST_BYTES = 512 * 1024**2
 """Of frames under way, all together."""
 
@@ -87,18 +87,23 @@ class Decided:
         self.fill()
 
     def fill(self) -> None:
-        """To a whole block ahead."""
-        for direction, draws in enumerate(self._draws):
-            line = self._t.lines[direction]
-            count = int(BLOCK - (line[columns.FILLED] - line[columns.DRAWN]))
-            if draws is None or count < AT_ONCE:
-                continue
-            places = np.arange(line[columns.FILLED], line[columns.FILLED] + count) % BLOCK
-            drawn = draws.next(count)
-            ring = self._t.draws[direction]
-            ring[places, columns.FATE], ring[places, columns.DELAY_NS] = drawn.fate, drawn.delay_ns
-            ring[places, columns.BIT] = drawn.bit
-            line[columns.FILLED] += count
+        """To a whole block ahead: each direction that runs short, and if none does, the one that has least left."""
+        lines = self._t.lines
+        left = lines[:, columns.FILLED] - lines[:, columns.DRAWN]
+        left[[draws is None for draws in self._draws]] = BLOCK
+        short = np.flatnonzero(left <= columns.ENOUGH)
+        for direction in short if len(short) else [int(np.argmin(left))]:
+            draws, count = self._draws[direction], int(BLOCK - left[direction])
+            if draws is not None and count >= AT_ONCE:
+                self._fill(direction, draws, count)
+
+    def _fill(self, direction: int, draws: Draws, count: int) -> None:
+        line, ring = self._t.lines[direction], self._t.draws[direction]
+        places = np.arange(line[columns.FILLED], line[columns.FILLED] + count) % BLOCK
+        drawn = draws.next(count)
+        ring[places, columns.FATE], ring[places, columns.DELAY_NS] = drawn.fate, drawn.delay_ns
+        ring[places, columns.BIT] = drawn.bit
+        line[columns.FILLED] += count
 
 
 def _met(topology: Topology, host: int, hosts: int, *, is_up: bool) -> Impairment:
