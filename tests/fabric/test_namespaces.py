@@ -24,8 +24,9 @@ _MISSING = why_not()
 hosts_needed = pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))
 
 MAKER = """
-import os, subprocess, sys, time
+import os, signal, subprocess, sys, time
 from penstock.fabric.network.machines import Machines
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests in the background has it ignored
 with Machines(2) as made:
     sleeper = subprocess.Popen(made.command(0, ["sleep", "300"]), start_new_session=True)
     while os.readlink(f"/proc/{sleeper.pid}/ns/net") == os.readlink("/proc/self/ns/net"):

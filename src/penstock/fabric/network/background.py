@@ -113,7 +113,7 @@ def _neighbour(text: str, named: dict[str, Any], hosts: int) -> Neighbour:
     rate = named["rate"]
     if rate <= 0:
         raise ValueError("the rate is 0: leave it out")
-    return Neighbour(target, max(size, math.ceil(rate * _LEAST_GAP_SECONDS)), bytes_per_second=rate, text=text)
+    return Neighbour(target, max(size, round(rate * _LEAST_GAP_SECONDS)), bytes_per_second=rate, text=text)
 
 
 def _recorded(path: Path) -> Iterator[tuple[float, int]]:

@@ -52,6 +52,7 @@ class Machines:
         network: the subnet that they are from.
         topology: the links as they are now; None: as fast as the machine can.
         shaper: what makes them so; None: nothing does.
+        background: neighbours' traffic as it is now.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Machines:
         self.shaper: Shaper | None = None
         self.congestion_control = congestion_control
         self._wanted = shaper
-        self._background = tuple(background)
+        self.background = tuple(background)
         self._only_switch = (
             "neighbours' traffic is reckoned with by the switch alone"
             if background
@@ -180,6 +181,15 @@ class Machines:
         )
         return done.stdout
 
+    def check(self) -> None:
+        """That the network is still there.
+
+        Raises:
+            FabricError: what makes it has ended.
+        """
+        if self._switch is not None:
+            self._switch.check()
+
     def told(self) -> dict[str, Any] | None:
         """What the switch in user space has counted so far; None without one."""
         if self._switch is None:
@@ -206,6 +216,27 @@ class Machines:
         assert self._switch is not None, "Machines(changes=True) has a switch"
         self._switch.order(Order(gone=tuple(hosts)))
 
+    def surround(self, background: Iterable[str]) -> None:
+        """This is the neighbours' traffic from now on."""
+        assert self._switch is not None, "Machines(changes=True) has a switch"
+        self.background = tuple(background)
+        self._switch.order(Order(background=self.background))
+
+    def described(self) -> dict[str, Any]:
+        """What was asked for and what makes it so, for the record; as it is now."""
+        topology, shaper = self.topology, self.shaper
+        return {
+            "hosts": self._count,
+            "shaper": None if shaper is None else shaper.name,
+            "remarks": [] if shaper is None else list(shaper.remarks),
+            "link": None if topology is None else str(topology.link),
+            "own": {} if topology is None else {str(host): str(link) for host, link in topology.own.items()},
+            "seed": None if topology is None else topology.seed,
+            "mtu": self._mtu,
+            "background": list(self.background),
+            "congestion_control": self.congestion_control,
+        }
+
     def _make(self) -> None:
         by_process = self.shaper is not None and self.shaper.name == "switch"
         for name in (*self.hosts, *(() if by_process else (f"{self.id}-switch",))):
@@ -230,7 +261,7 @@ class Machines:
 
     def _start_switch(self) -> None:
         assert self.topology is not None
-        order = Order(self.topology, background=self._background)
+        order = Order(self.topology, background=self.background)
         namespaces = tuple(str(keeper.FOLDER / name) for name in self.hosts)
         self._switch = Switch(Setup(namespaces, INTERFACE, order), {keeper.MARK: self.id})
 

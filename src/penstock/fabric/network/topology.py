@@ -67,17 +67,20 @@ class Topology:
 
     def with_mtu(self, mtu: int) -> Topology:
         """The same with another mtu for all."""
+        return Topology(_sized(self.link, mtu), {}, self.seed).with_own(self.own)
 
-        def changed(link: Link) -> Link:
-            down = None if link.down is None else replace(link.down, mtu=mtu)
-            return replace(link, mtu=mtu, down=down)
-
-        return Topology(changed(self.link), {host: changed(link) for host, link in self.own.items()}, self.seed)
+    def with_own(self, own: Mapping[int, Link]) -> Topology:
+        """The same with these links of single hosts, at the mtu of the others."""
+        return replace(self, own={host: _sized(link, self.mtu) for host, link in own.items()})
 
     @property
     def is_plain(self) -> bool:
         """Rates alone, the same for all and in both directions: what the kernel's tbf can do."""
         return not self.own and self.link.down is None and not self.link.impairment
+
+
+def _sized(link: Link, mtu: int) -> Link:
+    return replace(link, mtu=mtu, down=None if link.down is None else replace(link.down, mtu=mtu))
 
 
 def parse_own(texts: Sequence[str], hosts: int) -> dict[int, Link]:

@@ -57,6 +57,12 @@ class Switch:
         """
         return self._say(order.line(), ANSWER_SECONDS)
 
+    def check(self) -> None:
+        """Raises FabricError if it has ended."""
+        status = self._process.poll()
+        if status is not None:
+            raise FabricError(f"the switch has ended, with exit status {status}: the hosts' network is gone")
+
     def close(self) -> None:
         """Ends it. May be called again."""
         process = self._process
