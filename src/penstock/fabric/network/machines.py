@@ -299,7 +299,7 @@ class Machines:
             link = self.topology.up(host)
             # What TCP sends at once fits the bucket: tbf takes apart what does not, frame by frame, which costs ten
             # times the processor time. netem would lose it whole.
-            at_once = f"gso_max_size {max(link.burst, 2 * link.frame_bytes)}"
+            at_once = f"gso_max_size {min(max(link.burst, 2 * link.frame_bytes), 65536)}"
             lines.append(f"link set dev {INTERFACE} {'gso_max_segs 1' if self.shaper.name == 'netem' else at_once}")
         # Neighbours that are known need not be asked for, so no first message of a run waits for an answer.
         others = [other for other in range(self._count) if other != host]
