@@ -20,6 +20,7 @@ from typing import Self
 from penstock.errors import ArgumentError, FabricError
 from penstock.fabric.network import keeper
 from penstock.fabric.network.checks import why_not
+from penstock.fabric.network.holdback import Means, check_slow, hold_back
 from penstock.fabric.network.inside import within
 from penstock.fabric.network.link import Link
 
@@ -44,15 +45,24 @@ class Machines:
         network: the subnet that they are from.
     """
 
-    def __init__(self, hosts: int, link: Link | None = None, *, congestion_control: str | None = None) -> None:
+    def __init__(
+        self,
+        hosts: int,
+        link: Link | None = None,
+        *,
+        congestion_control: str | None = None,
+        slow: Mapping[int, float] | None = None,
+    ) -> None:
         """
         Args:
             hosts: how many.
             link: of each host to the switch, shaped at both ends; None: as fast as the machine can.
             congestion_control: of TCP between the hosts; None: as the kernel has it.
+            slow: hosts whose processes get no more than this share of one core's time, all together (holdback.py).
 
         Raises:
-            ArgumentError: too few or too many hosts, or a congestion control that the kernel has not.
+            ArgumentError: too few or too many hosts, a congestion control that the kernel has not, a slow host that is
+                not there or a share that is none.
         """
         if not 1 <= hosts <= MOST:
             raise ArgumentError(f"{hosts} hosts are asked for: give 1 to {MOST}")
@@ -60,6 +70,7 @@ class Machines:
             _check_congestion_control(congestion_control)
         self.link = link
         self.congestion_control = congestion_control
+        self.slow = check_slow(slow or {}, hosts)
         self.id = ""
         self.hosts: tuple[str, ...] = ()
         self.addresses: tuple[str, ...] = ()
@@ -67,6 +78,12 @@ class Machines:
         self._count = hosts
         self._maker = 0
         self._keeper: subprocess.Popen[bytes] | None = None
+        self._means: Means | None = None
+
+    @property
+    def held_back_by(self) -> str | None:
+        """What holds the slow hosts back; None where none is slow, and before they are made."""
+        return None if self._means is None else self._means.name
 
     def __enter__(self) -> Self:
         """Makes the hosts.
@@ -86,7 +103,11 @@ class Machines:
             self.addresses = tuple(str(self.network[host + 1]) for host in range(self._count))
             self._keeper = _start_keeper(self.id, claim)
         try:
+            # Before the hosts, so that nothing of them is made where they cannot be held back.
+            self._means = hold_back(self.id, self.slow) if self.slow else None
             self._make()
+            if self._means is not None:
+                self._means.start()
         except BaseException:
             self.close()
             raise
@@ -101,25 +122,36 @@ class Machines:
         """Kills what still runs in the hosts, and takes them down. May be called again.
 
         Raises:
-            FabricError: something is left.
+            FabricError: something is left, or a slow host has not been held back all the time.
         """
         if self._keeper is None or os.getpid() != self._maker:  # nothing of a process that was forked from the maker
             return
         process = self._keeper
         assert process.stdin is not None
+        failed = None if self._means is None else self._means.failed()
         process.stdin.close()
         status = process.wait()
         self._keeper = None
         if status:  # it was killed itself, or could not
             keeper.remove(self.id)
+        if self._means is not None:
+            self._means.close()
         left = keeper.names_of(self.id)
         if left:
             raise FabricError(f"{', '.join(left)} cannot be removed: try `ip netns delete {left[0]}`")
+        groups = [str(group) for group in keeper.groups_of(self.id)]
+        if groups:
+            raise FabricError(f"{', '.join(groups)} cannot be removed: try `rmdir {groups[0]}`")
+        if failed is not None:
+            raise FabricError(failed)
 
     def command(self, host: int, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> list[str]:
         """What to start for `argv` to run on a host, with `environment` beside what `variables` gives."""
         added = [f"{name}={value}" for name, value in {**self.variables(), **(environment or {})}.items()]
-        return [_tool("ip"), "netns", "exec", self.hosts[host], "env", *added, *argv]
+        entering = [_tool("ip"), "netns", "exec", self.hosts[host], "env", *added]
+        if host in self.slow and self._means is not None:
+            return self._means.command(host, entering, argv)
+        return [*entering, *argv]
 
     def variables(self) -> dict[str, str]:
         """The environment of a process on a host: gloo and its kind are told which interface to use."""
@@ -193,10 +225,11 @@ class Machines:
 def clean(force: bool = False) -> list[str]:
     """Removes what emulations have left whose maker is gone; with `force`, also those that run.
 
-    Returns the names of the namespaces removed. Nothing but names of emulations is touched.
+    Returns the names of the namespaces and cgroups removed. Nothing but names of emulations is touched.
     """
     removed: list[str] = []
-    for emulation in sorted({keeper.emulation_of(name) for name in keeper.names_of()}):
+    found = [*keeper.names_of(), *(group.name for group in keeper.groups_of())]
+    for emulation in sorted({keeper.emulation_of(name) for name in found}):
         if force or not keeper.maker_lives(emulation):
             removed += keeper.remove(emulation)
     return removed
