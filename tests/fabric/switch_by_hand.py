@@ -53,6 +53,7 @@ class Line:
     last: int = 0
     held: int = 0
     free: int = 0
+    there: int = -(10**18)
     told: Counter[str] = field(default_factory=Counter)
 
     def stalls(self, until: int) -> list[tuple[int, int]]:
@@ -123,10 +124,12 @@ class Network:
         line.told["bytes"] += frame.size
         if {frame.source, frame.target} & self.gone:
             line.told["host_gone"] += 1
-        elif self.topology.meets(frame.source, frame.target)[0]:
-            self._meet(line, frame.at, "port", number, frame, ())
+            return
+        line.there = max(frame.at, line.there + frame.size * line.ns_per_byte)
+        if self.topology.meets(frame.source, frame.target)[0]:
+            self._meet(line, line.there, "port", number, frame, ())
         else:
-            self._soon(frame.at, "port", number, frame, ())
+            self._soon(line.there, "port", number, frame, ())
 
     def _meet(self, line: Line, at: int, where: str, number: int, frame: Given, wrong: tuple[int, ...]) -> None:
         fate, delay, bit = line.draws[line.met_frames]

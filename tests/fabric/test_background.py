@@ -54,8 +54,9 @@ def test_what_is_no_traffic_is_refused(text: str, said: str | None) -> None:
 
 
 def _until(text: str, seconds: float, seed: int = 1, host: int = 0) -> list[tuple[int, int]]:
-    stream = arrivals(parse_background(text, 4), seed, host)
-    return list(itertools.takewhile(lambda frame: frame[0] < seconds * 1e9, stream))
+    parts = arrivals(parse_background(text, 4), seed, host)
+    frames = ((at, size) for times, sizes in parts for at, size in zip(times.tolist(), sizes.tolist(), strict=True))
+    return list(itertools.takewhile(lambda frame: frame[0] < seconds * 1e9, frames))
 
 
 def test_a_rate_comes_at_random_and_in_full() -> None:

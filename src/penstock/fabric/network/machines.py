@@ -279,13 +279,9 @@ class Machines:
         assert self.topology is not None
         assert self.shaper is not None
         link = self.topology.up(host)
-        return (
-            f"handle 1: {netem(link, self.topology.seed)}"
-            if self.shaper.name == "netem"
-            else link.tbf()
-            if self.shaper.name == "tbf"
-            else link.host_tbf()
-        )
+        if self.shaper.name == "netem":
+            return f"handle 1: {netem(link, self.topology.seed)}"
+        return link.host_tbf() if self.shaper.name == "switch" else link.tbf()
 
     def _start_switch(self) -> None:
         assert self.topology is not None

@@ -50,6 +50,7 @@ def tables(topology: Topology, descriptors: Sequence[int], start_ns: int) -> Tab
         heap=np.zeros((slots, 3), dtype=np.int64),
         state=np.zeros(columns.STATE, dtype=np.int64),
     )
+    made.lines[:hosts, columns.FREE_NS] = -(2**62)  # no frame has come yet
     made.slots[:, columns.SPARE] = np.arange(slots)
     made.state[columns.SPARES] = slots
     made.state[columns.START_NS] = start_ns
@@ -91,8 +92,8 @@ class Decided:
         lines = self._t.lines
         left = lines[:, columns.FILLED] - lines[:, columns.DRAWN]
         left[[draws is None for draws in self._draws]] = BLOCK
-        short = np.flatnonzero(left <= columns.ENOUGH)
-        for direction in short if len(short) else [int(np.argmin(left))]:
+        short = np.flatnonzero(left <= columns.ENOUGH).tolist()
+        for direction in short or [int(np.argmin(left))]:
             draws, count = self._draws[direction], int(BLOCK - left[direction])
             if draws is not None and count >= AT_ONCE:
                 self._fill(int(direction), draws, count)

@@ -5,14 +5,15 @@ milliseconds, where everything else is done: decisions are drawn (model.py), a s
 counted is told.
 
 A frame from a to b meets, in this order:
-  1. at a's link: loss, delay and the like, if frames from a to b meet that link's (`Topology.meets`). What a stall has
+  1. a's rate: it is there when the one before it is, and then its own length at that rate. (The host's tbf keeps the
+     rate as well, as a TCP must feel its own queue, but lets go some frames at once.)
+  2. at a's link: loss, delay and the like, if frames from a to b meet that link's (`Topology.meets`). What a stall has
      held leaves at the link's rate when it is over, and what comes meanwhile behind it;
-  2. the queue towards b: it waits for those before it, and for its own length at the link's rate; if more than the
+  3. the queue towards b: it waits for those before it, and for its own length at the link's rate; if more than the
      limit waits, it is dropped. Traffic of neighbours that is only reckoned with stands in the same queue. A stall of
      b's link holds the whole queue;
-  3. at b's link: loss, delay and the like, if frames from a to b meet that link's.
-(The rate from a to the switch is kept by tbf at the host: a TCP must feel its own queue.) Frames of one direction keep
-their order but for those that are to jump. Ties go to who came first.
+  4. at b's link: loss, delay and the like, if frames from a to b meet that link's.
+Frames of one direction keep their order but for those that are to jump. Ties go to who came first.
 """
 
 from __future__ import annotations
@@ -266,7 +267,6 @@ def _arrived(t: Tables, slot: Any, at: Any) -> None:
         line[N_GONE] += 1
         _drop(t, slot)
         return
-    # The host's tbf lets go some frames at once; on the wire they are as far apart as the rate has it.
     at = max(at, line[FREE_NS] + t.slots[slot, LENGTH] * line[BYTE_PS] // 1000)
     line[FREE_NS] = at
     if t.meets[source, target, 0]:
