@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ArgumentError, FabricError
-from penstock.fabric.network import checks, keeper, machines
+from penstock.fabric.network import checks, keeper, subnets
 from penstock.fabric.network.checks import why_not
 from penstock.fabric.network.inside import within
 from penstock.fabric.network.machines import Machines, clean
@@ -120,10 +120,10 @@ def test_two_emulations_at_once_do_not_collide() -> None:
 @hosts_needed
 def test_a_subnet_that_the_machine_has_a_route_to_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = [ipaddress.IPv4Network("10.64.0.0/16"), ipaddress.IPv4Network("10.65.0.0/23")]
-    monkeypatch.setattr(machines, "_routes", lambda: taken)
-    number, claim = machines._claim_subnet()
+    monkeypatch.setattr(subnets, "routes", lambda: taken)
+    number, claim = subnets.claim()
     with claim:
-        assert not any(machines._subnet(number).overlaps(other) for other in taken)
+        assert not any(subnets.subnet(number).overlaps(other) for other in taken)
 
 
 @hosts_needed

@@ -26,7 +26,8 @@ def told(hosts: int = 2, **changed: Any) -> dict[str, Any]:
 
 def described(hosts: int, shaper: str | None = "switch", link: str | None = "1gbit", **more: Any) -> dict[str, Any]:
     """As `Machines.described` has it."""
-    return {"hosts": hosts, "shaper": shaper, "link": link, "own": {}, "background": [], "remarks": [], **more}
+    usual: dict[str, Any] = {"own": {}, "background": [], "slow": {}, "remarks": []}
+    return {"hosts": hosts, "shaper": shaper, "link": link, **usual, **more}
 
 
 def test_every_fact_is_a_line() -> None:
@@ -35,12 +36,15 @@ def test_every_fact_is_a_line() -> None:
         link="100mbit loss 1%",
         own={"1": "10mbit"},
         background=["5mbit to 1"],
+        slow={"0": 0.25},
+        held_back_by="cgroup v1",
         remarks=["frames carry 9000 bytes"],
     )
     lines = network_lines(network, told=told(), happened=["3.0 s, step 5: host = 1, gone = True"], elapsed_seconds=10.0)
     assert lines == [
         "network    2 hosts, 100mbit loss 1%, by a switch in user space (priority: real-time)",
         "host 1     link 10mbit",
+        "host 0     held to 0.25 of a core, by cgroup v1",
         "neighbour  5mbit to 1",
         "           frames carry 9000 bytes",
         "change     3.0 s, step 5: host = 1, gone = True",

@@ -44,6 +44,13 @@ class NetworkOptions:
             metavar="TEXT",
         ),
     ] = None
+    slow: Annotated[
+        list[str] | None,
+        _option(
+            'Holds a host\'s processes to a share of one core: "2=25%". Again, or after a comma, for another.',
+            metavar="HOST=SHARE",
+        ),
+    ] = None
     scenario: Annotated[
         Path | None, _option("Changes over time, a TOML file of events: see the guide.", metavar="FILE")
     ] = None
@@ -64,22 +71,24 @@ class NetworkOptions:
             ArgumentError: an option is wrong, or has no meaning without another.
         """
         from penstock.fabric.network.background import parse_background
+        from penstock.fabric.network.holdback import parse_slow
         from penstock.fabric.network.network import Network
         from penstock.fabric.network.parse import parse_link
         from penstock.fabric.network.scenario import read_scenario
         from penstock.fabric.network.topology import Topology, parse_own
 
+        slow = parse_slow(self.slow or (), hosts)
         if self.link is None:
-            without = [option for option in self.given() if option != "--link"]
+            without = [option for option in self.given() if option not in ("--link", "--slow")]
             if without:
                 raise ArgumentError(
                     f"{without[0]} needs --link: without it hosts are joined as fast as the machine can; give --link "
                     "1gbit, for example"
                 )
-            return Network(hosts)
+            return Network(hosts, slow=slow)
         topology = Topology(parse_link(self.link), parse_own(self.link_of or (), hosts), self.link_seed or 0)
         background = tuple(self.background or ())
         for text in background:
             parse_background(text, hosts)
         events = () if self.scenario is None else read_scenario(self.scenario, topology, hosts)
-        return Network(hosts, topology, self.shaper or "auto", background, events)
+        return Network(hosts, topology, self.shaper or "auto", background, slow, events)

@@ -94,12 +94,13 @@ def _delays(network: Network, how: RunOptions) -> bool:
     """
     from penstock.fabric.network.checks import why_not
 
-    if network.topology is None:
+    if network.topology is None and not network.slow:
         return False
     reason = why_not()
     if reason is None:
         return False
-    if not network.topology.is_plain or network.background or network.events or network.shaper != "auto":
+    more = network.background or network.slow or network.events or network.shaper != "auto"
+    if network.topology is None or not network.topology.is_plain or more:
         raise FabricError(f"{reason.partition('. ')[0]}; without emulated hosts, only a rate can be kept")
     if how.algorithm == ENGINE:
         raise ArgumentError(f"{reason}, which torch.distributed's own collectives cannot take: leave --link out")
@@ -261,7 +262,7 @@ def _as_host(spec: Spec, output: Output) -> None:
 @contextmanager
 def _machines(network: Network | None) -> Iterator[Machines | None]:
     """Namespaces, where a link is asked for."""
-    if network is None or network.topology is None:
+    if network is None or (network.topology is None and not network.slow):
         yield None
         return
     with network.machines() as machines:

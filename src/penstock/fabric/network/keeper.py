@@ -4,11 +4,13 @@ This file is also run as a program of its own, in a session of its own, so it ne
 
 All that an emulation leaves outside of itself are names of network namespaces, `penstock-PID-START-SUBNET-h0`, ...,
 `-switch`. PID and START (its start in clock ticks since boot) are the maker's, so the name alone tells whether the
-maker still lives, and no file has to be kept for it. Devices, queues and addresses die with the namespaces.
+maker still lives, and no file has to be kept for it. Devices, queues and addresses die with the namespaces. A slow host
+may also have a cgroup, `penstock-PID-START-SUBNET-h0-cpu`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import select
@@ -30,6 +32,7 @@ SECONDS = 10.0
 """How long processes get to die of SIGKILL before their namespaces go without them."""
 
 _NAME = re.compile(r"(penstock-(\d+)-(\d+)-\d+)-(?:h\d+|switch)")
+_GROUP = re.compile(r"(penstock-(\d+)-(\d+)-\d+)-h\d+-cpu")
 
 
 def names_of(emulation: str | None = None) -> list[str]:
@@ -42,9 +45,51 @@ def names_of(emulation: str | None = None) -> list[str]:
     return [name for owner, name in found if emulation in (None, owner)]
 
 
+def group_name(emulation: str, host: int) -> str:
+    """Of the cgroup that holds a host's processor time back."""
+    return f"{emulation}-h{host}-cpu"
+
+
+def groups_of(emulation: str | None = None) -> list[Path]:
+    """The cgroups of an emulation, or of all of them, wherever in the hierarchies their makers stood."""
+    found = []
+    for _, place, _ in group_mounts():
+        for folder, names, _ in os.walk(place):
+            matches = [match for name in names if (match := _GROUP.fullmatch(name))]
+            found += [Path(folder, match[0]) for match in matches if emulation in (None, match[1])]
+    return found
+
+
+def group_mounts(mounts: Path = Path("/proc/self/mountinfo")) -> list[tuple[int, Path, str]]:
+    """Hierarchies of cgroups that divide processor time: the version, where it is mounted, and from which cgroup on."""
+    try:
+        lines = mounts.read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        mount, _, system = line.partition(" - ")
+        kind, *_, options = system.split(" ")
+        # A space, a tab, a line's end or a backslash in a path is written as in C.
+        root, place = (re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), path) for path in mount.split()[3:5])
+        if kind == "cgroup2" and "cpu" in words_of(Path(place, "cgroup.controllers")):
+            found.append((2, Path(place), root))
+        elif kind == "cgroup" and "cpu" in options.split(","):
+            found.append((1, Path(place), root))
+    return found
+
+
+def words_of(path: Path) -> list[str]:
+    """Of a file of the kernel's; none if it is not there."""
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []
+
+
 def emulation_of(name: str) -> str:
-    """The emulation that a namespace belongs to."""
-    match = _NAME.fullmatch(name)
+    """The emulation that a namespace or a cgroup belongs to."""
+    match = _NAME.fullmatch(name) or _GROUP.fullmatch(name)
     assert match is not None, name
     return match[1]
 
@@ -65,7 +110,7 @@ def started(pid: int) -> int | None:
 
 
 def remove(emulation: str) -> list[str]:
-    """Kills every process of an emulation and deletes its namespaces. Returns the names that it deleted.
+    """Kills every process of an emulation and deletes its namespaces and cgroups. Returns the names that it deleted.
 
     It looks again until there is nothing: a command that its maker had started may make one more meanwhile.
     """
@@ -73,25 +118,28 @@ def remove(emulation: str) -> list[str]:
     deadline = time.monotonic() + SECONDS
     quiet = 0
     while quiet < 2:
-        names = names_of(emulation)
-        processes = set(_processes(emulation, names))
+        names, groups = names_of(emulation), groups_of(emulation)
+        processes = set(_processes(emulation, names, groups))
         late = time.monotonic() > deadline
-        if (not names and not processes) or (late and not names):
+        if not names and not groups and (not processes or late):
             quiet += 1
         else:
             quiet = 0
+            _free(groups)
             _kill(processes)
             if not processes or late:
                 removed += [name for name in names if _delete(name)]
+                removed += [group.name for group in groups if _delete_group(group)]
                 if late:
                     break
-                continue
+                if not groups:  # in one something may still end
+                    continue
         time.sleep(0.02)
     return removed
 
 
-def _processes(emulation: str, names: Iterable[str]) -> Iterator[int]:
-    """Those in the namespaces, and those that carry the mark."""
+def _processes(emulation: str, names: Iterable[str], groups: Iterable[Path]) -> Iterator[int]:
+    """Those in the namespaces and cgroups, and those that carry the mark."""
     places = set()
     for name in names:
         try:
@@ -100,11 +148,12 @@ def _processes(emulation: str, names: Iterable[str]) -> Iterator[int]:
         except OSError:  # deleted meanwhile
             continue
     places.discard(_place("self"))  # a name whose namespace was never attached, or one that we stand in
+    held = {pid for group in groups for pid in words_of(group / "cgroup.procs")}
     mark = f"{MARK}={emulation}".encode()
     for pid in os.listdir("/proc"):
         if not pid.isdigit() or int(pid) == os.getpid():
             continue
-        if _place(pid) in places or mark in _environment(pid):
+        if pid in held or _place(pid) in places or mark in _environment(pid):
             yield int(pid)
 
 
@@ -131,6 +180,15 @@ def _kill(processes: Iterable[int]) -> None:
             continue
 
 
+def _free(groups: Iterable[Path]) -> None:
+    """Gives cgroups all the time there is: to die takes time too, 600 MB at a share of 0.1% more than `SECONDS`."""
+    for group in groups:
+        for name, unlimited in (("cpu.max", "max"), ("cpu.cfs_quota_us", "-1")):
+            if (group / name).exists():
+                with contextlib.suppress(OSError):  # deleted meanwhile
+                    (group / name).write_text(unlimited)
+
+
 def tool(name: str) -> str | None:
     """The path of a program of the system's."""
     return shutil.which(name, path=os.pathsep.join(PATHS))
@@ -139,6 +197,14 @@ def tool(name: str) -> str | None:
 def _delete(name: str) -> bool:
     done = subprocess.run([tool("ip") or "ip", "netns", "delete", name], capture_output=True, check=False)
     return done.returncode == 0
+
+
+def _delete_group(group: Path) -> bool:
+    try:
+        group.rmdir()
+    except OSError:  # something still ends in it
+        return False
+    return True
 
 
 def main(emulation: str, maker: int) -> int:
@@ -161,7 +227,7 @@ def main(emulation: str, maker: int) -> int:
     if os.getppid() == maker:
         waiting.poll()
     remove(emulation)
-    return 1 if names_of(emulation) else 0
+    return 1 if names_of(emulation) or groups_of(emulation) else 0
 
 
 if __name__ == "__main__":

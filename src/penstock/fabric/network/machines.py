@@ -7,9 +7,6 @@ measured of the links stands in link.py.
 
 from __future__ import annotations
 
-import errno
-import ipaddress
-import json
 import os
 import socket
 import subprocess
@@ -20,9 +17,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from penstock.errors import ArgumentError, FabricError
-from penstock.fabric.network import keeper
+from penstock.fabric.network import keeper, subnets
 from penstock.fabric.network.background import parse_background
 from penstock.fabric.network.checks import why_not
+from penstock.fabric.network.holdback import Means, check_slow, hold_back
 from penstock.fabric.network.inside import within
 from penstock.fabric.network.link import Link
 from penstock.fabric.network.netem import netem
@@ -35,8 +33,6 @@ INTERFACE = "eth0"
 """The one that a host has beside lo."""
 MOST = 200
 """Hosts of one emulation: a subnet has addresses for 254."""
-
-_SUBNETS = ipaddress.IPv4Network("10.64.0.0/10")
 
 
 class Machines:
@@ -63,6 +59,7 @@ class Machines:
         congestion_control: str | None = None,
         shaper: str = AUTO,
         background: Sequence[str] = (),
+        slow: Mapping[int, float] | None = None,
         changes: bool = False,
     ) -> None:
         """
@@ -72,11 +69,12 @@ class Machines:
             congestion_control: of TCP between the hosts; None: as the kernel has it.
             shaper: what shapes the links, one of `shapers.SHAPERS`.
             background: traffic of neighbours, as texts (background.py).
+            slow: hosts whose processes get no more than this share of one core's time, all together (holdback.py).
             changes: whether `change` and `lose` will be called.
 
         Raises:
-            ArgumentError: too few or too many hosts, a link of a host that is not there, or a congestion control that
-                the kernel has not.
+            ArgumentError: too few or too many hosts, a link of a host that is not there, a congestion control that the
+                kernel has not, a slow host that is not there or a share that is none.
         """
         if not 1 <= hosts <= MOST:
             raise ArgumentError(f"{hosts} hosts are asked for: give 1 to {MOST}")
@@ -101,13 +99,20 @@ class Machines:
             else None
         )
         self._switch: Switch | None = None
+        self.slow = check_slow(slow or {}, hosts)
         self.id = ""
         self.hosts: tuple[str, ...] = ()
         self.addresses: tuple[str, ...] = ()
-        self.network = _SUBNETS
+        self.network = subnets.ALL
         self._count = hosts
         self._maker = 0
         self._keeper: subprocess.Popen[bytes] | None = None
+        self._means: Means | None = None
+
+    @property
+    def held_back_by(self) -> str | None:
+        """What holds the slow hosts back; None where none is slow, and before they are made."""
+        return None if self._means is None else self._means.name
 
     def __enter__(self) -> Self:
         """Makes the hosts.
@@ -123,15 +128,19 @@ class Machines:
             self.shaper = choose(self.topology, self._count, self._wanted, self._only_switch)
             self.topology = self.shaper.topology
         self._maker = os.getpid()
-        number, claim = _claim_subnet()
+        number, claim = subnets.claim()
         with claim:
             self.id = f"penstock-{self._maker}-{keeper.started(self._maker)}-{number}"
             self.hosts = tuple(f"{self.id}-h{host}" for host in range(self._count))
-            self.network = _subnet(number)
+            self.network = subnets.subnet(number)
             self.addresses = tuple(str(self.network[host + 1]) for host in range(self._count))
             self._keeper = _start_keeper(self.id, claim)
         try:
+            # Before the hosts, so that nothing of them is made where they cannot be held back.
+            self._means = hold_back(self.id, self.slow) if self.slow else None
             self._make()
+            if self._means is not None:
+                self._means.start()
         except BaseException:
             self.close()
             raise
@@ -146,7 +155,7 @@ class Machines:
         """Kills what still runs in the hosts, and takes them down. May be called again.
 
         Raises:
-            FabricError: something is left.
+            FabricError: something is left, or a slow host has not been held back all the time.
         """
         if self._keeper is None or os.getpid() != self._maker:  # nothing of a process that was forked from the maker
             return
@@ -155,19 +164,30 @@ class Machines:
             self._switch = None
         process = self._keeper
         assert process.stdin is not None
+        failed = None if self._means is None else self._means.failed()
         process.stdin.close()
         status = process.wait()
         self._keeper = None
         if status:  # it was killed itself, or could not
             keeper.remove(self.id)
+        if self._means is not None:
+            self._means.close()
         left = keeper.names_of(self.id)
         if left:
             raise FabricError(f"{', '.join(left)} cannot be removed: try `ip netns delete {left[0]}`")
+        groups = [str(group) for group in keeper.groups_of(self.id)]
+        if groups:
+            raise FabricError(f"{', '.join(groups)} cannot be removed: try `rmdir {groups[0]}`")
+        if failed is not None:
+            raise FabricError(failed)
 
     def command(self, host: int, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> list[str]:
         """What to start for `argv` to run on a host, with `environment` beside what `variables` gives."""
         added = [f"{name}={value}" for name, value in {**self.variables(), **(environment or {})}.items()]
-        return [_tool("ip"), "netns", "exec", self.hosts[host], "env", *added, *argv]
+        entering = [_tool("ip"), "netns", "exec", self.hosts[host], "env", *added]
+        if host in self.slow and self._means is not None:
+            return self._means.command(host, entering, argv)
+        return [*entering, *argv]
 
     def variables(self) -> dict[str, str]:
         """The environment of a process on a host: gloo and its kind are told which interface to use."""
@@ -234,6 +254,8 @@ class Machines:
             "seed": None if topology is None else topology.seed,
             "mtu": self._mtu,
             "background": list(self.background),
+            "slow": {str(host): share for host, share in self.slow.items()},
+            "held_back_by": self.held_back_by,
             "congestion_control": self.congestion_control,
         }
 
@@ -331,10 +353,11 @@ class Machines:
 def clean(force: bool = False) -> list[str]:
     """Removes what emulations have left whose maker is gone; with `force`, also those that run.
 
-    Returns the names of the namespaces removed. Nothing but names of emulations is touched.
+    Returns the names of the namespaces and cgroups removed. Nothing but names of emulations is touched.
     """
     removed: list[str] = []
-    for emulation in sorted({keeper.emulation_of(name) for name in keeper.names_of()}):
+    found = [*keeper.names_of(), *(group.name for group in keeper.groups_of())]
+    for emulation in sorted({keeper.emulation_of(name) for name in found}):
         if force or not keeper.maker_lives(emulation):
             removed += keeper.remove(emulation)
     return removed
@@ -359,40 +382,6 @@ def _check_congestion_control(name: str) -> None:
 
 def _tool(name: str) -> str:
     return keeper.tool(name) or name
-
-
-def _subnet(number: int) -> ipaddress.IPv4Network:
-    return ipaddress.IPv4Network((int(_SUBNETS.network_address) + 256 * number, 24))
-
-
-def _claim_subnet() -> tuple[int, socket.socket]:
-    """A subnet that neither this machine nor another emulation uses, and what holds it until it is closed.
-
-    The claim is an abstract socket's name: the kernel gives it to one only, and frees it when that one ends.
-    """
-    used = _routes()
-    for number in range(_SUBNETS.num_addresses // 256):
-        network = _subnet(number)
-        if any(network.overlaps(other) for other in used):
-            continue
-        claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        try:
-            claim.bind(f"\0penstock-fabric-{network.network_address}")
-        except OSError as error:
-            claim.close()
-            if error.errno != errno.EADDRINUSE:
-                raise
-            continue
-        return number, claim
-    raise FabricError(f"every subnet of {_SUBNETS} is in use: end an emulation, or run `penstock fabric clean`")
-
-
-def _routes() -> list[ipaddress.IPv4Network]:
-    """What this machine reaches by a route of its own."""
-    line = [_tool("ip"), "-4", "-json", "route", "show", "table", "all"]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
-    given = [str(route.get("dst", "default")) for route in json.loads(done.stdout or "[]")]
-    return [ipaddress.IPv4Network(target, strict=False) for target in given if target[0].isdigit()]
 
 
 def _start_keeper(emulation: str, claim: socket.socket) -> subprocess.Popen[bytes]:

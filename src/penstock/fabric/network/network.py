@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from penstock.fabric.network.director import Played, playing
 from penstock.fabric.network.machines import Machines
 from penstock.fabric.network.scenario import Event
 from penstock.fabric.network.shapers import AUTO
@@ -22,6 +20,7 @@ class Network:
         topology: their links; None: as fast as the machine can.
         shaper: what is to shape them, one of `shapers.SHAPERS`.
         background: neighbours' traffic, as texts (background.py).
+        slow: hosts that are held back, and their shares of one core.
         events: of the scenario.
     """
 
@@ -29,6 +28,7 @@ class Network:
     topology: Topology | None = None
     shaper: str = AUTO
     background: tuple[str, ...] = ()
+    slow: Mapping[int, float] = field(default_factory=dict)
     events: tuple[Event, ...] = ()
 
     def machines(self) -> Machines:
@@ -42,11 +42,6 @@ class Network:
             self.topology,
             shaper=self.shaper,
             background=self.background,
+            slow=self.slow,
             changes=bool(self.events),
         )
-
-    @contextmanager
-    def playing(self, machines: Machines, step: Callable[[], int]) -> Iterator[Played]:
-        """Plays the scenario while the block runs; see `director.playing`."""
-        with playing(machines, self.events, step) as played:
-            yield played

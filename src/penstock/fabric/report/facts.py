@@ -96,7 +96,7 @@ def facts(run: Run, results: dict[str, Any]) -> list[tuple[str, str]]:
 def network(run: Run) -> list[tuple[str, str]]:
     """What shaped the links, where it is more than a rate; what the switch did, and what changed."""
     described = run.record.get("network")
-    if not described or described["shaper"] in (None, "tbf"):
+    if not described or (described["shaper"] in (None, "tbf") and not described["slow"]):
         return []
     happened = [str(Happened(**one)) for one in run.record.get("happened") or ()]
     return network_facts(described, told=run.record.get("switch"), happened=happened)

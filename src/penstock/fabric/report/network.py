@@ -62,6 +62,10 @@ def network_facts(described: Told, *, told: Told | None = None, happened: Sequen
         made += f" (priority: {told['priority']})" if "priority" in told else ""
     found = [("network", f"{described['hosts']} hosts, {made}")]
     found += [(f"host {host}", f"link {text}") for host, text in sorted(described["own"].items())]
+    found += [
+        (f"host {host}", f"held to {share:.4g} of a core, by {described['held_back_by']}")
+        for host, share in sorted(described["slow"].items())
+    ]
     found += [("neighbour", text) for text in described["background"]]
     found += [("", remark) for remark in described["remarks"]]
     found += [("change", text) for text in happened]

@@ -96,7 +96,7 @@ class Decided:
         for direction in short or [int(np.argmin(left))]:
             draws, count = self._draws[direction], int(BLOCK - left[direction])
             if draws is not None and count >= AT_ONCE:
-                self._fill(direction, draws, count)
+                self._fill(int(direction), draws, count)
 
     def _fill(self, direction: int, draws: Draws, count: int) -> None:
         line, ring = self._t.lines[direction], self._t.draws[direction]

@@ -1,0 +1,510 @@
+"""Slow hosts: their processes get the share of one core that was asked for, others all of it, and nothing is left."""
+
+import contextlib
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import ArgumentError, FabricError
+from penstock.fabric.network import holdback, keeper
+from penstock.fabric.network.checks import why_not
+from penstock.fabric.network.holdback import LEAST_SHARE, GroupsV1, GroupsV2, Means, Signals, parse_slow, quota
+from penstock.fabric.network.machines import Machines, clean
+
+_MISSING = why_not()
+hosts_needed = pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))
+every_means = pytest.mark.parametrize("means", [GroupsV2, GroupsV1, Signals], indirect=True)
+groups_only = pytest.mark.parametrize("means", [GroupsV2, GroupsV1], indirect=True)
+
+PYTHON = [sys.executable, "-I", "-S", "-c"]
+BUSY = "import os; print(os.getpid(), flush=True)\nwhile True: pass"
+FAMILY = """
+import os, time
+pids = [os.getpid()]
+for _ in range(5):
+    pids.append(os.fork())
+    end = time.process_time() + 0.007
+    while pids[-1] == 0 or time.process_time() < end:
+        pass
+print(*pids, flush=True)
+while True: pass
+"""
+FORKING = f"echo $$; while :; do {sys.executable} -I -S -c 1; done"
+MAKER = """
+import subprocess, sys, time
+from penstock.fabric.network import holdback
+from penstock.fabric.network.machines import Machines
+holdback.MEANS = (getattr(holdback, sys.argv[1]),)
+with Machines(2, slow={1: 0.05}) as made:
+    line = made.command(1, [sys.executable, "-I", "-S", "-c", "print(flush=True)\\nwhile True: pass"])
+    busy = subprocess.Popen(line, stdout=subprocess.PIPE, start_new_session=True)
+    busy.stdout.readline()
+    ours = [process.pid for process in getattr(made._means, "_processes", {}).values()]
+    print(made.id, made._keeper.pid, busy.pid, *ours, flush=True)
+    if "raise" in sys.argv:
+        raise RuntimeError("planned")
+    if "end" not in sys.argv:
+        time.sleep(300)
+"""
+
+
+@pytest.fixture
+def means(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[Means]:
+    """The only one that is tried; the test is skipped where it does not work."""
+    asked: type[Means] = request.param
+    emulation = f"penstock-{os.getpid()}-{keeper.started(os.getpid())}-99999"
+    try:
+        asked(emulation, {0: 0.5})
+    except OSError as error:
+        pytest.skip(f"{asked.name}: {error}")
+    keeper.remove(emulation)
+    assert keeper.groups_of(emulation) == []
+    monkeypatch.setattr(holdback, "MEANS", (asked,))
+    return asked
+
+
+def _wait(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline, "not within 60 s"
+        time.sleep(0.02)
+
+
+def _fields(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def _state(pid: int) -> str:
+    return _fields(pid)[0]
+
+
+def _used(pids: list[int]) -> float:
+    """Processor seconds of processes and of the children that they have waited for."""
+    ticks = sum(int(field) for pid in pids for field in _fields(pid)[11:15])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _prefer(emulation: str, pids: Iterable[int]) -> None:
+    """Gives these more than others on a machine that has much to do: only the quota shall hold them back."""
+    for pid in pids:
+        os.setpriority(os.PRIO_PROCESS, pid, -15)
+        session = Path(f"/proc/{pid}/autogroup")  # each session is weighed as one, where the kernel is made so
+        if session.exists():
+            session.write_text("-15")
+    for group in keeper.groups_of(emulation):
+        for name, weight in (("cpu.shares", "100000"), ("cpu.weight", "10000")):
+            if (group / name).exists():
+                (group / name).write_text(weight)
+
+
+@contextlib.contextmanager
+def _running(line: list[str]) -> Iterator[list[int]]:
+    """A command that first prints the ids of its processes: whoever starts it has the first, to wait for or to kill."""
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        try:
+            pids = [int(word) for word in process.stdout.readline().split()]
+            assert pids[0] == process.pid
+            yield pids
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+# -- the share --------------------------------------------------------------------------------------------------------
+
+
+@hosts_needed
+@every_means
+@pytest.mark.parametrize("work", [[*PYTHON, FAMILY], ["/bin/sh", "-c", FORKING]], ids=["family", "short children"])
+def test_a_slow_host_gets_its_share_and_another_is_not_held_back(means: type[Means], work: list[str]) -> None:
+    share = 0.25
+    with Machines(2, slow={1: share}) as made:
+        assert made.held_back_by == means.name
+        with _running(made.command(1, work)) as slow, _running(made.command(0, [*PYTHON, BUSY])) as free:
+            _prefer(made.id, [*slow, *free])
+            start, slow_before, free_before = time.monotonic(), _used(slow), _used(free)
+            while True:
+                time.sleep(0.1)
+                free_used = _used(free) - free_before
+                slow_used = _used(slow) - slow_before
+                elapsed = time.monotonic() - start
+                # Where others leave this test little, it takes a while to see that both get on.
+                progress = slow_used >= 0.2 * share * elapsed and free_used > 1.3 * share * elapsed
+                if (elapsed > 2 and progress) or elapsed > 60:
+                    break
+        assert slow_used <= 1.25 * share * elapsed
+        assert progress
+
+
+@hosts_needed
+@every_means
+def test_commands_that_follow_each_other_share_the_share(means: type[Means]) -> None:
+    share, used = 0.25, "import time\nwhile time.process_time() < 0.1: pass"
+    with Machines(1, slow={0: share}) as made:
+        start, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        while time.monotonic() < start + 2:
+            with subprocess.Popen(made.command(0, [*PYTHON, used]), start_new_session=True) as process:
+                _prefer(made.id, [process.pid])
+            assert process.returncode == 0
+        elapsed, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime <= 1.25 * share * elapsed
+
+
+@hosts_needed
+@groups_only
+def test_a_command_is_in_the_group_with_all_that_it_starts(means: type[Means]) -> None:
+    with Machines(2, slow={1: 0.5}) as made:
+        (group,) = keeper.groups_of(made.id)
+        line = made.command(
+            1, ["/bin/sh", "-c", 'cat /proc/self/cgroup "$1"; echo $MORE', "sh", "/dev/null"], {"MORE": "a b"}
+        )
+        done = subprocess.run(line, check=True, capture_output=True, text=True)
+        assert f"/{group.name}\n" in done.stdout
+        assert done.stdout.endswith("\na b\n")
+        line = made.command(0, ["cat", "/proc/self/cgroup"])
+        assert group.name not in subprocess.run(line, check=True, capture_output=True, text=True).stdout
+        group.rmdir()
+        line = made.command(1, ["echo", "not held back"])
+        done = subprocess.run(line, check=False, capture_output=True, text=True)
+        assert done.returncode != 0
+        assert done.stdout == ""
+        with pytest.raises(FabricError, match="host 1 was not held back until the end"):
+            made.close()
+
+
+@hosts_needed
+@pytest.mark.parametrize("means", [Signals], indirect=True)
+def test_a_command_waits_for_the_process_that_holds_it_back(means: type[Means]) -> None:
+    with Machines(1, slow={0: 0.5}) as made:
+        assert isinstance(made._means, Signals)
+        ours = made._means._processes[0].pid
+        os.kill(ours, signal.SIGSTOP)
+        _wait(lambda: _state(ours) == "T")
+        with subprocess.Popen(made.command(0, ["echo", "hello"]), stdout=subprocess.PIPE, text=True) as process:
+            _wait(lambda: _state(process.pid) == "T")
+            assert select.select([process.stdout], [], [], 0.1)[0] == []
+            os.kill(ours, signal.SIGCONT)
+            assert process.communicate(timeout=60)[0] == "hello\n"
+
+
+@hosts_needed
+@pytest.mark.parametrize("means", [Signals], indirect=True)
+def test_a_host_whose_holder_is_lost_is_named(means: type[Means]) -> None:
+    with Machines(2, slow={1: 0.5}) as made:
+        assert isinstance(made._means, Signals)
+        process = made._means._processes[1]
+        process.kill()
+        process.wait()
+        with pytest.raises(FabricError, match="host 1 was not held back until the end"):
+            made.close()
+    assert keeper.names_of(made.id) == []
+
+
+@hosts_needed
+@groups_only
+def test_a_quota_that_somebody_changed_is_named(means: type[Means]) -> None:
+    made = Machines(2, slow={1: 0.5})
+    with pytest.raises(FabricError, match=r"host 1 was not held back until the end: \S+-h1-cpu/cpu\.\S+ says"), made:
+        keeper._free(keeper.groups_of(made.id))
+    assert keeper.names_of(made.id) == keeper.groups_of(made.id) == []
+
+
+# -- what is left -----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _maker(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str, list[int]]]:
+    """A process with a busy slow host: it, its emulation, and its keeper, the busy one, others of ours."""
+    line = [sys.executable, "-c", MAKER, *arguments]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert process.stdout is not None
+    with process, process.stdout as answer:
+        try:
+            emulation, *pids = answer.readline().split()
+            yield process, emulation, [int(pid) for pid in pids]
+        finally:
+            process.kill()
+    _wait(lambda: not keeper.names_of(emulation) and not keeper.groups_of(emulation))
+
+
+@hosts_needed
+@every_means
+@pytest.mark.parametrize("how", ["end", "raise", signal.SIGKILL, signal.SIGINT])
+def test_nothing_of_a_slow_host_outlives_the_maker(means: type[Means], how: signal.Signals | str) -> None:
+    with _maker(means.__name__, *[how] if isinstance(how, str) else []) as (process, emulation, pids):
+        if isinstance(how, signal.Signals):
+            assert len(keeper.groups_of(emulation)) == (means is not Signals)
+            assert len(pids) == 2 + (means is Signals)
+            process.send_signal(how)
+        process.wait(60)
+        _wait(lambda: not keeper.names_of(emulation) and not keeper.groups_of(emulation))
+        _wait(lambda: all(keeper.started(pid) is None for pid in pids))
+
+
+@hosts_needed
+@groups_only
+def test_a_command_that_has_joined_the_group_but_not_yet_the_host_is_ended_too(means: type[Means]) -> None:
+    with Machines(2, slow={1: 0.5}) as made:
+        assert made._means is not None
+        process = subprocess.Popen(made._means.command(1, ["sleep", "300"], []))
+        (group,) = keeper.groups_of(made.id)
+        _wait(lambda: str(process.pid) in (group / "cgroup.procs").read_text().split())
+    assert process.wait(60) == -signal.SIGKILL
+    assert keeper.groups_of(made.id) == []
+
+
+@hosts_needed
+@every_means
+def test_clean_removes_a_slow_host_whose_maker_and_keeper_were_killed(means: type[Means]) -> None:
+    with _maker(means.__name__) as (living, alive, _), _maker(means.__name__) as (process, emulation, pids):
+        os.kill(pids[0], signal.SIGKILL)
+        process.kill()
+        process.wait()
+        groups = keeper.groups_of(emulation)
+        names = [f"{emulation}-h0", f"{emulation}-h1", f"{emulation}-switch"]
+        assert keeper.names_of(emulation) == names
+        assert set(clean()) >= {*names, *(group.name for group in groups)}
+        assert keeper.names_of(emulation) == keeper.groups_of(emulation) == []
+        assert not any(group.exists() for group in groups)
+        _wait(lambda: all(keeper.started(pid) is None for pid in pids))
+        assert len(keeper.names_of(alive)) == 3
+        assert len(keeper.groups_of(alive)) == (means is not Signals)
+        assert living.poll() is None
+
+
+@hosts_needed
+@groups_only
+def test_clean_knows_groups_by_their_names(means: type[Means]) -> None:
+    ended = subprocess.run([*PYTHON, "import os; print(os.getpid())"], check=True, capture_output=True, text=True)
+    left = f"penstock-{int(ended.stdout)}-1-77"
+    ours = f"penstock-{os.getpid()}-{keeper.started(os.getpid())}-77"
+    others = [f"{left}-h0", f"{left}-switch-cpu", f"my-{left}-h0-cpu", "penstock-of-somebody-else-h0-cpu"]
+    kept = [keeper.group_name(ours, 0), *others]
+    place = next(place for version, place, _ in keeper.group_mounts() if f"v{version}" in means.name)
+    folders = [place / name for name in (*kept, keeper.group_name(left, 0))]
+    try:
+        for folder in folders:
+            folder.mkdir()
+        assert folders[-1].name in clean()
+        assert [folder.exists() for folder in folders] == [True] * len(kept) + [False]
+    finally:
+        for folder in folders:
+            if folder.exists():
+                folder.rmdir()
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+class _Nothing(Means):
+    name = "by magic"
+
+    def __init__(self, emulation: str, slow: Mapping[int, float]) -> None:
+        raise OSError("there is none")
+
+    def command(self, host: int, entering: object, argv: object) -> list[str]:
+        raise AssertionError
+
+
+@hosts_needed
+def test_where_nothing_works_no_host_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holdback, "MEANS", (_Nothing, _Nothing))
+    monkeypatch.setattr(Machines, "_make", lambda self: pytest.fail("made hosts"))
+    with pytest.raises(FabricError, match=r"no host can be held back .*by magic: there is none; by magic: there"):
+        with Machines(2, slow={1: 0.5}):
+            pass
+
+
+@hosts_needed
+@groups_only
+def test_where_a_group_cannot_be_limited_the_next_means_is_used(
+    means: type[Means], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holdback, "quota", lambda share: (1, 1))
+    with pytest.raises(FabricError, match=r"no host .* held back .*cgroup v\d \(cpu\.\S+\): .*Invalid argument"):
+        Machines(3, slow={1: 0.5, 2: 0.5}).__enter__()
+    monkeypatch.setattr(holdback, "MEANS", (means, Signals))
+    with Machines(3, slow={1: 0.5, 2: 0.5}) as made:
+        assert made.held_back_by == Signals.name
+        assert keeper.groups_of(made.id) == []
+
+
+def test_who_is_not_root_is_told_so_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(holdback, "MEANS", ())
+    with pytest.raises(FabricError, match="root"), Machines(2, slow={1: 0.5}):
+        pass
+
+
+def test_no_slow_host_needs_no_means() -> None:
+    assert Machines(2).held_back_by is None
+    assert Machines(2, slow={}).slow == {}
+
+
+@pytest.mark.parametrize(
+    ("slow", "said"),
+    [
+        ({2: 0.5}, "host 2 is to be slow, but is not there: there are hosts 0 to 1"),
+        ({-1: 0.5}, "host -1"),
+        ({0: 0.0}, r"host 0 is to get 0 \(0%\) of a core: give more than 0"),
+        ({0: -0.1}, "more than 0"),
+        ({0: 1.01}, r"1\.01 \(101%\).*at most 1 \(or 100%\)"),
+        ({0: float("nan")}, "nan"),
+        ({0: 0.0009}, r"0\.09%.*least.*0\.1%"),
+    ],
+)
+def test_slow_hosts_that_are_none(slow: dict[int, float], said: str) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        Machines(2, slow=slow)
+
+
+# -- texts ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("texts", "slow"),
+    [
+        ((), {}),
+        ("2=25%", {2: 0.25}),
+        (["2=0.25"], {2: 0.25}),
+        (["2=.25"], {2: 0.25}),
+        (["3=100%"], {3: 1.0}),
+        (["3=1"], {3: 1.0}),
+        (["3=1.%"], {3: 0.01}),
+        (["0=0.1%"], {0: 0.001}),
+        (["2=25%,0=50%"], {0: 0.5, 2: 0.25}),
+        ([" 2 = 25 % , 0=0.5 "], {0: 0.5, 2: 0.25}),
+        (("2=25%", "1=12.5%,0=50%"), {0: 0.5, 1: 0.125, 2: 0.25}),
+    ],
+)
+def test_texts_of_slow_hosts(texts: str | list[str], slow: dict[int, float]) -> None:
+    assert parse_slow(texts, 4) == slow
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        (["4=25%"], "host 4 is to be slow, but is not there: there are hosts 0 to 3"),
+        (["1=25%", "2=25%,1=50%"], r"'1=50%': host 1 has a share of 25% already"),
+        (["1=25%,1=25%"], "host 1 has a share of 25% already"),
+        (["1=0"], "more than 0"),
+        (["1=0%"], "more than 0"),
+        (["1=100.1%"], r"100\.1%.*at most"),
+        (["1=25"], r"25 \(2500%\) of a core: .*1=25% or 1=0\.25"),
+        (["1=0.05%"], "least that can be kept is 0.1%"),
+        ([""], r"slow host '': give a host and its share of one core, like 2=25% or 2=0\.25"),
+        (["1=25%,"], "slow host ''"),
+        (["25%"], "'25%'"),
+        (["1=-5%"], "'1=-5%'"),
+        (["-1=5%"], "'-1=5%'"),
+        (["1=25%%"], "like 2=25%"),
+        (["1=nan"], "like 2=25%"),
+        (["1=1e-1"], "like 2=25%"),
+        (["1:25%"], "like 2=25%"),
+        (["1.0=25%"], "like 2=25%"),
+        (["host1=25%"], "like 2=25%"),
+        (["1=25% 2=25%"], "like 2=25%"),
+        (["\N{SUPERSCRIPT ONE}=25%"], "like 2=25%"),
+        (["1=" + "9" * 5000], "at most"),
+        (["9" * 5000 + "=25%"], "like 2=25%"),
+    ],
+)
+def test_texts_that_are_none(texts: list[str], said: str) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        parse_slow(texts, 4)
+
+
+def test_one_host_is_not_called_several() -> None:
+    with pytest.raises(ArgumentError, match="there is host 0 alone"):
+        parse_slow("1=25%", 1)
+
+
+# -- cgroups ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"),
+    [
+        (1.0, (10_000, 10_000)),
+        (0.25, (2500, 10_000)),
+        (0.1, (1000, 10_000)),
+        (0.05, (1000, 20_000)),
+        (0.001, (1000, 1_000_000)),
+    ],
+)
+def test_quotas(share: float, expected: tuple[int, int]) -> None:
+    assert quota(share) == expected
+
+
+@given(st.floats(LEAST_SHARE, 1))
+def test_every_share_has_a_quota_that_the_kernel_takes(share: float) -> None:
+    quota_us, period_us = quota(share)
+    assert 1000 <= quota_us <= period_us <= 1_000_000
+    assert quota_us / period_us == pytest.approx(share, rel=1e-3)
+
+
+def test_where_cgroups_are_mounted(tmp_path: Path) -> None:
+    (tmp_path / "a b").mkdir()
+    (tmp_path / "a b" / "cgroup.controllers").write_text("cpuset cpu io\n")
+    (tmp_path / "hybrid").mkdir()
+    (tmp_path / "hybrid" / "cgroup.controllers").write_text("cpuset hugetlb\n")
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(
+        "21 1 0:20 / /sys rw,nosuid shared:7 - sysfs sysfs rw\n"
+        f"30 21 0:26 / {tmp_path}/a\\040b rw shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
+        f"31 21 0:27 / {tmp_path}/hybrid rw - cgroup2 cgroup rw\n"
+        "32 21 0:28 /docker/1f /sys/fs/cgroup/cpu,cpuacct ro - cgroup cgroup rw,cpu,cpuacct\n"
+        "33 21 0:29 / /sys/fs/cgroup/cpuset rw - cgroup cgroup rw,cpuset\n"
+    )
+    expected = [(2, tmp_path / "a b", "/"), (1, Path("/sys/fs/cgroup/cpu,cpuacct"), "/docker/1f")]
+    assert keeper.group_mounts(mounts) == expected
+    assert keeper.group_mounts(tmp_path / "none") == []
+
+
+@pytest.mark.parametrize(
+    ("own", "root", "parent"),
+    [
+        ("/", "/", ""),
+        ("/a.slice/b.slice/c.scope", "/", "a.slice"),
+        ("/d.slice", "/", ""),
+        ("/docker/1f/a.slice", "/docker/1f", "a.slice"),
+        ("/../other", "/", ""),
+        ("/gone", "/", ""),
+    ],
+)
+def test_a_group_of_version_2_stands_where_the_cpu_is_handed_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, root: str, parent: str
+) -> None:
+    for folder, handed in (("", "cpu memory"), ("a.slice", "cpu"), ("a.slice/b.slice", "memory"), ("d.slice", "")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "cgroup.subtree_control").write_text(f"{handed}\n")
+    (tmp_path / "a.slice/b.slice/c.scope").mkdir()
+    monkeypatch.setattr(keeper, "group_mounts", lambda: [(1, Path("/none"), "/"), (2, tmp_path, root)])
+    monkeypatch.setattr(holdback, "_own", lambda version: own)
+    GroupsV2("penstock-1-2-3", {5: 0.25})
+    made = tmp_path / parent / "penstock-1-2-3-h5-cpu"
+    assert keeper.groups_of("penstock-1-2-3") == [made]
+    assert (made / "cpu.max").read_text() == "2500 10000"
+
+
+def test_version_2_is_not_used_where_nothing_hands_the_cpu_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "group_mounts", lambda: [(2, tmp_path, "/")])
+    monkeypatch.setattr(holdback, "_own", lambda version: "/")
+    with pytest.raises(OSError, match="hands the cpu controller down"):
+        GroupsV2("penstock-1-2-3", {5: 0.25})
+    with pytest.raises(OSError, match="no cgroup v1"):
+        GroupsV1("penstock-1-2-3", {5: 0.25})
+    assert list(tmp_path.iterdir()) == []
