@@ -20,8 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parents[1] / "tests" / "fabric"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "fabric"))
 
 import wire
 
@@ -33,6 +32,7 @@ from penstock.fabric.network.record import cpu_usage
 from penstock.fabric.network.switch import client
 from penstock.fabric.network.topology import Topology
 
+HERE = Path(__file__).parent
 KINDS = ("asyncio", "threads", "compiled")
 FREE = "9gbit"
 """More than anything here can carry."""
@@ -87,8 +87,8 @@ def show(row: dict[str, Any]) -> None:
     print(
         f"{row['kind']:9} {row['priority']:9} {row['hosts']} hosts  {row['link']:24}"
         f" {sum(row['goodput_mbit']):6,} mbit ({row['share_of_rate']:4.0%})  {row['frames_per_second']:8,} frames/s "
-        f"{row['cpu_us_per_frame']:5.1f} us each, {row['switch_cpu']:4.0%} of a core; machine {row['machine_busy']:4.0%};"
-        f" late p50 {late['p50']} p99 {late['p99']} worst {late['worst']} us{f'; {lost} not read' if lost else ''}",
+        f"{row['cpu_us_per_frame']:5.1f} us each, {row['switch_cpu']:4.0%} of a core; "
+        f"machine {row['machine_busy']:4.0%}; late p50 {late['p50']} p99 {late['p99']} worst {late['worst']} us{f'; {lost} not read' if lost else ''}",
         flush=True,
     )
 
@@ -103,7 +103,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     print(f"load {os.getloadavg()[0]:.2f}; by a probe this machine passes on ", end="")
-    print(" ".join(f"{shapers.frames_per_second():,.0f}" for _ in range(3)), "frames a second", flush=True)
+    print(
+        " and ".join(f"{shapers.frames_per_second(size):,.0f} frames of {size}" for size in (1514, 9014)),
+        "bytes a second",
+    )
     making.choose = lambda topology, *_: shapers.Shaper("switch", topology)
     rows = []
     for kind, name, hosts, link in itertools.product(given.kinds, given.priorities, given.hosts, given.links):
