@@ -49,7 +49,8 @@ def netem(link: Link, seed: int | None = None, direction: int = 0) -> str:
 def _delay(impairment: Impairment) -> list[str]:
     if not impairment.delay_seconds and not impairment.jitter_seconds:
         return []
-    words = [f"delay {_time(impairment.delay_seconds)}"]
+    # tc takes a distribution beside a delay of more than nothing alone.
+    words = [f"delay {_time(max(impairment.delay_seconds, 1e-9))}"]
     if impairment.jitter_seconds:
         words.append(_time(impairment.jitter_seconds))
         if impairment.distribution != "uniform":

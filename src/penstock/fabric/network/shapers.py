@@ -111,8 +111,8 @@ def _fitted(topology: Topology, hosts: int) -> Shaper:
     if not is_given and needed_then <= carried_then:
         said = (
             f"frames carry {larger.mtu} bytes: with {topology.mtu} all hosts together could send {needed:,.0f} a "
-            f"second with their acknowledgements, and the switch passes on about {carried:,.0f} here (mtu {topology.mtu} in "
-            "the link's text keeps them small)"
+            f"second with their acknowledgements, and the switch passes on about {carried:,.0f} here "
+            f"(mtu {topology.mtu} in the link's text keeps them small)"
         )
         return Shaper("switch", larger, (said,))
     best, needed, carried = (topology, needed, carried) if is_given else (larger, needed_then, carried_then)
