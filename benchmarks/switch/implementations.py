@@ -1,7 +1,7 @@
 """What a switch in user space passes on: asyncio, threads, and the compiled loop; usual and real-time priority.
 
     sudo python benchmarks/switch/implementations.py                  # 20 minutes; wants an idle machine
-    sudo python benchmarks/switch/implementations.py --kinds compiled --hosts 4 --links "1gbit mtu 9000"
+    sudo python benchmarks/switch/implementations.py --hosts 4 --links "100mbit delay 1ms" --busy 4
 
 Hosts stand in a ring, each with one TCP stream to the next. A row is a network of its own; unless it says otherwise a
 link has a delay of 1 ms, and what would be refused is not.
@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import platform
+import subprocess
 import sys
 import threading
 import time
@@ -100,6 +101,7 @@ def main() -> None:
     parser.add_argument("--links", nargs="+", default=LINKS)
     parser.add_argument("--priorities", nargs="+", choices=("real-time", "usual"), default=["real-time", "usual"])
     parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--busy", type=int, default=0, help="processes beside it that want a core each")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     print(f"load {os.getloadavg()[0]:.2f}; by a probe this machine passes on ", end="")
@@ -108,13 +110,23 @@ def main() -> None:
         "bytes a second",
     )
     making.choose = lambda topology, *_: shapers.Shaper("switch", topology)
-    rows = []
+    rows: list[dict[str, Any]] = []
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(given.busy)]
+    try:
+        measure_all(given, rows)
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    if given.json is not None:
+        about = {"kernel": platform.release(), "cores": os.cpu_count(), "python": platform.python_version()}
+        given.json.write_text(json.dumps({"machine": about, "busy": given.busy, "rows": rows}, indent=1) + "\n")
+
+
+def measure_all(given: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     for kind, name, hosts, link in itertools.product(given.kinds, given.priorities, given.hosts, given.links):
         rows.append({**measure(kind, name == "usual", hosts, link, given.seconds), "load": os.getloadavg()[0]})
         show(rows[-1])
-    if given.json is not None:
-        about = {"kernel": platform.release(), "cores": os.cpu_count(), "python": platform.python_version()}
-        given.json.write_text(json.dumps({"machine": about, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
