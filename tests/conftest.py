@@ -8,6 +8,8 @@ from hypothesis import HealthCheck, settings
 
 from distributed.ranks import Ranks
 
+pytest_plugins = ["penstock.testing.fixtures"]
+
 # How long an example takes depends on the machine, so no test fails for being slow.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")

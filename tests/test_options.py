@@ -128,6 +128,8 @@ def options_case() -> dict[str, Callable[[], None]]:
         "compile": compiled,
         "check_finite": check_finite,
         "parallelize": parallelize,
+        # How long it waits is seen over a network that is silent: tests/distributed/test_bad_network.py.
+        "lost_after": lambda: refused(ArgumentError, "lost_after=0: expected seconds, 1 or more", lost_after=0),
     }
 
 

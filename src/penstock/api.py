@@ -5,6 +5,7 @@ The same script runs alone (one process drives all ranks) and under torchrun (ea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -18,6 +19,7 @@ from penstock.partition import Balance
 from penstock.pipe import Pipeline
 from penstock.runtime import batch as batches
 from penstock.runtime import compiled
+from penstock.runtime.board import Patience
 from penstock.runtime.compiled import Compile
 from penstock.runtime.engine import Engine, TransportChoice
 from penstock.runtime.keeping import OffloadChoice, RecomputeChoice
@@ -66,6 +68,7 @@ def pipeline(
     deferred_batch_norm: bool = False,
     compile: Compile = False,
     check_finite: bool = False,
+    lost_after: float = 5.0,
 ) -> Pipeline:
     """Splits a model into stages and makes them ready to train.
 
@@ -107,6 +110,8 @@ def pipeline(
         deferred_batch_norm: batch norms update their running statistics once a step, from the whole batch.
         compile: run each stage through `torch.compile`: True, or a dict of its arguments.
         check_finite: let the step that makes a NaN or Inf raise NonFiniteError. For debugging: every call is looked at.
+        lost_after: seconds without a sign of life after which a rank that another one waits for counts as lost, and
+            the run ends. More than the longest time that the network may be silent.
 
     Raises:
         ArgumentError: an argument is wrong; the text names it and says what to do.
@@ -130,6 +135,8 @@ def pipeline(
     kind = torch.device(devices).type if isinstance(devices, (str, torch.device)) else _device_of(model).type
     if not isinstance(check_finite, bool):
         raise ArgumentError(f"check_finite={check_finite!r}: expected True or False")
+    if isinstance(lost_after, bool) or not isinstance(lost_after, (int, float)) or not 1 <= lost_after < math.inf:
+        raise ArgumentError(f"lost_after={lost_after!r}: expected seconds, 1 or more")
     if compiled.arguments_of(compile) is not None and check_finite:
         raise ArgumentError(
             "check_finite=True looks at every call of a stage, which compiled stages do not show; leave compile= out "
@@ -158,6 +165,7 @@ def pipeline(
             deferred_batch_norm=deferred_batch_norm,
             compile=compile,
             check_finite=check_finite,
+            lost_after=lost_after,
         ),
     )
 
@@ -183,7 +191,8 @@ def build(
             "share_loss out (result.losses are the microbatches' own)"
         )
     devices = [device_of(options.devices, world, rank, current) for rank in range(world.ranks)]
-    engine = Engine(world, devices, torch.initial_seed() if options.seed is None else options.seed, options.transport)
+    seed = torch.initial_seed() if options.seed is None else options.seed
+    engine = Engine(world, devices, seed, options.transport, Patience(stall_seconds=options.lost_after))
     try:
         _check_alike(engine, given.sizes)
         split = SplitModel(

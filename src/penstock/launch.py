@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import logging
 import os
 import secrets
@@ -16,9 +17,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING, Self
 
 from penstock.errors import ArgumentError
 
@@ -28,8 +31,14 @@ AGENT_SECONDS = 4
 LAUNCH_SECONDS = 8.0
 """What `launch` gives the agent to end after a signal, before it kills everything."""
 
+FAILURES = "PENSTOCK_FAILURES"
+"""In the environment of one agent of several: the file in which it leaves its `RankFailure`, in place of saying it."""
+
 _TAG = "PENSTOCK_JOB"
 _PR_SET_PDEATHSIG = 1
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 
 def launch(command: Sequence[str], ranks: int, threads: int | None = None) -> int:
@@ -45,14 +54,13 @@ def launch(command: Sequence[str], ranks: int, threads: int | None = None) -> in
     Returns the exit status of the first rank that failed, with 128 + n for one that was killed by signal n, or 0.
     Raises ArgumentError if that cannot be started.
     """
-    _check(command, ranks, threads)
+    check(command, ranks, threads)
     with job() as environment:
-        if threads is not None or "OMP_NUM_THREADS" not in environment:
-            environment["OMP_NUM_THREADS"] = str(threads or max(1, _cores() // ranks))
+        share_cores(environment, ranks, threads)
         agent = subprocess.Popen(
             agent_command(["--standalone", f"--nproc-per-node={ranks}", *command]),
             env=environment,
-            stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
+            stdin=usual_input(),
             process_group=0,  # a Ctrl-C of the terminal comes to us alone
         )
         try:
@@ -83,12 +91,24 @@ def agent_command(arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "penstock.launch", str(os.getpid()), *arguments]
 
 
-def _check(command: Sequence[str], ranks: int, threads: int | None) -> None:
+def share_cores(environment: dict[str, str], ranks: int, threads: int | None = None) -> None:
+    """Sets the number of threads of each rank, unless the environment has one and none is given."""
+    if threads is not None or "OMP_NUM_THREADS" not in environment:
+        environment["OMP_NUM_THREADS"] = str(threads or max(1, _cores() // ranks))
+
+
+def usual_input() -> int | None:
+    """The standard input of an agent: ours, but never the terminal's, which a group in the background must not read."""
+    return subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None
+
+
+def check(command: Sequence[str], ranks: int, threads: int | None) -> None:
+    """Raises ArgumentError if `launch` cannot start this."""
     if ranks < 1:
         raise ArgumentError(f"ranks is {ranks}, but at least 1 process has to run: give --ranks 2, for example")
     if threads is not None and threads < 1:
         raise ArgumentError(f"threads is {threads}, but a process needs at least 1: give --threads 1, or leave it out")
-    target = command[1:2] if command[:1] == ["-m"] else command[:1]
+    target = command[1:2] if command and command[0] == "-m" else command[:1]
     if not target:
         raise ArgumentError("no script is given: name a Python file, or -m and a module")
     if command[0] == "-m":
@@ -110,7 +130,7 @@ def _wait(agent: subprocess.Popen[bytes], received: Sequence[int]) -> int:
     deadline: float | None = None
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return _shell_status(agent.wait(0.1))
+            return shell_status(agent.wait(0.1))
         if received and deadline is None:
             deadline = time.monotonic() + LAUNCH_SECONDS
         if len(received) > 1 or (deadline is not None and time.monotonic() > deadline):
@@ -156,8 +176,70 @@ def _is_marked(folder: Path, mark: bytes) -> bool:
         return False
 
 
-def _shell_status(exitcode: int) -> int:
+def shell_status(exitcode: int) -> int:
+    """A process's exit status as a shell has it: 128 + n for signal n."""
     return 128 - exitcode if exitcode < 0 else exitcode
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailure:
+    """The first rank that failed under one agent.
+
+    Attributes:
+        rank: of the whole job.
+        exitcode: its exit status, or -n for signal n.
+        at_ns: when it ended, on this machine's clock that only grows: to compare several agents.
+    """
+
+    rank: int
+    exitcode: int
+    at_ns: int
+
+    @property
+    def status(self) -> int:
+        """As the job's own exit status."""
+        return shell_status(self.exitcode)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {how_it_ended(self.exitcode)}"
+
+    @classmethod
+    def read_all(cls, path: Path | str) -> list[Self]:
+        """What agents left in the file that `FAILURES` names."""
+        return [cls(**json.loads(line)) for line in Path(path).read_text().splitlines()]
+
+    def write(self, path: str) -> None:
+        """Adds it to such a file."""
+        with open(path, "a") as file:
+            file.write(json.dumps(asdict(self)) + "\n")
+
+
+def how_it_ended(exitcode: int) -> str:
+    """In words: was killed by SIGKILL; ended with exit status 3."""
+    return f"was killed by {signal.Signals(-exitcode).name}" if exitcode < 0 else f"ended with exit status {exitcode}"
+
+
+class _Ends:
+    """When this process's children ended. torchrun tells it to the second, which is too little to compare agents."""
+
+    def __init__(self) -> None:
+        self._at_ns: dict[int, int] = {}
+        signal.signal(signal.SIGCHLD, self._note)
+        signal.siginterrupt(signal.SIGCHLD, False)  # whoever waits need not know
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(ChildProcessError):
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # torchrun still takes its status
+            if ended is not None:
+                self._at_ns.setdefault(ended.si_pid, time.monotonic_ns())
+
+    def first(self, failures: dict[int, ProcessFailure]) -> RankFailure:
+        """Of those that torchrun has seen, by rank."""
+        now = time.monotonic_ns()
+        found = [
+            RankFailure(rank, failure.exitcode, self._at_ns.get(failure.pid, now)) for rank, failure in failures.items()
+        ]
+        return min(found, key=lambda failure: failure.at_ns)
 
 
 def _agent(launcher: int, arguments: Sequence[str]) -> int:
@@ -171,19 +253,27 @@ def _agent(launcher: int, arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     if "LOGLEVEL" not in os.environ:
-        logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+        # The second has a level of its own. It tells of agents that leave the last barrier before others know it is
+        # passed, which is no error, and happens on slow networks.
+        for name in ("torch.distributed", "torch.distributed.elastic.agent.server.api"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     parsed = torchrun.get_args_parser().parse_args(arguments)
     parsed.shutdown_timeout = AGENT_SECONDS
+    of_several = os.environ.pop(FAILURES, None)
+    ends = _Ends() if of_several else None
     try:
         torchrun.run(parsed)  # type: ignore[no-untyped-call]
     except SignalException as stopped:
         return 128 + stopped.sigval
     except ChildFailedError as failed:
-        rank, failure = failed.get_first_failure()
-        status = failure.exitcode
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
-        print(f"penstock: rank {rank} {how}", file=sys.stderr, flush=True)
-        return _shell_status(status)
+        if ends is not None and of_several is not None:
+            first = ends.first(failed.failures)
+            first.write(of_several)
+        else:
+            rank, failure = failed.get_first_failure()
+            first = RankFailure(rank, failure.exitcode, 0)
+            print(f"penstock: {first}", file=sys.stderr, flush=True)
+        return first.status
     return 0
 
 

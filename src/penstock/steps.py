@@ -25,6 +25,7 @@ from penstock.runtime.outputs import Wanted, bring, code_of
 from penstock.runtime.program import Feed, model_inputs
 from penstock.runtime.split_model import SplitModel
 from penstock.schedule import Schedule, first_microbatches
+from penstock.step_file import announcer
 from penstock.timeline import Timeline
 
 
@@ -55,6 +56,7 @@ class Steps:
         self._order = order
         self._options = options
         self._choices = choices
+        self._announce = announcer()
         engine.streams.first_microbatch = engine.world.replica * order.microbatches
         self.jobs = Jobs(engine, split, self._bind, order.placement.rank_of[0])
         first = self.jobs.add(example, Outline.of(example), training=True).job
@@ -85,6 +87,8 @@ class Steps:
         loss_scale: float = 1.0,
     ) -> StepResult:
         """One step, the `number`-th; see `Pipeline.step`. Whatever ends it ends the other ranks as well."""
+        if training and self._announce is not None:
+            self._announce(number)
         try:
             call = Call(training, code_of(outputs, self.world.ranks), timeline)
             first = self._order.placement.is_first

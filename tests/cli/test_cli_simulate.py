@@ -14,7 +14,7 @@ from command_line import as_json, output, refusal
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.cli._costs import CostOptions
+from penstock.cli._cost_options import CostOptions
 from penstock.cli._outcome import Outcome, format_of
 from penstock.costs import LinkCost, StageCost
 from penstock.schedule import Placement, Schedule, add_communication, generate, generators, names, write_csv

@@ -14,11 +14,13 @@ from command_line import as_json, output, penstock, refusal
 
 from penstock.cli import _live
 from penstock.cli._traffic import TrafficOptions
+from penstock.errors import FabricError
 from penstock.fabric.emulation import coordinate
+from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.network import checks, machines
 from penstock.fabric.presets import preset
 from penstock.fabric.report import page
-from penstock.fabric.samples import RUN, SAMPLES, Run
+from penstock.fabric.samples import RUN, SAMPLES, SPEC, Run
 
 NO_ROOT = "emulated hosts need root; this is user 1000"
 
@@ -59,6 +61,19 @@ WRONG = {
     "--sizes 4 --stall-timeout 0": "stall_seconds is 0.0: expected a time above 0",
     "--trials 5": "what is to be sent? nothing was given: give one of --preset, --model",
     "--sizes 4 --preset mlp": "what is to be sent? --preset and --sizes were given: give one of",
+    "--sizes 4 --algorithm rings": "Known are ring, ring2, halving-doubling, recursive-doubling, tree; engine is",
+    "--preset mlp --hosts 0": "hosts is 0: a network has at least 2",
+    "train --hosts 0": "hosts is 0: a network has at least 2",
+    "--sizes 4 --factor 0": "--factor belongs to --from and --to, and --sizes was given: leave it out",
+    "--sizes 4 --ranks 0": "--ranks belongs to --model",
+    "--sizes 4 --microbatches 0": "--microbatches belongs to --model",
+    "--preset mlp --sharded": "--sharded belongs to --model",
+    "--from 4 --to 64 --factor 0": "factor is 0.0: a sweep grows",
+    "--from 6 --to 64": "a sweep from 6 bytes: a size is a multiple of an element's 4 bytes",
+    "--model m:f --ranks 0": "--ranks 0: a pipeline has 1 or more",
+    "--model m:f --microbatches 0": "--microbatches 0: give 1 or more",
+    "--model m:f --cuts a": "--cuts is of a pipeline's stages, and --ranks is 1",
+    "--model m:f --schedule gpipe": "--schedule is of a pipeline's stages, and --ranks is 1",
     "--preset mlp --factor 3": "--factor belongs to --from and --to, and --preset was given: leave it out",
     "--sizes 4 --cuts a": "--cuts belongs to --model, and --sizes was given",
     "--sizes 4 --trials 3 --epochs 2": "give --trials, or both --batches and --epochs",
@@ -71,6 +86,10 @@ WRONG = {
     "--model m:f --hosts 4 --ranks 3": "--hosts 4 is no multiple of --ranks 3",
     "--model m:f --compute fast": "--compute fast: give none, measure or a number of seconds",
     "--sizes 4 --out taken": "--out taken has a run already",
+    "--sizes 4 --out samples": "--out samples has a run already",
+    "show begun": "the run in begun ended before its hosts had joined, so it has no samples",
+    "compare begun taken": "the run in begun ended before its hosts had joined",
+    "--like begun": "the run in begun ended before its hosts had joined",
     "--sizes 4 --out taken/run.json": "--out taken/run.json: ",
     "--hosts 3 show taken": "--hosts stands in front of show: give show's own options behind it",
     "show nowhere": "nowhere holds no run of penstock fabric",
@@ -84,9 +103,12 @@ WRONG = {
 
 @pytest.fixture
 def taken(folder: Path) -> None:
-    """A folder with something of a run, and an empty one."""
+    """Folders with something of a run, and an empty one."""
     (folder / "taken").mkdir()
     (folder / "taken" / RUN).write_text("{}")
+    for name, file in (("samples", SAMPLES), ("begun", SPEC)):
+        (folder / name).mkdir()
+        (folder / name / file).write_text("{}")
     (folder / "empty").mkdir()
 
 
@@ -108,6 +130,13 @@ def test_a_link_that_cannot_be_read_is_pointed_to(text: str, place: str) -> None
 
 
 @pytest.mark.usefixtures("nothing_is_made")
+@pytest.mark.parametrize("option", ["--compute", "--cuts", "--schedule"])
+def test_an_empty_text_is_an_option_too(option: str) -> None:
+    assert f"{option} belongs to --model" in refusal("fabric", *SIZES, option, "")
+    assert refusal("fabric", "--model", TARGET, "--ranks", "2", option, "")
+
+
+@pytest.mark.usefixtures("nothing_is_made")
 def test_an_unknown_collective_gets_the_names_of_all() -> None:
     done = penstock("fabric", *SIZES, "--collective", "all_reduced")
     assert (done.exit_code, done.stdout) == (2, "")
@@ -117,8 +146,9 @@ def test_an_unknown_collective_gets_the_names_of_all() -> None:
 @pytest.mark.usefixtures("nothing_is_made")
 def test_the_engine_cannot_be_delayed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "why_not", lambda: NO_ROOT)
-    said = refusal("fabric", *SIZES, "--algorithm", "engine", "--link", "100mbit")
-    assert "take a step list (--algorithm ring), or make namespaces with --link, as root" in said
+    for command in (("fabric", *SIZES, "--algorithm", "engine"), ("fabric", "train")):
+        said = refusal(*command, "--link", "100mbit")
+        assert said == f"{NO_ROOT}, which torch.distributed's own collectives cannot take: leave --link out"
 
 
 @pytest.mark.usefixtures("nothing_is_made")
@@ -131,7 +161,42 @@ def test_what_torchrun_has_not_set_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("MASTER_PORT", "2x")
     assert "MASTER_PORT is '2x'" in refusal("fabric", *SIZES)
     monkeypatch.setenv("MASTER_PORT", "29500")
-    assert "--link shapes hosts that are made here" in refusal("fabric", *SIZES, "--link", "1mbit")
+    assert "--link is for hosts that are made here" in refusal("fabric", *SIZES, "--link", "1mbit")
+
+
+# -- runs that end before their first trial -------------------------------------------------------------------------
+
+
+def _ends(monkeypatch: pytest.MonkeyPatch, error: BaseException, *, joined: bool) -> None:
+    """Hosts that end so, whether or not they had found each other."""
+
+    def emulate(spec: Spec, folder: Path, *_: object, **__: object) -> None:
+        spec.write(folder)
+        if joined:
+            record = {"workload": spec.workload.to_dict(), "algorithm": "ring", "backend": "gloo", "hosts": spec.hosts}
+            record |= {"trials": spec.trials, "complete": False, "missing": "host 1 does not answer"}
+            (folder / RUN).write_text(json.dumps(record))
+        raise error
+
+    monkeypatch.setattr(coordinate, "emulate", emulate)
+
+
+def test_why_a_run_ended_in_its_warm_up_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    _ends(monkeypatch, FabricError("host 1 was ended by SIGKILL"), joined=True)
+    done = penstock("fabric", *SIZES, "--hosts", "2", "--trials", "7", "--out", "run")
+    assert (done.exit_code, done.stderr) == (2, "penstock: error: host 1 was ended by SIGKILL\n")
+    assert "0 of 7 trials" in done.stdout
+    assert "missing: host 1 does not answer; 7 of 7 trials" in " ".join(done.stdout.split())
+    assert as_json("fabric", "show", "run")["trials"] == 0
+    assert "has a run already" in refusal("fabric", *SIZES, "--out", "run")
+
+
+def test_a_run_that_is_stopped_before_its_hosts_have_joined_is_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    _ends(monkeypatch, KeyboardInterrupt(), joined=False)
+    said = refusal("fabric", *SIZES, "--out", "run")
+    assert said == "stopped before all hosts had joined; run has no run"
+    assert "Run it again with --out run, which replaces it" in refusal("fabric", "show", "run")
+    assert refusal("fabric", *SIZES, "--out", "run") == said, "nothing is in the way of another one"
 
 
 # -- the bar ----------------------------------------------------------------------------------------------------------
@@ -204,6 +269,7 @@ def test_training_and_its_emulation(runs: Runs) -> None:
     assert (second.start_ns[:, 1:] - second.end_ns[:, :-1] >= np.array(compute_ns)[1:, None]).all()
     assert all((run / "report.html").exists() for run in (runs.training, runs.emulation))
     assert all(name in runs.said for name, _ in sizes)
+    assert [one["host"] for one in runs.printed["environment"]["hosts"]] == ["host 0", "host 1"]
     assert f"{runs.training}: samples.csv, results.json" in runs.said
 
 
@@ -213,8 +279,10 @@ def test_compare(runs: Runs) -> None:
     assert [one["name"] for one in found["transfers"]] == ["fc4", "fc3", "fc2", "fc1"]
     assert all(one["trials"] == [9, 10] for one in (*found["transfers"], found["step"]))
     assert found["only_in_a"] == found["only_in_b"] == []
+    assert set(found["warnings"]) == {"a", "b"}
     said = output("fabric", "compare", str(runs.training), str(runs.emulation), columns=120)
     assert all(name in said for name in ("fc4", "fc1", "step"))
+    assert said.startswith(f"A: {runs.training}\nB: {runs.emulation}\n")
 
 
 @pytest.mark.distributed
@@ -259,6 +327,7 @@ def test_without_root_messages_are_delayed(monkeypatch: pytest.MonkeyPatch, fold
     assert found["transfers"][0]["time_s"]["min"] >= 25000 / 1.25e6
     assert found["environment"]["link"] == "10mbit"
     assert os.listdir("runs") == ["fabric-1"]
+    assert "link 10mbit, by a delaying transport" in output("fabric", "show", "runs/fabric-1")
 
 
 # -- workloads of a model ---------------------------------------------------------------------------------------------
@@ -282,3 +351,13 @@ def test_a_models_gradients_are_as_large_whatever_the_batch() -> None:
     made = TrafficOptions(model=TARGET, microbatches=3).workload(4)
     assert sum(transfer.bytes for transfer in made.transfers) == 3605 * 4
     assert {transfer.collective for transfer in made.transfers} == {"all_reduce"}
+    assert made.name == f"{TARGET}, gradients of Sequential, 4 x 1 hosts"
+
+
+def test_the_two_kinds_of_a_pipelines_traffic_are_labelled() -> None:
+    made = TrafficOptions(model=TARGET, ranks=2).workload(4)
+    assert made.name == f"{TARGET}, pipeline of Sequential, 2 x 2 hosts, 1f1b, 2 microbatches"
+    assert {transfer.kind for transfer in made.transfers} == {"activation", "activation gradient", "gradient"}
+    rings = TrafficOptions(model=TARGET, ranks=2, traffic="gradients").workload(4)
+    assert rings.name == f"{TARGET}, gradients of Sequential, 2 x 2 hosts"
+    assert {(one.kind, one.collective) for one in rings.transfers} == {("gradient", "all_reduce")}

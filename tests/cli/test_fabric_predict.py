@@ -11,6 +11,7 @@ import pytest
 from command_line import as_json, output, refusal
 
 from penstock.fabric.models import closed_form, known_algorithms
+from penstock.fabric.report import page
 from penstock.fabric.samples import HEAD, RUN, SAMPLES
 from penstock.fabric.workload import Transfer, Workload
 
@@ -164,6 +165,18 @@ def test_the_slowest_link_is_the_one_that_counts(tmp_path: Path) -> None:
     run = sweep(tmp_path / "run", sizes=SIZES[:1], links=links)
     fit = as_json("fabric", "predict", run)["collectives"][0]["fit"]
     assert (fit["alpha_seconds"], fit["beta_seconds_per_byte"]) == (5e-4, 1e-6)
+
+
+def test_a_run_without_measured_links_gives_its_fit_to_a_simulation(tmp_path: Path, monkeypatch: Any) -> None:
+    """As of NCCL and of a training, where no links are measured."""
+    monkeypatch.setattr(page, "write_page", lambda *given: None)
+    run = Path(sweep(tmp_path / "run", links=[], backend="gloo"))
+    assert "links.json" in output("fabric", "show", str(run))
+    costs = "simulate --schedule gpipe --ranks 2 --microbatches 1 --forward 1 --backward-input 1 --backward-weight 1"
+    made = as_json(*costs.split(), "--output-bytes", "1e6", "--links", str(run / "links.json"))
+    assert made["makespan"] == pytest.approx(6 + 2 * (ALPHA + 1e6 * BETA), rel=1e-3)
+    few = Path(sweep(tmp_path / "few", links=[], sizes=SIZES[:2], backend="gloo"))
+    assert "links.json" not in output("fabric", "show", str(few))
 
 
 def test_a_run_whose_processors_were_the_limit_is_marked(tmp_path: Path) -> None:

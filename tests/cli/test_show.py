@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from penstock.cli._costs import CostOptions
+from penstock.cli._cost_options import CostOptions
 from penstock.cli._outcome import Outcome
 from penstock.cli._picture import Palette, legend, proportional, slots, style
 from penstock.schedule import Op, Schedule, check, generate, grid, names

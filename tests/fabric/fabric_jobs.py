@@ -11,13 +11,13 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 
-from penstock.fabric.algorithms import algorithms, generate
+from penstock.fabric.algorithms import ENGINE, algorithms, generate
 from penstock.fabric.emulation import clock
 from penstock.fabric.emulation.collectives import Engine, Place, Stepwise, wrong
 from penstock.fabric.emulation.host import _check, _parts
 from penstock.fabric.emulation.joining import Members
 from penstock.fabric.emulation.payload import DTYPES
-from penstock.fabric.emulation.spec import ENGINE, Spec
+from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.emulation.trials import Trials
 from penstock.fabric.emulation.wires import Delayed, Message, Plain, Wire
 from penstock.fabric.steps import Collective, StepList

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distributed.ranks import Ranks
-from penstock.fabric.algorithms import algorithms
+from penstock.fabric.algorithms import ENGINE, algorithms
 from penstock.fabric.emulation import wires
-from penstock.fabric.emulation.spec import ENGINE, Spec
+from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.emulation.wires import Delayed, Message
 from penstock.fabric.steps import Collective
 from penstock.fabric.workload import Transfer, Workload

@@ -201,6 +201,18 @@ def test_settings_that_differ_are_named() -> None:
     assert found.transfers[0].algorithms == ("ring", "tree")
 
 
+def test_what_the_hosts_were_is_a_setting_too() -> None:
+    shaped = [{"interface": "eth0", "kernel": "6.1", "congestion_control": "bbr"}] * 4
+    delayed = [
+        {"interface": "lo", "kernel": "6.1", "congestion_control": one} for one in ("bbr", "cubic", "bbr", "bbr")
+    ]
+    a = run_of(np.full((9, 1), 1e-3), link="100mbit", environment=shaped)
+    b = run_of(np.full((9, 1), 1e-3), link="100mbit", environment=delayed, bytes_per_second=12.5e6)
+    assert compare(a, b).other_settings == {
+        "bytes_per_second": (None, 12.5e6), "interface": ("eth0", "lo"), "congestion_control": ("bbr", None),
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("transfer", [Transfer("t0", 2000), Transfer("x", 1000), Transfer("t0", 1000, "broadcast")])
 def test_runs_with_nothing_in_common_are_refused(transfer: Transfer) -> None:
     with pytest.raises(ArgumentError, match="no transfer in common: A has t0 of 1000 bytes"):

@@ -16,8 +16,8 @@ from penstock.fabric.emulation.coordinate import emulate
 from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.network import keeper
 from penstock.fabric.network.checks import why_not
-from penstock.fabric.network.link import parse_link
 from penstock.fabric.network.machines import Machines
+from penstock.fabric.network.parse import parse_link
 from penstock.fabric.presets import preset
 from penstock.fabric.samples import Run
 from penstock.fabric.workload import Workload
@@ -45,15 +45,16 @@ def test_the_json_of_a_run_on_shaped_hosts(tmp_path: Path) -> None:
     assert {"transfers", "step", "environment"} <= set(found)
     assert [(t["name"], t["bytes"]) for t in found["transfers"]] == [(t.name, t.bytes) for t in preset("mlp").transfers]
     for transfer in found["transfers"]:
-        assert set(transfer) >= OF_A_TRANSFER
         assert (transfer["collective"], transfer["algorithm"], transfer["trials"]) == ("all_reduce", "ring", 3)
     for entry in (*found["transfers"], found["step"]):
+        assert set(entry) >= OF_A_TRANSFER
         times = entry["time_s"]
         assert set(times) == TIMES
         assert [name for name, value in times.items() if value is None] == ["p50", "p90", "p99", "p999"]
         assert 0 < times["min"] <= times["mean"] <= times["max"]
     # No ring is faster than the bytes that each host has to send.
     assert found["transfers"][-1]["time_s"]["min"] > 803840 * 4 / 3 / 25e6 * 0.9
+    assert [host["host"] for host in found["environment"]["hosts"]] == ["host 0", "host 1", "host 2"]
     assert {host["qdiscs"] != "" for host in found["environment"]["hosts"]} == {True}
     assert found["environment"]["link"] == "200mbit"
     assert not any(name.startswith(f"penstock-{process.pid}-") for name in keeper.names_of())

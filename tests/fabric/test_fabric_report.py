@@ -22,7 +22,7 @@ from rich.console import Console
 from penstock.errors import ArgumentError
 from penstock.fabric.compare import compare
 from penstock.fabric.report import nccl
-from penstock.fabric.report.facts import cut, seconds
+from penstock.fabric.report.numbers import cut, seconds
 from penstock.fabric.report.page import page, write_page
 from penstock.fabric.report.plots import _apart, _timeline, draw
 from penstock.fabric.report.style import look
@@ -51,15 +51,15 @@ def test_the_terminal_shows_the_percentiles_of_the_samples():
     times = (run.end_ns - run.start_ns).max(axis=2)[:, 3] / 1e6
     cells = row(shown(run, 140), "fc1")
     assert cells[1] == "803,840"
-    for cell, q in zip(cells[2:5], (0.5, 0.9, 0.99), strict=True):
+    for cell, q in zip(cells[2:6], (0, 0.5, 0.9, 0.99), strict=True):
         assert float(cell.removesuffix("ms")) == pytest.approx(np.quantile(times, q), rel=5e-3)
-    assert cells[5] == "n/a"  # p99.9
-    assert float(cells[6].removesuffix("ms")) == pytest.approx(times.max(), rel=5e-3)
+    assert cells[6] == "n/a"  # p99.9
+    assert float(cells[7].removesuffix("ms")) == pytest.approx(times.max(), rel=5e-3)
 
 
 def test_a_percentile_with_too_few_samples_says_how_many_it_takes():
     text = shown(made_run(50))
-    assert row(text, "fc1")[4:6] == ["n/a", "n/a"]
+    assert row(text, "fc1")[5:7] == ["n/a", "n/a"]
     assert "368 for p99, 3,688 for p99.9" in " ".join(text.split())
     assert "n/a:" not in shown(made_run(3688, steps=False))
 
@@ -95,13 +95,56 @@ def test_warnings_say_what_is_missing_and_that_processors_were_the_limit():
 
 def test_a_rank_that_the_others_wait_for_is_named():
     assert f"rank {SLOW_RANK} came last" in shown(made_run(100))
+    assert "came last" not in shown(made_run(3)), "of three trials any rank may be the last in two"
+    pairs = Workload("pairs", tuple(Transfer(f"{a}", 4000, "send", ranks=(a, a + 1)) for a in range(3)))
+    assert "came last" not in shown(made_run(100, workload=pairs)), "of two, one always is the last"
+
+
+def test_a_mean_that_its_trials_hardly_bound_has_no_margin():
+    calm, wild = made_run(40), made_run(40)
+    wild.end_ns[7, 3] += int(40 * (wild.end_ns - wild.start_ns)[7, 3].max())
+    low, high = results(wild)["transfers"][3]["mean_interval"]
+    assert high - low > 2 * results(wild)["transfers"][3]["time_s"]["mean"], "or it shows nothing"
+    assert re.fullmatch(r"\u00b1\d\d?\.\d%", row(shown(calm), "fc1")[-1])
+    assert row(shown(wild), "fc1")[-1] == "\u00b1n/a"
+    assert row(shown(made_run(5)), "fc1")[-1] == "\u00b1n/a"
+    assert "\u00b1n/a</td>" in page(wild, results(wild))
+
+
+def test_the_step_has_rates():
+    cells = row(shown(made_run(40), 140), "step")
+    assert all(float(cell) > 0 for cell in cells[-3:])
+
+
+def test_fast_links_are_in_gbit():
+    link = {"from": 0, "to": 1, "latency_seconds": 5e-5, "bytes_per_second": 6.25e9}
+    assert "alpha 50.0us, 50 Gbit/s" in shown(made_run(10, links=[link]))
+    both = [link, {**link, "from": 1, "to": 2}, {**link, "from": 2, "to": 0, "bytes_per_second": 5e8}]
+    assert "links     3, alpha 50.0us, 4 to 50 Gbit/s; 2 to 0 is the slowest" in shown(made_run(10, links=both))
+
+
+def test_a_link_that_is_only_delays_says_so():
+    assert "link 100mbit, by a delaying transport" in shown(made_run(10, bytes_per_second=12.5e6))
+    assert "delaying" not in shown(made_run(10))
+
+
+def test_what_was_fitted_is_shown():
+    assert re.search(r"^fit       all_reduce: alpha .*, 1/beta .* Mbit/s; at most \d+% off$", shown(made_run(40)), re.M)
+
+
+def test_that_rates_of_messages_are_of_something_else_is_said_where_there_are_any():
+    note = "Rates and ideal of a send"
+    workload = Workload("pair", (Transfer("a", 4000, "send", ranks=(0, 1)),))
+    assert note in shown(made_run(10, workload=workload))
+    assert note not in shown(made_run(10))
 
 
 def test_a_run_without_a_whole_trial_is_shown():
     run = made_run(0, asked=100)
     text = shown(run)
     assert "0 of 100 trials" in text
-    assert set(row(text, "fc1")[2:]) == {"n/a"}
+    assert "n/a" not in text, "a table of nothing helps nobody"
+    assert nccl.to_dict(run, results(run))["config"]["validation"] == 0, "nothing was verified to the end"
     assert draw(run, results(run)) == {}
     assert "nothing to draw" in page(run, results(run))
 

@@ -14,7 +14,9 @@ from drawn_runs import EPOCH_NS, run_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.fabric.models import LinkFit, known_algorithms, predict
+from penstock.errors import ArgumentError
+from penstock.fabric.forecast import forecast
+from penstock.fabric.models import HOSTS, LinkFit, known_algorithms, predict
 from penstock.fabric.results import results
 from penstock.fabric.samples import Run
 from penstock.fabric.steps import Collective
@@ -144,25 +146,100 @@ def swept(link: LinkFit, algorithm: str = "ring", count: int = 8, noise: float =
 
 
 def test_the_link_is_fitted_from_the_sweep_and_foretells_4096_hosts() -> None:
-    model = json.loads(json.dumps(results(swept(LinkFit(1e-4, 8e-8), noise=0.02))["model"]))
-    assert model["alpha_seconds"] == pytest.approx(1e-4, rel=0.05)
-    assert model["beta_seconds_per_byte"] == pytest.approx(8e-8, rel=0.05)
-    assert model["bytes_per_second"] == pytest.approx(1.25e7, rel=0.05)
-    assert len(model["points"]) == 8
-    point = model["points"][3]
+    (model,) = json.loads(json.dumps(results(swept(LinkFit(1e-4, 8e-8), noise=0.02))["model"]))
+    fit = model["fit"]
+    assert (fit["collective"], fit["algorithm"], fit["form"], fit["source"]) == ("all_reduce", "ring", "ring", "times")
+    assert fit["alpha_seconds"] == pytest.approx(1e-4, rel=0.05)
+    assert fit["beta_seconds_per_byte"] == pytest.approx(8e-8, rel=0.05)
+    assert fit["bytes_per_second"] == pytest.approx(1.25e7, rel=0.05)
+    assert len(fit["sizes"]) == 8
+    point = fit["sizes"][3]
     assert point["residual"] == pytest.approx((point["measured_s"] - point["fitted_s"]) / point["measured_s"])
-    assert model["largest_residual"] == max(abs(one["residual"]) for one in model["points"])
-    (table,) = model["predictions"]
-    assert (table["collective"], table["bytes"]) == ("all_reduce", 4096 * 4**7)
-    assert [row["hosts"] for row in table["rows"]][-1] == 4096
-    assert set(table["rows"][0]["seconds"]) == set(known_algorithms("all_reduce"))
-    assert table["crossovers"][0] == {"hosts": 4, "from_bytes": 0.0, "algorithm": "recursive-doubling"}
+    assert fit["largest_residual"] == max(abs(one["residual"]) for one in fit["sizes"])
+    rows = model["predictions"]
+    assert {row["bytes"] for row in rows} == {4096 * 4**7}
+    assert rows[-1]["hosts"] == 4096
+    assert set(rows[0]["seconds"]) == set(known_algorithms("all_reduce"))
+    assert model["crossovers"][1]["hosts"] == 4
+    assert model["crossovers"][1]["from"][0] == {"bytes": 0.0, "algorithm": "recursive-doubling"}
 
 
-def test_what_has_no_closed_form_or_one_size_has_no_model() -> None:
-    assert results(swept(LinkFit(1e-4, 8e-8), "engine"))["model"] is None
-    assert results(swept(LinkFit(1e-4, 8e-8), count=1))["model"] is None
-    assert results(run_of(np.full((5, 3), 1e-3)))["model"] is None
+def test_results_and_predictions_are_of_one_fit() -> None:
+    run = swept(LinkFit(1e-4, 8e-8), noise=0.1)
+    found = results(run)
+    again = forecast(run.record, found, "all_reduce", [4096 * 4**7], HOSTS).to_dict()
+    assert found["model"] == [json.loads(json.dumps(again))]
+
+
+def test_too_few_sizes_or_trials_have_no_model() -> None:
+    (own,) = results(swept(LinkFit(1e-4, 8e-8), "engine"))["model"]
+    assert (own["fit"]["algorithm"], own["fit"]["form"]) == ("engine", "ring")
+    assert results(swept(LinkFit(1e-4, 8e-8), count=2))["model"] == []
+    assert results(run_of(np.full((5, 3), 1e-3)))["model"] == []
+
+
+def test_a_message_is_foretold_once_for_any_number_of_hosts() -> None:
+    transfers = tuple(Transfer(f"{size}", size, "send", ranks=(0, 1)) for size in (4096, 65536, 1048576))
+    (model,) = results(run_of([[1e-3, 2e-3, 9e-3]] * 10, transfers))["model"]
+    assert [row["hosts"] for row in model["predictions"]] == [2]
+
+
+# -- messages of a pipeline -------------------------------------------------------------------------------------------
+
+
+def there_and_back(**record: Any) -> Run:
+    """Rank 0 computes 10 ms and sends for 1 ms, rank 1, which has waited, computes 10 ms and sends back for 1 ms."""
+    there = Transfer("there", 1_000_000, "send", (0, 1), 10e-3, "activation", (10e-3, 0.0))
+    back = Transfer("back", 1_000_000, "send", (1, 0), 10e-3, "activation gradient", (10e-3, 0.0))
+    workload = Workload("pipeline", (there, back), hosts=2)
+    start = np.array([[[10, 0], [11, 21]]] * 10) * 1_000_000 + EPOCH_NS
+    end = np.array([[[11, 11], [22, 22]]] * 10) * 1_000_000 + EPOCH_NS
+    made = {"workload": workload.to_dict(), "algorithm": "ring", "hosts": 2, "trials": 10, "complete": True}
+    return Run({**made, **record}, start, end)
+
+
+def test_what_a_stage_waits_for_another_is_not_counted_twice() -> None:
+    run = there_and_back()
+    step = results(run)["step"]
+    assert step["without_overlap_s"] == step["time_s"]["p50"] == pytest.approx(22e-3)
+    # Rank 1 computes as rank 0 does, and sends back what it has as soon as it has got what rank 0 sends.
+    assert step["with_overlap_s"] == pytest.approx(12e-3)
+    run.record["overlap"] = True  # what is computed without it is what was measured above
+    assert results(run)["step"]["without_overlap_s"] == pytest.approx(22e-3)
+    assert step["compute_s"] == pytest.approx(20e-3)
+
+
+def test_rates_of_a_message_leave_out_what_its_receiver_waited() -> None:
+    links = [{"from": 0, "to": 1, "latency_seconds": 1e-4, "bytes_per_second": 2e9}]
+    found = results(there_and_back(links=links))
+    for one in found["transfers"]:
+        assert one["time_s"]["p50"] == pytest.approx(11e-3)
+        assert one["transfer_s"]["p50"] == pytest.approx(1e-3)
+        assert one["algbw_GBps"] == one["busbw_GBps"] == pytest.approx(1.0)
+        assert one["ideal_percent"] == pytest.approx(60)
+    assert found["step"]["ideal_percent"] == pytest.approx(100 * 21.2 / 22), "of the computing and both messages"
+
+
+def test_the_step_has_the_figures_of_a_transfer() -> None:
+    transfers = (Transfer("a", 1_000_000), Transfer("b", 3_000_000))
+    found = results(run_of(np.full((10, 2), 2e-3), transfers, links=LINKS))
+    step, (a, b) = found["step"], found["transfers"]
+    shared = {"name", "bytes", "collective", "algorithm", "trials", "time_s", "mean_interval", "intervals"}
+    shared |= {"algbw_GBps", "busbw_GBps", "ideal_percent"}
+    assert shared <= set(step) & set(a)
+    assert (step["name"], step["bytes"], step["collective"], step["algorithm"]) == (
+        "step",
+        4_000_000,
+        "all_reduce",
+        "ring",
+    )
+    assert (step["algbw_GBps"], step["busbw_GBps"]) == (pytest.approx(1.0), pytest.approx(1.5))
+    assert step["bound_s"] == pytest.approx(a["bound_s"] + b["bound_s"])
+    assert step["ideal_percent"] == pytest.approx(100 * step["bound_s"] / 4e-3)
+    few = results(run_of(np.full((5, 2), 2e-3), transfers, links=LINKS))["step"]
+    assert {few[key] for key in ("algbw_GBps", "busbw_GBps", "ideal_percent")} == {None}
+    mixed = (Transfer("a", 8), Transfer("b", 8, "broadcast"))
+    assert results(run_of(np.full((10, 2), 2e-3), mixed))["step"]["collective"] is None
 
 
 # -- the step ---------------------------------------------------------------------------------------------------------
@@ -229,6 +306,37 @@ def test_a_run_that_was_killed_anywhere_shows_its_whole_trials(tmp_path_factory:
     assert made["trials"] <= 8
     assert [one["trials"] for one in made["transfers"]] == [made["trials"]] * 2
     assert made["trials"] == 8 or cut
+
+
+def test_a_run_that_ended_before_its_first_trial_has_none(tmp_path: Path) -> None:
+    run = run_of(np.full((8, 2), 1e-3), trials=100, complete=False, missing="host 1 does not answer")
+    (tmp_path / "run.json").write_text(json.dumps(run.record))
+    for begun in (False, True):
+        if begun:
+            (tmp_path / "samples.csv").write_text("trial,transfer,rank,start_ns,end_ns\n")
+        made = results(Run.read(tmp_path))
+        assert (made["trials"], made["complete"], made["model"]) == (0, False, [])
+        assert made["missing"] == "host 1 does not answer; 100 of 100 trials"
+        assert {one["time_s"]["max"] for one in made["transfers"]} == {None}
+
+
+def test_a_run_that_ended_before_its_hosts_had_joined_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"holds no run of penstock fabric"):
+        Run.read(tmp_path)
+    (tmp_path / "spec.json").write_text("{}")
+    says = (
+        rf"{tmp_path} ended before its hosts had joined, so it has no samples: .*host-\*\.log.* with --out {tmp_path}"
+    )
+    with pytest.raises(ArgumentError, match=says):
+        Run.read(tmp_path)
+
+
+def test_samples_that_are_none_are_said_to_be(tmp_path: Path) -> None:
+    written(run_of(np.full((2, 1), 1e-3)), tmp_path)
+    samples = tmp_path / "samples.csv"
+    samples.write_text(samples.read_text().replace("0,0,1,", "0,zero,1,", 1))
+    with pytest.raises(ArgumentError, match=r"holds no run of penstock fabric: .*zero"):
+        Run.read(tmp_path)
 
 
 def test_what_the_record_says_is_missing_comes_first() -> None:

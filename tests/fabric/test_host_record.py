@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from penstock.fabric.emulation.record import told_apart
 from penstock.fabric.network import record
 from penstock.fabric.network.record import cpu_usage, environment
 
@@ -22,6 +23,13 @@ def test_the_environment_goes_into_json(monkeypatch: pytest.MonkeyPatch) -> None
     assert "torch" in sys.modules or found["torch"]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert environment()["interface"] == "lo"
+
+
+def test_hosts_of_one_machine_are_told_apart() -> None:
+    """Namespaces and processes share a name; machines have one each."""
+    found = told_apart([{"host": "vm", "cores": 2}, {"host": "other"}, {"host": "vm"}])
+    assert [(one["host"], one["machine"]) for one in found] == [("host 0", "vm"), ("other", "other"), ("host 2", "vm")]
+    assert found[0]["cores"] == 2
 
 
 def test_without_tc_and_interface_there_is_null(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ArgumentError
-from penstock.fabric.network.link import BUFFER_BYTES, HOST_BYTES, Link, parse_link
+from penstock.fabric.network.impairment import Bursts, Chance, Impairment
+from penstock.fabric.network.link import BUFFER_BYTES, HOST_BYTES, Link
+from penstock.fabric.network.parse import parse_link
 
 RATES = {
     "100mbit": 12.5e6,
@@ -64,13 +66,29 @@ def test_words_after_the_rate(text: str, expected: Link) -> None:
         ("100mbit burst", "burst", "lacks its value"),
         ("100mbit burst 4q", "4q", "no size"),
         ("100mbit latency 4q", "4q", "no time"),
-        ("100mbit mtu 1e3", "1e3", "no number"),
+        ("100mbit mtu 1e3", "1e3", "no whole number"),
         ("100mbit burst 4k burst 8k", "burst 8k", "second time"),
         ("100mbit limit 1mb latency 2ms", "latency", "one of them"),
-        ("100mbit delay 2ms", "delay", "not there yet"),
-        ("delay 2ms", "delay", "not there yet"),
-        ("1gbit loss 1%", "loss", "not there yet"),
-        ("1gbit burst 4k jitter 1ms", "jitter", "not there yet"),
+        ("100mbit delay", "delay", "lacks its value"),
+        ("100mbit delay 2km", "2km", "no time"),
+        ("100mbit delay 2ms 1ms 10ms", "10ms", "no percentage"),
+        ("100mbit delay 2ms 3ms jitter 1ms", "jitter", "second time"),
+        ("100mbit loss 0.1", "0.1", "no percentage"),
+        ("100mbit loss 101%", "101%", "more than all"),
+        ("100mbit loss gemodel", "gemodel", "lacks its value"),
+        ("100mbit delay 1ms distribution normal", "distribution", "of the jitter"),
+        ("100mbit jitter 1ms distribution cauchy", "cauchy", "paretonormal"),
+        ("100mbit gap 5", "gap", "reorder 1%"),
+        ("100mbit stall 2s", "stall", "needs its period"),
+        ("100mbit slot 1ms", "slot", "not held back"),
+        ("100mbit delay 5ms seed 3", "seed", "--seed"),
+        ("netem delay 5ms", "netem", "leave that word out"),
+        ("1gbit up 5mbit down 1gbit", "up", "no direction"),
+        ("up 5mbit", "up", "other way"),
+        ("up 5mbit down", "down", "nothing comes behind"),
+        ("up 5mbit up 6mbit", "up 6mbit", "second time"),
+        ("up 5mbit mtu 9000 down 6mbit", "6mbit", "both the same"),
+        ("up 5mbit delay 1ms down 6mbit delay 1x", "1x", "no time"),
     ],
 )
 def test_an_error_points_to_the_word(text: str, word: str, said: str) -> None:
@@ -100,6 +118,60 @@ def test_an_error_points_to_the_word(text: str, word: str, said: str) -> None:
     ],
 )
 def test_values_with_which_nothing_would_pass_are_refused(text: str, said: str) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        parse_link(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("delay 5ms", Impairment(delay_seconds=5e-3)),
+        ("delay 100", Impairment(delay_seconds=100e-6)),
+        ("delay 5ms 1ms", Impairment(5e-3, 1e-3)),
+        ("delay 5ms 1ms 25%", Impairment(5e-3, 1e-3, 0.25)),
+        ("delay 5ms jitter 1ms 25% distribution Pareto", Impairment(5e-3, 1e-3, 0.25, "pareto")),
+        ("delay 5ms 1ms distribution normal", Impairment(5e-3, 1e-3, distribution="normal")),
+        ("loss 0.1%", Impairment(loss=Chance(0.001))),
+        ("loss random 1% 50%", Impairment(loss=Chance(0.01, 0.5))),
+        ("drop 1%", Impairment(loss=Chance(0.01))),
+        ("loss gemodel 1% 10%", Impairment(loss=Bursts(0.01, 0.1))),
+        ("loss gemodel 1%", Impairment(loss=Bursts(0.01, 0.99))),
+        ("loss gemodel 1% 10% 70% 0.1%", Impairment(loss=Bursts(0.01, 0.1, 0.7, 0.001))),
+        ("duplicate 2% corrupt 3% 10%", Impairment(duplicate=Chance(0.02), corrupt=Chance(0.03, 0.1))),
+        ("delay 1ms reorder 25% 50% gap 5", Impairment(1e-3, reorder=Chance(0.25, 0.5), gap=5)),
+        ("stall 2s every 60s", Impairment(stall_seconds=2, stall_every_seconds=60)),
+    ],
+)
+def test_words_of_netem(text: str, expected: Impairment) -> None:
+    link = parse_link(f"1gbit {text}")
+    found = link.impairment
+    assert (found.distribution, found.loss, found.gap) == (expected.distribution, expected.loss, expected.gap)
+    for name in ("duplicate", "corrupt", "reorder"):
+        assert getattr(found, name) == getattr(expected, name)
+    for name in ("delay_seconds", "jitter_seconds", "correlation", "stall_seconds", "stall_every_seconds"):
+        assert getattr(found, name) == pytest.approx(getattr(expected, name))
+    assert link.bytes_per_second == 125e6
+    assert bool(found)
+    assert not parse_link("1gbit").impairment
+
+
+def test_the_two_directions_may_differ() -> None:
+    link = parse_link("up 10mbit delay 20ms  down 100mbit loss 1%")
+    assert link.down is not None
+    assert (link.bytes_per_second, link.down.bytes_per_second) == (1.25e6, 12.5e6)
+    assert (link.impairment.delay_seconds, link.down.impairment.delay_seconds) == (pytest.approx(0.02), 0)
+    assert str(link) == "up 10mbit delay 20ms down 100mbit loss 1%"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("1gbit reorder 5%", "without a delay"),
+        ("1gbit stall 5s every 5s", "never ends"),
+        ("1gbit delay 1ms reorder 5% gap 0", "gap is 0"),
+    ],
+)
+def test_words_that_contradict_each_other_are_refused(text: str, said: str) -> None:
     with pytest.raises(ArgumentError, match=said):
         parse_link(text)
 

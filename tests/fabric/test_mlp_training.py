@@ -62,9 +62,24 @@ def test_its_emulation_has_the_presets_sizes_and_its_own_times(ranks2: Ranks):
     assert [t.compute_seconds for t in workload.transfers] == pytest.approx(
         [np.median(training.compute_ns[:, layer]) / 1e9 for layer in range(4)]
     )
-    run = training.run()
-    assert Workload.from_dict(run.record["workload"]) == workload
-    assert (run.record["hosts"], run.record["trials"], run.end_ns.shape) == (2, STEPS, (STEPS, 4, 2))
+    assert Workload.from_dict(workload.to_dict()) == workload
+
+
+def train_and_keep(rank: int) -> tuple[mlp.Training | None, list[list[tuple[int, ...]]]]:
+    kept: list[list[tuple[int, ...]]] = []
+    training = mlp.train_mlp(STEPS, BATCH, warmup=1, images=mlp.random_images(), keep=kept.append)
+    return training, kept
+
+
+@pytest.mark.distributed
+def test_each_step_is_kept_as_it_ends(ranks2: Ranks):
+    (training, kept), (_, nothing) = ranks2.run(train_and_keep)
+    assert nothing == []
+    assert [{row[0] for row in rows} for rows in kept] == [{step} for step in range(STEPS)]
+    rows = [row for rows in kept for row in rows]
+    assert len(rows) == STEPS * 4 * 2
+    for step, layer, rank, start, end in rows:
+        assert (start, end) == (training.start_ns[step, layer, rank], training.end_ns[step, layer, rank])
 
 
 @pytest.mark.distributed

@@ -14,18 +14,19 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ArgumentError, FabricError
-from penstock.fabric.network import checks, keeper, machines
+from penstock.fabric.network import checks, keeper, subnets
 from penstock.fabric.network.checks import why_not
 from penstock.fabric.network.inside import within
-from penstock.fabric.network.link import parse_link
 from penstock.fabric.network.machines import Machines, clean
+from penstock.fabric.network.parse import parse_link
 
 _MISSING = why_not()
 hosts_needed = pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))
 
 MAKER = """
-import os, subprocess, sys, time
+import os, signal, subprocess, sys, time
 from penstock.fabric.network.machines import Machines
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests in the background has it ignored
 with Machines(2) as made:
     sleeper = subprocess.Popen(made.command(0, ["sleep", "300"]), start_new_session=True)
     while os.readlink(f"/proc/{sleeper.pid}/ns/net") == os.readlink("/proc/self/ns/net"):
@@ -119,10 +120,10 @@ def test_two_emulations_at_once_do_not_collide() -> None:
 @hosts_needed
 def test_a_subnet_that_the_machine_has_a_route_to_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = [ipaddress.IPv4Network("10.64.0.0/16"), ipaddress.IPv4Network("10.65.0.0/23")]
-    monkeypatch.setattr(machines, "_routes", lambda: taken)
-    number, claim = machines._claim_subnet()
+    monkeypatch.setattr(subnets, "routes", lambda: taken)
+    number, claim = subnets.claim()
     with claim:
-        assert not any(machines._subnet(number).overlaps(other) for other in taken)
+        assert not any(subnets.subnet(number).overlaps(other) for other in taken)
 
 
 @hosts_needed

@@ -55,14 +55,13 @@ def report(output: Output) -> None:
 
 def _files(folder: Path, run: Run, found: dict[str, Any], *, chakra: bool) -> tuple[list[str], list[str]]:
     """Writes what is made from a run into its folder. Returns the files' names, and what could not be made."""
-    from penstock.fabric.models import links_json
     from penstock.fabric.report.page import write_page
     from penstock.fabric.workload import Workload
 
     made, notes = ["results.json"], []
     (folder / "results.json").write_text(json.dumps(found, indent=1))
-    if run.record.get("links"):
-        (folder / "links.json").write_text(json.dumps(links_json(run.record), indent=1))
+    if (links := _links(run, found)) is not None:
+        (folder / "links.json").write_text(json.dumps(links, indent=1))
         made.append("links.json")
     if len(run.start_ns):
         try:
@@ -76,6 +75,16 @@ def _files(folder: Path, run: Run, found: dict[str, Any], *, chakra: bool) -> tu
         workload = Workload.from_dict(run.record["workload"])
         made += [path.name for path in write_chakra(workload, folder, run.record["hosts"])]
     return made, notes
+
+
+def _links(run: Run, found: dict[str, Any]) -> dict[str, Any] | None:
+    """For `penstock simulate --links`: the measured links; where none were, the one that the times tell."""
+    from penstock.fabric.models import LinkFit, links_json, slowest_of
+
+    if run.record.get("links"):
+        return links_json(run.record)
+    fits = [LinkFit(one["fit"]["alpha_seconds"], one["fit"]["beta_seconds_per_byte"]) for one in found["model"]]
+    return links_json(slowest_of(fits)) if fits else None
 
 
 def show_run(
@@ -95,14 +104,18 @@ def compare_runs(
 ) -> None:
     """Compare two runs, transfer by transfer, with a test of whether they differ."""
     from penstock.fabric.compare import compare
+    from penstock.fabric.report.facts import warnings
     from penstock.fabric.report.text import show_comparison
+    from penstock.fabric.results import results
     from penstock.fabric.samples import Run
 
-    found = compare(Run.read(first), Run.read(second))
+    runs = Run.read(first), Run.read(second)
+    found = compare(*runs)
+    warned = [warnings(run, results(run)) for run in runs]
     if as_json:
-        print(json.dumps(found.to_dict()))
+        print(json.dumps({**found.to_dict(), "warnings": dict(zip("ab", warned, strict=True))}))
     else:
-        show_comparison(found, Console(highlight=False))
+        show_comparison(found, Console(highlight=False), (str(first), str(second)), warned)
 
 
 def clean_up(

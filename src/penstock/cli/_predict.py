@@ -15,7 +15,8 @@ from rich.text import Text
 from penstock.cli._spread import Json
 from penstock.cli._traffic import CollectiveName
 from penstock.errors import ArgumentError
-from penstock.fabric.report.facts import seconds
+from penstock.fabric.report.facts import rate_of
+from penstock.fabric.report.numbers import digits, seconds
 from penstock.fabric.units import size_of, size_text
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def _warnings(found: dict[str, Any]) -> list[str]:
 
 
 def _show_fit(fitted: Fitted, console: Console) -> None:
-    rate = f"{fitted.link.bytes_per_second * 8 / 1e6:,.4g} Mbit/s" if fitted.link.beta_seconds_per_byte else "no limit"
+    rate = rate_of(fitted.link.bytes_per_second if fitted.link.beta_seconds_per_byte else None)
     text = f"{fitted.collective}: alpha {seconds(fitted.link.alpha_seconds)} a step, 1/beta {rate}"
     console.print(Text(text, "bold"), soft_wrap=True)
     if fitted.source == "times":
@@ -137,7 +138,7 @@ def _predicted(rows: Sequence[Prediction]) -> Table:
     table = _table(size_text(int(rows[0].bytes)), *(name.replace("-", "-\n") for name in names), "busbw\nMB/s")
     for row in rows:
         times = [seconds(row.seconds[name]) + ("*" if name == row.best else " ") for name in names]
-        table.add_row(f"{row.ranks:,} hosts", *times, f"{row.bus_bytes_per_second / 1e6:,.4g}")
+        table.add_row(f"{row.ranks:,} hosts", *times, digits(row.bus_bytes_per_second / 1e6))
     return table
 
 

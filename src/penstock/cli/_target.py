@@ -20,7 +20,7 @@ Cuts = Annotated[str | None, typer.Option(help="The modules that begin a new sta
 
 def names(text: str | None) -> list[str] | None:
     """The names in `a,b,c`; None if nothing is given."""
-    return [name.strip() for name in text.split(",")] if text else None
+    return [name.strip() for name in text.split(",")] if text is not None else None
 
 
 @contextlib.contextmanager

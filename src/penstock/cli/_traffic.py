@@ -66,7 +66,7 @@ class TrafficOptions:
         _of_model("What computes in front of each transfer: none, measure (here), or seconds a forward of a stage."),
     ] = None
 
-    def workload(self, hosts: int | None) -> Workload:
+    def workload(self, hosts: int) -> Workload:
         """What was asked for.
 
         Raises:
@@ -77,7 +77,7 @@ class TrafficOptions:
             "--model": self.model,
             "--like": self.like,
             "--sizes": self.sizes,
-            "--from and --to": self.first or self.last,
+            "--from and --to": self.last if self.first is None else self.first,
         }
         given = [name for name, value in ways.items() if value is not None]
         if len(given) != 1:
@@ -89,7 +89,7 @@ class TrafficOptions:
         if self.like is not None:
             return Workload.from_dict(Run.read(self.like).record["workload"])
         if self.model is not None:
-            return self._of_model(self.model, hosts or DEFAULT_HOSTS)
+            return self._of_model(self.model, hosts)
         collective = self.collective or "all_reduce"
         if self.sizes is not None:
             return Workload.of_sizes([size_of(text) for text in self.sizes.split(",")], collective)
@@ -109,7 +109,9 @@ class TrafficOptions:
         }
         for field in fields(self):
             owners = [owner for owner, options in belongs.items() if field.name in options]
-            if getattr(self, field.name) and owners and way not in owners:
+            value = getattr(self, field.name)
+            given = value is not None and value is not False  # a 0 is given, too
+            if given and owners and way not in owners:
                 flag = {"first": "from", "last": "to"}.get(field.name, field.name)
                 raise ArgumentError(f"--{flag} belongs to {' or '.join(owners)}, and {way} was given: leave it out")
 
@@ -117,18 +119,14 @@ class TrafficOptions:
         from penstock.runtime.batch import rows_of, sizes_of, split
         from penstock.workloads import from_model
 
-        ranks = self.ranks or 1
-        if hosts % ranks:
-            raise ArgumentError(f"--hosts {hosts} is no multiple of --ranks {ranks}: replicas are whole pipelines")
-        compute: Any = self.compute or "none"
-        if compute not in ("none", "measure"):
-            try:
-                compute = float(compute)
-            except ValueError:
-                raise ArgumentError(f"--compute {compute}: give none, measure or a number of seconds") from None
+        ranks = self._ranks(hosts)
+        compute = self._compute()
+        microbatches = ranks if self.microbatches is None else self.microbatches
+        if microbatches < 1:
+            raise ArgumentError(f"--microbatches {microbatches}: give 1 or more")
         with loaded(target, "the model") as given:
             batch = (given.args, dict(given.kwargs))
-            sizes = sizes_of(rows_of(batch, "the batch"), self.microbatches or ranks)
+            sizes = sizes_of(rows_of(batch, "the batch"), microbatches)
             args, kwargs = split(batch, sizes, "the batch")[0]
             made = from_model(
                 given.model,
@@ -137,7 +135,7 @@ class TrafficOptions:
                 hosts=hosts,
                 ranks=ranks,
                 cuts=names(self.cuts),
-                schedule=self.schedule or "1f1b",
+                schedule="1f1b" if self.schedule is None else self.schedule,
                 microbatches=len(sizes),
                 traffic=self.traffic or ("gradients" if ranks == 1 else "pipeline"),
                 sharded=self.sharded,
@@ -145,7 +143,29 @@ class TrafficOptions:
             )
         uneven = "" if sizes[0] == sizes[-1] else f"; the batch's {sum(sizes)} rows do not divide evenly"
         note = f"{len(sizes)} microbatches of {sizes[0]} rows, of TARGET's batch for each replica{uneven}"
-        return replace(made, name=target, notes=(*made.notes, note))
+        return replace(made, name=f"{target}, {made.name}", notes=(*made.notes, note))
+
+    def _ranks(self, hosts: int) -> int:
+        """Of a pipeline."""
+        ranks = 1 if self.ranks is None else self.ranks
+        if ranks < 1:
+            raise ArgumentError(f"--ranks {ranks}: a pipeline has 1 or more")
+        if hosts % ranks:
+            raise ArgumentError(f"--hosts {hosts} is no multiple of --ranks {ranks}: replicas are whole pipelines")
+        for name in ("cuts", "schedule"):
+            if ranks == 1 and getattr(self, name) is not None:
+                raise ArgumentError(f"--{name} is of a pipeline's stages, and --ranks is 1: give more, or leave it out")
+        return ranks
+
+    def _compute(self) -> Any:
+        """As `from_model` takes it."""
+        compute = "none" if self.compute is None else self.compute
+        if compute in ("none", "measure"):
+            return compute
+        try:
+            return float(compute)
+        except ValueError:
+            raise ArgumentError(f"--compute {compute}: give none, measure or a number of seconds") from None
 
 
 @dataclass(frozen=True, slots=True)

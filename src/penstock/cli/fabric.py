@@ -8,28 +8,29 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from penstock.cli._fabric_runs import Output, clean_up, compare_runs, report, show_run
 from penstock.cli._live import Follower, follower
+from penstock.cli._network import NetworkOptions
 from penstock.cli._predict import predict
 from penstock.cli._spread import OUTPUT_PANEL, Json, spread
 from penstock.cli._traffic import DEFAULT_HOSTS, CountOptions, TrafficOptions
 from penstock.errors import ArgumentError, FabricError
-from penstock.fabric.emulation.spec import ENGINE, Spec, usual_algorithm
+from penstock.fabric.algorithms import ENGINE
+from penstock.fabric.emulation.spec import Spec, usual_algorithm
 from penstock.fabric.presets import preset
-from penstock.fabric.samples import RUN
+from penstock.fabric.samples import RUN, SAMPLES
 
 if TYPE_CHECKING:
-    from penstock.fabric.network.link import Link
     from penstock.fabric.network.machines import Machines
+    from penstock.fabric.network.network import Network
     from penstock.fabric.workload import Workload
 
 app = typer.Typer(add_completion=False, invoke_without_command=True)
 
-EMULATION = "penstock.fabric.emulation.host"
 RUNS = Path("runs")
 
 
@@ -39,9 +40,6 @@ class RunOptions:
 
     hosts: Annotated[
         int | None, typer.Option(help=f"Makes so many hosts on this machine; {DEFAULT_HOSTS} if nothing is said.")
-    ] = None
-    link: Annotated[
-        str | None, typer.Option(metavar="TEXT", help='What joins each host to the switch, as for tc: "100mbit".')
     ] = None
     algorithm: Annotated[
         str | None,
@@ -57,37 +55,57 @@ class RunOptions:
     join_timeout: Annotated[float, typer.Option(help="Seconds in which every host has to be there.")] = 120.0
     stall_timeout: Annotated[float, typer.Option(help="Seconds after which a wait for a host is given up.")] = 120.0
 
-    def spec(self, workload: Workload, hosts: int, trials: int, *, by_torchrun: bool) -> tuple[Spec, Link | None]:
-        """What is to be run, and the link that shapes the hosts; None where they are not shaped.
+    def number(self) -> int:
+        """Of the hosts that are made here."""
+        return DEFAULT_HOSTS if self.hosts is None else self.hosts
 
-        Raises:
-            ArgumentError: an option is wrong, or has no meaning here.
+    def spec(self, workload: Workload, network: Network, trials: int, *, delays: bool) -> Spec:
+        """What is to be run on the hosts of a network.
+
+        Args:
+            workload: what a trial sends.
+            network: of the hosts.
+            trials: how many.
+            delays: the hosts are plain processes, and what they send is delayed to the link's rate.
         """
-        from penstock.fabric.network.checks import why_not
-        from penstock.fabric.network.link import parse_link
-
-        link = None if self.link is None else parse_link(self.link)
-        if by_torchrun and link is not None:
-            raise ArgumentError("--link shapes hosts that are made here; torchrun's have a network: leave it out")
-        reason = None if link is None else why_not()
-        rate = link.bytes_per_second if link is not None and reason is not None else None
-        spec = Spec(
+        topology = network.topology
+        return Spec(
             workload=workload,
-            hosts=hosts,
+            hosts=network.hosts,
             algorithm=self.algorithm or usual_algorithm(workload),
             trials=trials,
             warmup=self.warmup,
             overlap=self.overlap,
             seed=self.seed,
-            bytes_per_second=rate,
+            bytes_per_second=topology.link.bytes_per_second if delays and topology is not None else None,
             join_seconds=self.join_timeout,
             stall_seconds=self.stall_timeout,
             backend=self.backend,
-            link=self.link,
+            link=None if topology is None else str(topology.link),
         )
-        if reason is not None:
-            print(f"penstock: {reason}", file=sys.stderr)
-        return spec, None if reason else link
+
+
+def _delays(network: Network, how: RunOptions) -> bool:
+    """Whether hosts cannot be made here, and plain processes with a delaying transport have to do.
+
+    Raises:
+        FabricError: they cannot, and that transport keeps a rate and nothing else.
+        ArgumentError: they cannot, and the collectives are not ours to delay.
+    """
+    from penstock.fabric.network.checks import why_not
+
+    if network.topology is None and not network.slow:
+        return False
+    reason = why_not()
+    if reason is None:
+        return False
+    more = network.background or network.slow or network.events or network.shaper != "auto"
+    if network.topology is None or not network.topology.is_plain or more:
+        raise FabricError(f"{reason.partition('. ')[0]}; without emulated hosts, only a rate can be kept")
+    if how.algorithm == ENGINE:
+        raise ArgumentError(f"{reason}, which torch.distributed's own collectives cannot take: leave --link out")
+    print(f"penstock: {reason}", file=sys.stderr)
+    return True
 
 
 @app.callback()
@@ -96,6 +114,7 @@ def fabric(
     ctx: typer.Context,
     traffic: TrafficOptions,
     how: RunOptions,
+    asked: NetworkOptions,
     counts: CountOptions,
     out: Annotated[
         Path | None,
@@ -119,19 +138,26 @@ def fabric(
         _refuse_options(ctx)
         return
     by_torchrun = "RANK" in os.environ and how.hosts is None
-    hosts = _started_hosts() if by_torchrun else how.hosts or DEFAULT_HOSTS
-    spec, link = how.spec(traffic.workload(hosts), hosts, counts.count(), by_torchrun=by_torchrun)
+    hosts = _started_hosts() if by_torchrun else how.number()
+    if by_torchrun and asked.given():
+        raise ArgumentError(
+            f"{asked.given()[0]} is for hosts that are made here; torchrun's have a network: leave it out"
+        )
+    network = asked.network(hosts)
+    delays = _delays(network, how)
+    spec = how.spec(traffic.workload(hosts), network, counts.count(), delays=delays)
     output = Output(_folder(out, make=not by_torchrun or os.environ["RANK"] == "0"), as_json, chakra)
     if by_torchrun:
         _as_host(spec, output)
     else:
-        _on_hosts(spec, link, output, EMULATION)
+        _on_hosts(spec, None if delays else network, output)
 
 
 @app.command("train")
 @spread
 def train(
     how: RunOptions,
+    asked: NetworkOptions,
     counts: CountOptions,
     out: Annotated[
         Path | None,
@@ -149,23 +175,31 @@ def train(
             "the training sums each layer's gradients by the engine, one after the other: leave out "
             "--algorithm and --overlap"
         )
-    hosts = how.hosts or DEFAULT_HOSTS
-    spec, link = replace(how, algorithm=ENGINE).spec(preset("mlp"), hosts, counts.count(), by_torchrun=False)
-    _on_hosts(spec, link, Output(_folder(out, make=True), as_json), "penstock.demo.mlp")
+    how = replace(how, algorithm=ENGINE)
+    network = asked.network(how.number())
+    delays = _delays(network, how)
+    spec = how.spec(preset("mlp"), network, counts.count(), delays=delays)
+    _on_hosts(spec, None if delays else network, Output(_folder(out, make=True), as_json), module="penstock.demo.mlp")
 
 
-def _on_hosts(spec: Spec, link: Link | None, output: Output, module: str) -> None:
-    """Makes the hosts, runs the module on them, and reports what was sampled, whatever happens."""
+def _on_hosts(spec: Spec, network: Network | None, output: Output, **job: str) -> None:
+    """Makes the hosts, runs the job on them, by default the emulation, and reports what was sampled, come what may."""
     from penstock.fabric.emulation.coordinate import emulate
 
     failure: FabricError | None = None
     try:
-        with _machines(spec.hosts, link) as machines, _followed(spec, quiet=output.as_json) as watch:
-            emulate(spec, output.folder, machines, watch, module)
+        with _machines(network) as machines, _followed(spec, quiet=output.as_json) as watch:
+            if machines is not None:
+                spec = replace(spec, network=machines.described())
+            events = () if network is None else network.events
+            emulate(spec, output.folder, machines, watch, events=events, **job)
     except FabricError as error:
         failure = error
     except KeyboardInterrupt:
-        failure = FabricError("stopped")
+        joined = (output.folder / RUN).exists()
+        failure = FabricError(
+            "stopped" + ("" if joined else f" before all hosts had joined; {output.folder} has no run")
+        )
     if (output.folder / RUN).exists():
         report(output)
     if failure is not None:
@@ -173,7 +207,7 @@ def _on_hosts(spec: Spec, link: Link | None, output: Output, module: str) -> Non
 
 
 def _folder(out: Path | None, *, make: bool) -> Path:
-    """Where the run goes: never over another one.
+    """Where the run goes: never over another one, nor over samples of whatever else.
 
     Raises:
         ArgumentError: the folder has a run already, or cannot be made.
@@ -183,7 +217,7 @@ def _folder(out: Path | None, *, make: bool) -> Path:
         while (RUNS / f"fabric-{number}").exists():
             number += 1
         out = RUNS / f"fabric-{number}"
-    if make and (out / RUN).exists():
+    if make and ((out / RUN).exists() or (out / SAMPLES).exists()):
         raise ArgumentError(f"--out {out} has a run already: give another folder, or remove that one")
     try:
         if make:
@@ -226,14 +260,12 @@ def _as_host(spec: Spec, output: Output) -> None:
 
 
 @contextmanager
-def _machines(hosts: int, link: Any) -> Iterator[Machines | None]:
+def _machines(network: Network | None) -> Iterator[Machines | None]:
     """Namespaces, where a link is asked for."""
-    if link is None:
+    if network is None or (network.topology is None and not network.slow):
         yield None
         return
-    from penstock.fabric.network.machines import Machines
-
-    with Machines(hosts, link) as machines:
+    with network.machines() as machines:
         yield machines
 
 

@@ -1,21 +1,41 @@
-"""`penstock run`: a script on several ranks of this machine."""
+"""`penstock run`: a script on several ranks of this machine, or on hosts that are made of it, over a network."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import signal
+import sys
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.errors import ArgumentError
-from penstock.launch import launch
+from penstock.cli._network import NetworkOptions
+from penstock.cli._spread import spread
+from penstock.errors import ArgumentError, FabricError
+from penstock.launch import check, launch
+
+if TYPE_CHECKING:
+    from penstock.fabric.network.machines import Machines
+    from penstock.fabric.network.network import Network
+    from penstock.fabric.network.nodes import Job
 
 
+@spread
 def run(
     command: Annotated[
         list[str],
         typer.Argument(metavar="SCRIPT [ARGUMENTS]", help="The script, or a module with -m; then its own."),
     ],
     ranks: Annotated[int, typer.Option("--ranks", "-n", help="How many processes, each a rank.")],
+    asked: NetworkOptions,
+    hosts: Annotated[
+        int | None,
+        typer.Option(
+            help="Spreads the ranks evenly over so many hosts, network namespaces of this machine (Linux, as root).",
+            rich_help_panel="The hosts' network",
+        ),
+    ] = None,
     threads: Annotated[
         int | None, typer.Option("--threads", help="Threads a rank; by default the cores divided by the ranks.")
     ] = None,
@@ -24,6 +44,9 @@ def run(
 ) -> None:
     """Run a training script once for each rank, on this machine. What follows the script is the script's.
 
+    With --hosts the ranks run on hosts that are made of this machine, joined
+    by links as bad as --link says.
+
     For several machines, run torchrun on each: the same script works.
     """
     if nnodes is not None:
@@ -31,4 +54,43 @@ def run(
             f"--nnodes is torchrun's, and this is for one machine: run `torchrun --nnodes {nnodes} --nproc-per-node "
             f"{ranks} ...` on each machine; see 'Several machines' in the guide"
         )
-    raise typer.Exit(launch(["-m", *command] if module else command, ranks, threads))
+    command = ["-m", *command] if module else command
+    check(command, ranks, threads)
+    if hosts is None:
+        if asked.given():
+            raise ArgumentError(
+                f"{asked.given()[0]} needs --hosts: without it ranks are processes of this machine, and no link joins "
+                "them"
+            )
+        raise typer.Exit(launch(command, ranks, threads))
+    from penstock.fabric.network.nodes import Job
+
+    network = asked.network(hosts)
+    machines = network.machines()
+    raise typer.Exit(_over_network(Job(tuple(command), ranks, hosts, threads), network, machines))
+
+
+def _over_network(job: Job, network: Network, machines: Machines) -> int:
+    """Makes the hosts, runs the job on them, and says what the network was. Returns the exit status."""
+    from penstock.fabric.network import nodes
+    from penstock.fabric.network.checks import missing
+    from penstock.fabric.report.network import network_lines
+
+    lacking = missing()
+    if lacking is not None:
+        raise FabricError(f"{lacking}. Without --hosts and --link, ranks are processes of this machine")
+    try:
+        with machines:
+            described, began = machines.described(), time.monotonic()
+            ended = nodes.run(job, machines, events=network.events)
+            _say([ended.said] if ended.said else [])
+            happened, seconds = [str(one) for one in ended.happened], time.monotonic() - began
+            _say(network_lines(described, told=machines.told(), happened=happened, elapsed_seconds=seconds))
+    except KeyboardInterrupt:  # before there was a job to pass it on to, or after it
+        return 128 + signal.SIGINT
+    return ended.status
+
+
+def _say(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(f"penstock: {line}", file=sys.stderr)

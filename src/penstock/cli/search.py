@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from penstock.cli._costs import EPILOG as EPILOG
-from penstock.cli._costs import CostOptions, Costs
+from penstock.cli._cost_options import EPILOG as EPILOG
+from penstock.cli._cost_options import CostOptions
+from penstock.cli._costs import Costs
 from penstock.cli._outcome import Outcome, format_of, show, units_of_memory, with_activations
 from penstock.cli._spread import OUTPUT_PANEL, Json, spread
 from penstock.errors import ArgumentError

@@ -9,8 +9,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from penstock.cli._costs import EPILOG as EPILOG
-from penstock.cli._costs import CostOptions
+from penstock.cli._cost_options import EPILOG as EPILOG
+from penstock.cli._cost_options import CostOptions
 from penstock.cli._order import OrderOptions
 from penstock.cli._outcome import Outcome, chunks, format_of, title
 from penstock.cli._picture import Palette, legend, proportional, slots

@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from penstock.cli._costs import EPILOG as FILE_EPILOG
-from penstock.cli._costs import CostOptions, Costs
+from penstock.cli._cost_options import EPILOG as FILE_EPILOG
+from penstock.cli._cost_options import CostOptions
+from penstock.cli._costs import Costs
 from penstock.cli._order import OrderOptions
 from penstock.cli._outcome import (
     HEADS,

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +27,7 @@ from penstock.fabric.emulation.record import gathered, recorded
 from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.network.record import cpu_usage
 from penstock.fabric.presets import MLP_WIDTHS, mlp, with_compute
-from penstock.fabric.samples import HEAD, SAMPLES, Run, SampleFile
+from penstock.fabric.samples import HEAD, SAMPLES, SampleFile
 from penstock.fabric.workload import Workload
 
 Images = tuple[Tensor, Tensor, str]
@@ -91,20 +90,6 @@ class Training:
         seconds = np.median(self.compute_ns, axis=(0, 2)) / 1e9
         return with_compute(mlp(), seconds.tolist(), float(np.median(self.after_ns)) / 1e9)
 
-    def run(self) -> Run:
-        """Its samples in the form of an emulation's."""
-        record: dict[str, Any] = {
-            "workload": self.workload().to_dict(),
-            "algorithm": "engine",
-            "backend": dist.get_backend() if dist.is_initialized() else "gloo",
-            "hosts": self.start_ns.shape[2],
-            "trials": len(self.start_ns),
-            "complete": True,
-            "missing": "",
-            "training": self.data,
-        }
-        return Run(record, self.start_ns, self.end_ns)
-
 
 def train_mlp(
     steps: int,
@@ -115,6 +100,7 @@ def train_mlp(
     offset_ns: int = 0,
     learning_rate: float = 0.1,
     images: Images | None = None,
+    keep: Callable[[Rows], None] | None = None,
 ) -> Training | None:
     """Trains the classifier on all ranks of the default process group, each on its own part of the digits.
 
@@ -125,6 +111,7 @@ def train_mlp(
         seed: of the weights and of the order of the rows.
         offset_ns: what is added to this rank's `time.monotonic_ns` to get rank 0's.
         images: None: `digits()`.
+        keep: called on rank 0 with the samples of each step as it ends; given on all ranks, or on none.
 
     Returns what rank 0 has gathered; None on the others.
 
@@ -154,8 +141,10 @@ def train_mlp(
         loss, marks = training.step(data[rows], targets[rows])
         if number >= warmup:
             losses.append(loss)
-            stamps.append(marks)
-    return _gathered(source, torch.tensor(losses), torch.tensor(stamps), offset_ns)
+            stamps.append([mark + offset_ns for mark in marks])
+            if keep is not None and (every := _of_all_ranks(torch.tensor(stamps[-1]))) is not None:
+                keep(_rows(number - warmup, every))
+    return _gathered(source, torch.tensor(losses), torch.tensor(stamps))
 
 
 def measured_compute(batch: int = 32, steps: int = 20, threads: int | None = None) -> tuple[float, ...]:
@@ -177,6 +166,9 @@ def measured_compute(batch: int = 32, steps: int = 20, threads: int | None = Non
     seconds = np.median(_compute(np.array(marks)), axis=0) / 1e9
     return tuple(seconds.tolist())
 
+
+Rows = list[tuple[int, ...]]
+"""Of samples.csv."""
 
 Marks = list[int]
 """Of one step: when it began, then start and end of each layer's sum, then when it ended."""
@@ -229,15 +221,28 @@ def _compute(marks: NDArray[np.int64]) -> NDArray[np.int64]:
     return between
 
 
-def _gathered(source: str, losses: Tensor, marks: Tensor, offset_ns: int) -> Training | None:
-    dist.all_reduce(losses)
-    marks += offset_ns
+def _of_all_ranks(marks: Tensor) -> NDArray[np.int64] | None:
+    """On rank 0, with the rank in front of the last dimension."""
     first = dist.get_rank() == 0
     everyone = [torch.empty_like(marks) for _ in range(dist.get_world_size())] if first else None
     dist.gather(marks, everyone, dst=0)
-    if everyone is None:
+    return None if everyone is None else torch.stack(everyone, dim=-2).numpy()
+
+
+def _rows(step: int, every: NDArray[np.int64]) -> Rows:
+    """Of one step's marks, by rank: as in samples.csv."""
+    return [
+        (step, place, rank, int(start), int(end))
+        for rank, marks in enumerate(every)
+        for place, (start, end) in enumerate(zip(marks[1:-1:2], marks[2:-1:2], strict=True))
+    ]
+
+
+def _gathered(source: str, losses: Tensor, marks: Tensor) -> Training | None:
+    dist.all_reduce(losses)
+    every = _of_all_ranks(marks)  # step, rank, mark
+    if every is None:
         return None
-    every = torch.stack(everyone, dim=1).numpy()  # step, rank, mark
 
     def by_layer(values: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.ascontiguousarray(values.transpose(0, 2, 1))
@@ -265,25 +270,24 @@ def train(spec: Spec, folder: Path) -> None:
     with recorded(spec, folder) as (members, record):
         offset = clock.estimate(members.control)
         began = cpu_usage()
-        training = train_mlp(spec.trials, warmup=spec.warmup, seed=spec.seed, offset_ns=offset.offset_ns)
+        samples = SampleFile(folder / SAMPLES, HEAD) if members.rank == 0 else None
+        training = train_mlp(
+            spec.trials,
+            warmup=spec.warmup,
+            seed=spec.seed,
+            offset_ns=offset.offset_ns,
+            keep=samples.add if samples else lambda rows: None,
+        )
         record.add(
             cpu=gathered(cpu_usage().since(began), members),
             clock=gathered(asdict(offset), members),
             training=digits()[2],
             links=[],
         )
-        if training is None:
+        if samples is None or training is None:
             return
-        found = training.run()
-        record.add(workload=training.workload().to_dict(), losses=[training.losses[0], training.losses[-1]])
-        samples = SampleFile(folder / SAMPLES, HEAD)
-        for trial, (starts, ends) in enumerate(zip(found.start_ns.tolist(), found.end_ns.tolist(), strict=True)):
-            samples.add(
-                (trial, place, rank, start, end)
-                for place, (of_start, of_end) in enumerate(zip(starts, ends, strict=True))
-                for rank, (start, end) in enumerate(zip(of_start, of_end, strict=True))
-            )
         samples.close()
+        record.add(workload=training.workload().to_dict(), losses=[training.losses[0], training.losses[-1]])
 
 
 if __name__ == "__main__":

@@ -186,5 +186,16 @@ def _judged(found: Sequence[Difference], tests: Sequence[dict[str, float]]) -> l
 
 
 def _other_settings(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    keys = ("algorithm", "backend", "hosts", "link", "overlap", "seed", "machine_cores")
-    return {key: (a.get(key), b.get(key)) for key in keys if a.get(key) != b.get(key)}
+    ours, others = _settings(a), _settings(b)
+    return {key: (ours[key], others[key]) for key in ours if ours[key] != others[key]}
+
+
+def _settings(record: dict[str, Any]) -> dict[str, Any]:
+    """What a run was made with, and what its hosts were, where they are alike. `bytes_per_second` is of messages that
+    were delayed, in place of a shaped link."""
+    keys = ("algorithm", "backend", "hosts", "link", "bytes_per_second", "overlap", "seed", "machine_cores")
+    found = {key: record.get(key) for key in keys}
+    for key in ("kernel", "torch", "congestion_control", "interface"):
+        values = {host.get(key) for host in record.get("environment") or ()}
+        found[key] = values.pop() if len(values) == 1 else None
+    return found

@@ -7,12 +7,13 @@ what a step of its algorithm costs there, software included. Otherwise the links
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.errors import ArgumentError
 from penstock.fabric.models import (
+    HOSTS,
     LinkFit,
     Prediction,
     Terms,
@@ -22,13 +23,14 @@ from penstock.fabric.models import (
     known_algorithms,
     predictions,
     record_links,
+    slowest_of,
 )
 from penstock.fabric.statistics import fewest
+from penstock.fabric.trials import rate_key
 
 FEWEST_SIZES = 3
 """Of a collective, below which a fit has no residuals worth the name."""
 
-ENGINE = "engine"
 MOST_HOSTS = 1 << 16
 
 
@@ -139,9 +141,23 @@ def forecast(
     """
     if not all(2 <= n <= MOST_HOSTS for n in hosts):
         raise ArgumentError(f"hosts are {', '.join(map(str, hosts))}: expected 2 to {MOST_HOSTS:,} of them")
-    fitted = fit_run(record, results, collective)
-    rows = [row for size in sizes for row in predictions(fitted.link, collective, size, hosts)]
-    return Forecast(fitted, tuple(rows), {n: crossovers(fitted.link, collective, n) for n in hosts})
+    return _carried(fit_run(record, results, collective), sizes, hosts)
+
+
+def forecasts(record: dict[str, Any], results: dict[str, Any]) -> Iterator[Forecast]:
+    """Of each collective whose own times tell a link, of its largest size on up to 4096 hosts."""
+    for collective in dict.fromkeys(one["collective"] for one in results["transfers"]):
+        fitted = _by_times(results, collective)
+        if fitted is not None:
+            yield _carried(fitted, [max(point.bytes for point in fitted.points)], HOSTS)
+
+
+def _carried(fitted: Fitted, sizes: Sequence[int], hosts: Sequence[int]) -> Forecast:
+    """To other sizes and hosts."""
+    link, collective = fitted.link, fitted.collective
+    numbers = (2,) if collective == "send" else hosts  # a message is between two, however many there are
+    rows = [row for size in sizes for row in predictions(link, collective, size, numbers)]
+    return Forecast(fitted, tuple(rows), {n: crossovers(link, collective, n) for n in numbers})
 
 
 def fit_run(record: dict[str, Any], results: dict[str, Any], collective: str) -> Fitted:
@@ -150,21 +166,53 @@ def fit_run(record: dict[str, Any], results: dict[str, Any], collective: str) ->
     Raises:
         ArgumentError: it can be had from neither.
     """
-    known = known_algorithms(collective)
+    fitted = _by_times(results, collective)
+    if fitted is not None:
+        return fitted
+    rows, algorithm, form = _rows(results, collective)
+    timed = _timed(rows, form)
+    link = _slowest(record, _lacks(rows, len(timed), results["trials"], collective))
+    return Fitted(collective, algorithm, form, "links", link, _points(timed, link))
+
+
+def _by_times(results: dict[str, Any], collective: str) -> Fitted | None:
+    """The link that explains the medians of a collective; None if it has too few sizes."""
+    rows, algorithm, form = _rows(results, collective)
+    timed = _timed(rows, form)
+    if len({one.bytes for one in timed}) < FEWEST_SIZES:
+        return None
+    link = fit([(one.bytes, one.seconds, one.terms) for one in timed])
+    return Fitted(collective, algorithm, form, "times", link, _points(timed, link))
+
+
+class _Timed(NamedTuple):
+    """A transfer whose median is known."""
+
+    bytes: int
+    ranks: int
+    seconds: float
+    terms: Terms
+
+
+def _rows(results: dict[str, Any], collective: str) -> tuple[list[dict[str, Any]], str, str]:
+    """The transfers of a collective, their algorithm, and the one whose closed form is taken for it."""
     rows = [one for one in results["transfers"] if one["collective"] == collective]
     algorithm = rows[0]["algorithm"] if rows else ""
-    form = known[0] if algorithm in ("", ENGINE) else algorithm
-    timed = [
-        (one["bytes"], one["time_s"]["p50"], closed_form(collective, form, len(one["ranks"])), len(one["ranks"]))
-        for one in rows
-        if one["time_s"]["p50"]
-    ]
-    if len({size for size, *_ in timed}) >= FEWEST_SIZES:
-        link, source = fit([(size, seconds, terms) for size, seconds, terms, _ in timed]), "times"
-    else:
-        link, source = _slowest(record, _lacks(rows, len(timed), results["trials"], collective)), "links"
-    points = tuple(Point(size, ranks, took, _seconds(terms, size, link)) for size, took, terms, ranks in timed)
-    return Fitted(collective, algorithm, form, source, link, points)
+    known = known_algorithms(collective)
+    return rows, algorithm, algorithm if algorithm in known else known[0]
+
+
+def _timed(rows: Sequence[dict[str, Any]], form: str) -> list[_Timed]:
+    found = []
+    for one in rows:
+        median, ranks = one[rate_key(one["collective"])]["p50"], len(one["ranks"])
+        if median:
+            found.append(_Timed(one["bytes"], ranks, median, closed_form(one["collective"], form, ranks)))
+    return found
+
+
+def _points(timed: Sequence[_Timed], link: LinkFit) -> tuple[Point, ...]:
+    return tuple(Point(one.bytes, one.ranks, one.seconds, _seconds(one.terms, one.bytes, link)) for one in timed)
 
 
 def _seconds(terms: Terms, size: float, link: LinkFit) -> float:
@@ -183,4 +231,4 @@ def _slowest(record: dict[str, Any], lack: str) -> LinkFit:
     links = [link for _, link in record_links(record)]
     if not links:
         raise ArgumentError(f"{lack}, and no links were measured: run a sweep, --from 4KiB --to 4MiB --factor 4")
-    return LinkFit(max(link.alpha_seconds for link in links), max(link.beta_seconds_per_byte for link in links))
+    return slowest_of(links)

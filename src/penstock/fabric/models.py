@@ -36,6 +36,7 @@ __all__ = [
     "predict",
     "predictions",
     "record_links",
+    "slowest_of",
 ]
 
 HOSTS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -214,6 +215,12 @@ def record_links(record: dict[str, Any]) -> list[tuple[tuple[int, int], LinkFit]
     return found
 
 
+def slowest_of(links: Iterable[LinkFit]) -> LinkFit:
+    """What a collective has to wait for, whatever its size: the largest alpha and the largest beta of one or more."""
+    links = tuple(links)
+    return LinkFit(max(link.alpha_seconds for link in links), max(link.beta_seconds_per_byte for link in links))
+
+
 def lower_bound_seconds(
     links: Iterable[LinkFit], collective: str, ranks: int, size_bytes: float, pieces: int = PIECES
 ) -> float | None:
@@ -245,10 +252,7 @@ def links_json(found: dict[str, Any] | LinkFit) -> dict[str, Any]:
         pairs[source, target] = link
         pairs.setdefault((target, source), link)
     links = [{"from": source, "to": target, **_link(link)} for (source, target), link in pairs.items()]
-    slowest = LinkFit(
-        max(link.alpha_seconds for link in pairs.values()), max(link.beta_seconds_per_byte for link in pairs.values())
-    )
-    return {"units": units, "links": links, "all": _link(slowest)}
+    return {"units": units, "links": links, "all": _link(slowest_of(pairs.values()))}
 
 
 def _link(link: LinkFit) -> dict[str, float]:

@@ -11,22 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import ArgumentError
-from penstock.fabric.models import (
-    HOSTS,
-    LinkFit,
-    busbw_factor,
-    closed_form,
-    crossovers,
-    fit,
-    known_algorithms,
-    lower_bound_seconds,
-    predictions,
-    record_links,
-)
+from penstock.fabric.forecast import forecasts
+from penstock.fabric.models import LinkFit, busbw_factor, lower_bound_seconds, record_links
 from penstock.fabric.samples import Run
 from penstock.fabric.statistics import Saturation, Summary, log_histogram, order_interval, outliers, saturation
-from penstock.fabric.trials import TransferTimes, algorithm_of, computed_step, measured_step
+from penstock.fabric.trials import TransferTimes, algorithm_of, computed_step, measured_step, rate_key
 from penstock.fabric.workload import Transfer, Workload
 
 
@@ -36,6 +25,8 @@ def results(run: Run) -> dict[str, Any]:
     `time_s`, `arrival_skew_s` and `transfer_s` (see `trials`) have min, p50, p90, p99, p999, max and mean, and beside
     them are the mean's 95 % interval and those of the percentiles. `ideal_percent` is the least that any algorithm
     takes on the slowest of the measured links, over the median: above 100 where the network beats the measured links.
+    `step` has the same figures of the whole trial. `model` is what `penstock fabric predict` makes of each collective
+    that has sizes enough, of its largest.
     """
     record = run.record
     workload = Workload.from_dict(record["workload"])
@@ -47,7 +38,7 @@ def results(run: Run) -> dict[str, Any]:
         _transfer(transfer, algorithm_of(record, place), one, links)
         for place, (transfer, one) in enumerate(zip(workload.transfers, times, strict=True))
     ]
-    return {
+    made = {
         "version": 1,
         "workload": workload.name,
         "hosts": hosts,
@@ -55,7 +46,7 @@ def results(run: Run) -> dict[str, Any]:
         "trials_asked": record.get("trials"),
         **_completeness(record, trials),
         "transfers": transfers,
-        "step": _step(run, workload, times),
+        "step": _step(run, workload, times, transfers),
         "cpu": {
             "saturated": cpu.saturated,
             "scheduler_tails": cpu.scheduler_tails,
@@ -63,12 +54,13 @@ def results(run: Run) -> dict[str, Any]:
             "text": cpu.text,
         },
         "links": record.get("links") or [],
-        "model": _model(transfers),
         "environment": {
             "hosts": record.get("environment"),
             **{key: record.get(key) for key in ("algorithm", "backend", "link", "seed", "overlap", "warmup", "clock")},
+            **{key: record.get(key) for key in ("network", "switch", "happened")},
         },
     }
+    return made | {"model": [one.to_dict() for one in forecasts(record, made)]}
 
 
 def _completeness(record: dict[str, Any], trials: int) -> dict[str, Any]:
@@ -88,7 +80,8 @@ def _transfer(
     summary = Summary.of(times.completion)
     own = [link for ends, link in links if set(ends) <= set(times.ranks)] or [link for _, link in links]
     bound = lower_bound_seconds(own, transfer.collective, ranks, transfer.bytes)
-    algbw = transfer.bytes / summary.p50 / 1e9 if summary.p50 else None
+    waiting = Summary.of(times.transfer)
+    median = (waiting if rate_key(transfer.collective) == "transfer_s" else summary).p50
     return {
         "name": transfer.name,
         "bytes": transfer.bytes,
@@ -100,11 +93,10 @@ def _transfer(
         "compute_s": transfer.compute_seconds,
         **_times("time", summary),
         **_times("arrival_skew", Summary.of(times.arrival_skew)),
-        **_times("transfer", Summary.of(times.transfer)),
-        "algbw_GBps": algbw,
-        "busbw_GBps": algbw and algbw * busbw_factor(transfer.collective, ranks),
+        **_times("transfer", waiting),
+        **_rates(transfer.bytes, transfer.bytes * busbw_factor(transfer.collective, ranks), median),
         "bound_s": bound,
-        "ideal_percent": 100 * bound / summary.p50 if bound is not None and summary.p50 else None,
+        "ideal_percent": 100 * bound / median if bound is not None and median else None,
         "outliers": [int(trial) for trial in outliers(times.completion)],
         "per_rank": _per_rank(times),
         "slowest_rank": _slowest(times),
@@ -122,48 +114,9 @@ def _times(name: str, summary: Summary) -> dict[str, Any]:
     return {f"{name}_s": summary.to_dict(), **{f"{name}_{key}": found for key, found in intervals.items()}}
 
 
-def _model(transfers: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The link that explains the medians of all transfers best, and what it foretells; None where they do not tell.
-
-    The predictions are of each collective's largest size, by number of hosts and algorithm.
-    """
-    known = [one for one in transfers if one["algorithm"] in known_algorithms(one["collective"])]
-    points = [
-        (one, closed_form(one["collective"], one["algorithm"], len(one["ranks"])))
-        for one in known
-        if one["time_s"]["p50"]
-    ]
-    try:
-        link = fit([(one["bytes"], one["time_s"]["p50"], terms) for one, terms in points])
-    except ArgumentError:
-        return None
-    measured = [
-        {
-            "name": one["name"],
-            "bytes": one["bytes"],
-            "measured_s": one["time_s"]["p50"],
-            "fitted_s": terms.seconds(one["bytes"], link.alpha_seconds, link.beta_seconds_per_byte),
-            "residual": residual,
-        }
-        for (one, terms), residual in zip(points, link.residuals, strict=True)
-    ]
-    largest = {one["collective"]: one for one, _ in sorted(points, key=lambda point: point[0]["bytes"])}
-    tables = [_foretold(link, one) for one in largest.values()]
-    return {**link.to_dict(), "points": measured, "predictions": tables}
-
-
-def _foretold(link: LinkFit, transfer: dict[str, Any]) -> dict[str, Any]:
-    collective, size, hosts = transfer["collective"], transfer["bytes"], len(transfer["ranks"])
-    rows = predictions(link, collective, size, HOSTS[:1] if collective == "send" else HOSTS)
-    return {
-        "collective": collective,
-        "bytes": size,
-        "rows": [{"hosts": row.ranks, "seconds": row.seconds, "best": row.best} for row in rows],
-        "crossovers": [
-            {"hosts": hosts, "from_bytes": first, "algorithm": name}
-            for first, name in crossovers(link, collective, hosts)
-        ],
-    }
+def _rates(size: int, bus_bytes: float, median: float | None) -> dict[str, float | None]:
+    rates = (None, None) if not median else (size / median / 1e9, bus_bytes / median / 1e9)
+    return dict(zip(("algbw_GBps", "busbw_GBps"), rates, strict=True))
 
 
 def _per_rank(times: TransferTimes) -> list[dict[str, Any]]:
@@ -203,26 +156,48 @@ def _slowest(times: TransferTimes) -> dict[str, Any] | None:
     }
 
 
-def _step(run: Run, workload: Workload, times: list[TransferTimes]) -> dict[str, Any]:
+def _step(run: Run, workload: Workload, times: list[TransferTimes], transfers: list[dict[str, Any]]) -> dict[str, Any]:
     """The whole step: as it was measured, and, from what its transfers took, as it is with overlap or without."""
     overlap = bool(run.record.get("overlap", False))
     measured = measured_step(run, workload)
     hosts = int(run.record["hosts"])
-    compute = workload.compute_seconds + sum(transfer.compute_seconds for transfer in workload.transfers)
+    compute = _if_transfers_took(workload, [0.0] * len(transfers), hosts)
     other = measured  # where nothing is computed, there is nothing to overlap with
     if compute:
-        other = computed_step(workload, [one.completion for one in times], hosts, overlap=not overlap)
-    medians = {overlap: Summary.of(measured).p50, not overlap: Summary.of(other).p50}
+        other = computed_step(workload, [one.transfer for one in times], hosts, overlap=not overlap)
+    summary = Summary.of(measured)
+    medians = {overlap: summary.p50, not overlap: Summary.of(other).p50}
+    size = sum(transfer.bytes for transfer in workload.transfers)
+    bus = sum(one["bytes"] * busbw_factor(one["collective"], len(one["ranks"])) for one in transfers)
+    bounds = [one["bound_s"] for one in transfers]
+    bound = None if None in bounds else _if_transfers_took(workload, bounds, hosts, overlap=overlap)
     return {
-        "bytes": sum(transfer.bytes for transfer in workload.transfers),
+        "name": "step",
+        "bytes": size,
+        "collective": _common(transfers, "collective"),
+        "algorithm": str(run.record.get("algorithm", "")),
         "trials": len(measured),
-        **_times("time", Summary.of(measured)),
+        **_times("time", summary),
+        **_rates(size, bus, summary.p50),
+        "bound_s": bound,
+        "ideal_percent": 100 * bound / summary.p50 if bound is not None and summary.p50 else None,
         "overlap": overlap,
         "compute_s": compute,
         "without_overlap_s": medians[False],
         "with_overlap_s": medians[True],
         "outliers": [int(trial) for trial in outliers(measured)],
     }
+
+
+def _if_transfers_took(workload: Workload, seconds: list[float], hosts: int, *, overlap: bool = False) -> float:
+    """The step's seconds."""
+    return float(computed_step(workload, [np.array([one]) for one in seconds], hosts, overlap=overlap)[0])
+
+
+def _common(transfers: list[dict[str, Any]], key: str) -> str | None:
+    """What all of them have; None where they differ."""
+    found = {one[key] for one in transfers}
+    return found.pop() if len(found) == 1 else None
 
 
 def _cpu(record: dict[str, Any], trials: int) -> Saturation:

@@ -2,7 +2,8 @@
 
 The folder of a run:
 
-    run.json       what was run, where, and how it ended
+    spec.json      what is to be run, before any host has started (where hosts are started here)
+    run.json       what was run, where, and how it ended: from the moment that all hosts have joined
     samples.csv    trial,transfer,rank,start_ns,end_ns        on the clock of rank 0
     steps.csv      trial,transfer,rank,round,start_ns,end_ns  of the trials that are kept whole: the first, and each
                    that was slower than all before it
@@ -11,6 +12,7 @@ The folder of a run:
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -22,7 +24,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import ArgumentError
 
-RUN, SAMPLES, STEPS = "run.json", "samples.csv", "steps.csv"
+SPEC, RUN, SAMPLES, STEPS = "spec.json", "run.json", "samples.csv", "steps.csv"
 HEAD = ("trial", "transfer", "rank", "start_ns", "end_ns")
 STEPS_HEAD = ("trial", "transfer", "rank", "round", "start_ns", "end_ns")
 
@@ -66,28 +68,33 @@ class Run:
         """Of a finished run, or of one that was killed: a trial that is not whole is left out.
 
         Raises:
-            ArgumentError: the folder holds no run.
+            ArgumentError: the folder holds no run, or one that ended before its hosts had joined.
         """
+        if not (folder / RUN).exists() and (folder / SPEC).exists():
+            raise ArgumentError(
+                f"the run in {folder} ended before its hosts had joined, so it has no samples: what they printed is in "
+                f"{folder}/host-*.log. Run it again with --out {folder}, which replaces it"
+            )
         try:
             record = json.loads((folder / RUN).read_text())
-            lines = (folder / SAMPLES).read_text().split("\n")
+            table, steps = (_table(folder / SAMPLES, HEAD), _table(folder / STEPS, STEPS_HEAD))
         except (OSError, ValueError) as error:
             raise ArgumentError(f"{folder} holds no run of penstock fabric: {error}") from None
         transfers, hosts = record["workload"]["transfers"], record["hosts"]
         taking = np.array([[not t["ranks"] or rank in t["ranks"] for rank in range(hosts)] for t in transfers])
-        table = _table(lines, len(HEAD))
         whole = len(table) // int(taking.sum()) if taking.any() else 0
         start = np.full((whole, len(transfers), hosts), -1, np.int64)
         end = start.copy()
         table = table[table[:, 0] < whole]
         start[table[:, 0], table[:, 1], table[:, 2]] = table[:, 3]
         end[table[:, 0], table[:, 1], table[:, 2]] = table[:, 4]
-        steps = folder / STEPS
-        rows = _table(steps.read_text().split("\n"), len(STEPS_HEAD)) if steps.exists() else np.empty((0, 6), np.int64)
-        return cls(record, start, end, tuple(tuple(int(value) for value in row) for row in rows))
+        return cls(record, start, end, tuple(tuple(row) for row in steps.tolist()))
 
 
-def _table(lines: list[str], columns: int) -> NDArray[np.int64]:
-    """The rows below the head; a last line that was cut off is left out."""
-    rows = [line.split(",") for line in lines[1:-1]]  # what stands behind the last line's end is empty, or cut off
-    return np.array([row for row in rows if len(row) == columns], np.int64).reshape(-1, columns)
+def _table(path: Path, head: tuple[str, ...]) -> NDArray[np.int64]:
+    """The rows below the head; a last line that was cut off is left out. None of a file that was not begun."""
+    text = path.read_text() if path.exists() else ""
+    _, _, rows = text[: text.rfind("\n") + 1].partition("\n")  # what stands behind the last line's end is cut off
+    if not rows:
+        return np.empty((0, len(head)), np.int64)
+    return np.loadtxt(io.StringIO(rows), np.int64, delimiter=",", ndmin=2, usecols=range(len(head)))

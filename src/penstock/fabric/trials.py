@@ -9,8 +9,9 @@ All in seconds, as arrays with a value a trial. The names are those of the field
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +59,15 @@ class TransferTimes:
         )
 
 
+def rate_key(collective: str) -> Literal["time_s", "transfer_s"]:
+    """Of a transfer's results, the times that its bandwidths, its ideal and fits of it rest on.
+
+    Of a message those from when both of its ends were there: a stage waits for what another one computes, and that is
+    no matter of the network.
+    """
+    return "transfer_s" if collective == "send" else "time_s"
+
+
 def ranks_of(workload: Workload, place: int, hosts: int) -> tuple[int, ...]:
     """Who takes part in a transfer: all hosts, where it names none."""
     return workload.transfers[place].ranks or tuple(range(hosts))
@@ -81,16 +91,20 @@ def measured_step(run: Run, workload: Workload) -> Seconds:
     return np.asarray(took_ns * 1e-9 + workload.compute_seconds)
 
 
-def computed_step(workload: Workload, completions: list[Seconds], hosts: int, *, overlap: bool) -> Seconds:
-    """The whole step, if each transfer takes what it took in its trial, and its ranks begin it together.
+def computed_step(workload: Workload, transfers: Sequence[Seconds], hosts: int, *, overlap: bool) -> Seconds:
+    """The whole step, if each transfer takes what it took in its trial once all of its ranks were there.
 
     Without overlap a rank computes when its last transfer has ended. With it, a rank computes all the time, as if
     nothing that it computes waited for what arrives (which holds for gradients, and not for activations), and a
     transfer begins when its ranks are ready for it and have ended the one before.
+
+    Args:
+        transfers: `TransferTimes.transfer` of each: in `completion` is what a rank waited for the others, which comes
+            about here by itself.
     """
-    trials = len(completions[0])
+    trials = len(transfers[0])
     ready, done = np.zeros((hosts, trials)), np.zeros((hosts, trials))
-    for place, (transfer, took) in enumerate(zip(workload.transfers, completions, strict=True)):
+    for place, (transfer, took) in enumerate(zip(workload.transfers, transfers, strict=True)):
         taking = list(ranks_of(workload, place, hosts))
         compute = np.array([[transfer.compute_of(host)] for host in taking])
         ready[taking] = (ready[taking] if overlap else done[taking]) + compute

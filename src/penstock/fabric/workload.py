@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -10,6 +11,9 @@ from typing import Any, Self
 from penstock.errors import ArgumentError
 from penstock.fabric.steps import Collective
 from penstock.fabric.units import size_text
+
+MOST_SIZES = 1000
+"""Of a sweep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,7 @@ class Workload:
         for transfer in self.transfers:
             if transfer.bytes < 1 or transfer.bytes % self.element_bytes:
                 raise ArgumentError(
-                    f"{transfer.name} has {transfer.bytes} bytes: a size is a multiple of an element's "
+                    f"the transfer {transfer.name} has {transfer.bytes} bytes: a size is a multiple of an element's "
                     f"{self.element_bytes} bytes, and not 0"
                 )
             if transfer.name in names:
@@ -109,14 +113,22 @@ class Workload:
     def sweep(
         cls, first: int, last: int, factor: float = 2, collective: Collective = "all_reduce", element_bytes: int = 4
     ) -> Self:
-        """Sizes from `first` up to `last`, each `factor` times the one before."""
+        """Sizes from `first` up to `last`, each `factor` times the one before, in whole elements."""
         if not factor > 1:
             raise ArgumentError(f"factor is {factor}: a sweep grows, so give one above 1")
         if last < first:
             raise ArgumentError(f"a sweep from {first} to {last} bytes is empty: give the smaller size first")
+        if first < 1 or first % element_bytes:
+            raise ArgumentError(
+                f"a sweep from {first} bytes: a size is a multiple of an element's {element_bytes} bytes, and not 0"
+            )
+        if math.log(last / first) > MOST_SIZES * math.log(factor):
+            raise ArgumentError(
+                f"factor is {factor}: a sweep from {first} to {last} has more than {MOST_SIZES:,} sizes"
+            )
         sizes, size = [], float(first)
         while size <= last * (1 + 1e-9):
-            sizes.append(max(int(size) // element_bytes, 1) * element_bytes)
+            sizes.append(min(round(size), last) // element_bytes * element_bytes)
             size *= factor
         return cls.of_sizes(sorted(set(sizes)), collective, element_bytes)
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import PipelineFailure
+from penstock.runtime.board import Patience
 from penstock.runtime.distributed import Groups, all_reduce
 from penstock.runtime.failure import OUTSIDE, Position
 from penstock.runtime.replicas import copy_from_first
@@ -36,7 +37,7 @@ class Control:
         line, others: the other processes of the pipeline, and of the mesh, by the numbers that messages call them.
     """
 
-    def __init__(self, world: World, device: torch.device) -> None:
+    def __init__(self, world: World, device: torch.device, patience: Patience | None = None) -> None:
         self.world = world
         self.groups: Groups | None = None
         self.line = tuple(name for name in world.names if name != world.name)
@@ -45,7 +46,7 @@ class Control:
             self.watchdog = Watchdog.connect(0, 1, lambda value: value)
         else:
             self.groups = Groups(world, backend_of(device))
-            self.watchdog = Watchdog.connect(world.name, len(world.everyone), exchange(self.groups.everyone))
+            self.watchdog = Watchdog.connect(world.name, len(world.everyone), exchange(self.groups.everyone), patience)
 
     def give_all(self, value: T) -> T:
         """The first process's object, on every process of the mesh."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from penstock.errors import PartitionError
 from penstock.partition import Partition, Stage, check_alike
 from penstock.runtime.assembly import Choices
+from penstock.runtime.board import Patience
 from penstock.runtime.control import Control
 from penstock.runtime.distributed import DistributedTransport, Groups
 from penstock.runtime.failure import OUTSIDE, Position
@@ -59,7 +60,12 @@ class Engine:
     """Runs jobs on this process's ranks: all of them (one process), or one of `world.ranks`."""
 
     def __init__(
-        self, world: World, devices: Sequence[torch.device], seed: int, transport: TransportChoice = "auto"
+        self,
+        world: World,
+        devices: Sequence[torch.device],
+        seed: int,
+        transport: TransportChoice = "auto",
+        patience: Patience | None = None,
     ) -> None:
         self.world = world
         self.devices = tuple(devices)
@@ -69,7 +75,7 @@ class Engine:
         device = self.devices[self.ranks[0]]
         if not world.is_local and device.type == "cuda":
             torch.cuda.set_device(device)  # NCCL and the random generators look at the current one
-        self.control = Control(world, device)
+        self.control = Control(world, device, patience)
         self._sending = Position("its last sends", self.control.line)  # a first step's are waited for
         self.streams = Streams(self.control.give_all(seed))
         groups = self.control.groups

@@ -14,6 +14,9 @@ from penstock.errors import ArgumentError
 from penstock.fabric.algorithms import bruck, direct, halving, ring, rooted, tree
 from penstock.fabric.steps import Collective, StepList
 
+ENGINE = "engine"
+"""The algorithm that stands for torch.distributed's own collectives: no step list."""
+
 _GENERATORS: dict[Collective, dict[str, Callable[..., StepList]]] = {
     "all_reduce": {
         "ring": ring.all_reduce,
@@ -88,4 +91,4 @@ def generate(collective: str, algorithm: str, ranks: int, **options: Any) -> Ste
 
 def _nearest(name: str, known: tuple[str, ...]) -> str:
     near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
-    return (f"did you mean {near[0]!r}? " if near else "") + f"Known are {', '.join(known)}"
+    return (f"did you mean {near[0]!r}? Known" if near else "known") + f" are {', '.join(known)}"

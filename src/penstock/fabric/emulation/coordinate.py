@@ -9,16 +9,23 @@ import contextlib
 import json
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from penstock.errors import FabricError
 from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.emulation.watch import Watch
+from penstock.fabric.network.director import playing
 from penstock.fabric.network.machines import Machines
+from penstock.fabric.network.nodes import agent_commands
+from penstock.fabric.network.scenario import Event
 from penstock.fabric.samples import RUN, SAMPLES, STEPS
 from penstock.launch import agent_command, forwarded_signals, job
+from penstock.step_file import VARIABLE, read_step
 
 EMULATION = "penstock.fabric.emulation.host"
 """The module that each host runs, with the run's folder as its argument."""
@@ -34,6 +41,7 @@ def emulate(
     machines: Machines | None = None,
     watch: Watch | None = None,
     module: str = EMULATION,
+    events: Sequence[Event] = (),
 ) -> None:
     """Runs a spec on hosts that are started here, and waits for its end.
 
@@ -42,6 +50,7 @@ def emulate(
         machines: one for each host; None: the hosts are processes of this machine.
         watch: looks on.
         module: that the hosts run.
+        events: that change the machines' network; a step is a trial.
 
     Raises:
         FabricError: a host did not join, was lost, or failed. The samples until then are in the folder.
@@ -54,10 +63,12 @@ def emulate(
         stale_log.unlink()
     spec.write(folder)
     with contextlib.ExitStack() as stack:
+        steps = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-"))) / "step"
         agents: list[subprocess.Popen[bytes]] = []
         stack.callback(_end, agents)
         for number, argv in enumerate(_commands(spec, folder, machines, module)):
             environment = stack.enter_context(job())
+            environment[VARIABLE] = str(steps)
             environment.setdefault("OMP_NUM_THREADS", "1")
             environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # warns of host names that are not in DNS
             if machines is None:
@@ -73,10 +84,14 @@ def emulate(
                     process_group=0,
                 )
             )
-        with forwarded_signals(agents) as received:
-            ended = _wait(agents, received, _Tail(folder, spec), watch)
+        with _scenario(machines, events, steps) as happened, forwarded_signals(agents) as received:
+            try:
+                ended = _wait(agents, received, _Tail(folder, spec), watch, machines)
+            except FabricError as error:
+                _add(folder, str(error))
+                raise
     if machines is not None:
-        _add(folder, switch_qdiscs=machines.qdiscs())
+        _add(folder, switch_qdiscs=machines.qdiscs(), switch=machines.told(), happened=happened)
     if received:
         _add(folder, f"stopped by {signal.Signals(received[0]).name}")
         raise KeyboardInterrupt
@@ -86,31 +101,40 @@ def emulate(
         raise FabricError(text)
 
 
+@contextlib.contextmanager
+def _scenario(machines: Machines | None, events: Sequence[Event], steps: Path) -> Iterator[list[dict[str, Any]]]:
+    """Plays it while the block runs; what has happened is in the list at the end."""
+    happened: list[dict[str, Any]] = []
+    if machines is None:
+        yield happened
+        return
+    with playing(machines, events, lambda: read_step(steps)) as played:
+        yield happened
+    happened += [asdict(one) for one in played.happened]
+
+
 def _commands(spec: Spec, folder: Path, machines: Machines | None, module: str) -> Iterator[list[str]]:
     what = ["-m", module, str(folder.resolve())]
     if machines is None:
         yield agent_command(["--standalone", f"--nproc-per-node={spec.hosts}", *what])
         return
-    for host in range(spec.hosts):
-        where = [
-            f"--nnodes={spec.hosts}",
-            "--nproc-per-node=1",
-            f"--node-rank={host}",
-            f"--master-addr={machines.addresses[0]}",
-            "--master-port=29500",
-            f"--rdzv-conf=timeout={spec.join_seconds:.0f}",
-        ]
-        yield machines.command(host, agent_command([*where, *what]))
+    yield from agent_commands(machines, what, join_seconds=spec.join_seconds)
 
 
 def _wait(
-    agents: Sequence[subprocess.Popen[bytes]], received: Sequence[int], tail: _Tail, watch: Watch | None
+    agents: Sequence[subprocess.Popen[bytes]],
+    received: Sequence[int],
+    tail: _Tail,
+    watch: Watch | None,
+    machines: Machines | None,
 ) -> int | None:
     """Until all have ended. Returns the first that failed, if any; the others then get a few seconds."""
     failed: int | None = None
     deadline = float("inf")
     while True:
         statuses = [agent.poll() for agent in agents]
+        if machines is not None:
+            machines.check()
         if watch is not None:
             for number, durations in tail.read():
                 watch.trial(number, durations)
@@ -167,15 +191,14 @@ class _Tail:
                 self._seen, self._durations = 0, [0] * len(self._durations)
 
 
-def _add(folder: Path, missing: str = "", switch_qdiscs: str = "") -> None:
+def _add(folder: Path, missing: str = "", **found: Any) -> None:
     """Into run.json, what host 0 could not say, or does not know."""
     path = folder / RUN
     with contextlib.suppress(OSError, ValueError):
         record = json.loads(path.read_text())
         if not record["complete"] and not record["missing"]:
             record["missing"] = missing
-        if switch_qdiscs:
-            record["switch_qdiscs"] = switch_qdiscs
+        record.update({name: value for name, value in found.items() if value})
         aside = path.with_suffix(".tmp")
         aside.write_text(json.dumps(record, indent=1))
         aside.replace(path)

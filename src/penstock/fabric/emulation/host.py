@@ -17,19 +17,19 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import FabricError, PenstockError
-from penstock.fabric.algorithms import generate
+from penstock.fabric.algorithms import ENGINE, generate
 from penstock.fabric.emulation import clock, probe
 from penstock.fabric.emulation.collectives import Engine, Place, Stepwise, check_backend, wrong
 from penstock.fabric.emulation.joining import Members
 from penstock.fabric.emulation.payload import DTYPES
 from penstock.fabric.emulation.record import gathered, recorded
-from penstock.fabric.emulation.spec import ENGINE, SPEC, Spec
+from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.emulation.trials import Trials
 from penstock.fabric.emulation.watch import Watch
 from penstock.fabric.emulation.wires import Delayed, Plain, Wire
 from penstock.fabric.models import measured_link
 from penstock.fabric.network.record import cpu_usage
-from penstock.fabric.samples import HEAD, SAMPLES, STEPS, STEPS_HEAD, SampleFile
+from penstock.fabric.samples import HEAD, SAMPLES, SPEC, STEPS, STEPS_HEAD, SampleFile
 
 
 def run(spec: Spec, folder: Path, watch: Watch | None = None) -> None:

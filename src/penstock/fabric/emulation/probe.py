@@ -13,9 +13,11 @@ import torch.distributed as dist
 from penstock.fabric.emulation.wires import Message, Wire
 
 SIZES = (64, 4096, 16384, 65536, 262144, 1048576)
-TRIPS = 15
-BUDGET_SECONDS = 2.0
-"""Of one pair: a slow link is measured with fewer large messages."""
+TRIPS, FEWEST_TRIPS = 15, 4
+SIZE_SECONDS = 0.35
+"""After which no more trips of a size are begun, if there are the fewest: a TCP's first find its window closed."""
+BUDGET_SECONDS = 12.0
+"""Of one pair, after which no larger size is begun."""
 
 
 def neighbours(hosts: int) -> tuple[tuple[int, int], ...]:
@@ -29,12 +31,12 @@ def measure(pair: tuple[int, int], wire: Wire) -> list[tuple[int, float]]:
     if rank not in pair:
         return []
     first, found, began = rank == pair[0], [], time.monotonic()
+    other = pair[1] if first else pair[0]
     for size in SIZES:
-        other = pair[1] if first else pair[0]
         buffer = torch.zeros(size // 4)
-        goes_on = torch.zeros(1)
-        seconds = []
-        for _ in range(TRIPS):
+        seconds: list[float] = []
+        begun = time.monotonic()
+        while True:
             start = time.monotonic()
             for turn in (True, False):
                 message = [Message(buffer, other)]
@@ -43,16 +45,21 @@ def measure(pair: tuple[int, int], wire: Wire) -> list[tuple[int, float]]:
                 else:
                     wire.exchange([], message)
             seconds.append((time.monotonic() - start) / 2)
-            # The first decides for both.
-            goes_on[0] = size < SIZES[1] or time.monotonic() - began < BUDGET_SECONDS
-            if first:
-                dist.send(goes_on, other)
-            else:
-                dist.recv(goes_on, other)
-            if not goes_on[0]:
+            enough = len(seconds) >= FEWEST_TRIPS and time.monotonic() - begun > SIZE_SECONDS
+            if not _agreed(len(seconds) < TRIPS and not enough, other, decides=first):
                 break
         if first:
             found.append((size, min(seconds)))
-        if not goes_on[0]:
+        if not _agreed(time.monotonic() - began < BUDGET_SECONDS, other, decides=first):
             break
     return found
+
+
+def _agreed(goes_on: bool, other: int, *, decides: bool) -> bool:
+    """What the one that decides says, on both."""
+    word = torch.tensor([float(goes_on)])
+    if decides:
+        dist.send(word, other)
+    else:
+        dist.recv(word, other)
+    return bool(word[0])

@@ -47,7 +47,7 @@ class Record:
 
     def __init__(self, spec: Spec, folder: Path, members: Members) -> None:
         interface = os.environ.get("GLOO_SOCKET_IFNAME")
-        hosts = gathered(environment(interface), members)
+        hosts = told_apart(gathered(environment(interface), members))
         kernels = set(gathered(clock.kernel(), members))
         self._path = folder / RUN if members.rank == 0 else None
         self._found: dict[str, Any] = {
@@ -72,6 +72,15 @@ class Record:
             aside = self._path.with_suffix(".tmp")
             aside.write_text(json.dumps(self._found, indent=1))
             aside.replace(self._path)
+
+
+def told_apart(hosts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Hosts of one machine, which all go by its name, are called by their numbers; `machine` has the name."""
+    names = [host["host"] for host in hosts]
+    return [
+        {**host, "host": name if names.count(name) == 1 else f"host {rank}", "machine": name}
+        for rank, (host, name) in enumerate(zip(hosts, names, strict=True))
+    ]
 
 
 def gathered(mine: Any, members: Members) -> list[Any]:

@@ -8,16 +8,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from penstock.errors import ArgumentError
-from penstock.fabric.algorithms import algorithms, generate
+from penstock.fabric.algorithms import ENGINE, algorithms, generate
+from penstock.fabric.samples import SPEC
 from penstock.fabric.workload import Workload
-
-ENGINE = "engine"
-"""The algorithm that stands for torch.distributed's own collectives."""
 
 BACKENDS = ("gloo", "nccl", "mpi")
 """Of torch.distributed."""
-
-SPEC = "spec.json"
 
 
 def usual_algorithm(workload: Workload) -> str:
@@ -43,6 +39,8 @@ class Spec:
         stall_seconds: after which a wait for another host is given up.
         backend: one of `BACKENDS`.
         measures_links: whether pairs of neighbours are measured before the trials.
+        link: of the hosts, as it was asked for.
+        network: what `Machines.described` says of the hosts' network; None: they have one of their own.
 
     Raises:
         ArgumentError: a number is out of range, the workload needs other hosts, or no collective knows the algorithm.
@@ -61,6 +59,7 @@ class Spec:
     backend: str = "gloo"
     measures_links: bool = True
     link: str | None = None
+    network: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.hosts < 2:
@@ -89,7 +88,10 @@ class Spec:
             return
         kinds = {transfer.collective for transfer in self.workload.transfers}
         if not any(self.algorithm in algorithms(kind) for kind in kinds):
-            generate(min(kinds), self.algorithm, 2)  # says which there are
+            try:
+                generate(min(kinds), self.algorithm, 2)
+            except ArgumentError as error:  # says which step lists there are
+                raise ArgumentError(f"{error}; {ENGINE} is torch.distributed's own") from None
 
     def algorithm_of(self, place: int) -> str:
         """By which a transfer is done."""

@@ -15,6 +15,7 @@ from penstock.fabric.emulation.collectives import Engine, Place, Stepwise
 from penstock.fabric.emulation.joining import Members
 from penstock.fabric.emulation.signals import Signals
 from penstock.fabric.emulation.spec import Spec
+from penstock.step_file import announcer
 
 CLOCK_SECONDS = 20.0
 """How often the offsets of clocks are estimated anew: they drift by up to 50 microseconds a second."""
@@ -61,6 +62,7 @@ class Trials:
         self._signals = Signals(members)
         self._slowest_ns = -1
         self._number = -1
+        self._announce = announcer()
         self._keeps = False
         """Whether the steps of the last trial are worth keeping; host 0 decides."""
 
@@ -70,6 +72,8 @@ class Trials:
             if part is not None:
                 part[1].reset()
         due_ns, kept = self._agree()
+        if self._announce is not None:
+            self._announce(self._number + 1)
         _sleep_until(due_ns)
         stamps = self._run(due_ns)
         self._number += 1

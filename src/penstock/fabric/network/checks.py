@@ -22,11 +22,12 @@ _PROBES = (
 
 def why_not() -> str | None:
     """Why no hosts can be made here and what to do about it; None if they can. Leaves nothing behind."""
-    missing = _missing()
-    return None if missing is None else f"{missing}. {INSTEAD}"
+    lacking = missing()
+    return None if lacking is None else f"{lacking}. {INSTEAD}"
 
 
-def _missing() -> str | None:
+def missing() -> str | None:
+    """What is missing here for hosts, and how to get it; None if nothing is."""
     if sys.platform != "linux":
         return f"emulated hosts are network namespaces, which only Linux has; this is {sys.platform}"
     if os.geteuid() != 0:

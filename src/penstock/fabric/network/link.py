@@ -1,6 +1,4 @@
-"""What joins a host to the switch, in the words of tc: "100mbit", "1gbit burst 16kb", "12.5MBps latency 20ms".
-
-The grammar is `RATE {WORD VALUE}`. A word is a line of `_WORDS`; words that later steps will know stand in `_LATER`.
+"""What joins a host to the switch: its rate and queue, and what frames meet on it. parse.py reads it from a text.
 
 How well tbf keeps the rate (one TCP connection between two hosts, 2 cores that other work kept full, Linux 6.18; time
 minus that of 1 byte, as a multiple of `Link.wire_bytes` / rate; the median of 6 to 60 messages, and the range of the
@@ -27,11 +25,10 @@ instead of 92%.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.errors import ArgumentError
+from penstock.fabric.network.impairment import NOTHING, Impairment
 
 _ETHERNET, _HEADERS = 14, 52
 """Bytes of an Ethernet header, as tbf counts frames, and of IPv4 and TCP with time stamps."""
@@ -46,40 +43,23 @@ BURST_SECONDS = 50e-6
 PORT_SECONDS = 200e-6
 """How late the shaper of a host, and that of the switch's port, may wake without losing rate: see `Link.burst`."""
 
-_NUMBER = re.compile(r"(\d+(?:\.\d*)?|\.\d+)([A-Za-z]*)")
-_PREFIXES = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-_RATES = {
-    "": 1 / 8,
-    **{f"{prefix}bit": 1000**power / 8 for prefix, power in _PREFIXES.items()},
-    **{f"{prefix}ibit": 1024**power / 8 for prefix, power in _PREFIXES.items() if prefix},
-    **{f"{prefix}bps": 1000.0**power for prefix, power in _PREFIXES.items()},
-    **{f"{prefix}ibps": 1024.0**power for prefix, power in _PREFIXES.items() if prefix},
-}
-"""As in tc: bits per second, bare or with "bit"; "bps" are BYTES per second. Case does not matter."""
-_SIZES = {
-    "": 1.0,
-    "b": 1.0,
-    **{f"{prefix}{end}": 1024.0**power for prefix, power in _PREFIXES.items() if prefix for end in ("", "b", "ib")},
-    **{f"{prefix}bit": 1024**power / 8 for prefix, power in _PREFIXES.items()},
-}
-"""As in tc: k and kb are 1024 bytes, kbit 1024 bits."""
-_TIMES = {
-    "": 1e-6,
-    "s": 1.0, "sec": 1.0, "secs": 1.0, "ms": 1e-3, "msec": 1e-3, "msecs": 1e-3, "us": 1e-6, "usec": 1e-6, "usecs": 1e-6,
-}  # fmt: skip
-"""As in tc: a bare number is microseconds."""
-
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One link, the same in both directions.
+    """One link, the same in both directions unless `down` is given.
+
+    Between two hosts that have the same link, a frame meets the impairment once, on its way to the switch, so that
+    what is written is what two hosts measure, one way. See `Network`.
 
     Attributes:
         bytes_per_second: of whole Ethernet frames (header, no preamble or checksum), as tbf counts them.
         burst_bytes: of tbf's bucket, or None for `burst`'s choice.
         limit_bytes: of the switch's queue towards a host; what comes when it is full is dropped.
         mtu: bytes of the largest IP packet.
+        mtu_is_given: somebody asked for that one.
         text: as it was given.
+        impairment: what frames meet beside the rate.
+        down: from the switch to the host, if that differs.
 
     Raises:
         ArgumentError: a value with which no frame could pass.
@@ -89,7 +69,10 @@ class Link:
     burst_bytes: int | None = None
     limit_bytes: int = BUFFER_BYTES
     mtu: int = 1500
+    mtu_is_given: bool = False
     text: str = ""
+    impairment: Impairment = NOTHING
+    down: Link | None = None
 
     def __post_init__(self) -> None:
         if not (1 <= self.bytes_per_second < 2**63 / 8):
@@ -137,6 +120,10 @@ class Link:
         """The words for tc at a host."""
         return self._tbf(self.burst, max(self.limit_bytes, HOST_BYTES))
 
+    def host_tbf(self) -> str:
+        """The words for tc at a host before a switch in user space, which keeps the rate to the frame."""
+        return self._tbf(self.port_burst, max(self.limit_bytes, HOST_BYTES))
+
     def port_tbf(self) -> str:
         """The words for tc at the switch's port."""
         return self._tbf(self.port_burst, self.limit_bytes)
@@ -146,118 +133,3 @@ class Link:
 
     def __str__(self) -> str:
         return self.text or f"{round(self.bytes_per_second * 8)}bit"
-
-
-def _scaled(units: dict[str, float], what: str, examples: str) -> Callable[[str], float]:
-    def read(text: str) -> float:
-        match = _NUMBER.fullmatch(text)
-        factor = units.get(match[2].lower()) if match else None
-        if match is None or factor is None:
-            raise ValueError(f"{text!r} is no {what}: give one like {examples}")
-        return float(match[1]) * factor
-
-    return read
-
-
-def _count(text: str) -> float:
-    if not text.isascii() or not text.isdigit():
-        raise ValueError(f"{text!r} is no number of bytes: give one like 1500 or 9000")
-    return int(text)
-
-
-_RATE = _scaled(_RATES, "rate", "100mbit, 1gbit (bits per second) or 12.5MBps (bytes per second)")
-_SIZE = _scaled(_SIZES, "size", "1600, 16kb or 1mb")
-_TIME = _scaled(_TIMES, "time", "500us, 20ms or 1s")
-
-_WORDS: dict[str, tuple[str, Callable[[str], float]]] = {
-    "rate": ("rate", _RATE),
-    "burst": ("burst", _SIZE),
-    "buffer": ("burst", _SIZE),
-    "maxburst": ("burst", _SIZE),
-    "limit": ("limit", _SIZE),
-    "latency": ("latency", _TIME),
-    "mtu": ("mtu", _count),
-}
-"""By word: what it sets, and how its value is read (a ValueError says what is wrong with it)."""
-
-_LATER = {
-    "delay", "jitter", "distribution", "loss", "drop", "corrupt", "corruption", "duplicate", "duplication", "reorder",
-    "reordering", "gap", "slot", "ecn", "seed", "netem",
-}  # fmt: skip
-"""Words of netem, which the next step will know."""
-
-
-def parse_link(text: str) -> Link:
-    """A link from its text: a rate, then any of `burst SIZE`, `limit SIZE` or `latency TIME`, `mtu BYTES`.
-
-    Rates and sizes are tc's: kbit, mbit, gbit, tbit are bits per second, kbps, mbps, gbps BYTES per second, each with
-    an `i` for powers of 1024; a size of 16kb has 16 * 1024 bytes. `latency` is the longest that a frame may wait in
-    the queue, another way to give `limit`.
-
-    Raises:
-        ArgumentError: the text is no link; the message points to the place.
-    """
-    words = [(match[0], match.start()) for match in re.finditer(r"\S+", text)]
-    if not words:
-        raise ArgumentError(f"the link's text is empty: give a rate, like 100mbit{_more()}")
-    if words[0][0].lower() not in _WORDS and words[0][0].lower() not in _LATER:
-        words.insert(0, ("rate", words[0][1]))
-    values: dict[str, float] = {}
-    for place in range(0, len(words), 2):
-        name, start = words[place]
-        meaning, read = _word(text, name, start)
-        if place + 1 == len(words):
-            raise _error(text, start, len(name), f"{name!r} lacks its value")
-        if meaning in values:
-            raise _error(text, start, len(name), f"{name!r} sets the {meaning} a second time")
-        value, value_start = words[place + 1]
-        try:
-            values[meaning] = read(value)
-        except ValueError as error:
-            raise _error(text, value_start, len(value), str(error)) from None
-    return _link(text, values)
-
-
-def _word(text: str, name: str, start: int) -> tuple[str, Callable[[str], float]]:
-    if name.lower() in _LATER:
-        said = f"{name!r} is not there yet: a link has a rate and a queue; delay, jitter and loss are the next step"
-        raise _error(text, start, len(name), said)
-    if name.lower() in _WORDS:
-        return _WORDS[name.lower()]
-    if name.lower() in _RATES:
-        raise _error(text, start, len(name), f"a rate has no space before its unit {name!r}")
-    raise _error(text, start, len(name), f"{name!r} is no word of a link{_more()}")
-
-
-def _link(text: str, values: dict[str, float]) -> Link:
-    if "rate" not in values:
-        raise _error(text, 0, len(text), "no rate is given: begin with one, like 100mbit")
-    if "limit" in values and "latency" in values:
-        at = text.lower().index("latency")
-        raise _error(text, at, len("latency"), "'limit' and 'latency' say the same thing: give one of them")
-    try:
-        link = Link(
-            values["rate"],
-            burst_bytes=int(values["burst"]) if "burst" in values else None,
-            limit_bytes=int(values.get("limit", BUFFER_BYTES)),
-            mtu=int(values.get("mtu", 1500)),
-            text=" ".join(text.split()),
-        )
-        if "latency" not in values:
-            return link
-        # As tc has it: what leaves in that time, beside the bucket.
-        limit = int(link.bytes_per_second * values["latency"]) + link.burst
-        return Link(link.bytes_per_second, link.burst_bytes, limit, link.mtu, link.text)
-    except ArgumentError as error:
-        raise _error(text, 0, len(text), str(error)) from None
-
-
-def _more() -> str:
-    return "; after it may come: burst SIZE, limit SIZE or latency TIME, mtu BYTES"
-
-
-def _error(text: str, start: int, length: int, said: str) -> ArgumentError:
-    shown = text.replace("\n", " ").replace("\t", " ")
-    return ArgumentError(
-        f"the link's text at position {start + 1}: {said}\n    {shown}\n    {' ' * start}{'^' * length}"
-    )

@@ -1,13 +1,12 @@
-"""Makes hosts out of one machine: a network namespace each, joined by shaped links to a switch in one of its own.
+"""Makes hosts out of one machine: a network namespace each, joined by shaped links to a switch.
 
-The machine's own namespace gets no device, address or route. What was measured of the links stands in link.py.
+The switch is a bridge in a namespace of its own, with veth pairs that tbf or netem shapes, or a process (switch/) that
+holds the hosts' TAP devices: see shapers.py. The machine's own namespace gets no device, address or route. What was
+measured of the links stands in link.py.
 """
 
 from __future__ import annotations
 
-import errno
-import ipaddress
-import json
 import os
 import socket
 import subprocess
@@ -15,21 +14,25 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from penstock.errors import ArgumentError, FabricError
-from penstock.fabric.network import keeper
+from penstock.fabric.network import keeper, subnets
+from penstock.fabric.network.background import parse_background
 from penstock.fabric.network.checks import why_not
 from penstock.fabric.network.holdback import Means, check_slow, hold_back
 from penstock.fabric.network.inside import within
 from penstock.fabric.network.link import Link
+from penstock.fabric.network.netem import netem
+from penstock.fabric.network.shapers import AUTO, Shaper, choose
+from penstock.fabric.network.switch.client import Switch
+from penstock.fabric.network.switch.protocol import Order, Setup
+from penstock.fabric.network.topology import Topology
 
 INTERFACE = "eth0"
 """The one that a host has beside lo."""
 MOST = 200
 """Hosts of one emulation: a subnet has addresses for 254."""
-
-_SUBNETS = ipaddress.IPv4Network("10.64.0.0/10")
 
 
 class Machines:
@@ -43,38 +46,64 @@ class Machines:
         hosts: the names of the hosts' namespaces.
         addresses: IPv4, by host.
         network: the subnet that they are from.
+        topology: the links as they are now; None: as fast as the machine can.
+        shaper: what makes them so; None: nothing does.
+        background: neighbours' traffic as it is now.
     """
 
     def __init__(
         self,
         hosts: int,
-        link: Link | None = None,
+        link: Link | Topology | None = None,
         *,
         congestion_control: str | None = None,
+        shaper: str = AUTO,
+        background: Sequence[str] = (),
         slow: Mapping[int, float] | None = None,
+        changes: bool = False,
     ) -> None:
         """
         Args:
             hosts: how many.
-            link: of each host to the switch, shaped at both ends; None: as fast as the machine can.
+            link: of each host to the switch, or of all; None: as fast as the machine can.
             congestion_control: of TCP between the hosts; None: as the kernel has it.
+            shaper: what shapes the links, one of `shapers.SHAPERS`.
+            background: traffic of neighbours, as texts (background.py).
             slow: hosts whose processes get no more than this share of one core's time, all together (holdback.py).
+            changes: whether `change` and `lose` will be called.
 
         Raises:
-            ArgumentError: too few or too many hosts, a congestion control that the kernel has not, a slow host that is
-                not there or a share that is none.
+            ArgumentError: too few or too many hosts, a link of a host that is not there, a congestion control that the
+                kernel has not, a slow host that is not there or a share that is none.
         """
         if not 1 <= hosts <= MOST:
             raise ArgumentError(f"{hosts} hosts are asked for: give 1 to {MOST}")
         if congestion_control is not None:
             _check_congestion_control(congestion_control)
-        self.link = link
+        for text in background:
+            parse_background(text, hosts)
+        self.topology = Topology(link) if isinstance(link, Link) else link
+        if self.topology is not None and max(self.topology.own, default=0) >= hosts:
+            raise ArgumentError(f"host {max(self.topology.own)} has a link, but the hosts are 0 to {hosts - 1}")
+        if self.topology is None and (background or changes):
+            raise ArgumentError("neighbours and changes need links that have a rate: give --link 1gbit, for example")
+        self.shaper: Shaper | None = None
         self.congestion_control = congestion_control
+        self._wanted = shaper
+        self.background = tuple(background)
+        self._only_switch = (
+            "neighbours' traffic is reckoned with by the switch alone"
+            if background
+            else "links that change, and hosts that come and go, are made by the switch alone"
+            if changes
+            else None
+        )
+        self._switch: Switch | None = None
         self.slow = check_slow(slow or {}, hosts)
         self.id = ""
         self.hosts: tuple[str, ...] = ()
         self.addresses: tuple[str, ...] = ()
-        self.network = _SUBNETS
+        self.network = subnets.ALL
         self._count = hosts
         self._maker = 0
         self._keeper: subprocess.Popen[bytes] | None = None
@@ -90,16 +119,20 @@ class Machines:
 
         Raises:
             FabricError: this machine cannot (`why_not` says why), or a command failed. Nothing is left then.
+            ArgumentError: the link cannot be made at this rate, or by the shaper that is wanted.
         """
         missing = why_not()
         if missing is not None:
             raise FabricError(missing)
+        if self.topology is not None:
+            self.shaper = choose(self.topology, self._count, self._wanted, self._only_switch)
+            self.topology = self.shaper.topology
         self._maker = os.getpid()
-        number, claim = _claim_subnet()
+        number, claim = subnets.claim()
         with claim:
             self.id = f"penstock-{self._maker}-{keeper.started(self._maker)}-{number}"
             self.hosts = tuple(f"{self.id}-h{host}" for host in range(self._count))
-            self.network = _subnet(number)
+            self.network = subnets.subnet(number)
             self.addresses = tuple(str(self.network[host + 1]) for host in range(self._count))
             self._keeper = _start_keeper(self.id, claim)
         try:
@@ -126,6 +159,9 @@ class Machines:
         """
         if self._keeper is None or os.getpid() != self._maker:  # nothing of a process that was forked from the maker
             return
+        if self._switch is not None:
+            self._switch.close()
+            self._switch = None
         process = self._keeper
         assert process.stdin is not None
         failed = None if self._means is None else self._means.failed()
@@ -159,42 +195,134 @@ class Machines:
         return {keeper.MARK: self.id, **dict.fromkeys(names, INTERFACE)}
 
     def qdiscs(self) -> str:
-        """How the switch's ports are shaped and what passed them, as tc tells it."""
+        """How the bridge's ports are shaped and what passed them, as tc tells it; "" without a bridge."""
         done = subprocess.run(
             [_tool("tc"), "-s", "-n", f"{self.id}-switch", "qdisc", "show"], capture_output=True, text=True, check=False
         )
         return done.stdout
 
+    def check(self) -> None:
+        """That the network is still there.
+
+        Raises:
+            FabricError: what makes it has ended.
+        """
+        if self._switch is not None:
+            self._switch.check()
+
+    def told(self) -> dict[str, Any] | None:
+        """What the switch in user space has counted so far; None without one."""
+        if self._switch is None:
+            return None
+        return {"priority": self._switch.priority, **self._switch.order(Order(tells=True))}
+
+    def change(self, topology: Topology) -> None:
+        """Other links from now on. Frames under way stay as they are.
+
+        Raises:
+            ArgumentError: they would need frames of another size.
+            FabricError: the switch has ended.
+        """
+        assert self._switch is not None, "Machines(changes=True) has a switch"
+        assert self.topology is not None
+        self._switch.order(Order(topology.with_mtu(self.topology.mtu)))
+        before, self.topology = self.topology, topology.with_mtu(self.topology.mtu)
+        for host, name in enumerate(self.hosts):
+            if self.topology.up(host) != before.up(host):
+                self._batch("tc", name, [f"qdisc change dev {INTERFACE} root {self.topology.up(host).tbf()}"])
+
+    def lose(self, hosts: Iterable[int]) -> None:
+        """Nothing comes from these or gets to them from now on; the others are there (again)."""
+        assert self._switch is not None, "Machines(changes=True) has a switch"
+        self._switch.order(Order(gone=tuple(hosts)))
+
+    def surround(self, background: Iterable[str]) -> None:
+        """This is the neighbours' traffic from now on."""
+        assert self._switch is not None, "Machines(changes=True) has a switch"
+        self.background = tuple(background)
+        self._switch.order(Order(background=self.background))
+
+    def described(self) -> dict[str, Any]:
+        """What was asked for and what makes it so, for the record; as it is now."""
+        topology, shaper = self.topology, self.shaper
+        return {
+            "hosts": self._count,
+            "shaper": None if shaper is None else shaper.name,
+            "remarks": [] if shaper is None else list(shaper.remarks),
+            "link": None if topology is None else str(topology.link),
+            "own": {} if topology is None else {str(host): str(link) for host, link in topology.own.items()},
+            "seed": None if topology is None else topology.seed,
+            "mtu": self._mtu,
+            "background": list(self.background),
+            "slow": {str(host): share for host, share in self.slow.items()},
+            "held_back_by": self.held_back_by,
+            "congestion_control": self.congestion_control,
+        }
+
     def _make(self) -> None:
-        switch = f"{self.id}-switch"
-        mtu = 1500 if self.link is None else self.link.mtu
-        for name in (switch, *self.hosts):
+        by_process = self.shaper is not None and self.shaper.name == "switch"
+        for name in (*self.hosts, *(() if by_process else (f"{self.id}-switch",))):
             self._run("ip", "netns", "add", name)
             within(keeper.FOLDER / name, _without_ipv6)
+        if by_process:
+            self._start_switch()
+        else:
+            self._make_bridge()
+        for host in range(self._count):
+            self._batch("ip", self.hosts[host], self._host_lines(host))
+        if self.topology is not None:
+            for host, name in enumerate(self.hosts):
+                self._batch("tc", name, [f"qdisc replace dev {INTERFACE} root {self._egress(host)}"])
+
+    def _egress(self, host: int) -> str:
+        """What shapes what a host sends, as tc has it. Also before a switch: TCP must feel its own queue."""
+        assert self.topology is not None
+        assert self.shaper is not None
+        link = self.topology.up(host)
+        if self.shaper.name == "netem":
+            return f"handle 1: {netem(link, self.topology.seed)}"
+        return link.host_tbf() if self.shaper.name == "switch" else link.tbf()
+
+    def _start_switch(self) -> None:
+        assert self.topology is not None
+        order = Order(self.topology, background=self.background)
+        namespaces = tuple(str(keeper.FOLDER / name) for name in self.hosts)
+        self._switch = Switch(Setup(namespaces, INTERFACE, order), {keeper.MARK: self.id})
+
+    def _make_bridge(self) -> None:
+        switch = f"{self.id}-switch"
         ports = [f"p{host}" for host in range(self._count)]
         # No spanning tree and no snooping: they would hold back or add frames. Addresses of devices stay known.
         lines = ["link add name br0 type bridge stp_state 0 forward_delay 0 mcast_snooping 0 ageing_time 100000000"]
         for host, port in enumerate(ports):
-            end = f"name {INTERFACE} mtu {mtu} address {self._mac(host)} netns {self.hosts[host]}"
-            lines += [f"link add name {port} mtu {mtu} type veth peer {end}", f"link set dev {port} master br0 up"]
+            lines += [
+                f"link add name {port} mtu {self._mtu} type veth peer name {INTERFACE} netns {self.hosts[host]}",
+                f"link set dev {port} master br0 up",
+            ]
         self._batch("ip", switch, [*lines, "link set dev br0 up"])
-        for host in range(self._count):
-            self._batch("ip", self.hosts[host], self._host_lines(host))
-        if self.link is not None:
-            self._batch("tc", switch, [f"qdisc replace dev {port} root {self.link.port_tbf()}" for port in ports])
-            for name in self.hosts:
-                self._batch("tc", name, [f"qdisc replace dev {INTERFACE} root {self.link.tbf()}"])
+        if self.topology is not None:
+            down = self.topology.link.down or self.topology.link
+            met = self.topology.link.down is not None and bool(down.impairment)
+            words = f"handle 1: {netem(down, self.topology.seed + 1)}" if met else down.port_tbf()
+            self._batch("tc", switch, [f"qdisc replace dev {port} root {words}" for port in ports])
+
+    @property
+    def _mtu(self) -> int:
+        return 1500 if self.topology is None else self.topology.mtu
 
     def _host_lines(self, host: int) -> list[str]:
         lines = [
             "link set dev lo up",
+            f"link set dev {INTERFACE} mtu {self._mtu} address {self._mac(host)}",
             f"address add {self.addresses[host]}/{self.network.prefixlen} dev {INTERFACE}",
             f"link set dev {INTERFACE} up",
         ]
-        if self.link is not None:
+        if self.topology is not None and self.shaper is not None:
+            link = self.topology.up(host)
             # What TCP sends at once fits the bucket: tbf takes apart what does not, frame by frame, which costs ten
-            # times the processor time.
-            lines.append(f"link set dev {INTERFACE} gso_max_size {max(self.link.burst, 2 * self.link.frame_bytes)}")
+            # times the processor time. netem would lose it whole.
+            at_once = f"gso_max_size {max(link.burst, 2 * link.frame_bytes)}"
+            lines.append(f"link set dev {INTERFACE} {'gso_max_segs 1' if self.shaper.name == 'netem' else at_once}")
         # Neighbours that are known need not be asked for, so no first message of a run waits for an answer.
         others = [other for other in range(self._count) if other != host]
         lines += [
@@ -254,40 +382,6 @@ def _check_congestion_control(name: str) -> None:
 
 def _tool(name: str) -> str:
     return keeper.tool(name) or name
-
-
-def _subnet(number: int) -> ipaddress.IPv4Network:
-    return ipaddress.IPv4Network((int(_SUBNETS.network_address) + 256 * number, 24))
-
-
-def _claim_subnet() -> tuple[int, socket.socket]:
-    """A subnet that neither this machine nor another emulation uses, and what holds it until it is closed.
-
-    The claim is an abstract socket's name: the kernel gives it to one only, and frees it when that one ends.
-    """
-    used = _routes()
-    for number in range(_SUBNETS.num_addresses // 256):
-        network = _subnet(number)
-        if any(network.overlaps(other) for other in used):
-            continue
-        claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        try:
-            claim.bind(f"\0penstock-fabric-{network.network_address}")
-        except OSError as error:
-            claim.close()
-            if error.errno != errno.EADDRINUSE:
-                raise
-            continue
-        return number, claim
-    raise FabricError(f"every subnet of {_SUBNETS} is in use: end an emulation, or run `penstock fabric clean`")
-
-
-def _routes() -> list[ipaddress.IPv4Network]:
-    """What this machine reaches by a route of its own."""
-    line = [_tool("ip"), "-4", "-json", "route", "show", "table", "all"]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
-    given = [str(route.get("dst", "default")) for route in json.loads(done.stdout or "[]")]
-    return [ipaddress.IPv4Network(target, strict=False) for target in given if target[0].isdigit()]
 
 
 def _start_keeper(emulation: str, claim: socket.socket) -> subprocess.Popen[bytes]:

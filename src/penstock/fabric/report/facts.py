@@ -6,18 +6,27 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from penstock.fabric.algorithms import ENGINE
+from penstock.fabric.network.director import Happened
+from penstock.fabric.report.network import network_facts, saturated
+from penstock.fabric.report.numbers import NONE, seconds
 from penstock.fabric.report.ranks import figures_of_ranks
 from penstock.fabric.samples import Run
 from penstock.fabric.statistics import PERCENTILES, fewest
+from penstock.fabric.trials import rate_key
 
-NONE = "n/a"
-
-TIMES = {"p50": "p50", "p90": "p90", "p99": "p99", "p999": "p99.9", "max": "max"}
+TIMES = {"min": "min", "p50": "p50", "p90": "p90", "p99": "p99", "p999": "p99.9", "max": "max"}
 """The columns of times, by their name in the results."""
 
 
 _OFTEN = 0.5
 """The share of transfers from which on a rank that comes last is worth a line."""
+
+_FEWEST_FOR_LATE = 20
+"""Trials, in fewer of which any rank may come last that often."""
+
+_WIDEST = 1.0
+"""The share of a mean from which on the interval of the mean says nothing."""
 
 
 def title(run: Run) -> str:
@@ -29,15 +38,20 @@ def headings(run: Run) -> list[str]:
     """Hosts, algorithm and collectives, trials, backend, link."""
     record = run.record
     kinds = list(dict.fromkeys(transfer["collective"] for transfer in record["workload"]["transfers"]))
-    algorithm = "torch.distributed's own" if record["algorithm"] == "engine" else record["algorithm"]
+    algorithm = "torch.distributed's own" if record["algorithm"] == ENGINE else record["algorithm"]
     done, asked = len(run.start_ns), record["trials"]
     return [
         f"{record['hosts']} hosts",
         f"{algorithm} {' and '.join(kinds) if len(kinds) < 3 else 'collectives'}",
         f"{done:,} trials" if done == asked else f"{done:,} of {asked:,} trials",
         str(record["backend"]),
-        *([f"link {record['link']}"] if record.get("link") else []),
+        *([_link_text(record)] if record.get("link") else []),
     ]
+
+
+def _link_text(record: dict[str, Any]) -> str:
+    delayed = ", by a delaying transport" if record.get("bytes_per_second") else ""
+    return f"link {record['link']}{delayed}"
 
 
 def warnings(run: Run, results: dict[str, Any]) -> list[str]:
@@ -45,13 +59,16 @@ def warnings(run: Run, results: dict[str, Any]) -> list[str]:
     found = []
     if not results["complete"]:
         found.append(f"the run is not complete; missing: {results['missing'] or 'its end'}")
+    told = run.record.get("switch")
+    if told and (reason := saturated(told)):
+        found.append(reason)
     if results["cpu"]["saturated"] or results["cpu"]["scheduler_tails"]:
         found.append(f"processors: {results['cpu']['text']}")
     return found
 
 
 def facts(run: Run, results: dict[str, Any]) -> list[tuple[str, str]]:
-    """Names and texts: the step with and without overlap, the links, the processors."""
+    """Names and texts: the step with and without overlap, the links, what was fitted, the processors."""
     found = []
     step = results["step"]
     overlaps = [
@@ -63,9 +80,10 @@ def facts(run: Run, results: dict[str, Any]) -> list[tuple[str, str]]:
         overlaps = ["nothing is computed between the transfers, so that overlap changes nothing"]
     if overlaps:
         found.append(("step", ", ".join(overlaps)))
-    found += links(run)
+    found += [*network(run), *links(run), *_fits(results)]
     late = max(figures_of_ranks(results), key=lambda figures: figures.last, default=None)
-    if late and run.record["hosts"] > 2 and late.last > _OFTEN:
+    among = max(len(transfer["ranks"]) for transfer in results["transfers"])  # of two, one always is the last
+    if late and among > 2 and len(run.start_ns) >= _FEWEST_FOR_LATE and late.last > _OFTEN:
         found.append(
             ("late", f"rank {late.rank} came last to {late.last:.0%} of its transfers: the others waited for it")
         )
@@ -73,6 +91,15 @@ def facts(run: Run, results: dict[str, Any]) -> list[tuple[str, str]]:
     if text and not (results["cpu"]["saturated"] or results["cpu"]["scheduler_tails"]):
         found.append(("cpu", str(text)))
     return found
+
+
+def network(run: Run) -> list[tuple[str, str]]:
+    """What shaped the links, where it is more than a rate; what the switch did, and what changed."""
+    described = run.record.get("network")
+    if not described or (described["shaper"] in (None, "tbf") and not described["slow"]):
+        return []
+    happened = [str(Happened(**one)) for one in run.record.get("happened") or ()]
+    return network_facts(described, told=run.record.get("switch"), happened=happened)
 
 
 def links(run: Run) -> list[tuple[str, str]]:
@@ -87,20 +114,56 @@ def links(run: Run) -> list[tuple[str, str]]:
 def _link(measured: Sequence[dict[str, Any]]) -> str:
     latencies = [seconds(value) for value in sorted(link["latency_seconds"] for link in measured)]
     known = sorted(link["bytes_per_second"] for link in measured if link["bytes_per_second"])
-    rates = f", {_range([f'{rate * 8 / 1e6:,.4g}' for rate in known])} Mbit/s" if known else ""
+    rates = f", {bits(*dict.fromkeys((known[0], known[-1])))}" if known else ""
     return f"alpha {_range(latencies)}{rates}"
+
+
+def _fits(results: dict[str, Any]) -> list[tuple[str, str]]:
+    """The link that each collective's medians tell."""
+    return [
+        (
+            "fit",
+            f"{one['fit']['collective']}: alpha {seconds(one['fit']['alpha_seconds'])} a step, 1/beta "
+            f"{rate_of(one['fit']['bytes_per_second'])}; at most {one['fit']['largest_residual']:.0%} off",
+        )
+        for one in results["model"]
+    ]
 
 
 def _range(ordered: list[str]) -> str:
     return ordered[0] if ordered[0] == ordered[-1] else f"{ordered[0]} to {ordered[-1]}"
 
 
+def bits(*bytes_per_second: float) -> str:
+    """Bandwidths in one unit: 95.5 to 95.59 Mbit/s."""
+    unit, scale = ("Gbit/s", 1e9) if max(bytes_per_second) * 8 >= 9.9995e9 else ("Mbit/s", 1e6)
+    return f"{_range([f'{rate * 8 / scale:,.4g}' for rate in bytes_per_second])} {unit}"
+
+
+def rate_of(bytes_per_second: float | None) -> str:
+    """Of a fitted link; None: beta is 0."""
+    return bits(bytes_per_second) if bytes_per_second else "no limit"
+
+
+def mean(entry: dict[str, Any]) -> str:
+    """A mean, with the wider side of its interval; n/a for one that says nothing: of too few trials, or so wide as it
+    is of some trials with an outlier among them."""
+    middle, interval = entry["time_s"]["mean"], entry["mean_interval"]
+    if not middle:
+        return seconds(middle)
+    wider = max(interval[1] - middle, middle - interval[0]) / middle if interval else math.inf
+    return f"{seconds(middle)} \u00b1{f'{wider:.1%}' if wider <= _WIDEST else NONE}"
+
+
 def notes(run: Run, results: dict[str, Any]) -> list[str]:
     """What a reader has to know about the columns."""
     found = [
         "Times are of the slowest rank of each trial. Skew: from the first rank's arrival to the last one's. Ideal: "
-        "the bound of the measured link by the median. \u00b1: the wider side of the mean's 95% interval."
+        "the bound of the measured link by the median. \u00b1: the wider side of the mean's 95% interval; n/a above "
+        "100%."
     ]
+    if any(rate_key(one["collective"]) == "transfer_s" for one in results["transfers"]):
+        found.append("Rates and ideal of a send are of the time from when both of its ranks were there.")
     trials = len(run.start_ns)
     short = [
         f"{fewest(q):,} for {TIMES[name]}" for name, q in PERCENTILES.items() if name in TIMES and trials < fewest(q)
@@ -110,37 +173,7 @@ def notes(run: Run, results: dict[str, Any]) -> list[str]:
     return [*found, *run.record["workload"]["notes"]]
 
 
-def seconds(value: float | None) -> str:
-    """Three digits and a unit: 1.20ms; n/a for None."""
-    if value is None:
-        return NONE
-    if not value:
-        return "0s"
-    # What rounds to 1000 of a unit is 1 of the next.
-    factor, unit = next(((f, u) for f, u in _UNITS if abs(value) >= f * 0.9995), _UNITS[-1])
-    return f"{digits(value / factor)}{unit}"
-
-
-_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
-
-
-def digits(value: float | None) -> str:
-    """Three digits, or all of those in front of the point; n/a for None."""
-    if value is None:
-        return NONE
-    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:#.3g}".removesuffix(".")
-
-
 def rate_unit(results: dict[str, Any]) -> tuple[float, str]:
     """The unit that suits a run's bandwidths, and how many of it are 1 GB/s: GB/s, or MB/s on slow links."""
     most = max((transfer["busbw_GBps"] or 0.0 for transfer in results["transfers"]), default=0.0)
     return (1.0, "GB/s") if most >= 0.5 or not most else (1e3, "MB/s")
-
-
-def percent(value: float | None) -> str:
-    return NONE if value is None else f"{value:.0f}"
-
-
-def cut(name: str, most: int) -> str:
-    """A name that fits: its end, which tells layers apart."""
-    return name if len(name) <= most else "\u2026" + name[len(name) - most + 1 :]

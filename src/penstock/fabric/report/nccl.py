@@ -13,6 +13,7 @@ from typing import Any
 
 from penstock.fabric.models import busbw_factor
 from penstock.fabric.samples import Run
+from penstock.fabric.trials import rate_key
 
 _IN_PLACE = {"all_reduce", "broadcast"}
 _REDUCES = {"all_reduce", "reduce_scatter"}
@@ -56,7 +57,8 @@ def rows(run: Run, results: dict[str, Any]) -> list[Row]:
     element_bytes = run.record["workload"]["element_bytes"]
     made = []
     for transfer in results["transfers"]:
-        collective, size, mean = transfer["collective"], transfer["bytes"], transfer["time_s"]["mean"]
+        collective, size = transfer["collective"], transfer["bytes"]
+        mean = transfer[rate_key(collective)]["mean"]
         ranks = len(transfer["ranks"])
         algbw = size / mean / 1e9 if mean else None
         made.append(
@@ -79,11 +81,11 @@ def rows(run: Run, results: dict[str, Any]) -> list[Row]:
 
 def text(run: Run, results: dict[str, Any]) -> str:
     """What nccl-tests would have printed: a table for each collective, of transfers in order of execution."""
-    return "\n".join(_lines(run.record, rows(run, results))) + "\n"
+    return "\n".join(_lines(run, rows(run, results))) + "\n"
 
 
-def _lines(record: dict[str, Any], found: list[Row]) -> Iterator[str]:
-    wrong = _wrong(record)
+def _lines(run: Run, found: list[Row]) -> Iterator[str]:
+    record, wrong = run.record, _wrong(run)
     for collective in dict.fromkeys(row.collective for row in found):
         table = [row for row in found if row.collective == collective]
         sizes = [row.size for row in table]
@@ -129,14 +131,14 @@ def _program(collective: str) -> str:
     return f"{_PROGRAMS.get(collective, collective)}_perf"
 
 
-def _wrong(record: dict[str, Any]) -> int | None:
-    """Elements that were wrong: the warm-up verifies them, and no run goes on after a wrong one."""
-    return 0 if record["warmup"] else None
+def _wrong(run: Run) -> int | None:
+    """Elements that were wrong: the warm-up verifies them, and no trial begins after a wrong one. None: not known."""
+    return 0 if run.record["warmup"] and len(run.start_ns) else None
 
 
 def to_dict(run: Run, results: dict[str, Any]) -> dict[str, Any]:
     """For JSON, as `nccl-tests --json` writes it; `experiment_name` has the collective and the transfer's name."""
-    record, found, wrong = run.record, rows(run, results), _wrong(run.record)
+    record, found, wrong = run.record, rows(run, results), _wrong(run)
     sizes = [row.size for row in found]
     busbw = [row.busbw for row in found if row.busbw is not None]
     hosts = enumerate(record["environment"])

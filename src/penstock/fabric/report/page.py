@@ -10,18 +10,8 @@ from typing import Any
 from markupsafe import Markup
 
 from penstock.errors import ArgumentError
-from penstock.fabric.report.facts import (
-    NONE,
-    TIMES,
-    digits,
-    facts,
-    headings,
-    notes,
-    percent,
-    rate_unit,
-    seconds,
-    warnings,
-)
+from penstock.fabric.report.facts import TIMES, facts, headings, mean, notes, rate_unit, warnings
+from penstock.fabric.report.numbers import NONE, digits, percent, seconds
 from penstock.fabric.report.plots import draw
 from penstock.fabric.report.ranks import figures_of_ranks, longest_transfer
 from penstock.fabric.report.style import INK, MUTED, RULE
@@ -103,16 +93,12 @@ def _table(results: dict[str, Any]) -> list[list[str]]:
     made = []
     for entry in (*results["transfers"], results["step"]):
         times = entry["time_s"]
-        row = [entry.get("name", "step"), *([entry.get("collective", "")] if kinds else [])]
+        row = [entry["name"], *([entry["collective"] or ""] if kinds else [])]
         row.append(f"{entry['bytes']:,}")
-        row += [seconds(times[name]) for name in ("min", *TIMES, "mean")]
-        if "busbw_GBps" in entry:
-            row += [seconds(entry[name]["p50"]) for name in ("arrival_skew_s", "transfer_s")]
-            rates = (entry[name] and entry[name] * scale for name in ("algbw_GBps", "busbw_GBps"))
-            row += [*map(digits, rates), percent(entry["ideal_percent"])]
-        else:
-            row += [""] * 5
-        made.append(row)
+        row += [*(seconds(times[name]) for name in TIMES), mean(entry)]
+        row += [seconds(entry[name]["p50"]) if name in entry else "" for name in ("arrival_skew_s", "transfer_s")]
+        rates = (entry[name] and entry[name] * scale for name in ("algbw_GBps", "busbw_GBps"))
+        made.append([*row, *map(digits, rates), percent(entry["ideal_percent"])])
     return made
 
 

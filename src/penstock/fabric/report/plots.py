@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.fabric.report.facts import cut, rate_unit
+from penstock.fabric.report.facts import rate_unit
+from penstock.fabric.report.numbers import cut
 from penstock.fabric.report.style import (
     COLOURS,
     INK,
@@ -24,9 +25,9 @@ from penstock.fabric.report.style import (
     svg,
 )
 from penstock.fabric.samples import Run
-from penstock.fabric.trials import TransferTimes
+from penstock.fabric.trials import TransferTimes, rate_key
 from penstock.fabric.units import size_text
-from penstock.fabric.workload import Workload
+from penstock.fabric.workload import Transfer, Workload
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,12 +58,18 @@ def draw(run: Run, results: dict[str, Any]) -> dict[str, str]:
         workload = Workload.from_dict(run.record["workload"])
         by_transfer = [TransferTimes.of(run, workload, place) for place in range(len(workload.transfers))]
         times = np.stack([one.completion for one in by_transfer], axis=1)
+        rated = np.stack([_rated(*one) for one in zip(workload.transfers, by_transfer, strict=True)], axis=1)
         drawn = {"cdf": _cdf(run, times), "trials": _trials(run, results, times)}
         if len({transfer["bytes"] for transfer in results["transfers"]}) > 1:
-            drawn["busbw"] = _busbw(results, times)
+            drawn["busbw"] = _busbw(results, rated)
         drawn["timeline"] = _timeline(run)
         drawn["slowest"] = _slowest(results, by_transfer, times)
         return drawn
+
+
+def _rated(transfer: Transfer, times: TransferTimes) -> Floats:
+    """What its bandwidths rest on."""
+    return times.transfer if rate_key(transfer.collective) == "transfer_s" else times.completion
 
 
 def names(run: Run) -> list[str]:

@@ -12,55 +12,54 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from penstock.fabric.compare import Comparison, Difference
-from penstock.fabric.report.facts import (
-    NONE,
-    TIMES,
-    cut,
-    digits,
-    facts,
-    notes,
-    percent,
-    rate_unit,
-    seconds,
-    title,
-    warnings,
-)
+from penstock.fabric.compare import FEWEST, Comparison, Difference
+from penstock.fabric.report.facts import TIMES, facts, mean, notes, rate_unit, title, warnings
+from penstock.fabric.report.numbers import NONE, cut, digits, percent, seconds
 from penstock.fabric.samples import Run
 
 
 def show(run: Run, results: dict[str, Any], console: Console) -> None:
-    """All of a run's figures. A table that does not fit into the console's width is split into two."""
+    """All of a run's figures. A table that does not fit into the console's width is split into two.
+
+    Of a run without a whole trial there is no table.
+    """
     console.print(Text(title(run), "bold"), soft_wrap=True)
     for line in warnings(run, results):
         console.print(Text(f"warning: {line}", "bold yellow"), soft_wrap=True)
     console.print()
-    whole = _table(results, times=True, rates=True)
-    if _width(whole, console) <= console.width:
-        _print(whole, console)
-    else:
-        _print(_narrow(results, console, times=True), console)
+    if results["trials"]:
+        _print_figures(results, console)
         console.print()
-        _print(_narrow(results, console, times=False), console)
-    console.print()
     for name, text in facts(run, results):
         console.print(Text(f"{name:<10}{text}"), soft_wrap=True)
-    for note in notes(run, results):
+    for note in notes(run, results) if results["trials"] else ():
         console.print(Text(note, "dim"))
 
 
-def _narrow(results: dict[str, Any], console: Console, *, times: bool) -> Table:
-    """Half of the columns; names that are too long for it are cut."""
+def _print_figures(results: dict[str, Any], console: Console) -> None:
+    whole = _table(results, tuple(TIMES), rates=True)
+    if _width(whole, console) <= console.width:
+        _print(whole, console)
+        return
+    times = _table(results, tuple(TIMES), rates=False)
+    fits = _width(times, console) <= console.width
+    _print(times if fits else _narrow(results, console, tuple(name for name in TIMES if name != "min")), console)
+    console.print()
+    _print(_narrow(results, console, ()), console)
+
+
+def _narrow(results: dict[str, Any], console: Console, times: Sequence[str]) -> Table:
+    """Some times, or the rates; names that are too long for it are cut."""
     longest = max(len(transfer["name"]) for transfer in results["transfers"])
-    made = _table(results, times=times, rates=not times)
+    made = _table(results, times, rates=not times)
     if _width(made, console) > console.width:
         made.padding = (0, 1, 0, 0)
     excess = _width(made, console) - console.width
-    return made if excess <= 0 else _table(results, times=times, rates=not times, name_width=max(longest - excess, 12))
+    return made if excess <= 0 else _table(results, times, rates=not times, name_width=max(longest - excess, 12))
 
 
-def _table(results: dict[str, Any], *, times: bool, rates: bool, name_width: int = 1000) -> Table:
-    """A row a transfer, and one of the step where there are times."""
+def _table(results: dict[str, Any], times: Sequence[str], *, rates: bool, name_width: int = 1000) -> Table:
+    """A row a transfer, and one of the step; `times` are those of `TIMES` that are shown, with the mean behind them."""
     transfers = results["transfers"]
     kinds = rates and len({transfer["collective"] for transfer in transfers}) > 1
     scale, unit = rate_unit(results)
@@ -68,35 +67,30 @@ def _table(results: dict[str, Any], *, times: bool, rates: bool, name_width: int
     above = "\n" if rates else ""  # where other columns have a unit below their name
     for head in ("transfer", *(["collective"] if kinds else [])):
         made.add_column(above + head)
-    for head in ("bytes", *([*TIMES.values(), "mean"] if times else [])):
+    for head in ("bytes", *([*(TIMES[name] for name in times), "mean"] if times else [])):
         made.add_column(above + head, justify="right")
     for head in ("skew\np50", f"algbw\n{unit}", f"busbw\n{unit}", "ideal\n%") if rates else ():
         made.add_column(head, justify="right")
     for transfer in transfers:
         cells = [cut(transfer["name"], name_width), *([transfer["collective"]] if kinds else [])]
-        cells += [f"{transfer['bytes']:,}", *(_times(transfer) if times else [])]
+        cells += [f"{transfer['bytes']:,}", *_times(transfer, times)]
         cells += _rates(transfer, scale) if rates else []
         made.add_row(*map(Text, cells))
-    if times:
-        made.add_row()
-        cells = ["step", *([""] if kinds else []), f"{results['step']['bytes']:,}"]
-        made.add_row(*map(Text, [*cells, *_times(results["step"]), *([""] * 4 if rates else [])]), style="bold")
+    step = results["step"]
+    made.add_row()
+    cells = ["step", *([""] if kinds else []), f"{step['bytes']:,}", *_times(step, times)]
+    made.add_row(*map(Text, [*cells, *(_rates(step, scale) if rates else [])]), style="bold")
     return made
 
 
-def _times(entry: dict[str, Any]) -> list[str]:
-    found = entry["time_s"]
-    mean = seconds(found["mean"])
-    interval = entry["mean_interval"]
-    if interval:
-        mean += f" \u00b1{max(interval[1] - found['mean'], found['mean'] - interval[0]) / (found['mean'] or 1):.1%}"
-    return [*(seconds(found[name]) for name in TIMES), mean]
+def _times(entry: dict[str, Any], times: Sequence[str]) -> list[str]:
+    return [*(seconds(entry["time_s"][name]) for name in times), mean(entry)] if times else []
 
 
-def _rates(transfer: dict[str, Any], scale: float) -> list[str]:
-    rates = [value if value is None else value * scale for value in (transfer["algbw_GBps"], transfer["busbw_GBps"])]
-    skew = seconds(transfer["arrival_skew_s"]["p50"])
-    return [skew, *map(digits, rates), percent(transfer["ideal_percent"])]
+def _rates(entry: dict[str, Any], scale: float) -> list[str]:
+    rates = [value if value is None else value * scale for value in (entry["algbw_GBps"], entry["busbw_GBps"])]
+    skew = seconds(entry["arrival_skew_s"]["p50"]) if "arrival_skew_s" in entry else ""
+    return [skew, *map(digits, rates), percent(entry["ideal_percent"])]
 
 
 def _width(made: Table, console: Console) -> int:
@@ -113,10 +107,20 @@ def _print(made: Table, console: Console) -> None:
 # -- two runs ---------------------------------------------------------------------------------------------------------
 
 
-def show_comparison(comparison: Comparison, console: Console, names: tuple[str, str] | None = None) -> None:
-    """Two runs side by side, and which of their differences are more than chance; `names` says what A and B are."""
-    for letter, name in zip("AB", names or (), strict=False):
+def show_comparison(
+    comparison: Comparison, console: Console, names: Sequence[str] = (), warned: Sequence[Sequence[str]] = ()
+) -> None:
+    """Two runs side by side, and which of their differences are more than chance.
+
+    Args:
+        names: what A and B are.
+        warned: the warnings of A's and of B's own report.
+    """
+    for letter, name in zip("AB", names, strict=False):
         console.print(Text(f"{letter}: {name}", "bold"), soft_wrap=True)
+    for letter, lines in zip("AB", warned, strict=False):
+        for line in lines:
+            console.print(Text(f"warning: {letter}: {line}", "bold yellow"), soft_wrap=True)
     for setting, (a, b) in comparison.other_settings.items():
         console.print(Text(f"{setting}: {a} in A, {b} in B"), soft_wrap=True)
     console.print()
@@ -127,9 +131,16 @@ def show_comparison(comparison: Comparison, console: Console, names: tuple[str, 
     for letter, only in (("A", comparison.only_in_a), ("B", comparison.only_in_b)):
         if only:
             console.print(Text(f"only in {letter}: {', '.join(only)}"), soft_wrap=True)
-    verdict = "The runs differ." if comparison.differs else "No difference is shown: what there is may be chance."
-    console.print(Text(verdict, "bold"))
+    console.print(Text(_verdict(comparison, rows), "bold"))
     console.print(Text(COMPARISON_NOTE, "dim"))
+
+
+def _verdict(comparison: Comparison, rows: Sequence[Difference]) -> str:
+    if comparison.differs:
+        return "The runs differ."
+    if all(one.verdict == "too few samples" for one in rows):
+        return f"Too few samples to tell: each run takes {FEWEST} trials or more."
+    return "No difference is shown: what there is may be chance."
 
 
 COMPARISON_NOTE = (

@@ -1,0 +1,125 @@
+"""The options that say what stages and links cost: numbers for all stages, or files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from penstock.cli._cost_files import read_costs, read_links, refuse_extreme
+from penstock.cli._costs import Costs
+from penstock.costs import LinkCost, StageCost
+from penstock.errors import ArgumentError
+
+_PANEL = "Costs: of one microbatch on one stage, in any one unit"
+
+EPILOG = "\n\n".join(
+    (
+        "--costs FILE gives each stage costs of its own, as a JSON list with an object a stage:",
+        '[{"forward": 10, "backward_input": 11, "backward_weight": 9}, ...]',
+        "and in it output_bytes, activation, weight_grad, parameters, gradients, optimizer and overlapped (what a "
+        "forward and a backward that overlap take together), where they are known. For links as well:",
+        '{"stages": [...], "links": {"latency": 1, "bandwidth": 100}}',
+        'or, where each pair of ranks has its own, "links": [{"from": 0, "to": 1, "latency": 1}, ...].',
+        '--links FILE is what `penstock fabric` writes: the links that it measured, and with "all" one for every other '
+        "pair. Give all costs in seconds and bytes then.",
+    )
+)
+"""Below the options of a verb that has costs."""
+
+
+def _option(text: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=_PANEL, **more)
+
+
+@dataclass(frozen=True, slots=True)
+class CostOptions:
+    """What stages and links cost. None: not given."""
+
+    forward: Annotated[float | None, _option("F, the forward; 1 if nothing is said.")] = None
+    backward_input: Annotated[
+        float | None, _option("I, the backward that gives the input's gradient; 1 if nothing is said.")
+    ] = None
+    backward_weight: Annotated[
+        float | None, _option("W, the backward that gives the weights' gradient; 1 if nothing is said. B is I + W.")
+    ] = None
+    comm: Annotated[float | None, _option("What a message between two ranks takes; 0 if nothing is said.")] = None
+    output_bytes: Annotated[
+        float | None, _option("The size of such a message; with --bandwidth it takes size / bandwidth longer.")
+    ] = None
+    bandwidth: Annotated[float | None, _option("Of each link between two ranks, in sizes a unit of time.")] = None
+    contended: Annotated[bool, _option("A link carries one message at a time; needs a bandwidth.", "--contended")] = (
+        False
+    )
+    memory_activation: Annotated[
+        float | None, _option("What F keeps for the backward, in any unit; else an activation counts 1.")
+    ] = None
+    memory_weight_grad: Annotated[
+        float | None,
+        _option("The part of it that stays from I until W, where the backward is split; all if nothing is said."),
+    ] = None
+    costs: Annotated[
+        Path | None, _option("Each stage's own costs, instead of the above; see below.", metavar="FILE")
+    ] = None
+    links: Annotated[
+        Path | None,
+        _option("A measured network's links, instead of --comm and --bandwidth; see below.", metavar="FILE"),
+    ] = None
+
+    def read(self) -> Costs:
+        """The costs, as the options or the file has them.
+
+        Raises:
+            ArgumentError: a cost is negative, an option lacks the one that it belongs to, both options and a file are
+                given, or the file cannot be read.
+        """
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("contended", "costs", "links")}
+        given = {name: value for name, value in given.items() if value is not None}
+        if self.links is not None and (twice := [name for name in ("comm", "bandwidth") if name in given]):
+            raise ArgumentError(
+                f"--links {self.links}: the file says what {_name(twice[0])} would; give one of the two"
+            )
+        if self.costs is not None:
+            if given:
+                raise ArgumentError(f"--costs {self.costs}: the file says what {_name(next(iter(given)))} would")
+            costs = read_costs(self.costs)
+        else:
+            costs = self._from_numbers(given)
+        if self.links is not None:
+            costs = costs.with_links(read_links(self.links))
+        if self.contended and not costs.has_bandwidth:
+            raise ArgumentError("--contended: no message holds up another where no link has a bandwidth; give one")
+        return replace(costs, contended=self.contended)
+
+    def _from_numbers(self, given: Mapping[str, float]) -> Costs:
+        for name, value in given.items():
+            if not value >= 0:
+                raise ArgumentError(f"{_name(name)} {value:g}: expected a cost of 0 or more")
+            refuse_extreme(name, value, f"{_name(name)} {value:g}")
+        for name, other in (("output_bytes", "bandwidth"), ("bandwidth", "output_bytes")):
+            if name in given and other not in given and self.links is None:
+                raise ArgumentError(f"{_name(name)} means nothing without {_name(other)}; give both")
+        if given.get("bandwidth") == 0:
+            raise ArgumentError("--bandwidth 0: expected a bandwidth above 0")
+        activation = given.get("memory_activation", 0.0)
+        weight_gradient = given.get("memory_weight_grad", activation)
+        if weight_gradient > activation:
+            raise ArgumentError(
+                f"--memory-weight-grad {weight_gradient:g} of --memory-activation {activation:g}: what W needs is a "
+                "part of what F keeps; give no more than that"
+            )
+        forward, backward_input, backward_weight = (
+            given.get(name, 1.0) for name in ("forward", "backward_input", "backward_weight")
+        )
+        output = given.get("output_bytes", 0.0)
+        stage = StageCost(forward, backward_input, backward_weight, output, activation, weight_gradient)
+        link = LinkCost(given.get("comm", 0.0), given.get("bandwidth", math.inf))
+        return Costs(stage, link, has_memory="memory_activation" in given)
+
+
+def _name(option: str) -> str:
+    return f"--{option.replace('_', '-')}"

@@ -1,0 +1,94 @@
+"""The options that say what the hosts' network is like: links, neighbours, hosts that are held back, changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from penstock.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from penstock.fabric.network.network import Network
+
+_PANEL = "The hosts' network"
+
+
+def _option(text: str, *flags: str, **more: Any) -> Any:
+    return typer.Option(*flags, help=text, rich_help_panel=_PANEL, **more)
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkOptions:
+    """What the network is like. None: not given."""
+
+    link: Annotated[
+        str | None,
+        _option(
+            'What joins each host to the switch, as for tc: "100mbit", "1gbit delay 5ms 1ms distribution pareto loss '
+            '0.1% reorder 0.01% stall 2s every 60s", "up 10mbit down 100mbit". Delay and loss are those between two '
+            "hosts, one way.",
+            metavar="TEXT",
+        ),
+    ] = None
+    link_of: Annotated[
+        list[str] | None,
+        _option('One host\'s own link: "2=100mbit delay 20ms". Again for another.', metavar="HOST=TEXT"),
+    ] = None
+    background: Annotated[
+        list[str] | None,
+        _option(
+            'Neighbours\' traffic: "50mbit to 1", "incast 1mb every 100ms", "trace FILE". Again for more.',
+            metavar="TEXT",
+        ),
+    ] = None
+    slow: Annotated[
+        list[str] | None,
+        _option(
+            'Holds a host\'s processes to a share of one core: "2=25%". Again, or after a comma, for another.',
+            metavar="HOST=SHARE",
+        ),
+    ] = None
+    scenario: Annotated[
+        Path | None, _option("Changes over time, a TOML file of events: see the guide.", metavar="FILE")
+    ] = None
+    shaper: Annotated[
+        Literal["auto", "tbf", "netem", "switch"] | None,
+        _option("What shapes the links; by default the simplest that can: tbf, netem, a switch in user space."),
+    ] = None
+    link_seed: Annotated[int | None, _option("Of all that is drawn for the links; 0 if nothing is said.")] = None
+
+    def given(self) -> list[str]:
+        """The options that were given, as they are written."""
+        return [f"--{f.name.replace('_', '-')}" for f in fields(self) if getattr(self, f.name) not in (None, [])]
+
+    def network(self, hosts: int) -> Network:
+        """What is asked for.
+
+        Raises:
+            ArgumentError: an option is wrong, or has no meaning without another.
+        """
+        from penstock.fabric.network.background import parse_background
+        from penstock.fabric.network.holdback import parse_slow
+        from penstock.fabric.network.network import Network
+        from penstock.fabric.network.parse import parse_link
+        from penstock.fabric.network.scenario import read_scenario
+        from penstock.fabric.network.topology import Topology, parse_own
+
+        slow = parse_slow(self.slow or (), hosts)
+        if self.link is None:
+            without = [option for option in self.given() if option not in ("--link", "--slow")]
+            if without:
+                raise ArgumentError(
+                    f"{without[0]} needs --link: without it hosts are joined as fast as the machine can; give --link "
+                    "1gbit, for example"
+                )
+            return Network(hosts, slow=slow)
+        topology = Topology(parse_link(self.link), parse_own(self.link_of or (), hosts), self.link_seed or 0)
+        background = tuple(self.background or ())
+        for text in background:
+            parse_background(text, hosts)
+        events = () if self.scenario is None else read_scenario(self.scenario, topology, hosts)
+        return Network(hosts, topology, self.shaper or "auto", background, slow, events)

@@ -1,0 +1,114 @@
+"""What a frame meets on a link beside its rate, in the terms of tc netem: delay, jitter, loss and the like.
+
+Values alone; model.py draws from them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.errors import ArgumentError
+
+DISTRIBUTIONS = ("uniform", "normal", "pareto", "paretonormal")
+"""Of the jitter, as netem has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chance:
+    """That something happens to a frame.
+
+    Attributes:
+        share: of the frames, 0..1.
+        correlation: 0..1, how likely a frame has the luck of the one before it. The share stays what it is; with
+            netem's own formula for correlation it does not.
+    """
+
+    share: float = 0.0
+    correlation: float = 0.0
+
+
+NEVER = Chance()
+
+
+@dataclass(frozen=True, slots=True)
+class Bursts:
+    """Loss by the Gilbert-Elliott model, netem's `loss gemodel`. All are 0..1, for each frame.
+
+    Attributes:
+        to_bad: of a good state turning bad (p).
+        to_good: of a bad state turning good (r).
+        loss_in_bad: of a frame in the bad state being lost (1-h).
+        loss_in_good: of one in the good state (1-k).
+    """
+
+    to_bad: float
+    to_good: float
+    loss_in_bad: float = 1.0
+    loss_in_good: float = 0.0
+
+    @property
+    def share(self) -> float:
+        """Of all frames that are lost, in the long run."""
+        if self.to_bad + self.to_good == 0:
+            return self.loss_in_good
+        bad = self.to_bad / (self.to_bad + self.to_good)
+        return bad * self.loss_in_bad + (1 - bad) * self.loss_in_good
+
+
+@dataclass(frozen=True, slots=True)
+class Impairment:
+    """One direction's.
+
+    Attributes:
+        delay_seconds: of every frame.
+        jitter_seconds: the unit of the distribution: for uniform the delay lies within it to both sides, for the
+            others it is the standard deviation before the tails are cut off at four times the jitter.
+        correlation: of the jitter, 0..1, as in `Chance`.
+        distribution: one of `DISTRIBUTIONS`.
+        loss, duplicate, corrupt, reorder: of frames. A reordered frame is not delayed and overtakes others; no other
+            frame overtakes one.
+        gap: so many frames come between two that are reordered, at least, less one.
+        stall_seconds, stall_every_seconds: nothing leaves for so long, once in so long; the first time after a whole
+            period.
+
+    Raises:
+        ArgumentError: values that contradict each other.
+    """
+
+    delay_seconds: float = 0.0
+    jitter_seconds: float = 0.0
+    correlation: float = 0.0
+    distribution: str = "uniform"
+    loss: Chance | Bursts = NEVER
+    duplicate: Chance = NEVER
+    corrupt: Chance = NEVER
+    reorder: Chance = NEVER
+    gap: int = 1
+    stall_seconds: float = 0.0
+    stall_every_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.distribution not in DISTRIBUTIONS:
+            raise ArgumentError(
+                f"there is no distribution {self.distribution!r}: give one of {', '.join(DISTRIBUTIONS)}"
+            )
+        if self.reorder.share and not self.delay_seconds:
+            raise ArgumentError("without a delay no frame can overtake another: give delay 5ms, say, beside reorder")
+        if self.stall_seconds and self.stall_seconds >= self.stall_every_seconds:
+            raise ArgumentError(
+                f"a stall of {self.stall_seconds:g} s every {self.stall_every_seconds:g} s never ends: give a longer "
+                "period"
+            )
+        if self.gap < 1:
+            raise ArgumentError(f"gap is {self.gap}: give 1 or more")
+
+    def __bool__(self) -> bool:
+        return self != NOTHING
+
+    @property
+    def longest_seconds(self) -> float:
+        """No frame is delayed for longer, stalls aside."""
+        return self.delay_seconds + self.jitter_seconds * (1 if self.distribution == "uniform" else 4)
+
+
+NOTHING = Impairment()

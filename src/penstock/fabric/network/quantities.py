@@ -1,0 +1,64 @@
+"""Rates, sizes, times and shares as tc writes them. A reader raises ValueError with what it expected."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+NUMBER = re.compile(r"(\d+(?:\.\d*)?|\.\d+)([A-Za-z]*)")
+_PREFIXES = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+RATES = {
+    "": 1 / 8,
+    **{f"{prefix}bit": 1000**power / 8 for prefix, power in _PREFIXES.items()},
+    **{f"{prefix}ibit": 1024**power / 8 for prefix, power in _PREFIXES.items() if prefix},
+    **{f"{prefix}bps": 1000.0**power for prefix, power in _PREFIXES.items()},
+    **{f"{prefix}ibps": 1024.0**power for prefix, power in _PREFIXES.items() if prefix},
+}
+"""As in tc: bits per second, bare or with "bit"; "bps" are BYTES per second. Case does not matter."""
+_SIZES = {
+    "": 1.0,
+    "b": 1.0,
+    **{f"{prefix}{end}": 1024.0**power for prefix, power in _PREFIXES.items() if prefix for end in ("", "b", "ib")},
+    **{f"{prefix}bit": 1024**power / 8 for prefix, power in _PREFIXES.items()},
+}
+"""As in tc: k and kb are 1024 bytes, kbit 1024 bits."""
+_TIMES = {
+    "": 1e-6,
+    "s": 1.0, "sec": 1.0, "secs": 1.0, "ms": 1e-3, "msec": 1e-3, "msecs": 1e-3, "us": 1e-6, "usec": 1e-6, "usecs": 1e-6,
+}  # fmt: skip
+"""As in tc: a bare number is microseconds."""
+
+
+def _scaled(units: dict[str, float], what: str, examples: str) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        match = NUMBER.fullmatch(text)
+        factor = units.get(match[2].lower()) if match else None
+        if match is None or factor is None:
+            raise ValueError(f"{text!r} is no {what}: give one like {examples}")
+        return float(match[1]) * factor
+
+    return read
+
+
+rate = _scaled(RATES, "rate", "100mbit, 1gbit (bits per second) or 12.5MBps (bytes per second)")
+"""Bytes per second."""
+size = _scaled(_SIZES, "size", "1600, 16kb or 1mb")
+"""Bytes."""
+seconds = _scaled(_TIMES, "time", "500us, 20ms or 1s")
+
+
+def share(text: str) -> float:
+    """0..1, of a percentage. The sign is asked for: a bare 0.1 could be meant as either."""
+    match = NUMBER.fullmatch(text[:-1]) if text.endswith("%") else None
+    if match is None or match[2]:
+        raise ValueError(f"{text!r} is no percentage: give one like 0.1% or 25%")
+    if float(match[1]) > 100:
+        raise ValueError(f"{text!r} is more than all: give 0% to 100%")
+    return float(match[1]) / 100
+
+
+def count(text: str) -> int:
+    """A whole number."""
+    if not text.isascii() or not text.isdigit():
+        raise ValueError(f"{text!r} is no whole number: give one like 5 or 1500")
+    return int(text)

@@ -1,0 +1,163 @@
+"""What makes a network behave as asked: the kernel's tbf or netem, or a switch in user space. Chosen or refused here.
+
+tbf     rates alone
+netem   delay, jitter and loss as well, where the kernel has it; not for one link among others, stalls, changes
+        or neighbours
+switch  everything, as fast as a processor can pass frames on
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import time
+from dataclasses import dataclass
+
+from penstock.errors import ArgumentError, FabricError
+from penstock.fabric.network.checks import why_not
+from penstock.fabric.network.inside import within
+from penstock.fabric.network.keeper import tool
+from penstock.fabric.network.netem import why_not_netem
+from penstock.fabric.network.switch.tap import DEVICE, open_tap
+from penstock.fabric.network.topology import Topology
+
+AUTO = "auto"
+SHAPERS = (AUTO, "tbf", "netem", "switch")
+LARGE_MTU = 9000
+
+WRITES_A_FRAME = 3.0
+"""A frame of a TCP connection through the switch takes as long as so many writes of a frame that nobody wants."""
+ACKNOWLEDGED = 1.5
+"""Frames for each that carries data: TCP acknowledges every second one."""
+_PROBES, _PROBE_FRAMES = 5, 400
+
+
+@dataclass(frozen=True, slots=True)
+class Shaper:
+    """How a network is made.
+
+    Attributes:
+        name: "tbf", "netem" or "switch".
+        topology: with the mtu that it needs.
+        remarks: what a reader of the results has to know.
+    """
+
+    name: str
+    topology: Topology
+    remarks: tuple[str, ...] = ()
+
+
+def choose(topology: Topology, hosts: int, wanted: str = AUTO, only_switch: str | None = None) -> Shaper:
+    """What shapes a network here.
+
+    Args:
+        topology: what is asked for.
+        hosts: how many.
+        wanted: one of `SHAPERS`.
+        only_switch: what else is asked for that only the switch can do, or None.
+
+    Raises:
+        ArgumentError: what is wanted cannot do what is asked for, or not at this rate.
+        FabricError: this machine has nothing that can. Nothing was made yet, in either case.
+    """
+    if wanted not in SHAPERS:
+        raise ArgumentError(f"there is no shaper {wanted!r}: give one of {', '.join(SHAPERS)}")
+    missing = why_not()
+    if missing is not None:
+        raise FabricError(missing)
+    beyond_tbf = only_switch or (None if topology.is_plain else f"tbf keeps a rate and nothing else: {topology.link}")
+    if wanted == "tbf" or (wanted == AUTO and beyond_tbf is None):
+        if beyond_tbf is not None:
+            raise ArgumentError(f"{beyond_tbf}; leave --shaper out, or give --shaper switch")
+        return Shaper("tbf", topology)
+    beyond_netem = only_switch or why_not_netem(topology) or why_no_netem()
+    if wanted == "netem" or (wanted == AUTO and beyond_netem is None):
+        if beyond_netem is not None:
+            raise ArgumentError(f"{beyond_netem}; leave --shaper out, or give --shaper switch")
+        return Shaper("netem", topology)
+    no_switch = why_no_switch()
+    if no_switch is not None:
+        raise FabricError(f"{no_switch}. And without it: {beyond_netem}")
+    return _fitted(topology, hosts, frames_per_second())
+
+
+def _fitted(topology: Topology, hosts: int, capacity: float) -> Shaper:
+    """With frames so large that the switch can carry what the hosts can send."""
+    asked = [link for link in topology.links if link.mtu_is_given]
+    needed = needed_frames_per_second(topology, hosts)
+    if needed <= capacity:
+        return Shaper("switch", topology)
+    larger = topology.with_mtu(LARGE_MTU)
+    needed_then = needed_frames_per_second(larger, hosts)
+    if not asked and needed_then <= capacity:
+        said = (
+            f"frames carry {LARGE_MTU} bytes: with {topology.mtu} all hosts together could send {needed:,.0f} a second "
+            f"with their acknowledgements, and the switch passes on about {capacity:,.0f} here (mtu {topology.mtu} in "
+            "the link's text keeps them small)"
+        )
+        return Shaper("switch", larger, (said,))
+    best = topology if asked else larger
+    most = capacity / needed_frames_per_second(best, hosts)
+    raise ArgumentError(
+        f"{hosts} hosts with {topology.link} can send {needed_frames_per_second(best, hosts):,.0f} frames of "
+        f"{best.mtu} bytes a second, acknowledgements included, but the switch passes on about {capacity:,.0f} here: "
+        f"give a rate of {most * topology.link.bytes_per_second * 8 / 1e6:,.0f}mbit at most, fewer hosts"
+        + ("" if best.mtu >= LARGE_MTU else f", or mtu {LARGE_MTU}")
+    )
+
+
+def needed_frames_per_second(topology: Topology, hosts: int) -> float:
+    """With every host sending at its rate."""
+    rates = [min(topology.up(host).bytes_per_second, _into(topology, host, hosts)) for host in range(hosts)]
+    return ACKNOWLEDGED * sum(rates) / topology.up(0).frame_bytes
+
+
+def _into(topology: Topology, host: int, hosts: int) -> float:
+    """What all others can take of what a host sends."""
+    return sum(topology.down(other).bytes_per_second for other in range(hosts) if other != host)
+
+
+def frames_per_second() -> float:
+    """About how many frames of TCP a switch passes on here: measured, in a namespace that vanishes."""
+    return 1 / (WRITES_A_FRAME * within(None, _write_seconds))
+
+
+def _write_seconds() -> float:
+    """Of one frame, to a device in the namespace of the calling thread: the best of some tries."""
+    descriptor = open_tap("probe", None)
+    try:
+        subprocess.run([tool("ip") or "ip", "link", "set", "probe", "up"], check=True, capture_output=True)
+        frame = bytes(12) + b"\x88\xb5" + bytes(1486)  # of a kind for experiments, which nobody receives
+        best = float("inf")
+        for _ in range(_PROBES):
+            began = time.thread_time()  # not the time that others have of this processor
+            for _ in range(_PROBE_FRAMES):
+                os.write(descriptor, frame)
+            best = min(best, (time.thread_time() - began) / _PROBE_FRAMES)
+        return best
+    finally:
+        os.close(descriptor)
+
+
+def why_no_netem() -> str | None:
+    """Why the kernel has no netem; None if it has."""
+    line = [tool("tc") or "tc", *["qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"]]
+    done = within(None, lambda: subprocess.run(line, capture_output=True, text=True, check=False))
+    if done.returncode == 0:
+        return None
+    return f"the kernel has no netem ({' '.join(done.stderr.split())}): `modprobe sch_netem`"
+
+
+def why_no_switch() -> str | None:
+    """Why no switch can run here, and what to do about it; None if one can."""
+    if importlib.util.find_spec("numba") is None:
+        return "the switch for delay, jitter and loss needs numba: `pip install 'penstock[fabric]'`"
+    try:
+        os.close(within(None, lambda: open_tap("probe", None)))
+    except OSError as error:
+        return (
+            f"the switch for delay, jitter and loss needs TAP devices, but {DEVICE} cannot be used ({error.strerror}): "
+            "`modprobe tun`, a kernel with CONFIG_TUN, or a container with --device /dev/net/tun and --privileged"
+        )
+    return None

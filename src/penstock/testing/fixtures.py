@@ -1,0 +1,24 @@
+"""pytest's fixtures, for your conftest.py: `pytest_plugins = ["penstock.testing.fixtures"]`.
+
+def test_training_over_loss(bad_network):
+    with bad_network(2, "100mbit delay 5ms loss 1%") as network:
+        network.run("train.py").check()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import pytest
+
+from penstock.testing import network
+
+
+@pytest.fixture
+def bad_network() -> Callable[..., AbstractContextManager[network.BadNetwork]]:
+    """`penstock.testing.bad_network`; the test is skipped, with the reason, where the machine cannot make one."""
+    reason = network.why_no_bad_network()
+    if reason is not None:
+        pytest.skip(reason)
+    return network.bad_network

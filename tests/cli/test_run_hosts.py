@@ -1,0 +1,212 @@
+"""`penstock run --hosts`: ranks on hosts, the end of each job, what is said of the network, and nothing left behind."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from command_line import penstock
+
+from penstock.fabric.network import checks, keeper
+from penstock.fabric.network.checks import why_not
+
+_MISSING = why_not()
+hosts_needed = pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))
+
+SHOW = """
+import glob, json, os, socket, sys, time
+rank = os.environ["RANK"]
+names = ("WORLD_SIZE", "GROUP_RANK", "LOCAL_RANK", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
+found = [sys.argv[1:], [os.environ[name] for name in names], [name for _, name in socket.if_nameindex()]]
+with open(os.environ["PENSTOCK_STEP_FILE"], "wb") as file:
+    file.write((7).to_bytes(8, "little"))
+with open(f"hidden.{rank}", "w") as file:
+    json.dump(found, file)
+os.write(1, f"from rank {rank}\\n".encode())
+os.rename(f"hidden.{rank}", f"shown.{rank}")
+while len(glob.glob("shown.*")) < 4:
+    time.sleep(0.02)
+sys.exit(3 if rank == "2" else 0)
+"""
+
+STAY = """
+import os, signal, subprocess, sys
+if os.environ["RANK"] == "0":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a rank that waits in gloo
+helper = subprocess.Popen(["sleep", "600"])
+os.write(1, f"{os.getpid()} {helper.pid}\\n".encode())
+if "die" in sys.argv and os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+signal.pause()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "show.py").write_text(SHOW)
+    (tmp_path / "stay.py").write_text(STAY)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "penstock", "run", *arguments]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.fixture
+def staying(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A job on two hosts that stays, and the ids of its ranks and of the processes that they started."""
+    with started(folder, "--ranks", "2", "--hosts", "2", "stay.py") as process:
+        assert process.stdout
+        pids = [int(pid) for _ in range(2) for pid in process.stdout.readline().split()]
+        yield process, pids
+        process.kill()
+
+
+def left_of(launcher: int) -> list[str]:
+    """The namespaces that a process has made."""
+    return [name for name in keeper.names_of() if name.startswith(f"penstock-{launcher}-")]
+
+
+def has_ended(pid: int, seconds: float = 30) -> bool:
+    """Whether a process that is not our child ends in that time."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([handle], [], [], seconds)[0])
+    finally:
+        os.close(handle)
+
+
+def becomes_true(what: Callable[[], bool], seconds: float = 30) -> bool:
+    end = time.monotonic() + seconds
+    while not what() and time.monotonic() < end:
+        time.sleep(0.05)
+    return what()
+
+
+@hosts_needed
+@pytest.mark.distributed
+def test_ranks_are_spread_over_hosts_and_the_first_failure_is_the_jobs(folder: Path) -> None:
+    with started(
+        folder, "-n", "4", "--hosts", "2", "--threads", "3", "--link", "100mbit", "show.py", "--lr", "1"
+    ) as job:
+        printed, said = job.communicate(timeout=120)
+    assert job.returncode == 3, said
+    assert sorted(printed.splitlines()) == [f"from rank {rank}" for rank in range(4)]
+    for rank in range(4):
+        arguments, (world, host, local, threads, interface), devices = json.loads(
+            (folder / f"shown.{rank}").read_text()
+        )
+        assert arguments == ["--lr", "1"]
+        assert (world, host, local, threads) == ("4", str(rank // 2), str(rank % 2), "3")
+        assert sorted(devices) == sorted(["lo", interface])
+    assert said.splitlines() == [
+        "penstock: rank 2 ended with exit status 3",
+        "penstock: network    2 hosts, 100mbit, by the kernel's tbf",
+    ]
+    assert left_of(job.pid) == []
+
+
+@hosts_needed
+@pytest.mark.distributed
+def test_killed_rank_is_named_and_the_other_host_is_ended(folder: Path) -> None:
+    with started(folder, "--ranks", "2", "--hosts", "2", "stay.py", "die") as job:
+        printed, said = job.communicate(timeout=120)
+    assert job.returncode == 128 + signal.SIGKILL
+    assert said.splitlines()[0] == "penstock: rank 1 was killed by SIGKILL"
+    assert len(printed.split()) == 4
+    assert all(has_ended(int(pid)) for pid in printed.split())
+    assert left_of(job.pid) == []
+
+
+@hosts_needed
+@pytest.mark.distributed
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
+def test_signal_ends_all_hosts(staying: tuple[subprocess.Popen[str], list[int]], number: signal.Signals) -> None:
+    process, pids = staying
+    assert len(left_of(process.pid)) == 3
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert said.splitlines()[-1] == "penstock: network    2 hosts, as fast as this machine can"
+    assert len(pids) == 4
+    assert all(has_ended(pid) for pid in pids)
+    assert left_of(process.pid) == []
+
+
+@hosts_needed
+@pytest.mark.distributed
+def test_death_of_the_launcher_ends_all_hosts(staying: tuple[subprocess.Popen[str], list[int]]) -> None:
+    process, pids = staying
+    process.kill()
+    process.communicate(timeout=60)
+    assert all(has_ended(pid) for pid in pids)
+    assert becomes_true(lambda: not left_of(process.pid))
+
+
+@hosts_needed
+@pytest.mark.distributed
+@pytest.mark.long
+def test_death_of_an_agent_ends_all_hosts_and_is_named(staying: tuple[subprocess.Popen[str], list[int]]) -> None:
+    process, pids = staying
+    agent = int(Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
+    host = Path(f"/proc/{pids[0]}/environ").read_bytes().split(b"\0GROUP_RANK=")[1][:1].decode()
+    os.kill(agent, signal.SIGKILL)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGKILL
+    assert said.splitlines()[0] == f"penstock: the agent of host {host} was killed by SIGKILL"
+    assert all(has_ended(pid) for pid in pids)
+    assert left_of(process.pid) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--link", "100mbit"], "--link needs --hosts: without it ranks are processes of this machine, and no link"),
+        (["--link-of", "1=100mbit"], "--link-of needs --hosts: "),
+        (["--link-seed", "0"], "--link-seed needs --hosts: "),
+        (["--shaper", "tbf"], "--shaper needs --hosts: "),
+        (["--background", "50mbit"], "--background needs --hosts: "),
+        (["--hosts", "2", "--link-of", "1=100mbit"], "--link-of needs --link: without it hosts are joined as fast as"),
+        (["--hosts", "2", "--link-seed", "1"], "--link-seed needs --link: "),
+        (["--hosts", "2", "--shaper", "switch"], "--shaper needs --link: "),
+        (["--hosts", "2", "--background", "50mbit"], "--background needs --link: "),
+        (["--hosts", "3"], "4 ranks cannot be spread evenly over 3 hosts: give as many ranks as hosts, or twice, "),
+        (["--hosts", "8"], "4 ranks cannot be spread evenly over 8 hosts: "),
+        (["--hosts", "0"], "0 hosts are asked for: give 1 to 200"),
+        (["--hosts", "2", "--link", "100mbit", "--link-of", "2=1mbit"], "a link is given for host 2, but the hosts ar"),
+        (["--hosts", "2", "--link", "100mbit", "--link-of", "1=1mbit", "--link-of", "1=2mbit"], "host 1 is given two"),
+        (["--hosts", "2", "--link", "100mbit", "--background", "1mbit to 2"], "the background '1mbit to 2': there is"),
+        (["--hosts", "2", "--link", "100mbit delai 5ms"], "the link's text at position 9: 'delai' is no word of a lin"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(folder: Path, options: list[str], says: str) -> None:
+    done = penstock("run", "--ranks", "4", *options, "show.py")
+    assert done.exit_code == 2
+    assert done.stderr.startswith(f"penstock: error: {says}"), done.stderr
+    assert done.stdout == ""
+
+
+@hosts_needed
+def test_shaper_that_cannot_is_refused_before_anything_is_made(folder: Path) -> None:
+    done = penstock("run", "-n", "2", "--hosts", "2", "--link", "1mbit loss 1%", "--shaper", "tbf", "show.py")
+    assert done.exit_code == 2
+    assert "tbf keeps a rate and nothing else: 1mbit loss 1%" in done.stderr
+    assert left_of(os.getpid()) == []
+
+
+def test_without_root_it_says_what_to_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks.os, "geteuid", lambda: 1000)
+    done = penstock("run", "-n", "2", "--hosts", "2", "--link", "1mbit", "show.py")
+    assert done.exit_code == 2
+    assert "this is user 1000: run it with sudo. Without --hosts" in done.stderr

@@ -1,0 +1,114 @@
+"""Neighbours' traffic: what a text means, and how much of it comes when."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import ArgumentError
+from penstock.fabric.network.background import Neighbour, Stream, arrivals, parse_background
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("50mbit", Neighbour(None, bytes_per_second=6.25e6)),
+        ("50mbit to 1", Neighbour(1, bytes_per_second=6.25e6)),
+        ("50mbit size 500 to 1", Neighbour(1, 500, bytes_per_second=6.25e6)),
+        ("10gbit size 100", Neighbour(None, 12500, bytes_per_second=1.25e9)),  # no more than 100,000 frames a second
+        ("incast 1mb every 100ms to 2", Neighbour(2, burst_bytes=1024**2, period_seconds=0.1)),
+    ],
+)
+def test_texts(text: str, expected: Neighbour) -> None:
+    found = parse_background(text, 4)
+    for name in ("target", "frame_bytes", "burst_bytes", "text"):
+        assert getattr(found, name) == (text if name == "text" else getattr(expected, name))
+    assert found.bytes_per_second == pytest.approx(expected.bytes_per_second)
+    assert found.period_seconds == pytest.approx(expected.period_seconds)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "empty"),
+        ("lots", "no rate"),
+        ("0mbit", "rate is 0"),
+        ("50mbit to 4", "there is no host 4"),
+        ("50mbit to", "lacks its value"),
+        ("50mbit to 1 to 2", "second time"),
+        ("50mbit from 1", "'from' has no meaning"),
+        ("50mbit size 10", "frame of 10 bytes"),
+        ("incast", "lacks its value"),
+        ("incast 1mb", "needs its period"),
+        ("incast 1mb every 5", None),
+        ("trace /none/there.csv", "No such file"),
+        ("trace /none/there.csv size 5", "'size' has no meaning"),
+    ],
+)
+def test_what_is_no_traffic_is_refused(text: str, said: str | None) -> None:
+    if said is None:
+        assert parse_background(text, 4).period_seconds == pytest.approx(5e-6)
+        return
+    with pytest.raises(ArgumentError, match=said):
+        parse_background(text, 4)
+
+
+def _until(text: str, seconds: float, seed: int = 1, host: int = 0) -> list[tuple[int, int]]:
+    parts = arrivals(parse_background(text, 4), seed, host)
+    frames = ((at, size) for times, sizes in parts for at, size in zip(times.tolist(), sizes.tolist(), strict=True))
+    return list(itertools.takewhile(lambda frame: frame[0] < seconds * 1e9, frames))
+
+
+def test_a_rate_comes_at_random_and_in_full() -> None:
+    frames = _until("80mbit size 1000", 2.0)
+    assert sum(size for _, size in frames) * 8 / 2.0 == pytest.approx(80e6, rel=0.03)
+    gaps = [after - before for (before, _), (after, _) in itertools.pairwise(frames)]
+    mean = sum(gaps) / len(gaps)
+    assert sum(gap < mean for gap in gaps) / len(gaps) == pytest.approx(1 - 2.71828**-1, abs=0.02)
+    assert frames == _until("80mbit size 1000", 2.0)
+    assert frames != _until("80mbit size 1000", 2.0, seed=2)
+    assert frames != _until("80mbit size 1000", 2.0, host=1)
+
+
+def test_an_incast_comes_at_once() -> None:
+    frames = _until("incast 4000 every 10ms size 1514", 0.025)
+    assert frames == [(at * 10_000_000, size) for at in (1, 2) for size in (1514, 1514, 972)]
+
+
+def test_a_trace_is_played_again_and_again(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("seconds,bytes\n0,100\n0.5,200\n1,300\n")
+    assert _until(f"trace {path}", 2.2) == [
+        (0, 100), (500_000_000, 200), (1_000_000_000, 300),
+        (1_000_000_000, 100), (1_500_000_000, 200), (2_000_000_000, 300), (2_000_000_000, 100),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ("", "no traffic"),
+        ("seconds,bytes\n", "no traffic"),
+        ("0,100\n", "no traffic"),
+        ("0,100\n1\n", "row 2: '1' is no"),
+        ("1,100\n0.5,100\n", "row 2: times"),
+        ("1,0\n", "row 1: times"),
+    ],
+)
+def test_a_trace_that_is_none_is_refused(tmp_path: Path, rows: str, said: str) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(rows)
+    with pytest.raises(ArgumentError, match=said):
+        parse_background(f"trace {path}", 4)
+
+
+def test_several_neighbours_come_in_order_and_in_parts() -> None:
+    neighbours = [parse_background(text, 4) for text in ("8mbit", "incast 3kb every 7ms to 0", "5mbit to 1")]
+    stream, whole = Stream(neighbours, 1, 0), Stream(neighbours, 1, 0)
+    parts = [stream.until(end, most) for end, most in ((5_000_000, 3), (9_000_000, 100), (50_000_000, 10_000))]
+    at_ns, sizes = whole.until(50_000_000, 10_000)
+    assert [at for part in parts for at in part[0].tolist()] == at_ns.tolist() == sorted(at_ns.tolist())
+    assert [size for part in parts for size in part[1].tolist()] == sizes.tolist()
+    assert len(parts[0][0]) <= 3
+    other, _ = Stream(neighbours, 1, 2).until(50_000_000, 10_000)
+    assert 0 < len(other) < len(at_ns)

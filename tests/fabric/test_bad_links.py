@@ -1,0 +1,131 @@
+"""`penstock fabric` over links that are far and lossy, that change, and whose switch is killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.fabric.network import keeper
+from penstock.fabric.network.checks import why_not
+from penstock.fabric.network.shapers import why_no_switch
+
+_MISSING = why_not() or why_no_switch()
+pytestmark = [
+    pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING)),
+    pytest.mark.distributed,
+]
+
+CHANGES = """
+[[event]]
+at = "step 2"
+host = 1
+gone = true
+for = "700ms"
+
+[[event]]
+at = "0s"
+link = "100mbit delay 6ms loss 1%"
+"""
+
+
+def _fabric(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "penstock", "fabric", "--hosts", "2", "--out", str(folder / "run"), *arguments]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def _left(process: subprocess.Popen[str]) -> list[str]:
+    return [name for name in keeper.names_of() if name.startswith(f"penstock-{process.pid}-")]
+
+
+def _found(folder: Path, *arguments: str) -> dict[str, Any]:
+    with _fabric(folder, "--json", *arguments) as process:
+        printed, said = process.communicate(timeout=200)
+        assert process.returncode == 0, said
+        assert _left(process) == []
+    results: dict[str, Any] = json.loads(printed)
+    return results
+
+
+def test_a_link_is_far_changes_and_comes_back(tmp_path: Path) -> None:
+    (tmp_path / "changes.toml").write_text(CHANGES)
+    asked = ["--sizes", "2600", "--trials", "8", "--link", "100mbit delay 5ms", "--background", "10mbit to 0"]
+    found = _found(tmp_path, *asked, "--scenario", "changes.toml", "--link-seed", "3")
+    assert found["complete"]
+    transfer = found["transfers"][0]
+    assert transfer["time_s"]["min"] > 0.010, "two rounds of a ring, each 5 ms away"
+    network = found["environment"]["network"]
+    assert (network["shaper"], network["seed"], network["background"]) == ("switch", 3, ["10mbit to 0"])
+    happened = [(one["step"] >= 0, one["text"]) for one in found["environment"]["happened"]]
+    assert happened == [
+        (False, "link = 100mbit delay 6ms loss 1%"),
+        (True, "host = 1, gone = True, for = 700ms"),
+        (True, "over: host = 1, gone = True, for = 700ms"),
+    ]
+    links = found["environment"]["switch"]["links"]
+    assert sum(links[host][way]["host_gone"] for host in (0, 1) for way in ("up", "down")) > 0
+    assert links[0]["down"]["background_bytes"] > 100_000
+    assert links[1]["down"]["background_bytes"] == 0
+    show = [sys.executable, "-m", "penstock", "fabric", "show", str(tmp_path / "run")]
+    shown = subprocess.run(show, capture_output=True, text=True, check=True)
+    assert "100mbit delay 5ms, by a switch in user space" in shown.stdout
+    assert "gone = True" in shown.stdout
+    assert "gone = True" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_the_end_of_the_switch_ends_the_run_by_its_name(tmp_path: Path) -> None:
+    asked = ["--sizes", "2600", "--trials", "100000", "--link", "100mbit delay 1ms"]
+    with _fabric(tmp_path, *asked) as process:
+        samples = tmp_path / "run" / "samples.csv"
+        deadline = time.monotonic() + 120
+        while not (samples.exists() and samples.stat().st_size > 100):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        switches = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if _is_switch(path, process)]
+        assert len(switches) == 1
+        os.kill(switches[0], signal.SIGKILL)
+        _, said = process.communicate(timeout=100)
+        assert process.returncode == 2
+        assert "the switch has ended" in said
+        assert _left(process) == []
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert not record["complete"]
+
+
+def _is_switch(cmdline: Path, maker: subprocess.Popen[str]) -> bool:
+    try:
+        mark = f"{keeper.MARK}=penstock-{maker.pid}-".encode()
+        return b"network.switch.serve" in cmdline.read_bytes() and mark in (cmdline.parent / "environ").read_bytes()
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--link-of", "1=1mbit"], "--link-of needs --link"),
+        (["--scenario", "none.toml"], "--scenario needs --link"),
+        (["--background", "1mbit"], "--background needs --link"),
+        (["--link", "1mbit", "--link-of", "2=1mbit"], "host 2, but the hosts are 0 to 1"),
+        (["--link", "1mbit", "--link-of", "1=1mbit", "--link-of", "1=2mbit"], "two links"),
+        (["--link", "1mbit", "--scenario", "none.toml"], "No such file"),
+        (["--link", "1mbit", "--background", "1mbit to 7"], "no host 7"),
+        (["--link", "1mbit delay 5ms", "--shaper", "tbf"], "tbf keeps a rate and nothing else"),
+        (["--link", "1mbit stall 1s every 5s", "--shaper", "netem"], "netem has no stalls"),
+        (["--link", "100gbit delay 1ms"], "a rate of"),
+        (["--link", "up 1mbit"], "position 1"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_made(tmp_path: Path, options: list[str], said: str) -> None:
+    with _fabric(tmp_path, "--sizes", "4", *options) as process:
+        _, printed = process.communicate(timeout=60)
+        assert process.returncode == 2
+        assert said in " ".join(printed.split())
+        assert printed.count("Traceback") == 0
+    assert not (tmp_path / "run" / "run.json").exists()

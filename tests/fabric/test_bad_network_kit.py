@@ -1,0 +1,134 @@
+"""`penstock.testing.bad_network`: jobs over it end as they should and say so, and a machine that cannot is skipped."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import ArgumentError
+from penstock.fabric.network import keeper, nodes
+from penstock.launch import RankFailure
+from penstock.testing import BadNetwork
+from penstock.testing import bad_network as make
+
+MakesNetworks = Callable[..., AbstractContextManager[BadNetwork]]
+
+SCRIPT = """
+import os, sys, time
+rank = os.environ["RANK"]
+print("rank", rank, *sys.argv[1:], file=sys.stderr if rank == "1" else sys.stdout, flush=True)
+if "stay" in sys.argv:
+    time.sleep(600)
+sys.exit(4 if rank == "1" and "fail" in sys.argv else 0)
+"""
+
+TRAINER = """
+import time
+from penstock.step_file import announcer
+announce = announcer()
+if announce is not None:  # on rank 0
+    for step in range(3):
+        announce(step)
+        time.sleep(0.5)
+"""
+
+USER = """
+pytest_plugins = ["penstock.testing.fixtures"]
+
+def test_mine(bad_network):
+    with bad_network(2, "10mbit"):
+        pass
+"""
+
+
+@pytest.mark.distributed
+def test_jobs_run_one_after_the_other_and_their_output_is_kept(bad_network: MakesNetworks, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    with bad_network(2, "10mbit delay 1ms", own={1: "5mbit"}, background=["1mbit to 0"]) as network:
+        done = network.run([str(script), "good"]).check()
+        assert (done.status, done.said, done.outputs) == (0, "", ("rank 0 good\n", "rank 1 good\n"))
+        assert done.seconds > 0
+        told = network.told()
+        assert told["frames"] > 0
+        assert told["links"][0]["down"]["background_bytes"] > 0 == told["links"][1]["down"]["background_bytes"]
+        failed = network.run([str(script), "fail"])
+        assert failed.status == 4
+        with pytest.raises(AssertionError, match=r"rank 1 ended with exit status 4\n(.*\n)*rank 1 fail"):
+            failed.check()
+        name = network.machines.id
+    assert keeper.names_of(name) == []
+
+
+@pytest.mark.distributed
+def test_job_that_takes_too_long_is_ended(bad_network: MakesNetworks, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    with bad_network(1, None) as network:
+        assert network.told() == {}
+        with pytest.raises(TimeoutError, match=r"script\.py stay took more than 3 s"):
+            network.run([str(script), "stay"], ranks=1, timeout=3)
+        assert list(keeper._processes(network.machines.id, network.machines.hosts)) == []
+
+
+@pytest.mark.distributed
+def test_who_watches_a_job_sees_its_steps(bad_network: MakesNetworks, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(TRAINER)
+    seen: list[int] = []
+    with bad_network(2, None) as network:
+        ended = nodes.run(nodes.Job((str(script),), 2, 2), network.machines, watch=seen.append)
+    assert ended == nodes.Outcome(0)
+    assert seen[0] == -1
+    assert seen[-1] == 2
+    assert seen == sorted(seen)
+
+
+def test_first_of_several_failures_is_the_jobs(tmp_path: Path) -> None:
+    path = tmp_path / "failures"
+    for failure in (RankFailure(0, 1, 500), RankFailure(3, -9, 200), RankFailure(2, 5, 300)):
+        failure.write(str(path))
+    assert nodes._outcome(RankFailure.read_all(path), [], 0) == nodes.Outcome(137, "rank 3 was killed by SIGKILL")
+
+
+def test_what_cannot_be_run_is_refused(bad_network: MakesNetworks, tmp_path: Path) -> None:
+    with bad_network(2, None) as network:
+        with pytest.raises(ArgumentError, match=r"no script 'nothing\.py'"):
+            network.run("nothing.py")
+        with pytest.raises(ArgumentError, match="3 ranks cannot be spread evenly over 2 hosts"):
+            network.run(__file__, ranks=3)
+
+
+@pytest.mark.parametrize("arguments", [{"own": {1: "1mbit"}}, {"shaper": "tbf"}])
+def test_links_of_some_hosts_need_one_of_the_others(arguments: dict[str, object]) -> None:
+    with pytest.raises(ArgumentError, match="give link= as well"), make(2, None, **arguments):  # type: ignore[arg-type]
+        pass
+
+
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [
+        ("from penstock.fabric.network import checks; checks.os.geteuid = lambda: 1000", "this is user 1000"),
+        (
+            "import importlib.util as u; f = u.find_spec; u.find_spec = lambda n: None if n == 'numba' else f(n)",
+            "numba",
+        ),
+    ],
+)
+def test_fixture_skips_with_the_reason(tmp_path: Path, program: str, says: str) -> None:
+    (tmp_path / "test_of_a_user.py").write_text(f"{program}\n{USER}")
+    command = [sys.executable, "-m", "pytest", "-rs", "-p", "no:cacheprovider", "test_of_a_user.py"]
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ}, capture_output=True, text=True, check=False)
+    assert "1 skipped" in done.stdout, done.stdout
+    assert says in done.stdout
+
+
+def test_kit_loads_no_torch() -> None:
+    program = "import sys, penstock.testing.fixtures as f; f.network.bad_network; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)

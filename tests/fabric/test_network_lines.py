@@ -1,0 +1,110 @@
+"""What is said of a network at the end of a run: what made it, what became of its frames, whether it kept up."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from penstock.fabric.network.parse import parse_link
+from penstock.fabric.network.switch import columns, filling
+from penstock.fabric.network.topology import Topology
+from penstock.fabric.report.network import network_lines, saturated
+
+
+def told(hosts: int = 2, **changed: Any) -> dict[str, Any]:
+    """Of a network on which little happened."""
+    t = filling.tables(Topology(parse_link("1gbit")), [-1] * hosts, time.monotonic_ns())
+    t.lines[:, columns.FRAMES], t.lines[:, columns.BYTES] = 1200, 1_500_000
+    t.lines[0, columns.N_LOST] = 12
+    t.lines[hosts + 1, columns.N_FULL], t.lines[hosts + 1, columns.NEAR_BYTES] = 3, 2_500_000
+    t.state[columns.LATE + 4 * 12], t.state[columns.WORST_NS] = 1000, 5000  # 4.1 us
+    t.state[columns.BUSY_NS] = 100_000_000
+    return {"priority": "real-time", **filling.told(t), **changed}
+
+
+def described(hosts: int, shaper: str | None = "switch", link: str | None = "1gbit", **more: Any) -> dict[str, Any]:
+    """As `Machines.described` has it."""
+    usual: dict[str, Any] = {"own": {}, "background": [], "slow": {}, "remarks": []}
+    return {"hosts": hosts, "shaper": shaper, "link": link, **usual, **more}
+
+
+def test_every_fact_is_a_line() -> None:
+    network = described(
+        2,
+        link="100mbit loss 1%",
+        own={"1": "10mbit"},
+        background=["5mbit to 1"],
+        slow={"0": 0.25},
+        held_back_by="cgroup v1",
+        remarks=["frames carry 9000 bytes"],
+    )
+    lines = network_lines(network, told=told(), happened=["3.0 s, step 5: host = 1, gone = True"], elapsed_seconds=10.0)
+    assert lines == [
+        "network    2 hosts, 100mbit loss 1%, by a switch in user space (priority: real-time)",
+        "host 1     link 10mbit",
+        "host 0     held to 0.25 of a core, by cgroup v1",
+        "neighbour  5mbit to 1",
+        "           frames carry 9000 bytes",
+        "change     3.0 s, step 5: host = 1, gone = True",
+        "host 0     out 1,200 frames, 1.5 MB (12 lost); in 1,200 frames, 1.5 MB",
+        "host 1     out 1,200 frames, 1.5 MB; in 1,200 frames, 1.5 MB (3 dropped as the queue was full); "
+        "neighbours 2.5 MB",
+        "switch     p50 4.87us, p99 4.87us, worst 5.00us: how much later than asked frames left",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shaper", "link", "says"),
+    [
+        (None, None, "3 hosts, as fast as this machine can"),
+        ("tbf", "1gbit", "3 hosts, 1gbit, by the kernel's tbf"),
+        ("netem", "1gbit delay 1ms", "3 hosts, 1gbit delay 1ms, by the kernel's netem"),
+    ],
+)
+def test_network_that_nobody_counts_is_one_line(shaper: str | None, link: str | None, says: str) -> None:
+    assert network_lines(described(3, shaper, link)) == [f"network    {says}"]
+
+
+def test_many_hosts_are_told_in_sum() -> None:
+    lines = network_lines(described(40), told=told(40))
+    assert lines[1] == (
+        "all hosts  out 48,000 frames, 60 MB (12 lost); in 48,000 frames, 60 MB (3 dropped as the queue was full); "
+        "neighbours 2.5 MB"
+    )
+    assert len(lines) == 3
+
+
+def test_network_without_a_frame() -> None:
+    t = filling.tables(Topology(parse_link("1gbit")), [-1], time.monotonic_ns())
+    assert network_lines(described(1), told=filling.told(t), elapsed_seconds=1.0)[1:] == [
+        "host 0     out 0 frames, 0 B; in 0 frames, 0 B",
+        "switch     no frame passed",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({}, None),
+        ({"late": {"mean": 1e-4, "p50": 1e-4, "p99": 0.9e-3, "worst": 0.5}}, None),
+        (
+            {"late": {"mean": 1e-4, "p50": 1e-4, "p99": 2e-3, "worst": 0.5}},
+            "1% of the frames left more than 2.00ms late",
+        ),
+        ({"no_room": 5}, "5 times it had no memory left for a frame"),
+        ({"busy_seconds": 8.9}, None),
+        ({"busy_seconds": 9.1}, "it was at work for 91% of the time"),
+    ],
+)
+def test_switch_that_could_not_keep_up_is_called_saturated(changed: dict[str, Any], says: str | None) -> None:
+    found = told(**changed)
+    reason = saturated(found, 10.0)
+    lines = network_lines(described(2), told=found, elapsed_seconds=10.0)
+    assert lines[-1].startswith("warning: the switch was saturated: ") == (says is not None)
+    if says is None:
+        assert reason is None
+    else:
+        assert says in str(reason)
+        assert "give a lower rate" in lines[-1]

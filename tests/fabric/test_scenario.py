@@ -1,0 +1,143 @@
+"""Changes of a network over time: what a file may say, and which of its events hold when."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import ArgumentError
+from penstock.fabric.network.parse import parse_link
+from penstock.fabric.network.scenario import Event, Play, State, read_scenario
+from penstock.fabric.network.topology import Topology
+
+BEFORE = Topology(parse_link("1gbit delay 1ms"), {3: parse_link("100mbit")}, seed=7)
+
+WHOLE = """
+[[event]]
+at = "step 50"
+host = 2
+link = "10mbit delay 50ms loss 1%"
+for = "30s"
+
+[[event]]
+at = "step 80"
+host = 1
+gone = true
+for = "5s"
+
+[[event]]
+at = "20s"
+background = ["300mbit to 1"]
+
+[[event]]
+at = "1500ms"
+link = "100mbit"
+"""
+
+
+def _events(folder: Path, text: str) -> tuple[Event, ...]:
+    path = folder / "changes.toml"
+    path.write_text(text)
+    return read_scenario(path, BEFORE, 4)
+
+
+def test_a_file_is_read(tmp_path: Path) -> None:
+    degrades, leaves, neighbour, all_links = _events(tmp_path, WHOLE)
+    assert (degrades.step, degrades.host, degrades.for_seconds) == (50, 2, 30)
+    assert degrades.link == parse_link("10mbit delay 50ms loss 1%")
+    assert (leaves.step, leaves.host, leaves.is_gone, leaves.for_seconds) == (80, 1, True, 5)
+    assert (neighbour.step, neighbour.at_seconds, neighbour.background) == (None, 20, ("300mbit to 1",))
+    assert (all_links.at_seconds, all_links.host, all_links.for_seconds) == (pytest.approx(1.5), None, None)
+    assert degrades.text == "host = 2, link = 10mbit delay 50ms loss 1%, for = 30s"
+
+
+def _holds(play: Play) -> tuple[str, str, tuple[int, ...], tuple[str, ...]]:
+    topology = play.state.topology
+    return str(topology.up(0)), str(topology.up(2)), play.state.gone, play.state.background
+
+
+def test_events_come_with_steps_and_times_and_go_again(tmp_path: Path) -> None:
+    play = Play(_events(tmp_path, WHOLE), State(BEFORE, background=("5mbit",)))
+    usual = ("1gbit delay 1ms", "1gbit delay 1ms", (), ("5mbit",))
+    assert play.at(0.0, -1) == []
+    assert _holds(play) == usual
+    assert play.at(1.6, 3) == ["link = 100mbit"]
+    assert _holds(play) == ("100mbit", "100mbit", (), ("5mbit",))
+    assert len(play.at(10.0, 50)) == 1
+    assert _holds(play) == ("100mbit", "10mbit delay 50ms loss 1%", (), ("5mbit",))
+    assert str(play.state.topology.up(3)) == "100mbit"
+    assert play.at(10.1, 50) == []  # each comes once
+    assert len(play.at(30.0, 85)) == 2  # one by its time and one by its step, at once
+    assert _holds(play)[2:] == ((1,), ("5mbit", "300mbit to 1"))
+    assert [said.partition(":")[0] for said in play.at(41.0, 85)] == ["over", "over"]
+    assert _holds(play) == ("100mbit", "100mbit", (), ("5mbit", "300mbit to 1"))
+    assert play.state.topology.seed == 7
+
+
+def test_a_link_of_all_leaves_single_ones_and_the_mtu_as_they_are(tmp_path: Path) -> None:
+    large = Topology(parse_link("1gbit mtu 9000"), {1: parse_link("1gbit mtu 9000")})
+    path = tmp_path / "changes.toml"
+    path.write_text('[[event]]\nat = "0s"\nlink = "5mbit"\n[[event]]\nat = "1s"\nhost = 0\nlink = "6mbit"\n')
+    play = Play(read_scenario(path, large, 2), State(large))
+    play.at(1.0, 0)
+    assert [link.mtu for link in play.state.topology.links] == [9000] * 3
+    assert [str(play.state.topology.up(host)) for host in (0, 1)] == ["6mbit", "1gbit mtu 9000"]
+
+
+@given(st.lists(st.tuples(st.floats(0, 50), st.integers(0, 20)), max_size=30))
+def test_when_all_is_over_the_network_is_as_before(moments: list[tuple[float, int]]) -> None:
+    link = parse_link("1mbit")
+    events = [
+        Event(step=5, host=1, link=link, for_seconds=3),
+        Event(step=5, host=0, is_gone=True, for_seconds=1),
+        Event(at_seconds=9, link=link, for_seconds=20),
+        Event(at_seconds=2, background=("1mbit",), for_seconds=0.5),
+    ]
+    play = Play(events, State(BEFORE))
+    seconds, step = 0.0, 0
+    for later, further in moments:
+        seconds, step = max(seconds, later), max(step, further)
+        play.at(seconds, step)
+    play.at(seconds + 100, 20)
+    play.at(seconds + 200, 20)
+    assert play.state == State(BEFORE)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "has no events"),
+        ("events = 3", "events has no meaning"),
+        ("[[event]", "no TOML"),
+        ('[[event]]\nat = "5s"', "event 1: give one thing that happens"),
+        ('[[event]]\nat = "5s"\nlink = "1mbit"\ngone = true', "one thing"),
+        ('[[event]]\nlink = "1mbit"', "at is None"),
+        ('[[event]]\nat = 5\nlink = "1mbit"', "at is 5: give a text"),
+        ('[[event]]\nat = "soon"\nlink = "1mbit"', "'soon' is no time"),
+        ('[[event]]\nat = "step one"\nlink = "1mbit"', "'one' is no whole number"),
+        ('[[event]]\nat = "epoch 1"\nlink = "1mbit"', "no moment"),
+        ('[[event]]\nat = "5s"\nlink = "1mbit"\nhost = 4', "host 4 is not there: the hosts are 0 to 3"),
+        ('[[event]]\nat = "5s"\nlink = "1mbit"\nhost = "2"', "host '2' is not there"),
+        ('[[event]]\nat = "5s"\nlink = "1mbit"\nhost = true', "host True is not there"),
+        ('[[event]]\nat = "5s"\nlink = "1mbit loss 5"', "no percentage"),
+        ('[[event]]\nat = "5s"\nlink = "1mbit mtu 9000"', "mtu stays as it is, 1500"),
+        ('[[event]]\nat = "5s"\nlink = "1mbit"\nfor = "0s"', "above 0"),
+        ('[[event]]\nat = "5s"\ngone = true\nfor = "1s"', "needs its number"),
+        ('[[event]]\nat = "5s"\ngone = true\nhost = 1', "no later step"),
+        ('[[event]]\nat = "5s"\nbackground = ["1mbit to 9"]', "no host 9"),
+        ('[[event]]\nat = "5s"\nbackground = "1mbit"', "list of texts"),
+        ('[[event]]\nat = "5s"\nbackground = ["1mbit"]\nhost = 2', "stands in its text"),
+        ('[[event]]\nat = "5s"\nlink = "1mbit"\ndelay = "5ms"', "'delay' has no meaning"),
+        ('[[event]]\nat = "5s"\nlink = "1mbit"\n[[event]]\nat = "5s"\nlink = "x"', "event 2:"),
+    ],
+)
+def test_what_a_file_cannot_say_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ArgumentError, match=said) as error:
+        _events(tmp_path, text)
+    assert "changes.toml" in str(error.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="No such file"):
+        read_scenario(tmp_path / "none.toml", BEFORE, 4)
