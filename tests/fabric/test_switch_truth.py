@@ -305,7 +305,7 @@ def test_neighbours_take_their_share_of_a_link_and_of_nobody_elses() -> None:
     by_hand.near[1] = [(int(at), size) for at in gaps if at < count * every * 1e9]
     expected = by_hand.play([Given(round(number * every * 1e9), 0, 1, size) for number in range(count)])
     assert 0.5 * count < len(expected) < 0.9 * count
-    assert len(shared) == pytest.approx(len(expected), rel=0.07)
+    assert len(shared) == pytest.approx(len(expected), rel=0.12)
     assert np.median(_took(shared)) == pytest.approx(100 * 1024 / rate, rel=0.1)
     assert 0 < told["links"][1]["down"]["background_bytes"] / told["seconds"] <= 0.6 * rate * 1.1
     assert [told["links"][host]["down"]["background_bytes"] for host in (0, 2, 3)] == [0, 0, 0]
