@@ -229,7 +229,7 @@ class Machines:
         before, self.topology = self.topology, topology.with_mtu(self.topology.mtu)
         for host, name in enumerate(self.hosts):
             if self.topology.up(host) != before.up(host):
-                self._batch("tc", name, [f"qdisc change dev {INTERFACE} root {self.topology.up(host).tbf()}"])
+                self._batch("tc", name, [f"qdisc change dev {INTERFACE} root {self._egress(host)}"])
 
     def lose(self, hosts: Iterable[int]) -> None:
         """Nothing comes from these or gets to them from now on; the others are there (again)."""
@@ -280,7 +280,7 @@ class Machines:
         assert self.shaper is not None
         link = self.topology.up(host)
         if self.shaper.name == "netem":
-            return f"handle 1: {netem(link, self.topology.seed)}"
+            return f"handle 1: {netem(link, self.shaper.seed, host)}"
         return link.host_tbf() if self.shaper.name == "switch" else link.tbf()
 
     def _start_switch(self) -> None:
@@ -303,8 +303,10 @@ class Machines:
         if self.topology is not None:
             down = self.topology.link.down or self.topology.link
             met = self.topology.link.down is not None and bool(down.impairment)
-            words = f"handle 1: {netem(down, self.topology.seed + 1)}" if met else down.port_tbf()
-            self._batch("tc", switch, [f"qdisc replace dev {port} root {words}" for port in ports])
+            seed = None if self.shaper is None else self.shaper.seed
+            for host, port in enumerate(ports):
+                words = f"handle 1: {netem(down, seed, self._count + host)}" if met else down.port_tbf()
+                self._batch("tc", switch, [f"qdisc replace dev {port} root {words}"])
 
     @property
     def _mtu(self) -> int:
@@ -321,7 +323,7 @@ class Machines:
             link = self.topology.up(host)
             # What TCP sends at once fits the bucket: tbf takes apart what does not, frame by frame, which costs ten
             # times the processor time. netem would lose it whole.
-            at_once = f"gso_max_size {max(link.burst, 2 * link.frame_bytes)}"
+            at_once = f"gso_max_size {min(max(link.burst, 2 * link.frame_bytes), 65536)}"
             lines.append(f"link set dev {INTERFACE} {'gso_max_segs 1' if self.shaper.name == 'netem' else at_once}")
         # Neighbours that are known need not be asked for, so no first message of a run waits for an answer.
         others = [other for other in range(self._count) if other != host]

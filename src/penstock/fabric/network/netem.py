@@ -24,8 +24,10 @@ def why_not_netem(topology: Topology) -> str | None:
     return None
 
 
-def netem(link: Link, seed: int | None = None) -> str:
+def netem(link: Link, seed: int | None = None, direction: int = 0) -> str:
     """The words for tc: what follows `qdisc add dev eth0 root handle 1:`.
+
+    `direction` is a number that no other of the network has, as two with one seed would lose the same frames.
 
     netem counts frames, not bytes, in its queue: it gets room for what is delayed at the rate, twice, beside the
     limit. Segments must not be put together (`gso_max_segs 1`), as it loses what it gets, and not what is on the wire.
@@ -41,13 +43,14 @@ def netem(link: Link, seed: int | None = None) -> str:
     if impairment.reorder.share and impairment.gap > 1:
         words.append(f"gap {impairment.gap}")
     words.append(f"rate {round(link.bytes_per_second * 8)}bit")
-    return " ".join([*words, *([] if seed is None else [f"seed {seed}"])])
+    return " ".join([*words, *([] if seed is None else [f"seed {(1000003 * seed + direction) % 2**63}"])])
 
 
 def _delay(impairment: Impairment) -> list[str]:
     if not impairment.delay_seconds and not impairment.jitter_seconds:
         return []
-    words = [f"delay {_time(impairment.delay_seconds)}"]
+    # tc takes a distribution beside a delay of more than nothing alone.
+    words = [f"delay {_time(max(impairment.delay_seconds, 1e-9))}"]
     if impairment.jitter_seconds:
         words.append(_time(impairment.jitter_seconds))
         if impairment.distribution != "uniform":

@@ -26,8 +26,11 @@ AUTO = "auto"
 SHAPERS = (AUTO, "tbf", "netem", "switch")
 LARGE_MTU = 9000
 
-WRITES_A_FRAME = 3.0
-"""A frame of a TCP connection through the switch takes as long as so many writes of a frame that nobody wants."""
+WRITES_A_FRAME = 6.0
+"""A frame of a TCP connection through the switch takes as long as so many writes of a frame that nobody wants.
+
+benchmarks/switch measures it.
+"""
 ACKNOWLEDGED = 1.5
 """Frames for each that carries data: TCP acknowledges every second one."""
 _PROBES, _PROBE_FRAMES = 5, 400
@@ -41,11 +44,13 @@ class Shaper:
         name: "tbf", "netem" or "switch".
         topology: with the mtu that it needs.
         remarks: what a reader of the results has to know.
+        seed: for netem, if it takes one.
     """
 
     name: str
     topology: Topology
     remarks: tuple[str, ...] = ()
+    seed: int | None = None
 
 
 def choose(topology: Topology, hosts: int, wanted: str = AUTO, only_switch: str | None = None) -> Shaper:
@@ -75,36 +80,56 @@ def choose(topology: Topology, hosts: int, wanted: str = AUTO, only_switch: str 
     if wanted == "netem" or (wanted == AUTO and beyond_netem is None):
         if beyond_netem is not None:
             raise ArgumentError(f"{beyond_netem}; leave --shaper out, or give --shaper switch")
-        return Shaper("netem", topology)
+        return _by_netem(topology)
     no_switch = why_no_switch()
     if no_switch is not None:
         raise FabricError(f"{no_switch}. And without it: {beyond_netem}")
-    return _fitted(topology, hosts, frames_per_second())
+    return _fitted(topology, hosts)
 
 
-def _fitted(topology: Topology, hosts: int, capacity: float) -> Shaper:
+def _by_netem(topology: Topology) -> Shaper:
+    if netem_keeps_seeds():
+        return Shaper("netem", topology, seed=topology.seed)
+    return Shaper(
+        "netem",
+        topology,
+        (
+            "netem takes no seed here (it does from Linux 6.6 and iproute2 6.6 on): what is "
+            "drawn differs from run to run",
+        ),
+    )
+
+
+def _fitted(topology: Topology, hosts: int) -> Shaper:
     """With frames so large that the switch can carry what the hosts can send."""
-    asked = [link for link in topology.links if link.mtu_is_given]
-    needed = needed_frames_per_second(topology, hosts)
-    if needed <= capacity:
+    needed, carried = _frames(topology, hosts)
+    if needed <= carried:
         return Shaper("switch", topology)
-    larger = topology.with_mtu(LARGE_MTU)
-    needed_then = needed_frames_per_second(larger, hosts)
-    if not asked and needed_then <= capacity:
+    larger = topology.with_mtu(max(topology.mtu, LARGE_MTU))
+    needed_then, carried_then = _frames(larger, hosts)
+    is_given = any(link.mtu_is_given for link in topology.links)
+    if not is_given and needed_then <= carried_then:
         said = (
-            f"frames carry {LARGE_MTU} bytes: with {topology.mtu} all hosts together could send {needed:,.0f} a second "
-            f"with their acknowledgements, and the switch passes on about {capacity:,.0f} here (mtu {topology.mtu} in "
-            "the link's text keeps them small)"
+            f"frames carry {larger.mtu} bytes: with {topology.mtu} all hosts together could send {needed:,.0f} a "
+            f"second with their acknowledgements, and the switch passes on about {carried:,.0f} here "
+            f"(mtu {topology.mtu} in the link's text keeps them small)"
         )
         return Shaper("switch", larger, (said,))
-    best = topology if asked else larger
-    most = capacity / needed_frames_per_second(best, hosts)
+    best, needed, carried = (topology, needed, carried) if is_given else (larger, needed_then, carried_then)
+    share = carried / needed
+    uniform = len({link.bytes_per_second for link in topology.links}) == 1 and topology.link.down is None
+    less = f"a rate of {share * topology.link.bytes_per_second * 8 / 1e6:,.0f}mbit" if uniform else f"{share:.0%} of it"
     raise ArgumentError(
-        f"{hosts} hosts with {topology.link} can send {needed_frames_per_second(best, hosts):,.0f} frames of "
-        f"{best.mtu} bytes a second, acknowledgements included, but the switch passes on about {capacity:,.0f} here: "
-        f"give a rate of {most * topology.link.bytes_per_second * 8 / 1e6:,.0f}mbit at most, fewer hosts"
-        + ("" if best.mtu >= LARGE_MTU else f", or mtu {LARGE_MTU}")
+        f"{hosts} hosts with {topology.link} can send {needed:,.0f} frames of {best.mtu} bytes a second, "
+        f"acknowledgements included, but the switch passes on about {carried:,.0f} here: give {less} at most"
+        + (", fewer hosts" if hosts > 2 else "")
+        + (f", or mtu {LARGE_MTU}" if is_given and needed_then <= carried_then else "")
     )
+
+
+def _frames(topology: Topology, hosts: int) -> tuple[float, float]:
+    """A second: what the hosts can send, and what the switch carries."""
+    return needed_frames_per_second(topology, hosts), frames_per_second(topology.link.frame_bytes)
 
 
 def needed_frames_per_second(topology: Topology, hosts: int) -> float:
@@ -118,20 +143,21 @@ def _into(topology: Topology, host: int, hosts: int) -> float:
     return sum(topology.down(other).bytes_per_second for other in range(hosts) if other != host)
 
 
-def frames_per_second() -> float:
+def frames_per_second(frame_bytes: int) -> float:
     """About how many frames of TCP a switch passes on here: measured, in a namespace that vanishes."""
-    return 1 / (WRITES_A_FRAME * within(None, _write_seconds))
+    return 1 / (WRITES_A_FRAME * within(None, lambda: _write_seconds(frame_bytes)))
 
 
-def _write_seconds() -> float:
+def _write_seconds(frame_bytes: int) -> float:
     """Of one frame, to a device in the namespace of the calling thread: the best of some tries."""
     descriptor = open_tap("probe", None)
     try:
-        subprocess.run([tool("ip") or "ip", "link", "set", "probe", "up"], check=True, capture_output=True)
-        frame = bytes(12) + b"\x88\xb5" + bytes(1486)  # of a kind for experiments, which nobody receives
+        mtu = str(frame_bytes - 14)
+        subprocess.run([tool("ip") or "ip", "link", "set", "probe", "mtu", mtu, "up"], check=True, capture_output=True)
+        frame = bytes(12) + b"\x88\xb5" + bytes(frame_bytes - 14)  # of a kind for experiments, which nobody receives
         best = float("inf")
         for _ in range(_PROBES):
-            began = time.thread_time()  # not the time that others have of this processor
+            began = time.thread_time()  # others may have the processor now: the switch goes before them
             for _ in range(_PROBE_FRAMES):
                 os.write(descriptor, frame)
             best = min(best, (time.thread_time() - began) / _PROBE_FRAMES)
@@ -142,11 +168,24 @@ def _write_seconds() -> float:
 
 def why_no_netem() -> str | None:
     """Why the kernel has no netem; None if it has."""
-    line = [tool("tc") or "tc", *["qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"]]
-    done = within(None, lambda: subprocess.run(line, capture_output=True, text=True, check=False))
+    done = within(None, lambda: _tc("qdisc add dev lo root netem delay 1ms"))
     if done.returncode == 0:
         return None
     return f"the kernel has no netem ({' '.join(done.stderr.split())}): `modprobe sch_netem`"
+
+
+def netem_keeps_seeds() -> bool:
+    """Whether the netem that is here can be told what to draw from. An old kernel passes over a seed without a word."""
+
+    def shown() -> str:
+        _tc("qdisc add dev lo root netem loss 1% seed 5")
+        return _tc("qdisc show dev lo").stdout
+
+    return "seed 5" in within(None, shown)
+
+
+def _tc(line: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([tool("tc") or "tc", *line.split()], capture_output=True, text=True, check=False)
 
 
 def why_no_switch() -> str | None:

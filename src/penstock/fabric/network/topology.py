@@ -100,6 +100,6 @@ def parse_own(texts: Sequence[str], hosts: int) -> dict[int, Link]:
         if host >= hosts:
             raise ArgumentError(f"a link is given for host {host}, but the hosts are 0 to {hosts - 1}")
         if host in found:
-            raise ArgumentError(f"host {host} is given two links, {found[host]} and{link}: give one")
+            raise ArgumentError(f"host {host} is given two links, {found[host]} and {link.strip()}: give one")
         found[host] = parse_link(link)
     return found

@@ -1,0 +1,121 @@
+"""What a switch in user space passes on: asyncio, threads, and the compiled loop; usual and real-time priority.
+
+    sudo python benchmarks/switch/implementations.py                  # 20 minutes; wants an idle machine
+    sudo python benchmarks/switch/implementations.py --kinds compiled --hosts 4 --links "1gbit mtu 9000"
+
+Hosts stand in a ring, each with one TCP stream to the next. A row is a network of its own; unless it says otherwise a
+link has a delay of 1 ms, and what would be refused is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "fabric"))
+
+import wire
+
+from penstock.fabric.network import machines as making
+from penstock.fabric.network import shapers
+from penstock.fabric.network.machines import Machines
+from penstock.fabric.network.parse import parse_link
+from penstock.fabric.network.record import cpu_usage
+from penstock.fabric.network.switch import client
+from penstock.fabric.network.topology import Topology
+
+HERE = Path(__file__).parent
+KINDS = ("asyncio", "threads", "compiled")
+FREE = "9gbit"
+"""More than anything here can carry."""
+LINKS = [f"{rate}{mtu} delay 1ms" for mtu in ("", " mtu 9000") for rate in (FREE, "100mbit", "1gbit")]
+RUN_IN_SECONDS = 1.0
+
+
+def measure(kind: str, usual: bool, hosts: int, text: str, seconds: float) -> dict[str, Any]:
+    """One network: what it carries, and how late."""
+    client.PROGRAM = (str(HERE / "plain.py"), kind, *(["--usual"] if usual else []))
+    topology = Topology(parse_link(text), {}, 1)
+    with Machines(hosts, topology, shaper="switch") as machines:
+        goodput: list[float] = []
+        ring = [(host, (host + 1) % hosts) for host in range(hosts)]
+        streams = threading.Thread(target=lambda: goodput.extend(wire.stream(machines, ring, RUN_IN_SECONDS + seconds)))
+        streams.start()
+        while machines.told()["frames"] < 100:
+            time.sleep(0.02)
+        time.sleep(RUN_IN_SECONDS)
+        before, cpu, began, machine = machines.told(), _cpu_seconds(machines), time.monotonic(), cpu_usage()
+        time.sleep(seconds - 0.5)
+        after, wall, used = machines.told(), time.monotonic() - began, _cpu_seconds(machines) - cpu
+        busy = cpu_usage().since(machine)
+        streams.join()
+    frames = after["frames"] - before["frames"]
+    return {
+        "kind": kind,
+        "priority": after["priority"],
+        "hosts": hosts,
+        "link": text,
+        "goodput_mbit": [round(rate * 8 / 1e6) for rate in goodput],
+        "share_of_rate": sum(goodput) / hosts / topology.link.bytes_per_second / topology.link.goodput_ratio,
+        "frames_per_second": round(frames / wall),
+        "cpu_us_per_frame": used / max(frames, 1) * 1e6,
+        "switch_cpu": used / wall,
+        "machine_busy": busy["busy"],
+        "late_us": {name: None if late is None else late * 1e6 for name, late in after["late"].items()},
+        "not_read_in_time": sum(after["unread"]),
+        "no_room": after["no_room"],
+    }
+
+
+def _cpu_seconds(machines: Machines) -> float:
+    """Of the switch, all threads, to the nanosecond."""
+    tasks = Path(f"/proc/{machines._switch._process.pid}/task")
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks.iterdir()) / 1e9
+
+
+def show(row: dict[str, Any]) -> None:
+    late = {name: "-" if value is None else f"{value:,.0f}" for name, value in row["late_us"].items()}
+    lost = row["not_read_in_time"]
+    print(
+        f"{row['kind']:9} {row['priority']:9} {row['hosts']} hosts  {row['link']:24}"
+        f" {sum(row['goodput_mbit']):6,} mbit ({row['share_of_rate']:4.0%})  {row['frames_per_second']:8,} frames/s "
+        f"{row['cpu_us_per_frame']:5.1f} us each, {row['switch_cpu']:4.0%} of a core; "
+        f"machine {row['machine_busy']:4.0%}; late p50 {late['p50']} p99 {late['p99']} worst {late['worst']} us{f'; {lost} not read' if lost else ''}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--hosts", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--links", nargs="+", default=LINKS)
+    parser.add_argument("--priorities", nargs="+", choices=("real-time", "usual"), default=["real-time", "usual"])
+    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    print(f"load {os.getloadavg()[0]:.2f}; by a probe this machine passes on ", end="")
+    print(
+        " and ".join(f"{shapers.frames_per_second(size):,.0f} frames of {size}" for size in (1514, 9014)),
+        "bytes a second",
+    )
+    making.choose = lambda topology, *_: shapers.Shaper("switch", topology)
+    rows = []
+    for kind, name, hosts, link in itertools.product(given.kinds, given.priorities, given.hosts, given.links):
+        rows.append({**measure(kind, name == "usual", hosts, link, given.seconds), "load": os.getloadavg()[0]})
+        show(rows[-1])
+    if given.json is not None:
+        about = {"kernel": platform.release(), "cores": os.cpu_count(), "python": platform.python_version()}
+        given.json.write_text(json.dumps({"machine": about, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
