@@ -83,12 +83,12 @@ def _cpu_seconds(machines: Machines) -> float:
 
 def show(row: dict[str, Any]) -> None:
     late = {name: "-" if value is None else f"{value:,.0f}" for name, value in row["late_us"].items()}
-    lost = row["not_read_in_time"]
+    lost = f"; {row['not_read_in_time']} not read in time" if row["not_read_in_time"] else ""
     print(
         f"{row['kind']:9} {row['priority']:9} {row['hosts']} hosts  {row['link']:24}"
         f" {sum(row['goodput_mbit']):6,} mbit ({row['share_of_rate']:4.0%})  {row['frames_per_second']:8,} frames/s "
         f"{row['cpu_us_per_frame']:5.1f} us each, {row['switch_cpu']:4.0%} of a core; "
-        f"machine {row['machine_busy']:4.0%}; late p50 {late['p50']} p99 {late['p99']} worst {late['worst']} us{f'; {lost} not read' if lost else ''}",
+        f"machine {row['machine_busy']:4.0%}; late p50 {late['p50']} p99 {late['p99']} worst {late['worst']} us{lost}",
         flush=True,
     )
 

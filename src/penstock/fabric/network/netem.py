@@ -50,7 +50,7 @@ def _delay(impairment: Impairment) -> list[str]:
     if not impairment.delay_seconds and not impairment.jitter_seconds:
         return []
     # tc takes a distribution beside a delay of more than nothing alone.
-    words = [f"delay {_time(max(impairment.delay_seconds, 1e-9))}"]
+    words = [f"delay {_time(max(impairment.delay_seconds, 1e-6))}"]
     if impairment.jitter_seconds:
         words.append(_time(impairment.jitter_seconds))
         if impairment.distribution != "uniform":
