@@ -105,13 +105,13 @@ def sent(machines, flows: Sequence[Flow], *, last: float = 0.0) -> list[list[Arr
 
 
 def send(machines, flows: Sequence[Flow]) -> None:
-    """All flows at once; returns when the last frame was sent."""
+    """All flows at once, but not their frames, for which the processors are too few; returns when all are sent."""
     senders = [
         _on(
             machines, flow.source, "send", machines.addresses[flow.target], str(flow.count), str(flow.every),
-            str(flow.size),
+            str(flow.size), str(place / len(flows)),
         )
-        for flow in flows
+        for place, flow in enumerate(flows)
     ]  # fmt: skip
     try:
         for process in senders:
@@ -175,7 +175,7 @@ def _first() -> Iterator[None]:
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
-def _send(address: str, count: int, every: float, size: int) -> None:
+def _send(address: str, count: int, every: float, size: int, turn: float) -> None:
     to = (address, PORT)
     wire = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     filler = bytes(range(256)) * (size // 256 + 1)
@@ -186,7 +186,7 @@ def _send(address: str, count: int, every: float, size: int) -> None:
         _flood(wire, to, count, rest)
         return
     with _first():
-        start = time.monotonic() + 0.01
+        start = (time.monotonic() // every + 2 + turn) * every
         for number in range(count):
             wait = start + number * every - time.monotonic()
             if wait > 0:
@@ -308,7 +308,7 @@ def counts(arrivals: Sequence[Arrival]) -> Counter[int]:
 if __name__ == "__main__":
     verb, *given = sys.argv[1:]
     if verb == "send":
-        _send(given[0], int(given[1]), float(given[2]), int(given[3]))
+        _send(given[0], int(given[1]), float(given[2]), int(given[3]), float(given[4]))
     elif verb == "receive":
         _receive(given[0])
     elif verb == "sink":
