@@ -115,7 +115,7 @@ _AT_PORT, _OUT = 0, 1
 _READS_AT_ONCE = 16
 _HEADER = 14
 _NS = 1_000_000_000
-_MOST_WAKING = 200_000
+_LITTLE_WAKING, _MOST_WAKING = 40_000, 200_000
 
 
 @compiled
@@ -399,11 +399,12 @@ def _wait(t: Tables, now: Any, until_ns: Any) -> Any:
     """Until a frame comes or one is due. Returns whether any came.
 
     A sleeper wakes late: by little on a busy machine, by 50 to 100 us on an idle one whose processors sleep as well. So
-    it is to wake that much earlier, and looks again and again for the rest of the time.
+    there it is to wake that much earlier, and looks again and again for the rest of the time.
     """
     wait = until_ns - now
     if t.state[WAITING] > 0:
-        wait = min(wait, t.heap[0, DUE_NS] - now - t.state[WAKING_NS])
+        early = t.state[WAKING_NS] if t.state[WAKING_NS] > _LITTLE_WAKING else 0
+        wait = min(wait, t.heap[0, DUE_NS] - now - early)
     wait = max(wait, 0)
     t.state[SECONDS], t.state[NANOSECONDS] = wait // _NS, wait % _NS
     # Without room for a frame there is no use in hearing of one.
