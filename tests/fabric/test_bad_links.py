@@ -55,12 +55,15 @@ def _found(folder: Path, *arguments: str) -> dict[str, Any]:
 def test_a_link_is_far_changes_and_comes_back(tmp_path: Path) -> None:
     (tmp_path / "changes.toml").write_text(CHANGES)
     asked = ["--sizes", "2600", "--trials", "8", "--link", "100mbit delay 5ms", "--background", "10mbit to 0"]
+    asked += ["--slow", "1=80%"]
     found = _found(tmp_path, *asked, "--scenario", "changes.toml", "--link-seed", "3")
     assert found["complete"]
     transfer = found["transfers"][0]
     assert transfer["time_s"]["min"] > 0.010, "two rounds of a ring, each 5 ms away"
     network = found["environment"]["network"]
     assert (network["shaper"], network["seed"], network["background"]) == ("switch", 3, ["10mbit to 0"])
+    assert network["slow"] == {"1": 0.8}
+    assert network["held_back_by"]
     happened = [(one["step"] >= 0, one["text"]) for one in found["environment"]["happened"]]
     assert happened == [
         (False, "link = 100mbit delay 6ms loss 1%"),
@@ -116,6 +119,7 @@ def _is_switch(cmdline: Path, maker: subprocess.Popen[str]) -> bool:
         (["--link", "1mbit", "--link-of", "1=1mbit", "--link-of", "1=2mbit"], "two links"),
         (["--link", "1mbit", "--scenario", "none.toml"], "No such file"),
         (["--link", "1mbit", "--background", "1mbit to 7"], "no host 7"),
+        (["--link", "1mbit", "--slow", "7=10%"], "host 7 is to be slow, but is not there"),
         (["--link", "1mbit delay 5ms", "--shaper", "tbf"], "tbf keeps a rate and nothing else"),
         (["--link", "1mbit stall 1s every 5s", "--shaper", "netem"], "netem has no stalls"),
         (["--link", "100gbit delay 1ms"], "a rate of"),

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import resource
 import select
 import signal
 import subprocess
@@ -15,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import ArgumentError, FabricError
+from penstock.errors import FabricError
 from penstock.fabric.network import holdback, keeper
 from penstock.fabric.network.checks import why_not
-from penstock.fabric.network.holdback import LEAST_SHARE, GroupsV1, GroupsV2, Means, Signals, parse_slow, quota
+from penstock.fabric.network.holdback import LEAST_SHARE, GroupsV1, GroupsV2, Means, Signals, quota
 from penstock.fabric.network.machines import Machines, clean
 
 _MISSING = why_not()
@@ -149,15 +148,16 @@ def test_a_slow_host_gets_its_share_and_another_is_not_held_back(means: type[Mea
 @hosts_needed
 @every_means
 def test_commands_that_follow_each_other_share_the_share(means: type[Means]) -> None:
-    share, used = 0.25, "import time\nwhile time.process_time() < 0.1: pass"
+    share, seconds, used = 0.25, 0.1, 0.0
+    work = f"import time; end = time.process_time() + {seconds}\nwhile time.process_time() < end: pass"
     with Machines(1, slow={0: share}) as made:
-        start, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        start = time.monotonic()
         while time.monotonic() < start + 2:
-            with subprocess.Popen(made.command(0, [*PYTHON, used]), start_new_session=True) as process:
+            with subprocess.Popen(made.command(0, [*PYTHON, work]), start_new_session=True) as process:
                 _prefer(made.id, [process.pid])
             assert process.returncode == 0
-        elapsed, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime <= 1.25 * share * elapsed
+            used += seconds
+        assert used <= 1.25 * share * (time.monotonic() - start)
 
 
 @hosts_needed
@@ -350,84 +350,6 @@ def test_who_is_not_root_is_told_so_before_anything_is_made(monkeypatch: pytest.
 def test_no_slow_host_needs_no_means() -> None:
     assert Machines(2).held_back_by is None
     assert Machines(2, slow={}).slow == {}
-
-
-@pytest.mark.parametrize(
-    ("slow", "said"),
-    [
-        ({2: 0.5}, "host 2 is to be slow, but is not there: there are hosts 0 to 1"),
-        ({-1: 0.5}, "host -1"),
-        ({0: 0.0}, r"host 0 is to get 0 \(0%\) of a core: give more than 0"),
-        ({0: -0.1}, "more than 0"),
-        ({0: 1.01}, r"1\.01 \(101%\).*at most 1 \(or 100%\)"),
-        ({0: float("nan")}, "nan"),
-        ({0: 0.0009}, r"0\.09%.*least.*0\.1%"),
-    ],
-)
-def test_slow_hosts_that_are_none(slow: dict[int, float], said: str) -> None:
-    with pytest.raises(ArgumentError, match=said):
-        Machines(2, slow=slow)
-
-
-# -- texts ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("texts", "slow"),
-    [
-        ((), {}),
-        ("2=25%", {2: 0.25}),
-        (["2=0.25"], {2: 0.25}),
-        (["2=.25"], {2: 0.25}),
-        (["3=100%"], {3: 1.0}),
-        (["3=1"], {3: 1.0}),
-        (["3=1.%"], {3: 0.01}),
-        (["0=0.1%"], {0: 0.001}),
-        (["2=25%,0=50%"], {0: 0.5, 2: 0.25}),
-        ([" 2 = 25 % , 0=0.5 "], {0: 0.5, 2: 0.25}),
-        (("2=25%", "1=12.5%,0=50%"), {0: 0.5, 1: 0.125, 2: 0.25}),
-    ],
-)
-def test_texts_of_slow_hosts(texts: str | list[str], slow: dict[int, float]) -> None:
-    assert parse_slow(texts, 4) == slow
-
-
-@pytest.mark.parametrize(
-    ("texts", "said"),
-    [
-        (["4=25%"], "host 4 is to be slow, but is not there: there are hosts 0 to 3"),
-        (["1=25%", "2=25%,1=50%"], r"'1=50%': host 1 has a share of 25% already"),
-        (["1=25%,1=25%"], "host 1 has a share of 25% already"),
-        (["1=0"], "more than 0"),
-        (["1=0%"], "more than 0"),
-        (["1=100.1%"], r"100\.1%.*at most"),
-        (["1=25"], r"25 \(2500%\) of a core: .*1=25% or 1=0\.25"),
-        (["1=0.05%"], "least that can be kept is 0.1%"),
-        ([""], r"slow host '': give a host and its share of one core, like 2=25% or 2=0\.25"),
-        (["1=25%,"], "slow host ''"),
-        (["25%"], "'25%'"),
-        (["1=-5%"], "'1=-5%'"),
-        (["-1=5%"], "'-1=5%'"),
-        (["1=25%%"], "like 2=25%"),
-        (["1=nan"], "like 2=25%"),
-        (["1=1e-1"], "like 2=25%"),
-        (["1:25%"], "like 2=25%"),
-        (["1.0=25%"], "like 2=25%"),
-        (["host1=25%"], "like 2=25%"),
-        (["1=25% 2=25%"], "like 2=25%"),
-        (["\N{SUPERSCRIPT ONE}=25%"], "like 2=25%"),
-        (["1=" + "9" * 5000], "at most"),
-        (["9" * 5000 + "=25%"], "like 2=25%"),
-    ],
-)
-def test_texts_that_are_none(texts: list[str], said: str) -> None:
-    with pytest.raises(ArgumentError, match=said):
-        parse_slow(texts, 4)
-
-
-def test_one_host_is_not_called_several() -> None:
-    with pytest.raises(ArgumentError, match="there is host 0 alone"):
-        parse_slow("1=25%", 1)
 
 
 # -- cgroups ----------------------------------------------------------------------------------------------------------

@@ -178,7 +178,9 @@ def test_what_arrives_of_twice_the_rate_is_the_rate() -> None:
             assert len(two[0]) + len(two[1]) < 3000
             return [_bytes_per_second(one, 1514), _bytes_per_second(both, 700)], machines.told()
 
-    assert _twice_if_late(measure) == pytest.approx([50e6 / 8, 10e6 / 8], rel=0.03)
+    # 3% on a machine with a core to spare (benchmarks/switch); one that is crowded may lose time, but never makes any.
+    for found, asked in zip(_twice_if_late(measure), (50e6 / 8, 10e6 / 8), strict=True):
+        assert 0.85 * asked < found < 1.03 * asked
 
 
 # A network that changes while frames are under way.

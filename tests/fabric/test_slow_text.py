@@ -1,0 +1,85 @@
+"""Which hosts are slow, and by how much: what texts and numbers mean, and where they are wrong."""
+
+import pytest
+
+from penstock.errors import ArgumentError
+from penstock.fabric.network.holdback import parse_slow
+from penstock.fabric.network.machines import Machines
+
+
+@pytest.mark.parametrize(
+    ("slow", "said"),
+    [
+        ({2: 0.5}, "host 2 is to be slow, but is not there: there are hosts 0 to 1"),
+        ({-1: 0.5}, "host -1"),
+        ({0: 0.0}, r"host 0 is to get 0 \(0%\) of a core: give more than 0"),
+        ({0: -0.1}, "more than 0"),
+        ({0: 1.01}, r"1\.01 \(101%\).*at most 1 \(or 100%\)"),
+        ({0: float("nan")}, "nan"),
+        ({0: 0.0009}, r"0\.09%.*least.*0\.1%"),
+    ],
+)
+def test_slow_hosts_that_are_none(slow: dict[int, float], said: str) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        Machines(2, slow=slow)
+
+
+# -- texts ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("texts", "slow"),
+    [
+        ((), {}),
+        ("2=25%", {2: 0.25}),
+        (["2=0.25"], {2: 0.25}),
+        (["2=.25"], {2: 0.25}),
+        (["3=100%"], {3: 1.0}),
+        (["3=1"], {3: 1.0}),
+        (["3=1.%"], {3: 0.01}),
+        (["0=0.1%"], {0: 0.001}),
+        (["2=25%,0=50%"], {0: 0.5, 2: 0.25}),
+        ([" 2 = 25 % , 0=0.5 "], {0: 0.5, 2: 0.25}),
+        (("2=25%", "1=12.5%,0=50%"), {0: 0.5, 1: 0.125, 2: 0.25}),
+    ],
+)
+def test_texts_of_slow_hosts(texts: str | list[str], slow: dict[int, float]) -> None:
+    assert parse_slow(texts, 4) == slow
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        (["4=25%"], "host 4 is to be slow, but is not there: there are hosts 0 to 3"),
+        (["1=25%", "2=25%,1=50%"], r"'1=50%': host 1 has a share of 25% already"),
+        (["1=25%,1=25%"], "host 1 has a share of 25% already"),
+        (["1=0"], "more than 0"),
+        (["1=0%"], "more than 0"),
+        (["1=100.1%"], r"100\.1%.*at most"),
+        (["1=25"], r"25 \(2500%\) of a core: .*1=25% or 1=0\.25"),
+        (["1=0.05%"], "least that can be kept is 0.1%"),
+        ([""], r"slow host '': give a host and its share of one core, like 2=25% or 2=0\.25"),
+        (["1=25%,"], "slow host ''"),
+        (["25%"], "'25%'"),
+        (["1=-5%"], "'1=-5%'"),
+        (["-1=5%"], "'-1=5%'"),
+        (["1=25%%"], "like 2=25%"),
+        (["1=nan"], "like 2=25%"),
+        (["1=1e-1"], "like 2=25%"),
+        (["1:25%"], "like 2=25%"),
+        (["1.0=25%"], "like 2=25%"),
+        (["host1=25%"], "like 2=25%"),
+        (["1=25% 2=25%"], "like 2=25%"),
+        (["\N{SUPERSCRIPT ONE}=25%"], "like 2=25%"),
+        (["1=" + "9" * 5000], "at most"),
+        (["9" * 5000 + "=25%"], "like 2=25%"),
+    ],
+)
+def test_texts_that_are_none(texts: list[str], said: str) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        parse_slow(texts, 4)
+
+
+def test_one_host_is_not_called_several() -> None:
+    with pytest.raises(ArgumentError, match="there is host 0 alone"):
+        parse_slow("1=25%", 1)
