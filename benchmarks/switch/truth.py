@@ -51,7 +51,7 @@ class Row:
 
     @property
     def holds(self) -> bool:
-        return abs(self.found - self.asked) <= self.bound
+        return bool(abs(self.found - self.asked) <= self.bound)
 
 
 def network(hosts: int, text: str, own: dict[int, str] | None = None, **more: Any) -> Machines:
@@ -64,7 +64,7 @@ def took(arrivals: Sequence[Arrival]) -> np.ndarray:
 
 
 def time_row(link: str, what: str, asked: float, found: float) -> Row:
-    return Row(link, what, asked * 1e3, found * 1e3, max(RELATIVE * asked, LATE) * 1e3, "ms")
+    return Row(link, what, float(asked) * 1e3, float(found) * 1e3, float(max(RELATIVE * asked, LATE)) * 1e3, "ms")
 
 
 def share_row(link: str, what: str, asked: float, found: int, of: int, runs: float = 1.0) -> Row:

@@ -11,7 +11,9 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import select
+import shutil
 import socket
 import struct
 import subprocess
@@ -148,9 +150,28 @@ def stream(machines, pairs: Sequence[tuple[int, int]], seconds: float) -> list[f
 
 def ping(machines, source: int, target: int, count: int, every: float) -> list[float | None]:
     """Seconds of each round trip of an ICMP echo, None where no answer came; by `ping` where it is installed."""
-    process = _on(machines, source, "ping", machines.addresses[target], str(count), str(every))
-    answer, _ = process.communicate(timeout=300)
+    to = machines.addresses[target]
+    if shutil.which("ping"):
+        line = machines.command(source, ["ping", "-n", "-c", str(count), "-i", str(every), to], {"LC_ALL": "C"})
+        return read_ping(subprocess.run(line, capture_output=True, text=True, check=False).stdout, count)
+    answer, _ = _on(machines, source, "ping", to, str(count), str(every)).communicate(timeout=300)
     return json.loads(answer)
+
+
+def read_ping(said: str, count: int) -> list[float | None]:
+    """Of what iputils' ping prints."""
+    trips: list[float | None] = [None] * count
+    for number, milliseconds in re.findall(r"icmp_seq=(\d+) .*time=([\d.]+) ms", said):
+        trips[int(number) - 1] = float(milliseconds) / 1e3
+    return trips
+
+
+def read_iperf3(said: str) -> float:
+    """Bytes a second that the receiver got, of what `iperf3 -c ... -J` prints, for UDP or TCP."""
+    end = json.loads(said)["end"]
+    if "lost_percent" in end.get("sum", {}) and "sum_received" not in end:  # UDP, before 3.10: what was sent
+        return end["sum"]["bits_per_second"] / 8 * (1 - end["sum"]["lost_percent"] / 100)
+    return end["sum_received"]["bits_per_second"] / 8
 
 
 def _on(machines, host: int, *arguments: str) -> subprocess.Popen[bytes]:
