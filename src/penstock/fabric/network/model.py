@@ -59,10 +59,8 @@ class Draws:
             direction: a number that no other direction of the network has.
         """
         self._impairment = impairment
-        self._streams = {
-            name: np.random.Generator(np.random.Philox(np.random.SeedSequence([abs(seed), seed < 0, direction, place])))
-            for place, name in enumerate(_STREAMS)
-        }
+        self._key = (abs(seed), int(seed < 0), direction)
+        self._streams: dict[str, np.random.Generator] = {}
         self._last: dict[str, float] = {}
         self._is_bad = False
         self._since_jump = 0
@@ -81,14 +79,21 @@ class Draws:
             delay_ns = np.rint(np.maximum(delays, 0) * 1e9).astype(np.int64)
         else:
             delay_ns = np.full(count, round(wanted.delay_seconds * 1e9), dtype=np.int64)
-        return Decisions(fate, delay_ns, self._streams["bit"].integers(0, 2**62, count))
+        return Decisions(fate, delay_ns, self._stream("bit").integers(0, 2**62, count))
+
+    def _stream(self, name: str) -> np.random.Generator:
+        """Made when it is needed: a link that changes while frames are under way needs its first decisions soon."""
+        if name not in self._streams:
+            seeds = np.random.SeedSequence([*self._key, _STREAMS.index(name)])
+            self._streams[name] = np.random.Generator(np.random.Philox(seeds))
+        return self._streams[name]
 
     def _uniform(self, name: str, correlation: float, count: int) -> Floats:
         """Uniform in 0..1; each is the one before it with the probability of the correlation."""
-        fresh = self._streams[name].random(count)
+        fresh = self._stream(name).random(count)
         if not correlation or not count:
             return fresh
-        stays = self._streams[f"{name} luck"].random(count) < correlation
+        stays = self._stream(f"{name} luck").random(count) < correlation
         origin = np.maximum.accumulate(np.where(stays, -1, np.arange(count)))
         values = np.where(origin < 0, self._last.get(name, fresh[0]), fresh[origin])
         self._last[name] = float(values[-1])
@@ -106,11 +111,11 @@ class Draws:
         shares = np.fromiter(
             (loss.loss_in_bad if bad else loss.loss_in_good for bad in self._states(loss, count)), float
         )
-        return self._streams["loss"].random(count) < shares
+        return self._stream("loss").random(count) < shares
 
     def _states(self, bursts: Bursts, count: int) -> Iterator[bool]:
         """Whether the link is bad, frame by frame."""
-        for value in self._streams["loss state"].random(count).tolist():
+        for value in self._stream("loss state").random(count).tolist():
             yield self._is_bad
             self._is_bad = value >= bursts.to_good if self._is_bad else value < bursts.to_bad
 

@@ -21,14 +21,15 @@ LENGTH, SOURCE, TARGET, SPARE = range(4)
 FATE, DELAY_NS, BIT = range(3)
 AT_NS, SIZE = range(2)
 DUE_NS, TURN, WHAT = range(3)
-# Of `Tables.state`; from LATE on, frames by the binary logarithm of the nanoseconds that they were late.
+# Of `Tables.state`. ENOUGH: decisions that a direction must have left for the loop to go on. From LATE on: frames, by
+# the binary logarithm of the nanoseconds that they were late.
 SPARES, WAITING, TURNS, SECONDS, NANOSECONDS, START_NS, LOW, READS, POLLS, FAILED, NO_SLOT = range(11)
-WAKING_NS, LATE_NS, WORST_NS, BUSY_NS, LATE = range(11, 16)
+WAKING_NS, ENOUGH, LATE_NS, WORST_NS, BUSY_NS, LATE = range(11, 17)
 PER_OCTAVE = 4
 STATE = LATE + 64 * PER_OCTAVE
 
-ENOUGH = 4096
-"""Decisions that a direction must have left for the loop to go on: 16 frames to all of 200 hosts take 3200."""
+READS_AT_ONCE = 16
+"""Frames that the loop reads from a host before it looks at the next one."""
 
 
 class Tables(NamedTuple):

@@ -14,9 +14,10 @@ from penstock.fabric.network.switch import columns
 from penstock.fabric.network.switch.columns import Tables
 from penstock.fabric.network.topology import Topology
 
-BLOCK = 2 * columns.ENOUGH
+BLOCK = 8192
+"""Decisions that there is room for: 16 frames to all of 200 hosts take 3200."""
 AT_ONCE = 1024
-"""Decisions that are drawn together at least. It takes 0.1 to 0.3 ms, in which no frame is passed on."""
+"""Decisions that are drawn together. It takes 0.1 to 0.3 ms, in which no frame is passed on."""
 MOST_BYTES = 512 * 1024**2
 """Of frames under way, all together."""
 
@@ -53,6 +54,8 @@ def tables(topology: Topology, descriptors: Sequence[int], start_ns: int) -> Tab
     made.lines[:hosts, columns.FREE_NS] = -(2**62)  # no frame has come yet
     made.slots[:, columns.SPARE] = np.arange(slots)
     made.state[columns.SPARES] = slots
+    # A host's frames that are read together, were each to go to all.
+    made.state[columns.ENOUGH] = columns.READS_AT_ONCE * hosts
     made.state[columns.START_NS] = start_ns
     return made
 
@@ -88,15 +91,15 @@ class Decided:
         self.fill()
 
     def fill(self) -> None:
-        """To a whole block ahead: each direction that runs short, and if none does, the one that has least left."""
-        lines = self._t.lines
+        """For each direction that runs short, and if none does, for the one that has least left."""
+        lines, enough = self._t.lines, int(self._t.state[columns.ENOUGH])
         left = lines[:, columns.FILLED] - lines[:, columns.DRAWN]
         left[[draws is None for draws in self._draws]] = BLOCK
-        short = np.flatnonzero(left <= columns.ENOUGH).tolist()
+        short = np.flatnonzero(left <= enough).tolist()
         for direction in short or [int(np.argmin(left))]:
-            draws, count = self._draws[direction], int(BLOCK - left[direction])
-            if draws is not None and count >= AT_ONCE:
-                self._fill(int(direction), draws, count)
+            draws, has = self._draws[direction], int(left[direction])
+            if draws is not None and BLOCK - has >= AT_ONCE:
+                self._fill(direction, draws, max(AT_ONCE, enough + AT_ONCE - has))
 
     def _fill(self, direction: int, draws: Draws, count: int) -> None:
         line, ring = self._t.lines[direction], self._t.draws[direction]

@@ -65,6 +65,7 @@ from penstock.fabric.network.switch.columns import (
     PER_OCTAVE,
     POLLS,
     READS,
+    READS_AT_ONCE,
     SECONDS,
     SIZE,
     SOURCE,
@@ -112,7 +113,6 @@ _write: Any = types.ExternalFunction("write", types.int64(types.int32, types.int
 _MONOTONIC = 1
 
 _AT_PORT, _OUT = 0, 1
-_READS_AT_ONCE = 16
 _HEADER = 14
 _NS = 1_000_000_000
 _LITTLE_WAKING, _MOST_WAKING = 40_000, 200_000
@@ -228,7 +228,7 @@ def _under_rules(t: Tables, direction: Any, slot: Any, at: Any, step: Any) -> No
     line = t.lines[direction]
     place = line[DRAWN] % t.draws.shape[1]
     line[DRAWN] += 1
-    if line[FILLED] - line[DRAWN] <= ENOUGH:
+    if line[FILLED] - line[DRAWN] <= t.state[ENOUGH]:
         t.state[LOW] = 1
     fate = t.draws[direction, place, FATE]
     if fate & LOST:
@@ -351,7 +351,7 @@ def _send(t: Tables, slot: Any, due: Any, now: Any) -> None:
 def _receive(t: Tables, source: Any, now: Any) -> None:
     """What a host has sent, up to a number of frames."""
     hosts = t.meets.shape[0]
-    for _ in range(_READS_AT_ONCE):
+    for _ in range(READS_AT_ONCE):
         if t.state[SPARES] == 0:
             t.state[NO_SLOT] += 1
             return
