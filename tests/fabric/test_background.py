@@ -17,6 +17,7 @@ from penstock.fabric.network.background import Neighbour, Stream, arrivals, pars
         ("50mbit size 500 to 1", Neighbour(1, 500, bytes_per_second=6.25e6)),
         ("10gbit size 100", Neighbour(None, 12500, bytes_per_second=1.25e9)),  # no more than 100,000 frames a second
         ("incast 1mb every 100ms to 2", Neighbour(2, burst_bytes=1024**2, period_seconds=0.1)),
+        ("incast 1mb every 10ms size 64", Neighbour(None, 1049, burst_bytes=1024**2, period_seconds=0.01)),
     ],
 )
 def test_texts(text: str, expected: Neighbour) -> None:
@@ -93,6 +94,7 @@ def test_a_trace_is_played_again_and_again(tmp_path: Path) -> None:
         ("0,100\n1\n", "row 2: '1' is no"),
         ("1,100\n0.5,100\n", "row 2: times"),
         ("1,0\n", "row 1: times"),
+        ("0,9\n0,9\n0,9\n0.00001,9\n", "has 4 frames: give 1 in its time at most"),
     ],
 )
 def test_a_trace_that_is_none_is_refused(tmp_path: Path, rows: str, said: str) -> None:

@@ -30,7 +30,7 @@ FRAME_BYTES = 1514
 AHEAD_NS = 50_000_000
 """How far ahead of the clock arrivals are made."""
 _LEAST_GAP_SECONDS = 10e-6
-"""Of a rate's frames: they are larger than asked where more of them would come."""
+"""Of frames towards a host, on average: they are larger than asked where more of them would come."""
 
 Arrivals = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 """Nanoseconds since the beginning, ascending, and bytes."""
@@ -105,11 +105,17 @@ def _neighbour(text: str, named: dict[str, Any], hosts: int) -> Neighbour:
     if not 64 <= size <= 65535:
         raise ValueError(f"a frame of {size} bytes is none: give 64 to 65535")
     if "file" in named:
-        return Neighbour(target, recorded=tuple(_recorded(Path(named["file"]))), text=text)
+        recorded = tuple(_recorded(Path(named["file"])))
+        most = recorded[-1][0] / _LEAST_GAP_SECONDS
+        if len(recorded) > most + 1:
+            raise ValueError(f"{named['file']} has {len(recorded):,} frames: give {most:,.0f} in its time at most")
+        return Neighbour(target, recorded=recorded, text=text)
     if "burst" in named:
         if not named.get("every"):
             raise ValueError("an incast needs its period: give one like 'incast 1mb every 100ms'")
-        return Neighbour(target, size, burst_bytes=int(named["burst"]), period_seconds=named["every"], text=text)
+        burst, period = int(named["burst"]), named["every"]
+        least = math.ceil(burst / period * _LEAST_GAP_SECONDS)
+        return Neighbour(target, max(size, least), burst_bytes=burst, period_seconds=period, text=text)
     rate = named["rate"]
     if rate <= 0:
         raise ValueError("the rate is 0: leave it out")
