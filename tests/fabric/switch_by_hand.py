@@ -122,11 +122,10 @@ class Network:
         line = self.ups[frame.source]
         line.told["frames"] += 1
         line.told["bytes"] += frame.size
+        line.there = max(frame.at, line.there + frame.size * line.ns_per_byte)
         if {frame.source, frame.target} & self.gone:
             line.told["host_gone"] += 1
-            return
-        line.there = max(frame.at, line.there + frame.size * line.ns_per_byte)
-        if self.topology.meets(frame.source, frame.target)[0]:
+        elif self.topology.meets(frame.source, frame.target)[0]:
             self._meet(line, line.there, "port", number, frame, ())
         else:
             self._soon(line.there, "port", number, frame, ())

@@ -80,7 +80,7 @@ class Compiled:
         data = self._sent[number] = number.to_bytes(14) + os.urandom(frame.size - 14)
         t.frames[slot, : frame.size] = np.frombuffer(data, dtype=np.uint8)
         t.slots[slot, [columns.LENGTH, columns.SOURCE, columns.TARGET]] = frame.size, frame.source, frame.target
-        loop._arrived(t, slot, frame.at)
+        loop._goes(t, slot, loop._arrived(t, slot, frame.at))
 
     def _take(self, due: int, target: int, data: bytes) -> None:
         number = int.from_bytes(data[:14])
@@ -292,9 +292,8 @@ def test_a_host_that_is_gone_gets_and_sends_nothing() -> None:
     topology = _topology("1gbit delay 2ms")
     network = Compiled(topology)
     network.gone(1)
-    assert network.play([Given(0, 0, 1, 60), Given(0, 1, 0, 60), Given(0, 0, 2, 60)]) == [
-        Taken(2 * MS + 60 * GBIT_NS, 2, 2)
-    ]
+    frames = [Given(0, 0, 1, 60), Given(0, 1, 0, 60), Given(1 * MS, 0, 2, 60)]
+    assert network.play(frames) == [Taken(3 * MS + 60 * GBIT_NS, 2, 2)]
     network.gone()
     network.taken.clear()
     assert [one.target for one in network.play([Given(10 * MS, 0, 1, 60), Given(10 * MS, 1, 0, 60)])] == [1, 0]
@@ -353,6 +352,15 @@ def test_other_links_from_now_on_leave_frames_under_way_as_they_are() -> None:
     assert network.taken[0] == Taken(10 * MS + 60 * GBIT_NS, 0, 1)
     assert [one.number for one in network.taken[1:]] == [k + 1 for k in range(100) if not fate[k] & LOST]
     assert all(one.at > 10 * MS for one in network.taken)  # in order, so not before the one that came first
+
+
+def test_the_period_of_new_stalls_begins_with_them_and_that_of_old_ones_goes_on() -> None:
+    network = Compiled(_topology("1gbit"))
+    text = "1gbit stall 20ms every 50ms"
+    network.decided = Decided(network.t, _topology(text), 1, 30 * MS)
+    network.decided = Decided(network.t, _topology(f"{text} delay 1us"), 2, 70 * MS)
+    frames = [Given(at * MS, 0, 1, 60) for at in (40, 79, 81, 110, 129, 131)]
+    assert [one.at // MS for one in network.play(frames)] == [40, 79, 100, 110, 129, 150]
 
 
 class Wires:
@@ -437,6 +445,16 @@ def test_a_frame_to_all_gets_to_all_others(three: Wires) -> None:
     came = three.exchange([(1, 255)])
     assert [_numbers(frames) for frames in came] == [[0], [], [0]]
     assert three.t.state[columns.SPARES] == len(three.t.slots)
+
+
+def test_a_frame_to_all_takes_its_time_on_its_hosts_link_once() -> None:
+    with Wires(_topology("1gbit delay 2s")) as wires:
+        for number in range(3):
+            wires.send(1, 255, number, 1000)
+        wires.pass_on(lambda: wires.t.state[columns.READS] == 3)
+        due = sorted({*wires.t.heap[: wires.t.state[columns.WAITING], columns.DUE_NS].tolist()})
+        assert np.diff(due).tolist() == [1000 * GBIT_NS] * 2
+        assert wires.told()[1]["up"]["frames"] == 3
 
 
 def test_frames_to_nobody_and_to_oneself_are_counted(three: Wires) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 # Of `Tables.lines`, a row for each direction: host h to the switch is row h, the switch to host h row hosts + h.
-BYTE_PS, LIMIT, FREE_NS, LAST_NS, STALL_NS, EVERY_NS, HELD_NS, GONE, DRAWN, FILLED, NEAR_USED, NEAR_MADE = range(12)
-FRAMES, BYTES, N_LOST, N_TWICE, N_CORRUPT, N_JUMPED, N_FULL, N_GONE, N_OTHER, NEAR_BYTES, NEAR_FULL = range(12, 23)
-LINES = 23
+BYTE_PS, LIMIT, FREE_NS, LAST_NS, STALL_NS, EVERY_NS, SINCE_NS, HELD_NS, GONE, DRAWN, FILLED = range(11)
+NEAR_USED, NEAR_MADE, FRAMES, BYTES, N_LOST, N_TWICE, N_CORRUPT, N_JUMPED, N_FULL, N_GONE, N_OTHER = range(11, 22)
+NEAR_BYTES, NEAR_FULL, LINES = range(22, 25)
 COUNTED = {
     "frames": FRAMES, "bytes": BYTES, "lost": N_LOST, "duplicated": N_TWICE, "corrupted": N_CORRUPT,
     "reordered": N_JUMPED, "queue_full": N_FULL, "host_gone": N_GONE, "no_such_host": N_OTHER,

@@ -63,13 +63,14 @@ def tables(topology: Topology, descriptors: Sequence[int], start_ns: int) -> Tab
 class Decided:
     """Keeps a direction's decisions ahead of its frames."""
 
-    def __init__(self, t: Tables, topology: Topology, epoch: int = 0) -> None:
+    def __init__(self, t: Tables, topology: Topology, epoch: int = 0, now_ns: int | None = None) -> None:
         """Puts a network's rules into the arrays; frames under way stay as they are.
 
         Args:
             t: the arrays.
             topology: what is to hold from now on.
             epoch: how often the network has changed before; each change draws anew.
+            now_ns: when; None: at the beginning. The period of stalls that were not there before begins then.
         """
         self._t = t
         hosts = t.meets.shape[0]
@@ -81,8 +82,10 @@ class Decided:
             line = t.lines[direction]
             line[columns.BYTE_PS] = max(1, round(1e12 / link.bytes_per_second))
             line[columns.LIMIT] = link.limit_bytes
-            line[columns.STALL_NS] = round(met.stall_seconds * 1e9)
-            line[columns.EVERY_NS] = round(met.stall_every_seconds * 1e9)
+            stalls = [round(met.stall_seconds * 1e9), round(met.stall_every_seconds * 1e9)]
+            if line[[columns.STALL_NS, columns.EVERY_NS]].tolist() != stalls:
+                line[[columns.STALL_NS, columns.EVERY_NS]] = stalls
+                line[columns.SINCE_NS] = t.state[columns.START_NS] if now_ns is None else now_ns
             line[columns.FILLED] = line[columns.DRAWN]
             self._draws.append(Draws(met, topology.seed, direction + 2 * hosts * epoch) if met else None)
         for source in range(hosts):

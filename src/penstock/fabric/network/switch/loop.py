@@ -67,12 +67,12 @@ from penstock.fabric.network.switch.columns import (
     READS,
     READS_AT_ONCE,
     SECONDS,
+    SINCE_NS,
     SIZE,
     SOURCE,
     SPARE,
     SPARES,
     STALL_NS,
-    START_NS,
     TARGET,
     TURN,
     TURNS,
@@ -173,7 +173,7 @@ def _pop(t: Tables) -> Any:
 @compiled
 def _after_stall(t: Tables, direction: Any, at: Any) -> Any:
     length, every = t.lines[direction, STALL_NS], t.lines[direction, EVERY_NS]
-    since = at - t.state[START_NS]
+    since = at - t.lines[direction, SINCE_NS]
     if length == 0 or since < every:  # the first comes after a whole period
         return at
     return max(at, at - since % every + length)
@@ -183,7 +183,7 @@ def _after_stall(t: Tables, direction: Any, at: Any) -> Any:
 def _stalled(t: Tables, direction: Any, at: Any) -> Any:
     """How long a link has stalled until then."""
     length, every = t.lines[direction, STALL_NS], t.lines[direction, EVERY_NS]
-    since = at - t.state[START_NS]
+    since = at - t.lines[direction, SINCE_NS]
     if length == 0 or since < every:
         return 0
     return (since // every - 1) * length + min(since % every, length)
@@ -257,19 +257,25 @@ def _under_rules(t: Tables, direction: Any, slot: Any, at: Any, step: Any) -> No
 
 
 @compiled
-def _arrived(t: Tables, slot: Any, at: Any) -> None:
-    """A frame has come from its host."""
+def _arrived(t: Tables, slot: Any, now: Any) -> Any:
+    """A frame has been read from its host. Returns when it is there at its rate."""
+    line = t.lines[t.slots[slot, SOURCE]]
+    size = t.slots[slot, LENGTH]
+    line[FRAMES] += 1
+    line[BYTES] += size
+    line[FREE_NS] = max(now, line[FREE_NS] + size * line[BYTE_PS] // 1000)
+    return line[FREE_NS]
+
+
+@compiled
+def _goes(t: Tables, slot: Any, at: Any) -> None:
+    """A frame that is there goes on its way to one host."""
     source, target = t.slots[slot, SOURCE], t.slots[slot, TARGET]
     line = t.lines[source]
-    line[FRAMES] += 1
-    line[BYTES] += t.slots[slot, LENGTH]
     if line[GONE] or t.lines[target, GONE]:
         line[N_GONE] += 1
         _drop(t, slot)
-        return
-    at = max(at, line[FREE_NS] + t.slots[slot, LENGTH] * line[BYTE_PS] // 1000)
-    line[FREE_NS] = at
-    if t.meets[source, target, 0]:
+    elif t.meets[source, target, 0]:
         _under_rules(t, source, slot, at, _AT_PORT)
     else:
         _push(t, at, 2 * slot + _AT_PORT)
@@ -363,17 +369,18 @@ def _receive(t: Tables, source: Any, now: Any) -> None:
         t.state[READS] += 1
         t.slots[slot, LENGTH] = size
         t.slots[slot, SOURCE] = source
+        at = _arrived(t, slot, now)
         target = np.int64(t.frames[slot, 5]) - 1  # hosts' addresses end in their number and one
         if t.frames[slot, 0] & 1:  # to all
             for every in range(hosts):
                 other = _copy(t, slot) if every != source else -1
                 if other >= 0:
                     t.slots[other, TARGET] = every
-                    _arrived(t, other, now)
+                    _goes(t, other, at)
             _drop(t, slot)
         elif 0 <= target < hosts and target != source:
             t.slots[slot, TARGET] = target
-            _arrived(t, slot, now)
+            _goes(t, slot, at)
         else:
             t.lines[source, N_OTHER] += 1
             _drop(t, slot)

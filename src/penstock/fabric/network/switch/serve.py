@@ -52,7 +52,7 @@ class Served:
         hosts = t.meets.shape[0]
         if order.topology is not None:
             self._epoch += 1
-            self._decided = Decided(t, order.topology, self._epoch)
+            self._decided = Decided(t, order.topology, self._epoch, time.monotonic_ns())
         if order.gone is not None:
             t.lines[:hosts, columns.GONE] = [host in order.gone for host in range(hosts)]
         if order.background is not None:
