@@ -10,6 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +23,8 @@ from switch_by_hand import Given, Network, Taken
 
 from penstock.fabric.network.model import CORRUPT, JUMPS, LOST, TWICE, Draws
 from penstock.fabric.network.parse import parse_link
-from penstock.fabric.network.switch import columns, loop
+from penstock.fabric.network.switch import columns, heap, loop
+from penstock.fabric.network.switch.compiled import folder
 from penstock.fabric.network.switch.filling import Decided, tables, told
 from penstock.fabric.network.topology import Topology
 
@@ -61,7 +63,7 @@ class Compiled:
         t = self.t
         while t.state[columns.WAITING] and (end is None or t.heap[0, columns.DUE_NS] <= end):
             due = int(t.heap[0, columns.DUE_NS])
-            what = int(loop._pop(t))
+            what = int(heap.pop(t))
             slot = what >> 1
             if not what & 1:
                 loop._at_port(t, slot, due)
@@ -474,7 +476,7 @@ def test_a_frame_that_is_due_at_a_host_that_is_gone_is_lost() -> None:
     with Wires(_topology("1gbit delay 2s")) as wires:
         wires.send(0, 1, 0)
         wires.pass_on(lambda: wires.t.state[columns.READS] == 1)
-        slot = loop._pop(wires.t) >> 1  # and from here on by hand, without the two seconds
+        slot = heap.pop(wires.t) >> 1  # and from here on by hand, without the two seconds
         wires.t.lines[1, columns.GONE] = 1
         loop._send(wires.t, slot, 0, 1)
         assert wires.came(1) == []
@@ -513,6 +515,17 @@ def test_the_same_seed_decides_the_same_and_another_seed_otherwise() -> None:
     assert len(first[2]) == len(expected)
     right = [number for number in _numbers(first[2]) if number < 300]
     assert len(set(right) - set(expected)) <= 3
+
+
+def test_what_was_compiled_from_other_sources_is_not_taken(tmp_path: Path) -> None:
+    columns_then, loop_then = tmp_path / "columns.py", tmp_path / "loop.py"
+    columns_then.write_text("DUE_NS = 0")
+    loop_then.write_text("pass")
+    before = folder([columns_then, loop_then])
+    assert before is not None
+    assert folder([columns_then, loop_then]) == before
+    columns_then.write_text("DUE_NS = 1")
+    assert folder([columns_then, loop_then]) != before
 
 
 def test_more_frames_than_were_decided_ahead_get_their_decisions() -> None:

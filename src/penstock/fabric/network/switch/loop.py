@@ -18,11 +18,10 @@ Frames of one direction keep their order but for those that are to jump. Ties go
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import types
 
 from penstock.fabric.network.model import CORRUPT, JUMPS, LOST, TWICE
 from penstock.fabric.network.switch.columns import (
@@ -74,36 +73,13 @@ from penstock.fabric.network.switch.columns import (
     SPARES,
     STALL_NS,
     TARGET,
-    TURN,
-    TURNS,
     WAITING,
     WAKING_NS,
-    WHAT,
     WORST_NS,
     Tables,
 )  # fmt: skip
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-_njit: Any = njit
-
-
-def _options() -> dict[str, bool]:
-    """Without numba's counting of references to arrays, which took ten times as long as the work itself.
-
-    Nothing here makes an array, and Python holds those that there are. The option is not documented: a numba without
-    it makes a slower switch.
-    """
-    try:
-        _njit("int64()", _nrt=False)(lambda: 0)
-    except KeyError:
-        return {"cache": True}
-    return {"cache": True, "_nrt": False}
-
-
-compiled = cast(Callable[[F], F], _njit(**_options()))
-
+from penstock.fabric.network.switch.compiled import compiled
+from penstock.fabric.network.switch.heap import pop, push
 
 # By their names: pointers that ctypes makes would keep numba from caching what it has compiled.
 _clock_gettime: Any = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.intp))
@@ -123,51 +99,6 @@ def now_ns(t: Tables) -> Any:
     """Of the clock that only grows."""
     _clock_gettime(_MONOTONIC, t.state.ctypes.data + 8 * SECONDS)
     return t.state[SECONDS] * _NS + t.state[NANOSECONDS]
-
-
-@compiled
-def _before(t: Tables, place: Any, due: Any, turn: Any) -> Any:
-    return t.heap[place, DUE_NS] < due or (t.heap[place, DUE_NS] == due and t.heap[place, TURN] < turn)
-
-
-@compiled
-def _set(t: Tables, place: Any, due: Any, turn: Any, what: Any) -> None:
-    t.heap[place, DUE_NS] = due
-    t.heap[place, TURN] = turn
-    t.heap[place, WHAT] = what
-
-
-@compiled
-def _push(t: Tables, due: Any, what: Any) -> None:
-    place, turn = t.state[WAITING], t.state[TURNS]
-    t.state[WAITING] += 1
-    t.state[TURNS] += 1
-    while place > 0:
-        parent = (place - 1) >> 1
-        if _before(t, parent, due, turn):
-            break
-        _set(t, place, t.heap[parent, DUE_NS], t.heap[parent, TURN], t.heap[parent, WHAT])
-        place = parent
-    _set(t, place, due, turn, what)
-
-
-@compiled
-def _pop(t: Tables) -> Any:
-    first = t.heap[0, WHAT]
-    t.state[WAITING] -= 1
-    size = t.state[WAITING]
-    due, turn, what = t.heap[size, DUE_NS], t.heap[size, TURN], t.heap[size, WHAT]
-    place = 0
-    while 2 * place + 1 < size:
-        child = 2 * place + 1
-        if child + 1 < size and _before(t, child + 1, t.heap[child, DUE_NS], t.heap[child, TURN]):
-            child += 1
-        if not _before(t, child, due, turn):
-            break
-        _set(t, place, t.heap[child, DUE_NS], t.heap[child, TURN], t.heap[child, WHAT])
-        place = child
-    _set(t, place, due, turn, what)
-    return first
 
 
 @compiled
@@ -252,8 +183,8 @@ def _under_rules(t: Tables, direction: Any, slot: Any, at: Any, step: Any) -> No
         other = _copy(t, slot)
         if other >= 0:
             line[N_TWICE] += 1
-            _push(t, leaves, 2 * other + step)
-    _push(t, leaves, 2 * slot + step)
+            push(t, leaves, 2 * other + step)
+    push(t, leaves, 2 * slot + step)
 
 
 @compiled
@@ -278,7 +209,7 @@ def _goes(t: Tables, slot: Any, at: Any) -> None:
     elif t.meets[source, target, 0]:
         _under_rules(t, source, slot, at, _AT_PORT)
     else:
-        _push(t, at, 2 * slot + _AT_PORT)
+        push(t, at, 2 * slot + _AT_PORT)
 
 
 @compiled
@@ -337,7 +268,7 @@ def _at_port(t: Tables, slot: Any, at: Any) -> None:
     elif t.meets[source, target, 1]:
         _under_rules(t, direction, slot, line[FREE_NS], _OUT)
     else:
-        _push(t, line[FREE_NS], 2 * slot + _OUT)
+        push(t, line[FREE_NS], 2 * slot + _OUT)
 
 
 @compiled
@@ -392,7 +323,7 @@ def _deliver(t: Tables) -> Any:
     now = now_ns(t)
     while t.state[WAITING] > 0 and t.heap[0, DUE_NS] <= now and not t.state[LOW]:
         due = t.heap[0, DUE_NS]
-        what = _pop(t)
+        what = pop(t)
         if what & 1:
             _send(t, what >> 1, due, now)
             now = now_ns(t)
