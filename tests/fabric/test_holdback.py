@@ -40,7 +40,8 @@ while True: pass
 """
 FORKING = f"echo $$; while :; do {sys.executable} -I -S -c 1; done"
 MAKER = """
-import subprocess, sys, time
+import signal, subprocess, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests in the background has it ignored
 from penstock.fabric.network import holdback
 from penstock.fabric.network.machines import Machines
 holdback.MEANS = (getattr(holdback, sys.argv[1]),)

@@ -25,7 +25,8 @@ _MISSING = why_not() or why_no_switch()
 pytestmark = pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))
 
 MAKER = """
-import subprocess, sys, time
+import signal, subprocess, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests in the background has it ignored
 from penstock.fabric.network.machines import Machines
 from penstock.fabric.network.parse import parse_link
 print("loaded", flush=True)

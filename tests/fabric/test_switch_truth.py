@@ -54,6 +54,11 @@ def _network(hosts: int, text: str, own: dict[int, str] | None = None, **more: o
     return Machines(hosts, Topology(parse_link(text), links, SEED), shaper="switch", **more)
 
 
+CROWDED_SECONDS = (0.3e-3, 3e-3)
+"""What a crowded machine may add to a median, and to a tail: who receives a frame has to wait for a core. The figures of
+benchmarks/switch are without it."""
+
+
 def _twice_if_late(measure: Callable[[], tuple[T, dict]]) -> T:
     """What is measured; once more where the machine kept the switch from its work, as the switch itself tells."""
     found, told = measure()
@@ -118,14 +123,14 @@ def test_delays_have_the_distribution_that_was_asked_for(host: int, measured: Me
     shares = np.array([0.1, 0.5, 0.9, 0.99])
     for share in shares:
         asked, found = np.quantile(decided, share), np.quantile(took, share)
-        late = _late(measured[1], "p99" if share < 0.95 else "worst")
+        late = _late(measured[1], "p99" if share < 0.95 else "worst") + CROWDED_SECONDS[share > 0.5]
         assert -1e-5 < found - asked < max(0.05 * asked, late), f"p{share * 100:.0f}"
     # And the model itself, as far as so many frames tell.
     spread = SIGMAS * np.sqrt(shares * (1 - shares) / FRAMES)
     low, high = (5e-3 + 1e-3 * quantile(DISTRIBUTIONS[host], np.clip(shares + way * spread, 0, 1)) for way in (-1, 1))
     found = np.quantile(took, shares)
     assert (found > low - 1e-5).all()
-    assert (found < high + _late(measured[1], "worst")).all()
+    assert (found < high + _late(measured[1], "worst") + CROWDED_SECONDS[1]).all()
 
 
 def test_no_frame_comes_before_its_time(measured: Measured) -> None:
