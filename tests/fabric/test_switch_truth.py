@@ -55,8 +55,8 @@ def _network(hosts: int, text: str, own: dict[int, str] | None = None, **more: o
 
 
 CROWDED_SECONDS = (0.3e-3, 3e-3)
-"""What a crowded machine may add to a median, and to a tail: who receives a frame has to wait for a core. The figures of
-benchmarks/switch are without it."""
+"""What a crowded machine may add to a median, and to a tail: who receives a frame has to wait for a core. The figures
+of benchmarks/switch are without it."""
 
 
 def _twice_if_late(measure: Callable[[], tuple[T, dict]]) -> T:
