@@ -91,7 +91,11 @@ def test_nothing_outlives_a_maker_with_a_switch(moment: str) -> None:
         finally:
             how = signal.SIGINT if "Ctrl" in moment else signal.SIGTERM if "TERM" in moment else signal.SIGKILL
             process.send_signal(how)
-        process.wait(60)
+            try:
+                process.wait(60)
+            finally:
+                process.kill()
+                process.wait()
     _wait(lambda: not _names(process.pid))
     _wait(lambda: not list(_marked(process.pid)))
     time.sleep(0.3)
