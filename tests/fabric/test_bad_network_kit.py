@@ -76,7 +76,7 @@ def test_job_that_takes_too_long_is_ended(bad_network: MakesNetworks, tmp_path: 
         with pytest.raises(TimeoutError, match=r"script\.py stay took more than 3 s"):
             network.run([str(script), "stay"], ranks=1, timeout=3)
         deadline = time.monotonic() + 30  # one that was killed takes its time to go on a crowded machine
-        while left := list(keeper._processes(network.machines.id, network.machines.hosts)):
+        while left := list(keeper._processes(network.machines.id, network.machines.hosts, [])):
             assert time.monotonic() < deadline, left
             time.sleep(0.05)
 
