@@ -123,7 +123,7 @@ def test_delays_have_the_distribution_that_was_asked_for(host: int, measured: Me
     shares = np.array([0.1, 0.5, 0.9, 0.99])
     for share in shares:
         asked, found = np.quantile(decided, share), np.quantile(took, share)
-        late = _late(measured[1], "p99" if share < 0.95 else "worst") + CROWDED_SECONDS[share > 0.5]
+        late = _late(measured[1], "p99" if share < 0.95 else "worst") + CROWDED_SECONDS[int(share > 0.5)]
         assert -1e-5 < found - asked < max(0.05 * asked, late), f"p{share * 100:.0f}"
     # And the model itself, as far as so many frames tell.
     spread = SIGMAS * np.sqrt(shares * (1 - shares) / FRAMES)
