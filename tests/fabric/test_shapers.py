@@ -182,7 +182,7 @@ def test_without_tap_devices_the_switch_says_what_to_do(device: str, monkeypatch
         lambda: Machines(2, parse_link("100mbit delay 5ms"), shaper="tbf"),
         lambda: Machines(2, parse_link("100mbit stall 1s every 9s"), shaper="netem"),
         lambda: Machines(4, parse_link("900gbit delay 1ms")),
-        lambda: Machines(2, parse_link("1gbit delay 1ms mtu 576")),
+        lambda: Machines(2, parse_link("20gbit delay 1ms mtu 576")),
     ],
     ids=["tbf", "netem", "rate", "small frames"],
 )
