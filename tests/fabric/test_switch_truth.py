@@ -429,7 +429,6 @@ def test_iperf3_finds_the_rate(more: list[str], least: float) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.long
 def test_the_benchmark_finds_what_it_asks_for(tmp_path: Path) -> None:
     """Nearly all of its figures: the 99th percentiles are an idle machine's."""
     truth = Path(__file__).parents[2] / "benchmarks" / "switch" / "truth.py"
