@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from penstock.errors import PartitionError, ShapeError
 from penstock.partition._compat import Flat, flatten, unflatten
 from penstock.partition.guards import Guard
+from penstock.partition.left import Left, in_place
 from penstock.partition.objects import input_path
 from penstock.partition.recording import Constant
 from penstock.partition.stage import Stage
@@ -45,6 +47,7 @@ class Partition:
         notes: what the user should know about the recording.
         origins: for each value that enters or leaves a stage, by name: where it was made.
         guards: what the forward read from the values of integer inputs; the partition holds where they read the same.
+        left: what the forward leaves in attributes and shared objects, but for what the last stage itself leaves.
     """
 
     stages: tuple[Stage, ...]
@@ -60,6 +63,7 @@ class Partition:
     input_order: tuple[int, ...]
     result_structure: Any
     result_leaves: tuple[int | Constant, ...]
+    left: tuple[Left, ...] = ()
 
     def flatten_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensors that stage 0 receives, in its order.
@@ -117,6 +121,10 @@ class Partition:
             raise ShapeError(f"the model's result is made of {count} tensors, not {len(leaves)}")
         values = [leaf.value if isinstance(leaf, Constant) else leaves[leaf] for leaf in self.result_leaves]
         return unflatten(values, self.result_structure)
+
+    def leaving(self, leaves: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Around the loss function: what the forward leaves is in its places, from the last stage's outputs."""
+        return in_place(self.left, leaves) if self.left else nullcontext()
 
     @property
     def code(self) -> str:

@@ -18,17 +18,28 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock.errors import PartitionError
-from penstock.partition._compat import DATA_DEPENDENT, UNSUPPORTED, fake_mode, flatten, storage_of, unflatten
+from penstock.partition._compat import (
+    DATA_DEPENDENT,
+    UNSUPPORTED,
+    WeakStorage,
+    fake_mode,
+    flatten,
+    storage_of,
+    unflatten,
+)
 from penstock.partition.chain import Chain
 from penstock.partition.complete import leaves_of
 from penstock.partition.guards import is_integer
 from penstock.partition.known import Restart
+from penstock.partition.left import Behind, gather
 from penstock.partition.modes import Entry
 from penstock.partition.objects import holds_tensors, input_path
+from penstock.partition.reach import Reach
 from penstock.partition.recorder import Recorder
 from penstock.partition.recording import Constant, Recording
 from penstock.partition.source import raising_line
 from penstock.partition.state import Loan, Snapshot, fake_like, fake_value, untouched_generators
+from penstock.partition.strays import refuse_strays
 from penstock.partition.units import NO_GRAIN, Grain, Leak, Regroup, Unit, find_units, intercepted
 
 
@@ -46,11 +57,14 @@ def record(
     Raises PartitionError, with the line of the user's code, for what a stage could not replay.
     """
     fake_calls: frozenset[int] = frozenset()
-    reason = ""
+    reason, without = "", None
+    made: list[WeakStorage] = []
     while True:
         units = find_units(model, leaves, grain)
         try:
-            return replace(_record(model, args, kwargs, units, fake_calls), grain=grain)
+            recording = _record(model, args, kwargs, units, fake_calls, grain, made)
+            refuse_strays(made)
+            return recording
         except Restart as restart:
             fake_calls = restart.fake_calls
         except Leak as leak:
@@ -60,11 +74,18 @@ def record(
             grain = replace(grain, exposed=grain.exposed | {leak.kind})
         except Regroup as regroup:
             reason, fake_calls = regroup.refusal, frozenset()
+            if not regroup.needed:
+                without = replace(without or grain, shut=grain.shut | regroup.opened)
             grain = _regrouped(grain, regroup, leaves)
-        except PartitionError as error:
-            if not reason:
+        except Exception as error:
+            if without is not None:
+                grain, without, reason, fake_calls = without, None, "", frozenset()
+            elif reason and isinstance(error, PartitionError):
+                raise PartitionError(f"{reason}. To record it call by call does not help: {error}") from error
+            else:
                 raise
-            raise PartitionError(f"{reason}. To record it call by call does not help: {error}") from error
+        refuse_strays(made)  # that of the next attempt would meet
+        made.clear()
 
 
 def _regrouped(grain: Grain, wish: Regroup, leaves: Sequence[str]) -> Grain:
@@ -84,15 +105,19 @@ def _record(
     kwargs: Mapping[str, Any],
     units: dict[int, Unit],
     fake_calls: frozenset[int],
+    grain: Grain,
+    made: list[WeakStorage],
 ) -> Recording:
     given = flatten((tuple(args), dict(kwargs)))
     device = next((x.device for x in given.leaves if isinstance(x, Tensor)), torch.device("cpu"))
     names = {id(m): name for name, m in reversed(list(model.named_modules()))}
-    mode, snapshot = fake_mode(), Snapshot(model)
+    mode, snapshot, reach = fake_mode(), Snapshot(model), None
     try:
         with untouched_generators():
             loan = Loan(model, mode, device)
-            recorder = Recorder(model, units, loan, Entry(device), names, mode, fake_calls)
+            reach = Reach(model)
+            recorder = Recorder(model, units, loan, Entry(device), names, mode, fake_calls, reach)
+            recorder.observer.provenance.numbers = made
             inputs = list(given.leaves)
             for index, leaf in enumerate(given.leaves):
                 if isinstance(leaf, Tensor):
@@ -112,8 +137,11 @@ def _record(
                 raise
             recorder.sideways.check_units(recorder.on_memory)
             _check_leftovers(snapshot, loan, recorder, names)
-            return _finish(recorder, loan, units, result)
+            left = gather(reach, recorder.seen, loan.names, recorder.observer.provenance, grain, units.values())
+            return _finish(recorder, loan, units, result, left, grain)
     finally:
+        if reach is not None:
+            reach.restore()
         snapshot.restore()
 
 
@@ -193,7 +221,7 @@ def _check_leftovers(snapshot: Snapshot, loan: Loan, recorder: Recorder, names: 
                 recorder.notes.append(f"the forward changes {path}; a stage keeps the value it had when recorded")
 
 
-def _finish(recorder: Recorder, loan: Loan, units: Any, result: Any) -> Recording:
+def _finish(recorder: Recorder, loan: Loan, units: Any, result: Any, left: Sequence[Behind], grain: Grain) -> Recording:
     flat = flatten(result)
     outputs: dict[fx.Node, int] = {}
     leaves: list[int | Constant] = []
@@ -208,6 +236,9 @@ def _finish(recorder: Recorder, loan: Loan, units: Any, result: Any) -> Recordin
         else:
             leaves.append(Constant(leaf))
     tensors = [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
+    carried = [entry.to_carry(lambda t: outputs.setdefault(recorder.node_of(t), len(outputs))) for entry in left]
+    tensors += [t for entry in left for t in entry.small]
+    texts = frozenset(entry.text for entry in left if entry.small)
     needed = [loan.names[id(t)] for t in leaves_of(tensors) if id(t) in loan.names]
     drawing = recorder.drawing
     called: dict[int, list[int]] = {id(m): [] for m in drawing.values()}
@@ -230,6 +261,8 @@ def _finish(recorder: Recorder, loan: Loan, units: Any, result: Any) -> Recordin
         device=recorder.entry.device,
         guards=tuple(recorder.guards),
         notes=tuple(dict.fromkeys(recorder.notes)),
+        grain=replace(grain, carried=grain.carried | texts),
+        left=tuple(carried),
         needed=frozenset(needed),
         touched=frozenset(recorder.observer.provenance.touched),
     )

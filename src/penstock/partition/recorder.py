@@ -33,6 +33,7 @@ from penstock.partition.objects import (
 )
 from penstock.partition.observer import Observer
 from penstock.partition.provenance import Call as Running
+from penstock.partition.reach import Reach
 from penstock.partition.real import run_for_real
 from penstock.partition.recording import Fact, Kind, tensor_meta
 from penstock.partition.sideways import Sideways
@@ -59,6 +60,7 @@ class Recorder(TorchFunctionMode):
         names: dict[int, str],
         mode: FakeTensorMode,
         fake_calls: frozenset[int],
+        reach: Reach,
     ) -> None:
         super().__init__()
         self.model, self.units, self.loan, self.entry, self.module_names = model, units, loan, entry, names
@@ -66,7 +68,7 @@ class Recorder(TorchFunctionMode):
         self.facts: dict[fx.Node, Fact] = {}
         self.observer = Observer(names)
         self.observer.provenance.held = {storage_of(fake): name for name, fake in loan.fakes.items()}
-        self.sideways = Sideways(model, units, loan, self.observer)
+        self.sideways = Sideways(model, units, reach, self.observer)
         self.known = Known(self.observer, mode, fake_calls)
         self.constants: dict[str, object] = {}
         self.notes: list[str] = []
@@ -129,7 +131,9 @@ class Recorder(TorchFunctionMode):
             self.known.expose(leaf for leaf in flatten((args, kwargs)).leaves if isinstance(leaf, Tensor))
             target = calls.Target("call_module", unit.name, *self._arguments(args, kwargs))
             with self._running(args, kwargs, unit):
-                result, drew, writes = self._run_unit(original, unit, args, kwargs)
+                result, drew, writes = self.sideways.run_unit(
+                    unit, args, kwargs, lambda a, k: self._run_unit(original, unit, a, k)
+                )
                 self.observer.provenance.read(list(tensors_in(result)))
             self.known.refuse_writes(writes)
             self._refuse_objects(unit, args, kwargs, result)
@@ -169,12 +173,17 @@ class Recorder(TorchFunctionMode):
         finally:
             self._paused = False
 
-    def _run_unit(self, original: Call, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, list[Any], frozenset[int]]:
-        """The unit's result, what in it drew, and what it wrote. One that cannot run on fake tensors runs for real."""
+    def _run_unit(
+        self, original: Call, unit: Unit, args: Any, kwargs: Any
+    ) -> tuple[tuple[Any, list[Any], frozenset[int]], bool]:
+        """The unit's result, what in it drew, and what it wrote; and whether it could run on fake tensors.
+
+        One that cannot runs for real.
+        """
         depth, called = len(self.observer.stack), len(self.observer.calls)
         try:
             with quiet():
-                return original(unit.module, *args, **kwargs), *self.observer.take()
+                return (original(unit.module, *args, **kwargs), *self.observer.take()), True
         except PartitionError:
             raise
         except Exception as error:  # whatever a fake kernel raises; if the unit itself is wrong it raises again
@@ -188,7 +197,7 @@ class Recorder(TorchFunctionMode):
                 f"block {unit.name!r} ran once for real, on made-up inputs, since it cannot run on fake tensors "
                 f"({type(error).__name__}: {reason})"
             )
-            return result, drew, writes
+            return (result, drew, writes), False
 
     # -- writing nodes ----------------------------------------------------------------------------------------------
 
@@ -278,6 +287,10 @@ class Recorder(TorchFunctionMode):
                 "dicts can cross a cut: pass the tensors themselves"
             )
         return self._constant(value, kind.__name__ if not isinstance(value, type) else value.__name__)
+
+    def seen(self, tensor: Tensor) -> bool:
+        """Whether a node stands for a tensor."""
+        return id(tensor) in self._seen
 
     def node_of(self, tensor: Tensor) -> fx.Node:
         """The node that stands for a tensor. Raises PartitionError for one whose origin was not recorded."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor, fx, nn
 
+from penstock.partition.left import Left
 from penstock.partition.units import NO_GRAIN, Grain
 from penstock.stages import TensorMeta
 
@@ -89,6 +90,7 @@ class Recording:
         guards: what the forward read from the values of its integer inputs; it holds where they read the same.
         notes: things to tell the user.
         grain: what the forward taught about which modules run as a whole.
+        left: what the forward leaves in attributes and shared objects.
         needed: canonical names of the parameters on which the result depends, by the autograd graph of the unsplit
             forward.
         touched: canonical names of the parameters and buffers that any operator took.
@@ -110,6 +112,7 @@ class Recording:
     guards: tuple[Guard, ...]
     notes: tuple[str, ...]
     grain: Grain = NO_GRAIN
+    left: tuple[Left, ...] = ()
     needed: frozenset[str] = frozenset()
     touched: frozenset[str] = frozenset()
 

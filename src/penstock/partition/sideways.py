@@ -7,7 +7,8 @@ layers) becomes part of the module around it, which runs as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -17,15 +18,17 @@ from penstock.partition._compat import storage_of
 from penstock.partition.complete import shortened
 from penstock.partition.observer import Observer
 from penstock.partition.provenance import Call, Foreign
-from penstock.partition.state import Loan
+from penstock.partition.reach import Reach
+from penstock.partition.replay import operators_as_before
 from penstock.partition.units import Regroup, Unit
 
 
 class Sideways:
     """The rules of one recording."""
 
-    def __init__(self, model: nn.Module, units: Mapping[int, Unit], loan: Loan, observer: Observer) -> None:
-        self._model, self._observer, self._loan = model, observer, loan
+    def __init__(self, model: nn.Module, units: Mapping[int, Unit], reach: Reach, observer: Observer) -> None:
+        self._model, self._observer, self._reach = model, observer, reach
+        self._swayed: dict[str, str] = {}
         self._units = {unit.name: unit for unit in units.values()}
         self._held: dict[str, frozenset[int]] = {}
 
@@ -53,12 +56,38 @@ class Sideways:
             "module of its own, with these layers in it: it runs as a whole then"
         )
 
+    def run_unit(self, unit: Unit, args: Any, kwargs: Any, run: Callable[[Any, Any], tuple[Any, bool]]) -> Any:
+        """What `run(args, kwargs)` returns for a unit: the result first, and whether it was found on fake tensors.
+
+        Notes whether what has changed since the forward began makes the unit do something else.
+        """
+        changed = self._reach.changed()
+        if not changed:
+            return run(args, kwargs)[0]
+
+        def alone(args: Any, kwargs: Any) -> Any:
+            return unit.module(*args, **kwargs)
+
+        before = operators_as_before(alone, args, kwargs, self._reach, changed, self._observer)
+        names = [place.name(key) for place in changed for key, _ in place.changes()]
+        with self._observer.logging() as log:
+            result, on_fakes = run(args, kwargs)
+        if on_fakes and before != log:
+            self._swayed[unit.name] = shortened(names or [place.text for place in changed])
+        return result
+
     def check_units(self, known: Collection[int]) -> None:
         """Raises Regroup if a unit read what it was not given. `known`: the memory of what has a node."""
         read = [f for f in self._observer.provenance.foreign.values() if f.reader.unit]
         if not read:
+            for name, places in self._swayed.items():
+                raise Regroup(
+                    f"{name!r} does something else once the forward has changed {places}, which its stage would not "
+                    "see. Pass what it needs as an argument",
+                    opened=self._swayed,
+                )
             return
-        opened = {f.reader.scope for f in read}
+        opened = {f.reader.scope for f in read} | set(self._swayed)
         opened |= {f.made.unit for f in read if f.made is not None and f.made.unit and f.storage not in known}
         raise Regroup("; ".join(dict.fromkeys(map(_refusal, read[:3]))), opened=opened)
 

@@ -133,7 +133,7 @@ class Engine:
             check_alike(first, other)
         for partition in partitions:
             self.streams.watch(partition.drawing_modules)
-        head = LossHead(loss, [partition.build_output for partition in partitions], self.streams, needed=training)
+        head = LossHead(loss, partitions, self.streams, needed=training)
         rank_of = schedule.placement.rank_of
         here = [stage for stage in first.stages if rank_of[stage.meta.index] in self.ranks]
         averages = self._averages(here) if training else {}
