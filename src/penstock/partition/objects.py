@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from types import CodeType, EllipsisType, FunctionType, ModuleType
+from functools import partial
+from types import CodeType, EllipsisType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -69,6 +70,18 @@ def child_items(value: Any) -> Iterator[tuple[Callable[..., Any], Any, Any]]:
                 yield leaf, index, item
 
 
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors that a value hands over: those in its structure, and those in objects that cannot be taken apart.
+
+    Not those of closures: they are no part of a call's arguments.
+    """
+    for item in flatten(value).leaves:
+        if isinstance(item, Tensor):
+            yield item
+        elif not isinstance(item, (FunctionType, MethodType, partial)):
+            yield from hidden_tensors(item)
+
+
 def holds_tensors(value: Any, fake_only: bool = False) -> bool:
     """Whether a value is or holds a tensor, looked for also where it cannot be taken out."""
     return any(
@@ -79,18 +92,21 @@ def holds_tensors(value: Any, fake_only: bool = False) -> bool:
 
 def hides_tensors(value: Any, fake_only: bool = False) -> bool:
     """Whether a leaf is an object that cannot be taken apart but refers to a tensor: a generator, a closure."""
+    return any(isinstance(tensor, FakeTensor) or not fake_only for tensor in hidden_tensors(value))
+
+
+def hidden_tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors to which an object refers that cannot be taken apart."""
     if type(value) in CONSTANTS:
-        return False
+        return
     stack, seen = [value], {id(value): value}
     while stack and len(seen) < HIDDEN:
         for item in _referents(stack.pop()):
             if isinstance(item, Tensor):
-                if isinstance(item, FakeTensor) or not fake_only:
-                    return True
+                yield item
             elif id(item) not in seen and type(item) not in CONSTANTS:
                 seen[id(item)] = item
                 stack.append(item)
-    return False
 
 
 def _referents(value: Any) -> Sequence[Any]:

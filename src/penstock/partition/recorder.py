@@ -10,6 +10,7 @@ import operator
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any, ClassVar
 
 import torch
@@ -31,14 +32,17 @@ from penstock.partition.objects import (
     holds_tensors,
     is_named_tuple,
     rebuilt,
+    tensors_in,
 )
 from penstock.partition.observer import Observer
 from penstock.partition.passed import Passed, kept_by
+from penstock.partition.provenance import Call as Running
 from penstock.partition.real import run_for_real
 from penstock.partition.recording import Fact, Kind, tensor_meta
+from penstock.partition.sideways import Sideways
 from penstock.partition.state import Loan
 from penstock.partition.trees import LEAF, Flat
-from penstock.partition.units import Call, Leak, Unit
+from penstock.partition.units import Call, Leak, Regroup, Unit
 
 Seen = tuple[Tensor, fx.Node, bool]
 """A tensor that the forward handles (kept alive, so that its id stays its own), its node, and its requires_grad."""
@@ -66,6 +70,8 @@ class Recorder(TorchFunctionMode):
         self.graph = fx.Graph()
         self.facts: dict[fx.Node, Fact] = {}
         self.observer = Observer(names)
+        self.observer.provenance.held = {storage_of(fake): name for name, fake in loan.fakes.items()}
+        self.sideways = Sideways(model, units, loan, self.observer)
         self.known = Known(self.observer, mode, fake_calls)
         self.constants: dict[str, object] = {}
         self.notes: list[str] = []
@@ -73,7 +79,7 @@ class Recorder(TorchFunctionMode):
         self.inputs: dict[fx.Node, int] = {}  # placeholder -> its place among the leaves of (args, kwargs)
         self.drawing: dict[str, nn.Module] = {}
         self._seen: dict[int, Seen] = {}
-        self._on_memory: dict[int, list[int]] = {}  # storage -> ids of the tensors seen on it
+        self.on_memory: dict[int, list[int]] = {}  # storage -> ids of the tensors seen on it
         self._attributes: dict[str, fx.Node] = {}
         self._constants = free_name(model, "constants")
         self._constant_ids: dict[int, str] = {}
@@ -82,6 +88,7 @@ class Recorder(TorchFunctionMode):
         self._opaque: dict[int, tuple[object, fx.Node]] = {}  # what a call made that hides tensors, by its id
         self._thread = threading.get_ident()
         self._paused = False
+        self._numbers = count()
 
     # -- what torch, the units and autograd functions call ----------------------------------------------------------
 
@@ -104,7 +111,9 @@ class Recorder(TorchFunctionMode):
                     "an enclosing module in leaves=[...], so that it runs as a whole"
                 )
             stale = self._stale_gradient(args, kwargs)
-            result, drew, writes, reads_inputs = self.known.run(function, args, kwargs)
+            with self._running(args, kwargs) as call:
+                result, drew, writes, reads_inputs = self.known.run(function, args, kwargs)
+            self.sideways.check_call(call)
             target = calls.target_of(function, args, kwargs)
             if writes or holds_tensors(result):
                 if stale:
@@ -126,10 +135,13 @@ class Recorder(TorchFunctionMode):
                 raise PartitionError(stale)
             leaves = flatten((args, kwargs)).leaves
             for leaf in leaves:
-                self._refuse_hidden(leaf)
+                if (refusal := self._hidden(leaf)) is not None:
+                    raise Regroup(refusal, opened=[unit.name])
             self.known.expose(leaf for leaf in leaves if isinstance(leaf, Tensor))
             given = Passed(args, kwargs, self._kept)
-            result, drew, writes = self._run_unit(original, unit, args, kwargs)
+            with self._running(args, kwargs, unit):
+                result, drew, writes = self._run_unit(original, unit, args, kwargs)
+                self.observer.provenance.read(list(tensors_in((result, given.containers))))
             self.known.refuse_writes(writes)
             for inner in drew:
                 inner = inner or module
@@ -144,9 +156,22 @@ class Recorder(TorchFunctionMode):
         if self._paused or threading.get_ident() != self._thread:
             return original(*args, **kwargs)
         with self._pause():
-            result, drew, writes, _ = self.known.run(original, args, kwargs)
+            with self._running(args, kwargs) as call:
+                result, drew, writes, _ = self.known.run(original, args, kwargs)
+            self.sideways.check_call(call)
             self._write(calls.Target("call_method", "apply", (cls, *args), kwargs), "call", result, bool(drew), writes)
             return result
+
+    @contextmanager
+    def _running(self, args: Any, kwargs: Any, unit: Unit | None = None) -> Iterator[Running]:
+        """Around a call that will be a node: what it reads, it must have been given."""
+        provenance = self.observer.provenance
+        given = provenance.roots(tensors_in((args, kwargs)))
+        if unit is not None:
+            given |= self.sideways.held_by(unit)
+        call = Running(next(self._numbers), self.scope if unit is None else unit.name, unit is not None, given)
+        with provenance.calling(call):
+            yield call
 
     @contextmanager
     def _pause(self) -> Iterator[None]:
@@ -184,6 +209,7 @@ class Recorder(TorchFunctionMode):
         self.inputs[node] = index
         self._fact(node, "input", tensor)
         self._see(tensor, node)
+        self.observer.provenance.add_input(tensor)
 
     def _write(self, target: calls.Target, kind: Kind, result: Any, draws: bool, writes: frozenset[int]) -> None:
         args, kwargs = target.args, target.kwargs
@@ -196,7 +222,7 @@ class Recorder(TorchFunctionMode):
             fact.scope = str(target.function)
         self._bind(result, node, writes, alone=True)
         for storage in writes:  # an update in place may make aliases take a gradient, or change their strides
-            for key in self._on_memory.get(storage, ()):
+            for key in self.on_memory.get(storage, ()):
                 tensor, known, _ = self._seen[key]
                 self._seen[key] = (tensor, known, tensor.requires_grad)
                 if known is not node:
@@ -284,7 +310,7 @@ class Recorder(TorchFunctionMode):
 
     def _see(self, tensor: Tensor, node: fx.Node) -> None:
         self._seen[id(tensor)] = (tensor, node, tensor.requires_grad)
-        self._on_memory.setdefault(storage_of(tensor), []).append(id(tensor))
+        self.on_memory.setdefault(storage_of(tensor), []).append(id(tensor))
 
     # -- values to nodes --------------------------------------------------------------------------------------------
 
@@ -314,18 +340,20 @@ class Recorder(TorchFunctionMode):
             return self._made(flat)
         if id(value) in self._opaque:
             return self._opaque[id(value)][1]
-        self._refuse_hidden(value)
+        if (refusal := self._hidden(value)) is not None:
+            raise PartitionError(refusal)
         return self._constant(value, kind.__name__ if not isinstance(value, type) else value.__name__)
 
-    def _refuse_hidden(self, value: Any) -> None:
-        """Refuse a leaf that is no plain value and that no recorded call returned: a generator, a closure."""
+    def _hidden(self, value: Any) -> str | None:
+        """Why a leaf cannot be passed on, if it is no plain value and no recorded call returned it: a closure."""
         if isinstance(value, Tensor) or type(value) in CONSTANTS or id(value) in self._opaque:
-            return
-        if hasattr(type(value), "__next__") or hides_tensors(value, fake_only=True):
-            raise PartitionError(
-                f"{self._here()} passes on a {type(value).__name__}, from which tensors cannot be taken out. Pass the "
-                "tensors themselves, or name an enclosing module in leaves=[...], so that it runs as a whole"
-            )
+            return None
+        if not hasattr(type(value), "__next__") and not hides_tensors(value, fake_only=True):
+            return None
+        return (
+            f"{self._here()} passes on a {type(value).__name__}, from which tensors cannot be taken out. Pass the "
+            "tensors themselves, or name an enclosing module in leaves=[...], so that it runs as a whole"
+        )
 
     def node_of(self, tensor: Tensor) -> fx.Node:
         """The node that stands for a tensor. Raises PartitionError for one whose origin was not recorded."""
@@ -343,6 +371,7 @@ class Recorder(TorchFunctionMode):
             )
             if id(tensor) in self.observer.returned:
                 raise Leak(type(self.observer.returned[id(tensor)][1]), refusal)
+            self.sideways.open_maker(tensor, refusal)
             raise PartitionError(refusal)
         if tensor.requires_grad:
             raise PartitionError(
