@@ -50,7 +50,11 @@ class Place:
 
     def is_changed(self) -> bool:
         """Whether an entry is another object than before."""
-        now, before = self.entries, self.before
+        return self.differs(self.before)
+
+    def differs(self, before: Any) -> bool:
+        """Whether an entry is another object than in a copy."""
+        now = self.entries
         if isinstance(now, CellType):
             return _contents(now) is not before
         if len(now) != len(before):
@@ -105,7 +109,7 @@ class Reach:
         for name, module in modules.items():
             self._add_module(name, module, DEPTH)
         for kind in dict.fromkeys(map(type, modules.values())):
-            self._visit(vars(kind).get("forward", kind.forward), kind.__name__, 2)
+            self._visit(vars(kind).get("forward"), kind.__name__, 2)
         del self._seen
 
     def changed(self) -> list[Place]:

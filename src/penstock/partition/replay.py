@@ -1,8 +1,9 @@
 """Finds units that do something else because of what Python code before them in the forward has set.
 
 A flag, a length or a counter in an attribute, a shared object or a global is no tensor, and leaves no trace in a
-recording. On a stage of its own, a unit finds what was there before the forward. So where something has changed, a unit
-runs once more as if nothing had, and the operators of both runs are compared.
+recording. On a stage of its own, a unit finds what was there before the forward, or what it has itself left there for
+another microbatch. So where something has changed, a unit runs once more as if nothing had, and where it changes
+something itself, once more behind that; the operators are compared.
 """
 
 from __future__ import annotations
@@ -15,21 +16,26 @@ from torch import Tensor
 from penstock.partition._compat import flatten, quiet
 from penstock.partition.observer import Observer
 from penstock.partition.provenance import Call
-from penstock.partition.reach import Place, Reach
+from penstock.partition.reach import Reach
 from penstock.partition.state import map_tensors
 
 Operators = Sequence[Any]
 
 
-def operators_as_before(
-    run: Callable[[Any, Any], Any], args: Any, kwargs: Any, reach: Reach, changed: Sequence[Place], observer: Observer
+def operators(
+    run: Callable[[Any, Any], Any], args: Any, kwargs: Any, reach: Reach, observer: Observer, *, from_start: bool
 ) -> Operators | None:
-    """The operators of `run(args, kwargs)` if nothing had been changed; None if it raises then."""
-    now = [(place, place.copied()) for place in changed]
-    depth, called = len(observer.stack), len(observer.calls)
+    """The operators of `run(args, kwargs)`, of which nothing stays; None if it raises.
+
+    Args:
+        from_start: as if nothing had been changed since the forward began; else in the present state.
+    """
+    now = [(place, place.copied()) for place in reach.changed()]
+    depth, called, work = len(observer.stack), len(observer.calls), observer.work
     copies = map_tensors(Tensor.clone, (args, kwargs))
     observer.take()
-    reach.restore()
+    if from_start:
+        reach.restore()
     given = observer.provenance.roots(t for t in flatten(copies).leaves if isinstance(t, Tensor))
     call = Call(-1, "", True, given)
     try:
@@ -44,4 +50,5 @@ def operators_as_before(
             place.put(entries)
         del observer.stack[depth:], observer.calls[called:]
         observer.take()
+        observer.work = work
         observer.provenance.forget(call)
