@@ -45,8 +45,8 @@ def candidates(recording: Recording, model: nn.Module, blocks_only: bool = False
             name, position = fact.scope, fact.index
             seen.add(name)
         if fact.kind == "unit":
-            parameters += sum(p.numel() for p in model.get_submodule(fact.scope).parameters())
-            layers += fact.scope in recording.blocks
+            parameters += sum(p.numel() for unit in fact.units for p in model.get_submodule(unit).parameters())
+            layers += sum(unit in recording.blocks for unit in fact.units)
         elif fact.kind == "parameter":
             parameters += recording.held[str(node.target)].numel()
     if seen:
@@ -131,7 +131,8 @@ def _position(recording: Recording, name: str, given: str) -> int:
     if inside:
         raise PartitionError(f"cuts: {given!r} is inside {inside!r}, which runs as a whole. Cut at {inside!r} instead")
     for fact in recording.facts.values():
-        if fact.kind in ("call", "unit") and (fact.scope == name or fact.scope.startswith(f"{name}.")):
+        scopes = (fact.scope, *fact.units)
+        if fact.kind in ("call", "unit") and any(s == name or s.startswith(f"{name}.") for s in scopes):
             return fact.index
     raise PartitionError(f"cuts: {given!r} never runs for these inputs. Name a module that the forward calls")
 

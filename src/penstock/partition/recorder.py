@@ -7,7 +7,7 @@ each call wrote and whether it drew random numbers. `record` sets the stage for 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from penstock.errors import PartitionError
 from penstock.partition import calls, source
 from penstock.partition._compat import FakeTensor, FakeTensorMode, flatten, quiet, storage_of
+from penstock.partition.chance import Chance, holds_drawn, node_of_drawn, stand_ins
 from penstock.partition.guards import Guard, make_guard
 from penstock.partition.known import Known
 from penstock.partition.modes import Entry
@@ -48,6 +49,7 @@ class Recorder(TorchFunctionMode):
         names: dict[int, str],
         mode: FakeTensorMode,
         fake_calls: frozenset[int],
+        choices: Mapping[int, bool],
     ) -> None:
         super().__init__()
         self.model, self.units, self.loan, self.entry, self.module_names = model, units, loan, entry, names
@@ -55,6 +57,7 @@ class Recorder(TorchFunctionMode):
         self.facts: dict[fx.Node, Fact] = {}
         self.observer = Observer(names)
         self.known = Known(self.observer, mode, fake_calls)
+        self.chance = Chance(self, choices)
         self.constants: dict[str, object] = {}
         self.notes: list[str] = []
         self.guards: list[Guard] = []
@@ -79,18 +82,25 @@ class Recorder(TorchFunctionMode):
         return self._call(func, args, kwargs)
 
     def _call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        is_answer, answer = self.chance.read(function, args)
+        if is_answer:
+            return answer
         with self._pause():
             if getattr(function, "__name__", "") == "__get__" and calls.name_of(function) in self.READS:
                 return function(*args, **kwargs)
             why = calls.refusal(function, args)
             if why is not None:
                 raise PartitionError(
-                    f"{self._here()} {why}, which cannot be replayed on a stage. Do it outside of the model, or name "
+                    f"{self.here()} {why}, which cannot be replayed on a stage. Do it outside of the model, or name "
                     "an enclosing module in leaves=[...], so that it runs as a whole"
                 )
             stale = self._stale_gradient(args, kwargs)
-            result, drew, writes, reads_inputs = self.known.run(function, args, kwargs)
+            by_chance = self.chance.held and holds_drawn((args, kwargs))
+            plain = stand_ins((args, kwargs)) if by_chance else (args, kwargs)
+            result, drew, writes, reads_inputs = self.known.run(function, *plain, is_unknown=by_chance)
             target = calls.target_of(function, args, kwargs)
+            if by_chance and not holds_tensors(result):
+                self.chance.refuse("a random number in a call that gives no tensor")
             if writes or holds_tensors(result):
                 if stale:
                     raise PartitionError(stale)
@@ -105,6 +115,8 @@ class Recorder(TorchFunctionMode):
         unit = self.units.get(id(module))
         if unit is None or self._paused or threading.get_ident() != self._thread:
             return original(module, *args, **kwargs)
+        if self.chance.held and holds_drawn((args, kwargs)):
+            self.chance.refuse(f"a random number as an argument of {unit.name!r}, which runs as a whole,")
         with self._pause():
             self._refuse_objects(unit, args, kwargs)
             stale = self._stale_gradient(args, kwargs)
@@ -184,6 +196,13 @@ class Recorder(TorchFunctionMode):
                 if known is not node:
                     self.facts[known].updates.append((fact.index, tensor_meta(tensor)))
 
+    def write_number(self, op: str, target: Any, args: tuple[Any, ...], *, draws: bool = False) -> fx.Node:
+        """A call that gives a number (or an array) by chance, which every stage that needs it makes for itself."""
+        node = self.graph.create_node(op, target, args)
+        fact = self._fact(node, "call", None)
+        fact.draws, fact.is_anywhere = draws, True
+        return node
+
     def _fact(self, node: fx.Node, kind: Kind, result: Any) -> Fact:
         tensors = [leaf for leaf in flatten(result).leaves if isinstance(leaf, Tensor)]
         fact = self.facts[node] = Fact(
@@ -228,6 +247,8 @@ class Recorder(TorchFunctionMode):
         kind = type(value)
         if isinstance(value, Tensor):
             return self.node_of(value)
+        if self.chance.held and (drawn := node_of_drawn(value)) is not None:
+            return drawn
         if kind in CONSTANTS:
             return value
         if kind is torch.Size or kind is tuple:
@@ -242,7 +263,7 @@ class Recorder(TorchFunctionMode):
             return slice(self._argument(value.start), self._argument(value.stop), self._argument(value.step))
         if holds_tensors(value, fake_only=True):
             raise PartitionError(
-                f"{self._here()} passes on a {kind.__name__}, which holds tensors. Only tensors, tuples, lists and "
+                f"{self.here()} passes on a {kind.__name__}, which holds tensors. Only tensors, tuples, lists and "
                 "dicts can cross a cut: pass the tensors themselves"
             )
         return self._constant(value, kind.__name__ if not isinstance(value, type) else value.__name__)
@@ -257,7 +278,7 @@ class Recorder(TorchFunctionMode):
             return self._attribute(name, "parameter" if isinstance(tensor, nn.Parameter) else "buffer", tensor)
         if isinstance(tensor, FakeTensor):
             refusal = (
-                f"{self._here()} uses a tensor of shape {tuple(tensor.shape)} that no recorded call made: "
+                f"{self.here()} uses a tensor of shape {tuple(tensor.shape)} that no recorded call made: "
                 f"{self._holder_of(tensor) or 'a block left it in an attribute, or compiled code made it'}. "
                 "Return it from the block, or name an enclosing module in leaves=[...], so that it runs as a whole"
             )
@@ -266,7 +287,7 @@ class Recorder(TorchFunctionMode):
             raise PartitionError(refusal)
         if tensor.requires_grad:
             raise PartitionError(
-                f"{self._here()} uses a tensor of shape {tuple(tensor.shape)} that requires a gradient but is no "
+                f"{self.here()} uses a tensor of shape {tuple(tensor.shape)} that requires a gradient but is no "
                 f"parameter{': ' + held if (held := self._holder_of(tensor)) else ''}. Register it as an nn.Parameter"
             )
         return self._constant(tensor, (self._holder_of(tensor) or "tensor").rpartition(".")[2])
@@ -287,13 +308,20 @@ class Recorder(TorchFunctionMode):
             self._fact(node, kind, value if isinstance(value, Tensor) else None)
         return self._attributes[path]
 
+    def is_seen(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._seen
+
+    @property
+    def is_paused(self) -> bool:
+        return self._paused
+
     # -- messages ---------------------------------------------------------------------------------------------------
 
     @property
     def scope(self) -> str:
         return self.module_names.get(id(self.observer.stack[-1]), "") if self.observer.stack else ""
 
-    def _here(self) -> str:
+    def here(self) -> str:
         return f"{source.current_line()}, in {f'module {self.scope!r}' if self.scope else 'the model'},"
 
     def _holder_of(self, tensor: Tensor) -> str:
@@ -308,7 +336,7 @@ class Recorder(TorchFunctionMode):
             seen = self._seen.get(id(leaf)) if isinstance(leaf, Tensor) else None
             if seen is not None and seen[2] != leaf.requires_grad:
                 return (
-                    f"{self._here()} uses {seen[1].name}, whose requires_grad was {seen[2]} when it was made and is "
+                    f"{self.here()} uses {seen[1].name}, whose requires_grad was {seen[2]} when it was made and is "
                     f"now {leaf.requires_grad}. A stage cannot replay that: use .detach() instead"
                 )
         return None
