@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from penstock.errors import PartitionError
 from penstock.partition import source
@@ -143,10 +143,12 @@ class Chance:
     def read(self, function: Any, args: Any) -> tuple[bool, Any]:
         """Whether a call asks for the value of what chance alone decides, and then what it gets."""
         name = getattr(function, "__name__", "")
-        if name not in ("__bool__", "item", "equal", "is_nonzero") or not all(map(self._is_unknown, args)):
+        if name not in ("__bool__", "item", "equal", "is_nonzero") or not any(isinstance(a, FakeTensor) for a in args):
+            return False, None
+        if not all(isinstance(a, Tensor) and self._recorder.is_seen(a) for a in args):
             return False, None
         nodes = [self._recorder.node_of(t) for t in args]
-        if not nodes or not all(map(self.is_chance, nodes)):
+        if not self.is_chance(*nodes):
             return False, None
         if name == "__bool__":
             return True, self.decide(nodes[0])
@@ -157,12 +159,9 @@ class Chance:
         )
         return True, value if name == "item" else bool(value)
 
-    def _is_unknown(self, value: Any) -> bool:
-        return isinstance(value, FakeTensor) and self._recorder.is_seen(value)
-
-    def is_chance(self, node: fx.Node) -> bool:
-        """Whether a value follows from draws alone: not from inputs, parameters or what blocks compute."""
-        facts, draws, stack, seen = self._recorder.facts, False, [node], {node}
+    def is_chance(self, *nodes: fx.Node) -> bool:
+        """Whether values follow from draws alone: not from inputs, parameters or what blocks compute."""
+        facts, draws, stack, seen = self._recorder.facts, False, [*nodes], {*nodes}
         while stack:
             one = stack.pop()
             fact = facts[one]
