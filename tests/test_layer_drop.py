@@ -1,4 +1,4 @@
-"""Layers that a forward leaves out by chance: the same ones for any number of ranks, and the gradients of plain torch."""
+"""Layers that a forward leaves out by chance: the same for any number of ranks, and the gradients of plain torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-import penstock
 from models import squared_error
 from penstock import pipeline, verify
 from penstock.errors import PartitionError
@@ -58,17 +57,23 @@ def _text() -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("make", [opt, bart, wav2vec2])
+ALWAYS = {("opt", 4, "zb-h1"), ("bart", 2, "1f1b"), ("wav2vec2", 4, "gpipe")}
+CELLS = [
+    pytest.param(make, ranks, schedule, marks=() if (make.__name__, ranks, schedule) in ALWAYS else pytest.mark.long)
+    for make in (opt, bart, wav2vec2)
+    for ranks in (1, 2, 4)
+    for schedule in ("1f1b", "gpipe", "zb-h1")
+]
+
+
+@pytest.mark.parametrize(("make", "ranks", "schedule"), CELLS)
+@pytest.mark.usefixtures("one_thread")
 def test_layers_are_dropped_as_in_plain_torch(make: Callable[[], Any], ranks: int, schedule: str) -> None:
     """Against the unsplit model's own forward, which draws the same numbers: nothing of ours runs in it."""
     torch.manual_seed(0)
     model, inputs = make()
     plain = copy.deepcopy(model)
-    with pipeline(
-        model, (), inputs, ranks=ranks, microbatches=MICROBATCHES, schedule=schedule, seed=SEED
-    ) as pipe:
+    with pipeline(model, (), inputs, ranks=ranks, microbatches=MICROBATCHES, schedule=schedule, seed=SEED) as pipe:
         shared = ties(pipe.stages)
         for step in range(3):  # the first agrees on layouts, and teaches the split of the backward
             model.zero_grad()
@@ -101,3 +106,110 @@ def drawn(step: int, microbatch: int) -> Callable[..., Tensor]:
         return real(*args, generator=torch.Generator().manual_seed(seed))
 
     return rand
+
+
+class Dropping(nn.Module):
+    """Blocks around which `way(self, number, block, x)` decides; batch norm inside."""
+
+    def __init__(self, way: Callable[..., Tensor]) -> None:
+        super().__init__()
+        kinds = (nn.Linear(7, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Dropout(0.2))
+        self.blocks = nn.ModuleList(nn.Sequential(*copy.deepcopy(kinds)) for _ in range(5))
+        self.again = nn.Sequential(nn.Linear(7, 7), nn.Dropout(0.2))
+        self.head, self.way = nn.Linear(7, 7), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = self.way(self, number, block, x)
+        return self.head(x)
+
+
+def by_tensor(self: Dropping, number: int, block: nn.Module, x: Tensor) -> Tensor:
+    return x if self.training and torch.rand([]) < 0.5 else x + block(x)
+
+
+def by_number(self: Dropping, number: int, block: nn.Module, x: Tensor) -> Tensor:
+    return x + block(x) if not (self.training and torch.rand(1).item() <= 0.5) else x
+
+
+def by_coin(self: Dropping, number: int, block: nn.Module, x: Tensor) -> Tensor:
+    return x if torch.equal(torch.bernoulli(torch.tensor([0.5])), torch.ones(1)) else x + block(x)
+
+
+def check(way: Callable[..., Tensor], **options: Any) -> None:
+    torch.manual_seed(0)
+    given = {"ranks": 2, "microbatches": 4, "seed": 3, **options}
+    report = verify(Dropping(way), (torch.randn(8, 7),), torch.randn(8, 7), squared_error, **given)
+    assert report.ok, report.summary()
+
+
+@pytest.mark.parametrize("way", [by_tensor, by_number, by_coin])
+def test_ways_to_ask(way: Callable[..., Tensor]) -> None:
+    check(way)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"recompute": "always"},
+        {"recompute": 2},
+        {"recompute": "always", "schedule": "zb-h1"},
+        {"schedule": "interleaved-1f1b"},
+        {"offload": True},
+        {"deferred_batch_norm": True},
+        {"check_finite": True},
+        pytest.param({"compile": {"backend": "eager"}}, marks=pytest.mark.filterwarnings("ignore")),
+    ],
+    ids=str,
+)
+def test_with_other_features(options: dict[str, Any]) -> None:
+    check(by_tensor, **options)
+
+
+def test_nothing_is_dropped_in_evaluation_or_at_rate_zero() -> None:
+    def never(self: Dropping, number: int, block: nn.Module, x: Tensor) -> Tensor:
+        return x if torch.rand([]) < 0.0 else x + block(x)
+
+    for model in (Dropping(by_tensor).eval(), Dropping(never)):
+        with pipeline(model, (torch.randn(4, 7),), ranks=2, microbatches=2, loss=squared_error) as pipe:
+            assert not any(stage.branches for stage in pipe.stages)
+
+
+def test_a_layer_that_is_called_often_draws_the_same_masks_whatever_was_left_out_before() -> None:
+    """The call that is left out on the first stage counts on the second."""
+
+    def shared(self: Dropping, number: int, block: nn.Module, x: Tensor) -> Tensor:
+        x = x + block(x)
+        return x if torch.rand([]) < 0.5 else x + self.again(x)
+
+    check(shared, ranks=4)
+
+
+def test_ways_that_differ_in_more_are_refused() -> None:
+    def both(self: Dropping, number: int, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x) if torch.rand([]) < 0.5 else self.head(x)
+
+    def constant(self: Dropping, number: int, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x) * (2 if torch.rand([]) < 0.5 else 3)
+
+    def shape(self: Dropping, number: int, block: nn.Module, x: Tensor) -> Tensor:
+        y = torch.cat([x, block(x)]) if torch.rand([]) < 0.5 else x
+        return y[: len(x)]
+
+    def in_place(self: Dropping, number: int, block: nn.Module, x: Tensor) -> Tensor:
+        y = x if torch.rand([]) < 0.5 else x + block(x)
+        return y.mul_(2) + x
+
+    def few(self: Dropping, number: int, block: nn.Module, x: Tensor) -> Tensor:
+        self.left = 0 if number == 0 else self.left
+        if torch.rand([]) < 0.5 and self.left < 2:  # no more than two are left out
+            self.left += 1
+            return x
+        return x + block(x)
+
+    def nested(self: Dropping, number: int, block: nn.Module, x: Tensor) -> Tensor:
+        return x + block(x) if torch.rand([]) < 0.5 and torch.rand([]) < 0.5 else x
+
+    for way in (both, constant, shape, in_place, few, nested):
+        with pytest.raises(PartitionError, match=r"branches on a random number at .*test_layer_drop.py:\d+.*rate to 0"):
+            check(way)

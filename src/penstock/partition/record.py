@@ -23,6 +23,7 @@ from penstock.partition._compat import DATA_DEPENDENT, UNSUPPORTED, fake_mode, f
 from penstock.partition.branches import with_branches
 from penstock.partition.chain import Chain
 from penstock.partition.chance import node_of_drawn
+from penstock.partition.complete import leaves_of
 from penstock.partition.guards import is_integer
 from penstock.partition.known import Restart
 from penstock.partition.modes import Entry
@@ -31,7 +32,7 @@ from penstock.partition.recorder import Recorder
 from penstock.partition.recording import Constant, Recording
 from penstock.partition.source import raising_line
 from penstock.partition.state import Loan, Snapshot, fake_like, fake_value, untouched_generators
-from penstock.partition.units import Leak, Unit, find_units, intercepted
+from penstock.partition.units import NO_GRAIN, Grain, Leak, Regroup, Unit, find_units, intercepted
 
 
 def record(
@@ -39,23 +40,32 @@ def record(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     leaves: Sequence[str] = (),
-    exposed: frozenset[type[nn.Module]] = frozenset(),
+    grain: Grain = NO_GRAIN,
 ) -> Recording:
     """Record `model(*args, **kwargs)`. Parameters may be on `meta`: they are taken to be where the first input is.
 
-    `leaves` and `exposed`: see `find_units`; what else turns out to be exposed is in the recording.
+    `leaves` and `grain`: see `find_units`; what the forward taught besides is in the recording's grain.
 
     Raises PartitionError, with the line of the user's code, for what a stage could not replay.
     """
+    reason = ""
     while True:
-        one_way = partial(_one_way, model, args, kwargs, find_units(model, leaves, exposed))
+        one_way = partial(_one_way, model, args, kwargs, find_units(model, leaves, grain))
         try:
             recording = one_way({})
-            return replace(with_branches(recording, one_way) if recording.asks else recording, exposed=exposed)
+            return replace(with_branches(recording, one_way) if recording.asks else recording, grain=grain)
         except Leak as leak:
-            if leak.kind in exposed:
+            if leak.kind in grain.exposed:
                 raise PartitionError(leak.refusal) from None
-            exposed |= {leak.kind}
+            reason = leak.refusal
+            grain = replace(grain, exposed=grain.exposed | {leak.kind})
+        except Regroup as regroup:
+            reason = regroup.refusal
+            grain = _regrouped(grain, regroup, leaves)
+        except PartitionError as error:
+            if not reason:
+                raise
+            raise PartitionError(f"{reason}. To record it call by call does not help: {error}") from error
 
 
 def _one_way(
@@ -71,7 +81,18 @@ def _one_way(
         try:
             return _record(model, args, kwargs, units, fake_calls, choices)
         except Restart as restart:
-            fake_calls = restart.fake_calls
+            fake_calls = restart.fake_calls  # calls are numbered anew in each way
+
+
+def _regrouped(grain: Grain, wish: Regroup, leaves: Sequence[str]) -> Grain:
+    """With other modules opened, or run as a whole. Raises PartitionError for what was asked to be the opposite."""
+    opened, whole = grain.opened | wish.opened, grain.whole | wish.whole
+    kept = sorted(wish.opened & {*leaves})
+    if kept:
+        raise PartitionError(f"{wish.refusal}; or leave {kept} out of leaves, so that it can be recorded call by call")
+    if opened & whole or (whole <= grain.whole and opened <= grain.opened):
+        raise PartitionError(wish.refusal)
+    return replace(grain, opened=opened, whole=whole)
 
 
 def _record(
@@ -102,7 +123,12 @@ def _record(
                         f"the model's input {input_path(given.paths[index])} is a {type(leaf).__name__}, which holds "
                         "tensors but is no structure that torch can take apart. Pass tensors, tuples, lists or dicts"
                     )
-            result = _run(model, recorder, mode, inputs, given.structure)
+            try:
+                result = _run(model, recorder, mode, inputs, given.structure)
+            except (PartitionError, Leak, Regroup):
+                recorder.sideways.check_units(recorder.on_memory)  # which may be why
+                raise
+            recorder.sideways.check_units(recorder.on_memory)
             _check_leftovers(snapshot, loan, recorder, names)
             return _finish(recorder, loan, units, result)
     finally:
@@ -201,6 +227,8 @@ def _finish(recorder: Recorder, loan: Loan, units: Any, result: Any) -> Recordin
             )
         else:
             leaves.append(Constant(leaf))
+    tensors = [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
+    needed = [loan.names[id(t)] for t in leaves_of(tensors) if id(t) in loan.names]
     drawing = recorder.drawing
     called: dict[int, list[int]] = {id(m): [] for m in drawing.values()}
     for module, position in recorder.observer.calls:
@@ -223,6 +251,8 @@ def _finish(recorder: Recorder, loan: Loan, units: Any, result: Any) -> Recordin
         guards=tuple(recorder.guards),
         notes=tuple(dict.fromkeys(recorder.notes)),
         asks=tuple(recorder.chance.asks),
+        needed=frozenset(needed),
+        touched=frozenset(recorder.observer.provenance.touched),
     )
 
 

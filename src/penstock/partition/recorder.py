@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import count
 from typing import Any, ClassVar
 
 import torch
@@ -22,10 +23,20 @@ from penstock.partition.chance import Chance, holds_drawn, node_of_drawn, stand_
 from penstock.partition.guards import Guard, make_guard
 from penstock.partition.known import Known
 from penstock.partition.modes import Entry
-from penstock.partition.objects import CONSTANTS, child_items, free_name, holds_tensors, is_named_tuple, opaque_holders
+from penstock.partition.objects import (
+    CONSTANTS,
+    child_items,
+    free_name,
+    holds_tensors,
+    is_named_tuple,
+    opaque_holders,
+    tensors_in,
+)
 from penstock.partition.observer import Observer
+from penstock.partition.provenance import Call as Running
 from penstock.partition.real import run_for_real
 from penstock.partition.recording import Fact, Kind, tensor_meta
+from penstock.partition.sideways import Sideways
 from penstock.partition.state import Loan
 from penstock.partition.units import Call, Leak, Unit
 
@@ -56,6 +67,8 @@ class Recorder(TorchFunctionMode):
         self.graph = fx.Graph()
         self.facts: dict[fx.Node, Fact] = {}
         self.observer = Observer(names)
+        self.observer.provenance.held = {storage_of(fake): name for name, fake in loan.fakes.items()}
+        self.sideways = Sideways(model, units, loan, self.observer)
         self.known = Known(self.observer, mode, fake_calls)
         self.chance = Chance(self, choices)
         self.constants: dict[str, object] = {}
@@ -64,12 +77,13 @@ class Recorder(TorchFunctionMode):
         self.inputs: dict[fx.Node, int] = {}  # placeholder -> its place among the leaves of (args, kwargs)
         self.drawing: dict[str, nn.Module] = {}
         self._seen: dict[int, Seen] = {}
-        self._on_memory: dict[int, list[int]] = {}  # storage -> ids of the tensors seen on it
+        self.on_memory: dict[int, list[int]] = {}  # storage -> ids of the tensors seen on it
         self._attributes: dict[str, fx.Node] = {}
         self._constants = free_name(model, "constants")
         self._constant_ids: dict[int, str] = {}
         self._thread = threading.get_ident()
         self._paused = False
+        self._numbers = count()
 
     # -- what torch, the units and autograd functions call ----------------------------------------------------------
 
@@ -91,13 +105,15 @@ class Recorder(TorchFunctionMode):
             why = calls.refusal(function, args)
             if why is not None:
                 raise PartitionError(
-                    f"{self.here()} {why}, which cannot be replayed on a stage. Do it outside of the model, or name "
+                    f"{self._here()} {why}, which cannot be replayed on a stage. Do it outside of the model, or name "
                     "an enclosing module in leaves=[...], so that it runs as a whole"
                 )
             stale = self._stale_gradient(args, kwargs)
             by_chance = self.chance.held and holds_drawn((args, kwargs))
             plain = stand_ins((args, kwargs)) if by_chance else (args, kwargs)
-            result, drew, writes, reads_inputs = self.known.run(function, *plain, is_unknown=by_chance)
+            with self._running(args, kwargs) as call:
+                result, drew, writes, reads_inputs = self.known.run(function, *plain, is_unknown=by_chance)
+            self.sideways.check_call(call)
             target = calls.target_of(function, args, kwargs)
             if by_chance and not holds_tensors(result):
                 self.chance.refuse("a random number in a call that gives no tensor")
@@ -124,7 +140,9 @@ class Recorder(TorchFunctionMode):
                 raise PartitionError(stale)
             self.known.expose(leaf for leaf in flatten((args, kwargs)).leaves if isinstance(leaf, Tensor))
             target = calls.Target("call_module", unit.name, *self._arguments(args, kwargs))
-            result, drew, writes = self._run_unit(original, unit, args, kwargs)
+            with self._running(args, kwargs, unit):
+                result, drew, writes = self._run_unit(original, unit, args, kwargs)
+                self.observer.provenance.read(list(tensors_in(result)))
             self.known.refuse_writes(writes)
             self._refuse_objects(unit, args, kwargs, result)
             for inner in drew:
@@ -138,9 +156,22 @@ class Recorder(TorchFunctionMode):
         if self._paused or threading.get_ident() != self._thread:
             return original(*args, **kwargs)
         with self._pause():
-            result, drew, writes, _ = self.known.run(original, args, kwargs)
+            with self._running(args, kwargs) as call:
+                result, drew, writes, _ = self.known.run(original, args, kwargs)
+            self.sideways.check_call(call)
             self._write(calls.Target("call_method", "apply", (cls, *args), kwargs), "call", result, bool(drew), writes)
             return result
+
+    @contextmanager
+    def _running(self, args: Any, kwargs: Any, unit: Unit | None = None) -> Iterator[Running]:
+        """Around a call that will be a node: what it reads, it must have been given."""
+        provenance = self.observer.provenance
+        given = provenance.roots(tensors_in((args, kwargs)))
+        if unit is not None:
+            given |= self.sideways.held_by(unit)
+        call = Running(next(self._numbers), self.scope if unit is None else unit.name, unit is not None, given)
+        with provenance.calling(call):
+            yield call
 
     @contextmanager
     def _pause(self) -> Iterator[None]:
@@ -178,6 +209,7 @@ class Recorder(TorchFunctionMode):
         self.inputs[node] = index
         self._fact(node, "input", tensor)
         self._see(tensor, node)
+        self.observer.provenance.add_input(tensor)
 
     def _write(self, target: calls.Target, kind: Kind, result: Any, draws: bool, writes: frozenset[int]) -> None:
         args, kwargs = target.args, target.kwargs
@@ -190,7 +222,7 @@ class Recorder(TorchFunctionMode):
             fact.scope = str(target.function)
         self._bind(result, node, writes, alone=True)
         for storage in writes:  # an update in place may make aliases take a gradient, or change their strides
-            for key in self._on_memory.get(storage, ()):
+            for key in self.on_memory.get(storage, ()):
                 tensor, known, _ = self._seen[key]
                 self._seen[key] = (tensor, known, tensor.requires_grad)
                 if known is not node:
@@ -236,7 +268,7 @@ class Recorder(TorchFunctionMode):
 
     def _see(self, tensor: Tensor, node: fx.Node) -> None:
         self._seen[id(tensor)] = (tensor, node, tensor.requires_grad)
-        self._on_memory.setdefault(storage_of(tensor), []).append(id(tensor))
+        self.on_memory.setdefault(storage_of(tensor), []).append(id(tensor))
 
     # -- values to nodes --------------------------------------------------------------------------------------------
 
@@ -263,7 +295,7 @@ class Recorder(TorchFunctionMode):
             return slice(self._argument(value.start), self._argument(value.stop), self._argument(value.step))
         if holds_tensors(value, fake_only=True):
             raise PartitionError(
-                f"{self.here()} passes on a {kind.__name__}, which holds tensors. Only tensors, tuples, lists and "
+                f"{self._here()} passes on a {kind.__name__}, which holds tensors. Only tensors, tuples, lists and "
                 "dicts can cross a cut: pass the tensors themselves"
             )
         return self._constant(value, kind.__name__ if not isinstance(value, type) else value.__name__)
@@ -278,16 +310,17 @@ class Recorder(TorchFunctionMode):
             return self._attribute(name, "parameter" if isinstance(tensor, nn.Parameter) else "buffer", tensor)
         if isinstance(tensor, FakeTensor):
             refusal = (
-                f"{self.here()} uses a tensor of shape {tuple(tensor.shape)} that no recorded call made: "
+                f"{self._here()} uses a tensor of shape {tuple(tensor.shape)} that no recorded call made: "
                 f"{self._holder_of(tensor) or 'a block left it in an attribute, or compiled code made it'}. "
                 "Return it from the block, or name an enclosing module in leaves=[...], so that it runs as a whole"
             )
             if id(tensor) in self.observer.returned:
                 raise Leak(type(self.observer.returned[id(tensor)][1]), refusal)
+            self.sideways.open_maker(tensor, refusal)
             raise PartitionError(refusal)
         if tensor.requires_grad:
             raise PartitionError(
-                f"{self.here()} uses a tensor of shape {tuple(tensor.shape)} that requires a gradient but is no "
+                f"{self._here()} uses a tensor of shape {tuple(tensor.shape)} that requires a gradient but is no "
                 f"parameter{': ' + held if (held := self._holder_of(tensor)) else ''}. Register it as an nn.Parameter"
             )
         return self._constant(tensor, (self._holder_of(tensor) or "tensor").rpartition(".")[2])
@@ -315,13 +348,17 @@ class Recorder(TorchFunctionMode):
     def is_paused(self) -> bool:
         return self._paused
 
+    def here(self) -> str:
+        """The line that runs, and its module."""
+        return self._here()
+
     # -- messages ---------------------------------------------------------------------------------------------------
 
     @property
     def scope(self) -> str:
         return self.module_names.get(id(self.observer.stack[-1]), "") if self.observer.stack else ""
 
-    def here(self) -> str:
+    def _here(self) -> str:
         return f"{source.current_line()}, in {f'module {self.scope!r}' if self.scope else 'the model'},"
 
     def _holder_of(self, tensor: Tensor) -> str:
@@ -336,7 +373,7 @@ class Recorder(TorchFunctionMode):
             seen = self._seen.get(id(leaf)) if isinstance(leaf, Tensor) else None
             if seen is not None and seen[2] != leaf.requires_grad:
                 return (
-                    f"{self.here()} uses {seen[1].name}, whose requires_grad was {seen[2]} when it was made and is "
+                    f"{self._here()} uses {seen[1].name}, whose requires_grad was {seen[2]} when it was made and is "
                     f"now {leaf.requires_grad}. A stage cannot replay that: use .detach() instead"
                 )
         return None
