@@ -140,12 +140,13 @@ class _Merger:
             writes=frozenset(s for f in facts.values() for s in f.writes if s in base.memory),
             takes_gradient=any(f.takes_gradient for f in facts.values()),
             source_line=branch.source_line,
+            work=sum(f.work for f in facts.values()),
             branch=branch,
         )
         for place, output in enumerate(outputs):
             self.new[output] = item = self.graph.call_function(operator.getitem, (node, place))
             self.facts[item] = replace(
-                facts[output], index=len(self.facts), kind="call", draws=False, writes=frozenset()
+                facts[output], index=len(self.facts), kind="call", draws=False, writes=frozenset(), work=0
             )
 
     def _make_anywhere(self, node: fx.Node) -> None:

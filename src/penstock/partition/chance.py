@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from penstock.errors import PartitionError
 from penstock.partition import source
-from penstock.partition._compat import FakeTensor, pytree
+from penstock.partition._compat import FakeTensor
 
 if TYPE_CHECKING:
     from penstock.partition.recorder import Recorder
@@ -73,7 +73,7 @@ class Drawn:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        held = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, (Drawn, DrawnArray)))
+        held = next(_drawn((args, kwargs)))
         held.chance.refuse(f"a random number, {held.node.name!r}, inside of a module that runs as a whole")
 
     __hash__ = None  # type: ignore[assignment]
@@ -196,19 +196,30 @@ class Chance:
 
 def stand_ins(tree: Any) -> Any:
     """The same with something in place of what is drawn, of the same type and shape, for calls on fake tensors."""
-    numpy = sys.modules.get("numpy")
-
-    def plain(leaf: Any) -> Any:
-        if isinstance(leaf, Drawn):
-            return 0.5
-        return numpy.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, DrawnArray) and numpy else leaf
-
-    return pytree.tree_map_only((Drawn, DrawnArray), plain, tree)
+    if isinstance(tree, Drawn):
+        return 0.5
+    if isinstance(tree, DrawnArray):
+        return sys.modules["numpy"].zeros(tree.shape, tree.dtype)
+    if type(tree) in (tuple, list):
+        return type(tree)(map(stand_ins, tree))
+    return {key: stand_ins(value) for key, value in tree.items()} if type(tree) is dict else tree
 
 
 def holds_drawn(tree: Any) -> bool:
     """Whether a random number or array is among the leaves."""
-    return any(isinstance(leaf, (Drawn, DrawnArray)) for leaf in pytree.tree_leaves(tree))
+    return next(_drawn(tree), None) is not None
+
+
+def _drawn(tree: Any) -> Iterator[Drawn | DrawnArray]:
+    if isinstance(tree, (Drawn, DrawnArray)):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for value in tree:
+            yield from _drawn(value)
+    elif isinstance(tree, dict):
+        yield from _drawn(tuple(tree.values()))
+    elif isinstance(tree, slice):
+        yield from _drawn((tree.start, tree.stop, tree.step))
 
 
 def node_of_drawn(value: object) -> fx.Node | None:

@@ -30,7 +30,7 @@ class RandomSource(Protocol):
         """Count calls of modules that draw, by name, which were left out."""
 
 
-Kind = Literal["input", "parameter", "buffer", "constant", "call", "unit"]
+Kind = Literal["input", "parameter", "buffer", "constant", "object", "call", "unit"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,8 @@ class Fact:
 
     Attributes:
         index: its place in program order.
-        kind: an input of the model, something the model holds, a torch call, or a module that ran as a unit.
+        kind: an input of the model, something the model holds, an object that is put together for a call, a torch call,
+            or a module that ran as a unit.
         scope: the qualified name of the innermost module that it ran in; for a unit, its own.
         meta: of the result, where that is one tensor.
         storages: the memory behind its result's tensors. Equal numbers mean shared memory.
@@ -58,6 +59,7 @@ class Fact:
         source_line: `file:line` of the call in the user's code, for messages.
         is_anywhere: a number by chance, or what a decision rests on: every stage that needs it makes it for itself.
         branch: what runs only if a decision says so; see `Branch`.
+        work: how much work it is, its backward included; see `work_of`.
         updates: the index of each node that updated the result in place, and its meta from then on.
     """
 
@@ -73,6 +75,7 @@ class Fact:
     source_line: str = ""
     is_anywhere: bool = False
     branch: Branch | None = None
+    work: int = 0
     updates: list[tuple[int, TensorMeta]] = field(default_factory=list)
 
     @property

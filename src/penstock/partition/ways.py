@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from penstock.partition.recording import Fact, Recording
 
@@ -44,7 +44,7 @@ class Way:
         for node, fact in recording.facts.items():
             while position < len(limits) and fact.index >= limits[position]:
                 position += 1
-            if fact.kind in ("call", "unit"):
+            if fact.kind in ("object", "call", "unit"):
                 segments[position].append(node)
         return cls(recording, tuple(answers), segments)
 
@@ -216,5 +216,6 @@ def _is_same_object(mine: fx.Node, theirs: fx.Node, base: Recording, other: Reco
         return False
     one, two = str(mine.target), str(theirs.target)
     if one in base.constants and two in other.constants:
-        return base.constants[one] is other.constants[two]
+        a, b = base.constants[one], other.constants[two]
+        return a is b or (type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b))
     return one == two
