@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -274,3 +275,51 @@ def test_without_the_watch_a_flag_is_lost(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Sideways, "run_unit", lambda self, unit, args, kwargs, run: run(args, kwargs)[0])
     x, y = batch()
     assert not verify(seeded(lambda: Telling("context")), (x,), y, F.mse_loss, ranks=2, microbatches=4).ok
+
+
+# -- what the loss reads of the model's own ---------------------------------------------------------------------------
+
+
+class Distance(nn.Module):
+    """A loss with parameters of its own."""
+
+    def __init__(self, extra: Callable[[], Any]) -> None:
+        super().__init__()
+        self.scale, self.extra = nn.Parameter(torch.ones(())), extra
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target) * self.scale + self.extra()
+
+
+def step_with(extra: Callable[[nn.Module], Any], ranks: int = 2) -> tuple[nn.Module, Distance]:
+    model, (x, y) = seeded(lambda: chain(nn.Linear)), batch()
+    loss = Distance(lambda: extra(model))
+    with penstock.pipeline(model, (x,), loss=loss, ranks=ranks, microbatches=2) as pipe:
+        pipe.step(x, target=y)
+    return model, loss
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        lambda model: sum(p.square().sum() for p in model.parameters()),
+        lambda model: model[0].weight.detach().mean(),
+        lambda model: F.linear(torch.ones(WIDTH), model[0].weight).sum(),
+    ],
+)
+def test_a_parameter_of_another_stage_in_the_loss_is_refused_by_name(extra: Callable[[Any], Tensor]) -> None:
+    with pytest.raises(penstock.ArgumentError, match=r"the loss reads '0.weight' of the model, which is not on"):
+        step_with(extra)
+
+
+def test_the_loss_may_read_the_last_stage_and_its_own_parameters() -> None:
+    model, loss = step_with(lambda model: model[3].weight.square().sum() + 0 * model[0].weight.numel())
+    assert loss.scale.grad is not None
+    assert all(p.grad is not None for p in model.parameters())
+    step_with(lambda model: sum(p.square().sum() for p in model.parameters()), ranks=1)
+
+
+def test_a_gradient_that_no_call_shows_is_found_in_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.runtime.loss.watching", lambda elsewhere: contextlib.nullcontext())
+    with pytest.raises(penstock.ArgumentError, match=r"the loss reads '0.weight' of the model"):
+        step_with(lambda model: model[0].weight.sum())

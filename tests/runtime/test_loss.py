@@ -97,7 +97,10 @@ def test_own_loss(output: Any, found: bool) -> None:
 
 
 def head(loss: Any, *, needed: bool = True, microbatches: int = 2) -> LossHead:
-    partition: Any = SimpleNamespace(build_output=lambda leaves: leaves[0], leaving=lambda leaves: nullcontext())
+    def leaving(leaves: Any) -> Any:
+        return nullcontext()
+
+    partition: Any = SimpleNamespace(build_output=lambda leaves: leaves[0], leaving=leaving, elsewhere={})
     return LossHead(loss, [partition] * microbatches, Streams(0), needed=needed)
 
 

@@ -25,6 +25,9 @@ SMALL = 1024
 """The most elements of a value that is carried to the last stage in case the loss function reads it."""
 
 
+EVERY = "*"
+"""Among the units that are shut: nothing is carried at all."""
+
 PLAIN = (bool, int, float, str)
 
 
@@ -71,6 +74,19 @@ class Left:
     key: Any
     value: Any
     units: frozenset[str] = frozenset()
+
+    @property
+    def is_carried(self) -> bool:
+        """Whether it is made of outputs."""
+        return _has_carried(self.value)
+
+
+def _has_carried(template: Any) -> bool:
+    if type(template) is dict:
+        template = list(template.values())
+    if type(template) in (list, tuple):
+        return any(map(_has_carried, template))
+    return isinstance(template, Carried)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,7 +139,7 @@ def gather(
             owner = {name for name in names if place.module and f"{place.text}.".startswith(f"{name}.")}
             makers = {m.unit for m in made.values()} if made else owner
             wanted = [t for t in tensors_in(value) if id(t) in made and t.numel() <= SMALL and _nested(value, t)]
-            if text not in grain.carried and not any(t.requires_grad for t in wanted):
+            if EVERY in grain.shut or (text not in grain.carried and not any(t.requires_grad for t in wanted)):
                 wanted = []
             small = [t for t in wanted if has_node(t)]
             to_open |= {u for t in wanted if not has_node(t) and (u := made[id(t)].unit) in names - grain.shut}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -49,6 +49,7 @@ class Partition:
         origins: for each value that enters or leaves a stage, by name: where it was made.
         guards: what the forward read from the values of integer inputs; the partition holds where they read the same.
         left: what the forward leaves in attributes and shared objects, but for what the last stage itself leaves.
+        elsewhere: parameters, and buffers that the forward updates, that are not on the last stage.
     """
 
     stages: tuple[Stage, ...]
@@ -66,6 +67,7 @@ class Partition:
     result_structure: Any
     result_leaves: tuple[int | Constant, ...]
     left: tuple[Left, ...] = ()
+    elsewhere: Mapping[str, Tensor] = field(default_factory=dict)
 
     def flatten_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensors that stage 0 receives, in its order.

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,11 +28,13 @@ from penstock.partition._compat import (
     storage_of,
     unflatten,
 )
+from penstock.partition.branches import with_branches
 from penstock.partition.chain import Chain
+from penstock.partition.chance import node_of_drawn
 from penstock.partition.complete import leaves_of
 from penstock.partition.guards import is_integer
 from penstock.partition.known import Restart
-from penstock.partition.left import Behind, gather
+from penstock.partition.left import EVERY, Behind, gather
 from penstock.partition.modes import Entry
 from penstock.partition.objects import hides_tensors, holds_tensors, input_path
 from penstock.partition.reach import Reach
@@ -56,36 +59,54 @@ def record(
 
     Raises PartitionError, with the line of the user's code, for what a stage could not replay.
     """
-    fake_calls: frozenset[int] = frozenset()
     reason, without = "", None
     made: list[WeakStorage] = []
     while True:
-        units = find_units(model, leaves, grain)
+        one_way = partial(_one_way, model, args, kwargs, find_units(model, leaves, grain), grain, made)
         try:
-            recording = _record(model, args, kwargs, units, fake_calls, grain, made)
+            recording = one_way({})
             refuse_strays(made)
-            return recording
-        except Restart as restart:
-            fake_calls = restart.fake_calls
+            if recording.asks and any(entry.is_carried for entry in recording.left):
+                grain, without, reason = replace(without or grain, shut=grain.shut | {EVERY}), None, ""
+                continue  # a way that leaves a module out has no value to carry
+            return with_branches(recording, one_way) if recording.asks else recording
         except Leak as leak:
             if leak.kind in grain.exposed:
                 raise PartitionError(leak.refusal) from None
-            reason, fake_calls = leak.refusal, frozenset()  # calls are numbered anew
+            reason = leak.refusal
             grain = replace(grain, exposed=grain.exposed | {leak.kind})
         except Regroup as regroup:
-            reason, fake_calls = regroup.refusal, frozenset()
+            reason = regroup.refusal
             if not regroup.needed:
                 without = replace(without or grain, shut=grain.shut | regroup.opened)
             grain = _regrouped(grain, regroup, leaves)
         except Exception as error:
             if without is not None:
-                grain, without, reason, fake_calls = without, None, "", frozenset()
+                grain, without, reason = without, None, ""
             elif reason and isinstance(error, PartitionError):
                 raise PartitionError(f"{reason}. To record it call by call does not help: {error}") from error
             else:
                 raise
         refuse_strays(made)  # that of the next attempt would meet
         made.clear()
+
+
+def _one_way(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    units: dict[int, Unit],
+    grain: Grain,
+    made: list[WeakStorage],
+    choices: Mapping[int, bool],
+) -> Recording:
+    """The way that the forward takes with these answers where it branches by chance."""
+    fake_calls: frozenset[int] = frozenset()
+    while True:
+        try:
+            return _record(model, args, kwargs, units, fake_calls, grain, made, choices)
+        except Restart as restart:
+            fake_calls = restart.fake_calls  # calls are numbered anew in each way
 
 
 def _regrouped(grain: Grain, wish: Regroup, leaves: Sequence[str]) -> Grain:
@@ -107,6 +128,7 @@ def _record(
     fake_calls: frozenset[int],
     grain: Grain,
     made: list[WeakStorage],
+    choices: Mapping[int, bool],
 ) -> Recording:
     given = flatten((tuple(args), dict(kwargs)))
     device = next((x.device for x in given.leaves if isinstance(x, Tensor)), torch.device("cpu"))
@@ -116,7 +138,7 @@ def _record(
         with untouched_generators():
             loan = Loan(model, mode, device)
             reach = Reach(model)
-            recorder = Recorder(model, units, loan, Entry(device), names, mode, fake_calls, reach)
+            recorder = Recorder(model, units, loan, Entry(device), names, mode, fake_calls, reach, choices)
             recorder.observer.provenance.numbers = made
             inputs = list(given.leaves)
             for index, leaf in enumerate(given.leaves):
@@ -229,6 +251,8 @@ def _finish(recorder: Recorder, loan: Loan, units: Any, result: Any, left: Seque
     for leaf, path in zip(flat.leaves, flat.paths, strict=True):
         if isinstance(leaf, Tensor):
             leaves.append(outputs.setdefault(recorder.node_of(leaf), len(outputs)))
+        elif (drawn := node_of_drawn(leaf)) is not None:
+            recorder.chance.refuse(f"a random number, {drawn.name!r}, as the model's result{path},")
         elif hides_tensors(leaf, fake_only=True):
             raise PartitionError(
                 f"the model's result{path} is a {type(leaf).__name__}, which holds tensors that cannot be taken out of "
@@ -264,6 +288,7 @@ def _finish(recorder: Recorder, loan: Loan, units: Any, result: Any, left: Seque
         notes=tuple(dict.fromkeys(recorder.notes)),
         grain=replace(grain, carried=grain.carried | texts),
         left=tuple(carried),
+        asks=tuple(recorder.chance.asks),
         needed=frozenset(needed),
         touched=frozenset(recorder.observer.provenance.touched),
     )

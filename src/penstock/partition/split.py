@@ -74,7 +74,12 @@ class Split:
 
     def last_has(self, units: Collection[str]) -> bool:
         """Whether all of some units (none is not all) run on the last stage, each for the last time."""
-        ends = {fact.scope: self.stage_of(fact.index) for fact in self.facts.values() if fact.kind == "unit"}
+        ends = {
+            unit: self.stage_of(fact.index)
+            for fact in self.facts.values()
+            if fact.kind == "unit"
+            for unit in fact.units
+        }
         return bool(units) and all(ends.get(unit) == self.count - 1 for unit in units)
 
     def source(self, node: fx.Node, consumer: int) -> int:
@@ -111,7 +116,17 @@ class Split:
         """Calls that any stage can make again for itself: no parameters, no randomness, no gradient, no updates."""
         found: set[fx.Node] = set()
         for node, fact in self.facts.items():
-            if fact.kind != "call" or fact.draws or fact.writes or fact.takes_gradient or fact.storages & self.written:
+            if fact.is_anywhere:
+                found.add(node)
+                continue
+            if (
+                fact.kind != "call"
+                or fact.branch
+                or fact.draws
+                or fact.writes
+                or fact.takes_gradient
+                or fact.storages & self.written
+            ):
                 continue
             if all(self._is_remade(argument, found) for argument in node.all_input_nodes):
                 found.add(node)
@@ -225,10 +240,8 @@ class Split:
         fact = self.facts[node]
         if fact.kind in ("parameter", "buffer"):
             return [str(node.target)]
-        if fact.kind != "unit":
-            return []
-        module = self.model.get_submodule(str(node.target))
-        return [self._canonical[id(t)] for t in (*module.parameters(), *module.buffers())]
+        modules = [self.model.get_submodule(name) for name in fact.units]
+        return [self._canonical[id(t)] for module in modules for t in (*module.parameters(), *module.buffers())]
 
     @cached_property
     def _canonical(self) -> dict[int, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from penstock.errors import ArgumentError
 from penstock.partition import Partition
 from penstock.runtime import exact
+from penstock.runtime.loss_reads import check_graph, watching
 from penstock.runtime.streams import Streams
 
 Loss = Callable[[Any, Any], Tensor]
@@ -89,6 +91,8 @@ class LossHead:
         self._scale = 1.0
         self._seeds: dict[tuple[float, torch.dtype], Tensor] = {}
         self._keep_outputs = False
+        self._elsewhere = {id(tensor): name for name, tensor in partitions[0].elsewhere.items()}
+        self._watched = not self._elsewhere
         self.losses: list[Tensor | None] = []
         self.outputs: list[Any] = []
 
@@ -116,8 +120,11 @@ class LossHead:
             loss = own_loss(output)
         else:
             self._streams.begin_loss(microbatch)
-            with partition.leaving(leaves):
+            with partition.leaving(leaves), nullcontext() if self._watched else watching(self._elsewhere):
                 loss = None if self._targets is None else self._loss(output, self._targets[microbatch])
+            if isinstance(loss, Tensor) and not self._watched:
+                check_graph(loss, self._elsewhere)
+                self._watched = True
         if loss is None:
             if self._needed:
                 raise ArgumentError(
