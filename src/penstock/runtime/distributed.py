@@ -297,7 +297,7 @@ class _Shared:
 
 
 def _header(layouts: Sequence[Layout | None], link: Link) -> Tensor:
-    """Layouts of a link's values as integers: present, requires_grad, dtype, misalignment, dimensions, shape, stride."""
+    """Layouts of a link's values as integers: present, requires_grad, dtype, misalignment, dims, shape, stride."""
     rows: list[int] = []
     for (stage, name), layout in zip(link.values, layouts, strict=True):
         if layout is None:
