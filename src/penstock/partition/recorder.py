@@ -6,9 +6,11 @@ each call wrote and whether it drew random numbers. `record` sets the stage for 
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any, ClassVar
 
 import torch
@@ -21,12 +23,26 @@ from penstock.partition._compat import FakeTensor, FakeTensorMode, flatten, quie
 from penstock.partition.guards import Guard, make_guard
 from penstock.partition.known import Known
 from penstock.partition.modes import Entry
-from penstock.partition.objects import CONSTANTS, child_items, free_name, holds_tensors, is_named_tuple, opaque_holders
+from penstock.partition.objects import (
+    CONSTANTS,
+    OPAQUE,
+    child_items,
+    free_name,
+    hides_tensors,
+    holds_tensors,
+    is_named_tuple,
+    rebuilt,
+    tensors_in,
+)
 from penstock.partition.observer import Observer
+from penstock.partition.passed import Passed, kept_by
+from penstock.partition.provenance import Call as Running
 from penstock.partition.real import run_for_real
 from penstock.partition.recording import Fact, Kind, tensor_meta
+from penstock.partition.sideways import Sideways
 from penstock.partition.state import Loan
-from penstock.partition.units import Call, Leak, Unit
+from penstock.partition.trees import LEAF, Flat
+from penstock.partition.units import Call, Leak, Regroup, Unit
 
 Seen = tuple[Tensor, fx.Node, bool]
 """A tensor that the forward handles (kept alive, so that its id stays its own), its node, and its requires_grad."""
@@ -54,6 +70,8 @@ class Recorder(TorchFunctionMode):
         self.graph = fx.Graph()
         self.facts: dict[fx.Node, Fact] = {}
         self.observer = Observer(names)
+        self.observer.provenance.held = {storage_of(fake): name for name, fake in loan.fakes.items()}
+        self.sideways = Sideways(model, units, loan, self.observer)
         self.known = Known(self.observer, mode, fake_calls)
         self.constants: dict[str, object] = {}
         self.notes: list[str] = []
@@ -61,12 +79,16 @@ class Recorder(TorchFunctionMode):
         self.inputs: dict[fx.Node, int] = {}  # placeholder -> its place among the leaves of (args, kwargs)
         self.drawing: dict[str, nn.Module] = {}
         self._seen: dict[int, Seen] = {}
-        self._on_memory: dict[int, list[int]] = {}  # storage -> ids of the tensors seen on it
+        self.on_memory: dict[int, list[int]] = {}  # storage -> ids of the tensors seen on it
         self._attributes: dict[str, fx.Node] = {}
         self._constants = free_name(model, "constants")
         self._constant_ids: dict[int, str] = {}
+        self._kept = kept_by(model)
+        self._passed: dict[int, fx.Node] = {}  # for the call that is being written: id of what it is given -> its node
+        self._opaque: dict[int, tuple[object, fx.Node]] = {}  # what a call made that hides tensors, by its id
         self._thread = threading.get_ident()
         self._paused = False
+        self._numbers = count()
 
     # -- what torch, the units and autograd functions call ----------------------------------------------------------
 
@@ -89,7 +111,9 @@ class Recorder(TorchFunctionMode):
                     "an enclosing module in leaves=[...], so that it runs as a whole"
                 )
             stale = self._stale_gradient(args, kwargs)
-            result, drew, writes, reads_inputs = self.known.run(function, args, kwargs)
+            with self._running(args, kwargs) as call:
+                result, drew, writes, reads_inputs = self.known.run(function, args, kwargs)
+            self.sideways.check_call(call)
             target = calls.target_of(function, args, kwargs)
             if writes or holds_tensors(result):
                 if stale:
@@ -106,19 +130,25 @@ class Recorder(TorchFunctionMode):
         if unit is None or self._paused or threading.get_ident() != self._thread:
             return original(module, *args, **kwargs)
         with self._pause():
-            self._refuse_objects(unit, args, kwargs)
             stale = self._stale_gradient(args, kwargs)
             if stale:
                 raise PartitionError(stale)
-            self.known.expose(leaf for leaf in flatten((args, kwargs)).leaves if isinstance(leaf, Tensor))
-            target = calls.Target("call_module", unit.name, *self._arguments(args, kwargs))
-            result, drew, writes = self._run_unit(original, unit, args, kwargs)
+            leaves = flatten((args, kwargs)).leaves
+            for leaf in leaves:
+                if (refusal := self._hidden(leaf)) is not None:
+                    raise Regroup(refusal, opened=[unit.name])
+            self.known.expose(leaf for leaf in leaves if isinstance(leaf, Tensor))
+            given = Passed(args, kwargs, self._kept)
+            with self._running(args, kwargs, unit):
+                result, drew, writes = self._run_unit(original, unit, args, kwargs)
+                self.observer.provenance.read(list(tensors_in((result, given.containers))))
             self.known.refuse_writes(writes)
-            self._refuse_objects(unit, args, kwargs, result)
             for inner in drew:
                 inner = inner or module
                 self.drawing.setdefault(self.module_names[id(inner)], inner)
-            self._write(target, "unit", result, False, writes)
+            with self._passing(given, unit):
+                target = calls.Target("call_module", unit.name, *self._arguments(args, kwargs))
+                self._write(target, "unit", result, False, writes)
             return result
 
     def call_autograd_function(self, original: Callable[..., Any], cls: type, args: Any, kwargs: Any) -> Any:
@@ -126,9 +156,22 @@ class Recorder(TorchFunctionMode):
         if self._paused or threading.get_ident() != self._thread:
             return original(*args, **kwargs)
         with self._pause():
-            result, drew, writes, _ = self.known.run(original, args, kwargs)
+            with self._running(args, kwargs) as call:
+                result, drew, writes, _ = self.known.run(original, args, kwargs)
+            self.sideways.check_call(call)
             self._write(calls.Target("call_method", "apply", (cls, *args), kwargs), "call", result, bool(drew), writes)
             return result
+
+    @contextmanager
+    def _running(self, args: Any, kwargs: Any, unit: Unit | None = None) -> Iterator[Running]:
+        """Around a call that will be a node: what it reads, it must have been given."""
+        provenance = self.observer.provenance
+        given = provenance.roots(tensors_in((args, kwargs)))
+        if unit is not None:
+            given |= self.sideways.held_by(unit)
+        call = Running(next(self._numbers), self.scope if unit is None else unit.name, unit is not None, given)
+        with provenance.calling(call):
+            yield call
 
     @contextmanager
     def _pause(self) -> Iterator[None]:
@@ -166,6 +209,7 @@ class Recorder(TorchFunctionMode):
         self.inputs[node] = index
         self._fact(node, "input", tensor)
         self._see(tensor, node)
+        self.observer.provenance.add_input(tensor)
 
     def _write(self, target: calls.Target, kind: Kind, result: Any, draws: bool, writes: frozenset[int]) -> None:
         args, kwargs = target.args, target.kwargs
@@ -178,7 +222,7 @@ class Recorder(TorchFunctionMode):
             fact.scope = str(target.function)
         self._bind(result, node, writes, alone=True)
         for storage in writes:  # an update in place may make aliases take a gradient, or change their strides
-            for key in self._on_memory.get(storage, ()):
+            for key in self.on_memory.get(storage, ()):
                 tensor, known, _ = self._seen[key]
                 self._seen[key] = (tensor, known, tensor.requires_grad)
                 if known is not node:
@@ -209,15 +253,64 @@ class Recorder(TorchFunctionMode):
             if id(result) not in self.loan.names and (alone or new):
                 self._see(result, node)
             return
-        for access, key, item in child_items(result):
+        parts = list(child_items(result))
+        if not parts and hides_tensors(result, fake_only=True):
+            self._opaque[id(result)] = result, node
+            node.meta[OPAQUE] = type(result).__name__
+        for access, key, item in parts:
             if holds_tensors(item):
                 child = self.graph.call_function(access, (node, key))
                 self._fact(child, "call", item)
                 self._bind(item, child, writes)
 
+    @contextmanager
+    def _passing(self, given: Passed, unit: Unit) -> Iterator[None]:
+        """Around the writing of a call, which has been made: what it was given is made for it before, and what it left
+        in that is taken out behind."""
+        changed = given.changed()
+        made, flat = given.given(changed)
+        for value in (given.containers[index] for index in changed):
+            if id(value) in self._kept:
+                raise PartitionError(
+                    f"{unit.name!r} changes an argument, a {type(value).__name__}, that the model keeps for its next "
+                    "call, which a stage cannot replay. Make a new one in each forward"
+                )
+        if made:
+            node = self._made(flat)
+            for index in made:
+                part = self.graph.call_function(operator.getitem, (node, index))
+                self._fact(part, "object", flat.leaves)
+                self._passed[id(given.containers[index])] = part
+        yield
+        for index in changed:
+            value, node = given.containers[index], self._passed.pop(id(given.containers[index]))
+            for access, key, item in child_items(value):
+                if self._is_new(item):
+                    child = self.graph.call_function(access, (node, key))
+                    self._fact(child, "call", item)
+                    self._bind(item, child, frozenset())
+        self._passed.clear()
+
+    def _is_new(self, value: Any) -> bool:
+        """Whether there is anything in a value that no recorded call has made so far."""
+        return any(
+            id(leaf) not in self._seen and id(leaf) not in self.loan.names
+            if isinstance(leaf, Tensor)
+            else id(leaf) not in self._opaque and hides_tensors(leaf, fake_only=True)
+            for leaf in flatten(value).leaves
+        )
+
+    def _made(self, flat: Flat) -> fx.Node:
+        """A node that puts an object together."""
+        leaves = [self._argument(leaf) for leaf in flat.leaves]
+        structure = self._constant(flat.structure, "structure")
+        node = self.graph.call_function(rebuilt, (structure, *leaves))
+        self._fact(node, "object", flat.leaves)
+        return node
+
     def _see(self, tensor: Tensor, node: fx.Node) -> None:
         self._seen[id(tensor)] = (tensor, node, tensor.requires_grad)
-        self._on_memory.setdefault(storage_of(tensor), []).append(id(tensor))
+        self.on_memory.setdefault(storage_of(tensor), []).append(id(tensor))
 
     # -- values to nodes --------------------------------------------------------------------------------------------
 
@@ -230,6 +323,8 @@ class Recorder(TorchFunctionMode):
             return self.node_of(value)
         if kind in CONSTANTS:
             return value
+        if id(value) in self._passed:
+            return self._passed[id(value)]
         if kind is torch.Size or kind is tuple:
             return tuple(self._argument(v) for v in value)
         if is_named_tuple(value):
@@ -240,12 +335,25 @@ class Recorder(TorchFunctionMode):
             return {k: self._argument(v) for k, v in value.items()}
         if kind is slice:
             return slice(self._argument(value.start), self._argument(value.stop), self._argument(value.step))
-        if holds_tensors(value, fake_only=True):
-            raise PartitionError(
-                f"{self._here()} passes on a {kind.__name__}, which holds tensors. Only tensors, tuples, lists and "
-                "dicts can cross a cut: pass the tensors themselves"
-            )
+        flat = flatten(value)
+        if flat.structure != LEAF:
+            return self._made(flat)
+        if id(value) in self._opaque:
+            return self._opaque[id(value)][1]
+        if (refusal := self._hidden(value)) is not None:
+            raise PartitionError(refusal)
         return self._constant(value, kind.__name__ if not isinstance(value, type) else value.__name__)
+
+    def _hidden(self, value: Any) -> str | None:
+        """Why a leaf cannot be passed on, if it is no plain value and no recorded call returned it: a closure."""
+        if isinstance(value, Tensor) or type(value) in CONSTANTS or id(value) in self._opaque:
+            return None
+        if not hasattr(type(value), "__next__") and not hides_tensors(value, fake_only=True):
+            return None
+        return (
+            f"{self._here()} passes on a {type(value).__name__}, from which tensors cannot be taken out. Pass the "
+            "tensors themselves, or name an enclosing module in leaves=[...], so that it runs as a whole"
+        )
 
     def node_of(self, tensor: Tensor) -> fx.Node:
         """The node that stands for a tensor. Raises PartitionError for one whose origin was not recorded."""
@@ -263,6 +371,7 @@ class Recorder(TorchFunctionMode):
             )
             if id(tensor) in self.observer.returned:
                 raise Leak(type(self.observer.returned[id(tensor)][1]), refusal)
+            self.sideways.open_maker(tensor, refusal)
             raise PartitionError(refusal)
         if tensor.requires_grad:
             raise PartitionError(
@@ -312,14 +421,3 @@ class Recorder(TorchFunctionMode):
                     f"now {leaf.requires_grad}. A stage cannot replay that: use .detach() instead"
                 )
         return None
-
-    def _refuse_objects(self, unit: Unit, args: Any, kwargs: Any, result: Any = None) -> None:
-        """Objects that hold tensors before or after a block's call carry values past the cuts."""
-        named = {**{f"argument {i}": a for i, a in enumerate(args)}, **kwargs, "result": result}
-        for name, value in named.items():
-            held = next(opaque_holders(value), None)
-            if held is not None:
-                raise PartitionError(
-                    f"{unit.name!r} keeps tensors in its {name}, a {type(held).__name__}, which cannot cross a cut. "
-                    f"For a key-value cache pass use_cache=False; else pass the tensors themselves"
-                )

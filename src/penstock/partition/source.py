@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
+from functools import cache
 from pathlib import Path
 from types import FrameType
 
 import torch
 
-OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+OURS = tuple(str(folder) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parent))
+"""With the separator: packages whose names begin with "torch" are the user's."""
+
+
+@cache
+def is_ours(file: str) -> bool:
+    """Whether a file of code is torch's or Penstock's."""
+    return file.startswith(OURS)
 
 
 def current_line() -> str:
     """`file:line` of the call that is running."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(OURS):
+    while frame is not None and is_ours(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "unknown"
 
