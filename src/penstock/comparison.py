@@ -136,10 +136,10 @@ class Report:
         first = self.wrong[0]
         text = f"{len(self.wrong)} of {len(self.rows)} values differ; the first is {first.kind} {first.name}"
         text += f" on stage {', '.join(map(str, first.stages))}" if first.stages else ""
-        text += f" in step {first.step}" if first.step else ""
+        step = f", in step {first.step}" if first.step else ""
         if first.verdict in ("missing", "unexpected"):
-            return f"{text}: {first.verdict} in the pipeline"
-        return f"{text}: by {first.max_difference:.3g} (largest entry {first.max_reference:.3g})"
+            return f"{text}: {first.verdict} in the pipeline{step}"
+        return f"{text}: by {first.max_difference:.3g} (largest entry {first.max_reference:.3g}){step}"
 
     def check(self) -> Report:
         """Returns itself. Raises VerificationError, with the summary, unless everything is equal."""
