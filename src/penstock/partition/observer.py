@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.partition._compat import flatten, storage_of
+from penstock.partition.provenance import Provenance, tensors_of
 
 RUNNING = ("running_mean", "running_var")
 """Arguments of batch norm that are updated in training only, whatever the schema says."""
@@ -27,6 +28,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         calls: every module called so far, with the value of `position` at that time.
         returned: for the `id` of each tensor that a module returned, the tensor and the innermost such module.
         position: set by the owner; the index of the node that is being recorded.
+        provenance: where tensors come from.
     """
 
     supports_higher_order_operators = True
@@ -39,6 +41,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls: list[tuple[nn.Module, int]] = []
         self.returned: dict[int, tuple[Tensor, nn.Module]] = {}
         self.position = 0
+        self.provenance = Provenance()
         self._drew: list[nn.Module | None] = []
         self._written: dict[int, Tensor] = {}
         self._kept: list[Tensor] = []
@@ -56,7 +59,10 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 for tensor in value if isinstance(value, (list, tuple)) else [value]:
                     if isinstance(tensor, Tensor) and (name not in RUNNING or given.get("training", True)):
                         self._written[storage_of(tensor)] = tensor
-        return func(*args, **kwargs)
+        taken = self.provenance.read(tensors_of((*args, *kwargs.values())))
+        result = func(*args, **kwargs)
+        self.provenance.wrote(func, taken, tensors_of(result if isinstance(result, (list, tuple)) else (result,)))
+        return result
 
     def _is_registered(self, module: nn.Module) -> bool:
         return self._registered is None or id(module) in self._registered

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from penstock.errors import ArgumentError, PartitionError
 from penstock.partition._compat import autocast_state, flatten
 from penstock.partition.chain import as_module, known_names
+from penstock.partition.complete import check_complete, unused_note
 from penstock.partition.cut import Balance, balanced_cuts, cut_positions
 from penstock.partition.objects import input_path
 from penstock.partition.partition import Origin, Partition, describe
@@ -21,7 +22,7 @@ from penstock.partition.record import record
 from penstock.partition.recording import RandomSource, Recording
 from penstock.partition.split import Split
 from penstock.partition.stage import Stage, build_stage
-from penstock.partition.units import find_units
+from penstock.partition.units import Grain, find_units
 
 VARIANTS = 32
 """How many recordings one signature may have, if the forward branches on the values of its integer inputs."""
@@ -73,7 +74,7 @@ class Partitioner:
         self._partitions: dict[Hashable, list[Partition]] = {}
         self._keep_alive: dict[Hashable, list[object]] = {}
         self._modules = list(self.model.modules())
-        self._exposed: frozenset[type[nn.Module]] = frozenset()
+        self._grain = Grain()
         self._opened = _opened(self.model, find_units(self.model, self._leaves))
         self._slots = [(slots, name) for m in self._modules for slots in (m._parameters, m._buffers) for name in slots]
 
@@ -142,15 +143,16 @@ class Partitioner:
     def _partition(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Partition:
         model = self.model
         defaults = default_kwargs(model, args, kwargs)
-        recording = record(model, args, {**kwargs, **defaults}, self._leaves, self._exposed)
-        if recording.exposed != self._exposed:
-            self._exposed = recording.exposed
-            self._opened = _opened(model, find_units(model, self._leaves, self._exposed))
+        recording = record(model, args, {**kwargs, **defaults}, self._leaves, self._grain)
+        if recording.grain != self._grain:
+            self._grain = recording.grain
+            self._opened = _opened(model, find_units(model, self._leaves, self._grain))
         if self.cuts is None:
             self.cuts = balanced_cuts(recording, model, self.stages, self._balance)
         starts = cut_positions(recording, model, self.cuts)
         split = Split(recording, model, self.cuts, starts)
         stages = tuple(build_stage(split, plan, index, self._streams) for index, plan in enumerate(split.plans()))
+        check_complete(recording, model, stages)
         given = flatten((tuple(args), kwargs))
         placeholders = {node.name: position for node, position in recording.inputs.items()}
         return Partition(
@@ -158,7 +160,7 @@ class Partitioner:
             drawing_modules=recording.drawing,
             draw_offsets=_draw_offsets(recording, starts),
             cuts=self.cuts,
-            notes=recording.notes,
+            notes=(*recording.notes, *unused_note(recording, stages)),
             origins=_origins(recording, stages),
             guards=recording.guards,
             input_structure=given.structure,

@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from penstock.errors import PartitionError
 from penstock.partition._compat import DATA_DEPENDENT, UNSUPPORTED, fake_mode, flatten, storage_of, unflatten
 from penstock.partition.chain import Chain
+from penstock.partition.complete import leaves_of
 from penstock.partition.guards import is_integer
 from penstock.partition.known import Restart
 from penstock.partition.modes import Entry
@@ -28,7 +29,7 @@ from penstock.partition.recorder import Recorder
 from penstock.partition.recording import Constant, Recording
 from penstock.partition.source import raising_line
 from penstock.partition.state import Loan, Snapshot, fake_like, fake_value, untouched_generators
-from penstock.partition.units import Leak, Unit, find_units, intercepted
+from penstock.partition.units import NO_GRAIN, Grain, Leak, Regroup, Unit, find_units, intercepted
 
 
 def record(
@@ -36,25 +37,45 @@ def record(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     leaves: Sequence[str] = (),
-    exposed: frozenset[type[nn.Module]] = frozenset(),
+    grain: Grain = NO_GRAIN,
 ) -> Recording:
     """Record `model(*args, **kwargs)`. Parameters may be on `meta`: they are taken to be where the first input is.
 
-    `leaves` and `exposed`: see `find_units`; what else turns out to be exposed is in the recording.
+    `leaves` and `grain`: see `find_units`; what the forward taught besides is in the recording's grain.
 
     Raises PartitionError, with the line of the user's code, for what a stage could not replay.
     """
     fake_calls: frozenset[int] = frozenset()
+    reason = ""
     while True:
-        units = find_units(model, leaves, exposed)
+        units = find_units(model, leaves, grain)
         try:
-            return replace(_record(model, args, kwargs, units, fake_calls), exposed=exposed)
+            return replace(_record(model, args, kwargs, units, fake_calls), grain=grain)
         except Restart as restart:
             fake_calls = restart.fake_calls
         except Leak as leak:
-            if leak.kind in exposed:
+            if leak.kind in grain.exposed:
                 raise PartitionError(leak.refusal) from None
-            exposed, fake_calls = exposed | {leak.kind}, frozenset()  # calls are numbered anew
+            reason, fake_calls = leak.refusal, frozenset()  # calls are numbered anew
+            grain = replace(grain, exposed=grain.exposed | {leak.kind})
+        except Regroup as regroup:
+            reason, fake_calls = regroup.refusal, frozenset()
+            grain = _regrouped(grain, regroup, leaves)
+        except PartitionError as error:
+            if not reason:
+                raise
+            raise PartitionError(f"{reason}. To record it call by call does not help: {error}") from error
+
+
+def _regrouped(grain: Grain, wish: Regroup, leaves: Sequence[str]) -> Grain:
+    """With other modules opened, or run as a whole. Raises PartitionError for what was asked to be the opposite."""
+    opened, whole = grain.opened | wish.opened, grain.whole | wish.whole
+    kept = sorted(wish.opened & {*leaves})
+    if kept:
+        raise PartitionError(f"{wish.refusal}; or leave {kept} out of leaves, so that it can be recorded call by call")
+    if opened & whole or (whole <= grain.whole and opened <= grain.opened):
+        raise PartitionError(wish.refusal)
+    return replace(grain, opened=opened, whole=whole)
 
 
 def _record(
@@ -84,7 +105,12 @@ def _record(
                         f"the model's input {input_path(given.paths[index])} is a {type(leaf).__name__}, which holds "
                         "tensors but is no structure that torch can take apart. Pass tensors, tuples, lists or dicts"
                     )
-            result = _run(model, recorder, mode, inputs, given.structure)
+            try:
+                result = _run(model, recorder, mode, inputs, given.structure)
+            except (PartitionError, Leak, Regroup):
+                recorder.sideways.check_units(recorder.on_memory)  # which may be why
+                raise
+            recorder.sideways.check_units(recorder.on_memory)
             _check_leftovers(snapshot, loan, recorder, names)
             return _finish(recorder, loan, units, result)
     finally:
@@ -181,6 +207,8 @@ def _finish(recorder: Recorder, loan: Loan, units: Any, result: Any) -> Recordin
             )
         else:
             leaves.append(Constant(leaf))
+    tensors = [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
+    needed = [loan.names[id(t)] for t in leaves_of(tensors) if id(t) in loan.names]
     drawing = recorder.drawing
     called: dict[int, list[int]] = {id(m): [] for m in drawing.values()}
     for module, position in recorder.observer.calls:
@@ -202,6 +230,8 @@ def _finish(recorder: Recorder, loan: Loan, units: Any, result: Any) -> Recordin
         device=recorder.entry.device,
         guards=tuple(recorder.guards),
         notes=tuple(dict.fromkeys(recorder.notes)),
+        needed=frozenset(needed),
+        touched=frozenset(recorder.observer.provenance.touched),
     )
 
 

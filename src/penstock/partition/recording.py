@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor, fx, nn
 
+from penstock.partition.units import NO_GRAIN, Grain
 from penstock.stages import TensorMeta
 
 if TYPE_CHECKING:
@@ -87,7 +88,10 @@ class Recording:
         device: where the forward was recorded "as if".
         guards: what the forward read from the values of its integer inputs; it holds where they read the same.
         notes: things to tell the user.
-        exposed: kinds of modules whose results are used outside of the block that they are in.
+        grain: what the forward taught about which modules run as a whole.
+        needed: canonical names of the parameters on which the result depends, by the autograd graph of the unsplit
+            forward.
+        touched: canonical names of the parameters and buffers that any operator took.
     """
 
     graph: fx.Graph
@@ -105,7 +109,9 @@ class Recording:
     device: torch.device
     guards: tuple[Guard, ...]
     notes: tuple[str, ...]
-    exposed: frozenset[type[nn.Module]] = frozenset()
+    grain: Grain = NO_GRAIN
+    needed: frozenset[str] = frozenset()
+    touched: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
