@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli._spread import Json
-from penstock.cli._target import Cuts, TargetName, loaded, names
+from penstock.cli._target import Cuts, Leaves, TargetName, loaded, names
 
 if TYPE_CHECKING:
     from penstock.inspection import Crossing, Inspection, StageFound
@@ -23,12 +23,10 @@ def inspect(
     target: TargetName,
     stages: Annotated[int, typer.Option("--stages", "-n", help="Into how many stages.")] = 2,
     cuts: Cuts = None,
-    leaves: Annotated[
-        str | None, typer.Option(help="Modules that run as a whole, a,b,c: for what a recording cannot follow.")
-    ] = None,
+    leaves: Leaves = None,
     balance: Annotated[
-        Literal["parameters", "layers"], typer.Option(help="What the stages share evenly.")
-    ] = "parameters",
+        Literal["flops", "parameters", "layers"], typer.Option(help="What the stages share evenly.")
+    ] = "flops",
     as_json: Json = False,
 ) -> None:
     """Show how a model would be split: stages, what crosses each cut, ties, skips.
@@ -49,7 +47,7 @@ def find(
     stages: int,
     cuts: list[str] | None,
     leaves: list[str] | None,
-    balance: Literal["parameters", "layers"],
+    balance: Literal["flops", "parameters", "layers"],
 ) -> Inspection:
     """Loads TARGET and inspects its model. What it prints goes to stderr.
 
@@ -75,14 +73,17 @@ def show(found: Inspection, console: Console) -> None:
     """Prints the tables."""
     size = f"{found.parameters:,} parameters, {_size(found.parameter_bytes)}"
     console.print(Text(f"{found.model}: {size}, {len(found.stages)} stages", "bold"), end="\n\n")
-    table = _table(("stage", False), ("begins at", False), ("parameters", True), ("share", True), ("size", True))
-    whole = sum(stage.parameters for stage in found.stages) or 1
+    table = _table(
+        *(("stage", False), ("begins at", False), ("work", True)),
+        *(("parameters", True), ("share", True), ("size", True)),
+    )
     for stage in found.stages:
         table.add_row(
             str(stage.index),
             Text(stage.begins or "the start"),
+            f"{stage.work_share:.1%}",
             f"{stage.parameters:,}",
-            f"{stage.parameters / whole:.1%}",
+            f"{stage.parameter_share:.1%}",
             _size(stage.parameter_bytes),
         )
     console.print(table)

@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli._spread import OUTPUT_PANEL, Json
-from penstock.cli._target import Cuts, TargetName, loaded, names
+from penstock.cli._target import Cuts, Leaves, TargetName, loaded, names
 from penstock.errors import ArgumentError, PenstockError, PipelineFailure, VerificationError
 from penstock.launch import launch
 from penstock.schedule import generate
@@ -59,6 +59,7 @@ class Case:
     exact: bool | None
     recompute: str | int = "never"
     whole_batch: bool = True
+    leaves: Sequence[str] | None = None
 
 
 def verify(
@@ -73,6 +74,7 @@ def verify(
         ReductionName, typer.Option(help="Whether the loss is a mean over the batch's rows or a sum.")
     ] = "mean",
     cuts: Cuts = None,
+    leaves: Leaves = None,
     recompute: Annotated[
         str, typer.Option(help="What is run again in backward: never, except_last, always, or n for every n-th layer.")
     ] = "never",
@@ -107,7 +109,11 @@ def verify(
     something else is wrong.
     """
     again = int(recompute) if recompute.isdecimal() else recompute
-    case = Case(target, ranks, chunks, microbatches, schedule, reduction, names(cuts), exact, again, whole_batch)
+    case = Case(
+        *(target, ranks, chunks, microbatches, schedule, reduction, names(cuts), exact, again),
+        leaves=names(leaves),
+        whole_batch=whole_batch,
+    )
     generate(schedule, ranks, microbatches, chunks)  # says what is wrong before anything is loaded
     try:
         report = prove(case) if transport is TransportName.local else prove_distributed(case)
@@ -151,6 +157,7 @@ def prove(case: Case) -> dict[str, Any]:
             microbatches=case.microbatches,
             cuts=case.cuts,
             recompute=case.recompute,
+            leaves=case.leaves,
             whole_batch=case.whole_batch,
             **given.cutting,
         ).to_dict()

@@ -26,7 +26,7 @@ class RandomSource(Protocol):
         """Set the generator for the recorded call `name`, which runs next."""
 
 
-Kind = Literal["input", "parameter", "buffer", "constant", "call", "unit"]
+Kind = Literal["input", "parameter", "buffer", "constant", "object", "call", "unit"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,8 @@ class Fact:
 
     Attributes:
         index: its place in program order.
-        kind: an input of the model, something the model holds, a torch call, or a module that ran as a unit.
+        kind: an input of the model, something the model holds, an object that is put together for a call, a torch call,
+            or a module that ran as a unit.
         scope: the qualified name of the innermost module that it ran in; for a unit, its own.
         meta: of the result, where that is one tensor.
         storages: the memory behind its result's tensors. Equal numbers mean shared memory.
@@ -52,6 +53,7 @@ class Fact:
         draws: a torch call outside the units that draws random numbers.
         modes: see `Modes`.
         source_line: `file:line` of the call in the user's code, for messages.
+        work: how much work it is, its backward included; see `work_of`.
         updates: the index of each node that updated the result in place, and its meta from then on.
     """
 
@@ -65,6 +67,7 @@ class Fact:
     draws: bool = False
     modes: Modes = Modes()
     source_line: str = ""
+    work: int = 0
     updates: list[tuple[int, TensorMeta]] = field(default_factory=list)
 
 
