@@ -57,8 +57,8 @@ class WholeBatch:
         microbatches: the loss that the microbatches' losses make, as `reduction` says.
         whole: the loss of the whole batch.
         verdict: "close" within rounding; "explained" where what a model is meant to do makes them differ (batch norm,
-            dropout), or they could not be compared; "warning" where the loss is no mean over rows; "different" where
-            rows depend on each other, or nothing explains it.
+            dropout), or they could not be compared; "warning" where the loss is no mean over rows, or rows depend on
+            each other; "different" where these are signs that the batch is cut along the wrong dimension.
         why: what explains it; empty where they are close.
     """
 

@@ -64,7 +64,7 @@ def verify(
         exact: demand equality to the bit; None: on CPU, in float32 or float64, without compiled stages and without
             tensor parallelism. Otherwise the tolerances of `torch.testing.assert_close` hold.
         whole_batch: also compare with the unsplit model on the whole batch at once, and say why that differs where it
-            does: `Report.whole_batch`. Where rows depend on each other the report is not ok.
+            does: `Report.whole_batch`. Where the batch is cut along the wrong dimension the report is not ok.
         options: the other arguments of `penstock.pipeline`.
 
     Raises:

@@ -109,15 +109,16 @@ class Whole:
             if self._agree_in_evaluation(run, tolerance):
                 return "explained", "something in the model that acts in training alone, and looks at several rows"
         if depend is None:
-            return "different", (
-                "its rows depend on each other (is the batch in dimension 1? see batch_dims=), or the loss is no mean "
-                f"over them (see reduction=). {_UNLESS}"
+            return "warning", (
+                "rows of the batch depend on each other (is the batch in dimension 1? see batch_dims=), or the loss is "
+                "no mean over them (see reduction=)"
             )
         if self.cutting.inputs.stated or self.cutting.split is not None:
-            return "different", f"rows of the batch depend on each other, as batch_dims= or split= cuts it. {_UNLESS}"
-        return "different", (
-            f"rows of the batch depend on each other. Is the batch in dimension 1? Then pass batch_dims=1"
-            f"{self._sequence_first()}. {_UNLESS}"
+            return "warning", "rows of the batch depend on each other, as batch_dims= or split= cuts it"
+        sequence_first = self._sequence_first()
+        return "different" if sequence_first else "warning", (
+            "rows of the batch depend on each other. Is the batch in dimension 1? Then pass batch_dims=1"
+            + (f"{sequence_first}. {_UNLESS}" if sequence_first else "")
         )
 
     def _meant(
