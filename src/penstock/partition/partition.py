@@ -49,6 +49,7 @@ class Partition:
         origins: for each value that enters or leaves a stage, by name: where it was made.
         guards: what the forward read from the values of integer inputs; the partition holds where they read the same.
         left: what the forward leaves in attributes and shared objects, but for what the last stage itself leaves.
+        repeats: batch norms that run inside of `torch.utils.checkpoint`, and how often they will run again in backward.
         elsewhere: parameters, and buffers that the forward updates, that are not on the last stage.
     """
 
@@ -68,6 +69,7 @@ class Partition:
     result_leaves: tuple[int | Constant, ...]
     left: tuple[Left, ...] = ()
     elsewhere: Mapping[str, Tensor] = field(default_factory=dict)
+    repeats: Mapping[nn.Module, int] = field(default_factory=dict)
 
     def flatten_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensors that stage 0 receives, in its order.

@@ -175,6 +175,7 @@ class Partitioner:
             input_order=tuple(placeholders[i.name] for i in stages[0].meta.inputs),
             result_structure=recording.result_structure,
             result_leaves=recording.result_leaves,
+            repeats=recording.repeats,
             elsewhere=_elsewhere(recording, stages),
             left=tuple(entry for entry in recording.left if not split.last_has(entry.units)),
         )

@@ -288,6 +288,7 @@ def _finish(recorder: Recorder, loan: Loan, units: Any, result: Any, left: Seque
         notes=tuple(dict.fromkeys(recorder.notes)),
         grain=replace(grain, carried=grain.carried | texts),
         left=tuple(carried),
+        repeats=recorder.observer.repeats.found() if recorder.entry.grad_enabled else {},
         asks=tuple(recorder.chance.asks),
         needed=frozenset(needed),
         touched=frozenset(recorder.observer.provenance.touched),

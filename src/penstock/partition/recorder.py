@@ -9,13 +9,14 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import count
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from penstock.errors import PartitionError
 from penstock.partition import calls, source
@@ -171,6 +172,8 @@ class Recorder(TorchFunctionMode):
         """`Function.apply` during the recording: outside the units it is one call."""
         if threading.get_ident() != self._thread:
             return original(*args, **kwargs)
+        if issubclass(cls, CheckpointFunction):
+            return self._checkpoint(original, args)
         if self._paused:
             with self.observer.in_function():
                 return original(*args, **kwargs)
@@ -180,6 +183,19 @@ class Recorder(TorchFunctionMode):
             self.sideways.check_call(call)
             self._write(calls.Target("call_method", "apply", (cls, *args), kwargs), "call", result, bool(drew), writes)
             return result
+
+    def _checkpoint(self, original: Callable[..., Any], args: Any) -> Any:
+        """A checkpoint of the reentrant kind: outside of the units what is in it is recorded, and run once.
+
+        As ever, nothing in it takes a gradient unless something that enters it does.
+        """
+        function, _, *given = args
+        again = any(tensor.requires_grad for tensor in tensors_in(given))
+        with nullcontext() if again else self.observer.repeats.without():
+            if self._paused:
+                return original(*args)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and again):
+                return function(*given)
 
     @contextmanager
     def _running(self, args: Any, kwargs: Any, unit: Unit | None = None) -> Iterator[Running]:

@@ -134,6 +134,7 @@ class Recording:
         guards: what the forward read from the values of its integer inputs; it holds where they read the same.
         notes: things to tell the user.
         grain: what the forward taught about which modules run as a whole.
+        repeats: batch norms that run inside of `torch.utils.checkpoint`, and how often they will run again in backward.
         left: what the forward leaves in attributes and shared objects.
         needed: canonical names of the parameters on which the result depends, by the autograd graph of the unsplit
             forward.
@@ -158,6 +159,7 @@ class Recording:
     notes: tuple[str, ...]
     grain: Grain = NO_GRAIN
     left: tuple[Left, ...] = ()
+    repeats: Mapping[nn.Module, int] = field(default_factory=dict)
     needed: frozenset[str] = frozenset()
     touched: frozenset[str] = frozenset()
     asks: tuple[Ask, ...] = ()

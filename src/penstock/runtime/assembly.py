@@ -23,6 +23,7 @@ from penstock.runtime.loss import LossHead
 from penstock.runtime.offload import Offload
 from penstock.runtime.recompute import Keeper, microbatches_to_recompute, overwritten
 from penstock.runtime.recomputed_layers import with_recomputed_layers
+from penstock.runtime.repeated_norm import RepeatedNorms
 from penstock.runtime.split_backward import SplitBackward
 from penstock.runtime.stage import Extras
 from penstock.schedule import Action, Op
@@ -160,7 +161,11 @@ def _extras(
     again = microbatches_to_recompute(keeping.recompute, row, stage.meta.index)
     keeper = Keeper(stages, overwritten(stage.meta, metas), offload) if again else None
     last = None if sharded is None else _last_backward(row, stage.meta.index)
-    return Extras(keeper, again, offload, norms, sharded, last)
+    inside = set(stage.module.modules())
+    repeats = {norm: often for norm, often in partition.repeats.items() if norm in inside}
+    trains = _last_backward(row, stage.meta.index) is not None
+    repeated = RepeatedNorms(repeats) if repeats and norms is None and trains else None
+    return Extras(keeper, again, offload, norms, repeated, sharded, last)
 
 
 def _last_backward(row: Sequence[Action], stage: int) -> int | None:

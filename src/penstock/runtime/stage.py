@@ -23,6 +23,7 @@ from penstock.runtime.distribution import is_distributed
 from penstock.runtime.loss import LossHead
 from penstock.runtime.offload import Offload
 from penstock.runtime.recompute import Keeper, Rerun
+from penstock.runtime.repeated_norm import RepeatedNorms
 from penstock.runtime.routes import Root, Route, Routes
 from penstock.runtime.split_backward import SplitBackward
 from penstock.runtime.streams import Streams
@@ -46,6 +47,7 @@ class Extras:
         keeper: keeps what the forwards of the microbatches `again` need to be run again in backward.
         offload: keeps what other forwards save for backward on the host.
         norms: takes the statistics of batch norms.
+        repeated: batch norms that the model itself runs again in backward.
         sharded: what `fully_shard` was applied to; its gradients are reduced in the backward of microbatch `last`.
     """
 
@@ -53,6 +55,7 @@ class Extras:
     again: Collection[int] = frozenset()
     offload: Offload | None = None
     norms: DeferredNorms | None = None
+    repeated: RepeatedNorms | None = None
     sharded: Sharded | None = None
     last: int | None = None
 
@@ -150,6 +153,11 @@ class StageRunner:
         extras = self._extras
         if extras.norms is not None:
             extras.norms.begin(microbatch)
+        with nullcontext() if extras.repeated is None else extras.repeated.repeating():
+            self._forward(microbatch, args)
+
+    def _forward(self, microbatch: int, args: list[Any]) -> None:
+        extras = self._extras
         if extras.keeper is not None and microbatch in extras.again:
             self._kept[microbatch] = extras.keeper.keep(microbatch, args)
             versions = extras.keeper.stray_versions()
@@ -228,13 +236,18 @@ class StageRunner:
         split = self._split_of(microbatch)
         if present and split is None:
             with self._reducing(microbatch):
-                exact.backward([root for root, _ in present], [grad for _, grad in present])
+                self._differentiate(present)
         elif present and split is not None:
             with split.input_gradients(microbatch):
-                exact.backward([root for root, _ in present], [grad for _, grad in present])
+                self._differentiate(present)
         slots = saved.slots
         given = [exact.settled(slots[p][0]) if slots.get(p) else None for p in range(len(self.meta.inputs))]
         self._grads.dispatch(self.routes.grads_out, microbatch, given)
+
+    def _differentiate(self, present: Sequence[tuple[GradientEdge, Tensor]]) -> None:
+        repeated = self._extras.repeated
+        with nullcontext() if repeated is None else repeated.still():
+            exact.backward([root for root, _ in present], [grad for _, grad in present])
 
     def weight_backward(self, microbatch: int) -> None:
         """Runs W: what I left of a microbatch's backward."""
