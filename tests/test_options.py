@@ -46,7 +46,7 @@ def options_case() -> dict[str, Callable[[], None]]:
     def balance() -> None:
         model = nn.Sequential(nn.Linear(WIDTH, 400), nn.Linear(400, WIDTH), *mlp(4))
         assert made(model=model, balance="layers").cuts != made(model=model, balance="parameters").cuts
-        refused(ArgumentError, "balance='time': expected one of 'parameters', 'layers'", balance="time")
+        refused(ArgumentError, "balance='time': expected one of 'flops', 'parameters', 'layers'", balance="time")
 
     def leaves() -> None:
         whole = nn.Module()

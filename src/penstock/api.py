@@ -55,7 +55,7 @@ def pipeline(
     reduction: Reduction = "mean",
     cuts: Sequence[str] | None = None,
     leaves: Sequence[str] | None = None,
-    balance: Balance = "parameters",
+    balance: Balance = "flops",
     mesh: DeviceMesh | None = None,
     devices: Sequence[torch.device | str] | torch.device | str | None = None,
     share_loss: bool = True,
@@ -90,7 +90,7 @@ def pipeline(
             weight in the mean (for masked targets: the number of tokens that count).
         cuts: the name of each module that begins a new stage; None: balanced.
         leaves: modules to take as one piece, besides those found automatically.
-        balance: "parameters" or "layers": what automatic cuts make even.
+        balance: what automatic cuts make even: "flops" (the work of forward and backward), "parameters" or "layers".
         mesh: the processes to use, by dimensions: "pp" for the pipeline; "dp" (or "dp_replicate", "dp_shard", "fsdp")
             for replicas that train on other data; "tp" for layers that `parallelize` divides. None: all, one pipeline.
         devices: see `penstock.runtime.world.device_of`.

@@ -21,7 +21,9 @@ class StageFound:
     Attributes:
         index: its number.
         begins: the name of the module that it begins with; empty for stage 0.
+        work_share: its part of the model's work (floating-point operations and bytes moved, forward and backward).
         parameters: how many numbers its parameters have, tied ones included.
+        parameter_share: its part of the model's parameters; one that stages share counts on the first of them.
         parameter_bytes: their size.
         trained: how many of them take a gradient.
         buffers: the names of the buffers that it holds.
@@ -32,7 +34,9 @@ class StageFound:
 
     index: int
     begins: str
+    work_share: float
     parameters: int
+    parameter_share: float
     parameter_bytes: int
     trained: int
     buffers: tuple[str, ...]
@@ -121,7 +125,7 @@ def inspect(
     stages: int = 2,
     cuts: Sequence[str] | None = None,
     leaves: Sequence[str] | None = None,
-    balance: Balance = "parameters",
+    balance: Balance = "flops",
 ) -> Inspection:
     """Records a model's forward for one batch and cuts it, as `penstock.pipeline` would.
 
@@ -138,11 +142,12 @@ def inspect(
     with torch.enable_grad():
         partition = partitioner(args, kwargs)
     every = list(partitioner.model.parameters())
+    parameters = sum(p.numel() for p in every)
     return Inspection(
         model=type(model).__name__ if isinstance(model, nn.Module) else f"{len(model)} layers",
-        parameters=sum(p.numel() for p in every),
+        parameters=parameters,
         parameter_bytes=sum(p.numel() * p.element_size() for p in every),
-        stages=tuple(_stage(partition, index) for index in range(len(partition.stages))),
+        stages=tuple(_stage(partition, index, parameters) for index in range(len(partition.stages))),
         crossings=_crossings(partition),
         ties=_ties(partition),
         branches=tuple(f"{guard.source_line} reads {guard.expected!r}" for guard in partition.guards),
@@ -150,14 +155,18 @@ def inspect(
     )
 
 
-def _stage(partition: Partition, index: int) -> StageFound:
+def _stage(partition: Partition, index: int, parameters: int) -> StageFound:
     stage = partition.stages[index]
     own = list(stage.parameters.values())
+    earlier = {name for before in partition.stages[:index] for name in before.parameters}
+    first = sum(p.numel() for name, p in stage.parameters.items() if name not in earlier)
     inside = {id(module) for module in stage.module.modules()}
     return StageFound(
         index=index,
         begins=partition.cuts[index - 1] if index else "",
+        work_share=partition.work[index] / (sum(partition.work) or 1),
         parameters=sum(p.numel() for p in own),
+        parameter_share=first / (parameters or 1),
         parameter_bytes=sum(p.numel() * p.element_size() for p in own),
         trained=sum(p.numel() for p in own if p.requires_grad),
         buffers=stage.meta.buffers,

@@ -25,8 +25,8 @@ def inspect(
     cuts: Cuts = None,
     leaves: Leaves = None,
     balance: Annotated[
-        Literal["parameters", "layers"], typer.Option(help="What the stages share evenly.")
-    ] = "parameters",
+        Literal["flops", "parameters", "layers"], typer.Option(help="What the stages share evenly.")
+    ] = "flops",
     as_json: Json = False,
 ) -> None:
     """Show how a model would be split: stages, what crosses each cut, ties, skips.
@@ -47,7 +47,7 @@ def find(
     stages: int,
     cuts: list[str] | None,
     leaves: list[str] | None,
-    balance: Literal["parameters", "layers"],
+    balance: Literal["flops", "parameters", "layers"],
 ) -> Inspection:
     """Loads TARGET and inspects its model. What it prints goes to stderr.
 
@@ -64,14 +64,17 @@ def show(found: Inspection, console: Console) -> None:
     """Prints the tables."""
     size = f"{found.parameters:,} parameters, {_size(found.parameter_bytes)}"
     console.print(Text(f"{found.model}: {size}, {len(found.stages)} stages", "bold"), end="\n\n")
-    table = _table(("stage", False), ("begins at", False), ("parameters", True), ("share", True), ("size", True))
-    whole = sum(stage.parameters for stage in found.stages) or 1
+    table = _table(
+        *(("stage", False), ("begins at", False), ("work", True)),
+        *(("parameters", True), ("share", True), ("size", True)),
+    )
     for stage in found.stages:
         table.add_row(
             str(stage.index),
             Text(stage.begins or "the start"),
+            f"{stage.work_share:.1%}",
             f"{stage.parameters:,}",
-            f"{stage.parameters / whole:.1%}",
+            f"{stage.parameter_share:.1%}",
             _size(stage.parameter_bytes),
         )
     console.print(table)

@@ -2,58 +2,68 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Literal
 
-from torch import nn
+from torch import fx, nn
 
 from penstock.errors import PartitionError
 from penstock.partition.recording import Recording
 from penstock.partition.units import resolve
 
-Balance = Literal["parameters", "layers"]
+Balance = Literal["flops", "parameters", "layers"]
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A module before whose first call the model can be cut.
 
-    `parameters`: how many numbers are in the parameters used from here up to the next candidate; `layers`: how many
-    calls of repeated blocks.
+    `weight`: of everything from here up to the next candidate, in what the stages are to share evenly.
     """
 
     name: str
     position: int
-    parameters: int
-    layers: int
+    weight: int
 
 
-def candidates(recording: Recording, model: nn.Module, blocks_only: bool = False) -> list[Candidate]:
-    """Every unit (or repeated block) in the order of first calls, and what was opened and has nothing inside."""
+def candidates(recording: Recording, model: nn.Module, balance: Balance) -> list[Candidate]:
+    """Every unit in the order of first calls, and what was opened and has nothing inside.
+
+    For "layers" repeated blocks alone, if there are any.
+    """
+    blocks_only = balance == "layers" and bool(recording.blocks)
     bare = {n for n in recording.grain.opened if not any(True for _ in model.get_submodule(n).children())}
     found: list[Candidate] = []
     seen: set[str] = set()
-    parameters = layers = position = 0
+    weight = position = 0
     name = ""
     for node, fact in recording.facts.items():
         begins = fact.kind == "unit" or (fact.kind in ("call", "parameter", "buffer") and fact.scope in bare)
         if begins and fact.scope not in seen and (not blocks_only or fact.scope in recording.blocks):
             if seen:
-                found.append(Candidate(name, position, parameters, layers))
-                parameters = layers = 0
+                found.append(Candidate(name, position, weight))
+                weight = 0
             name, position = fact.scope, fact.index
             seen.add(name)
-        if fact.kind == "unit":
-            parameters += sum(p.numel() for p in model.get_submodule(fact.scope).parameters())
-            layers += fact.scope in recording.blocks
-        elif fact.kind == "parameter":
-            parameters += recording.held[str(node.target)].numel()
+        weight += _weight(recording, model, node, "parameters" if balance == "layers" and not blocks_only else balance)
     if seen:
-        found.append(Candidate(name, position, parameters, layers))
+        found.append(Candidate(name, position, weight))
     return found
+
+
+def _weight(recording: Recording, model: nn.Module, node: fx.Node, balance: Balance) -> int:
+    """Of one node: its work, or how many numbers are in its parameters, or whether it calls a repeated block."""
+    fact = recording.facts[node]
+    if balance == "flops":
+        return fact.work
+    if balance == "layers":
+        return int(fact.kind == "unit" and fact.scope in recording.blocks)
+    if fact.kind == "unit":
+        return sum(p.numel() for p in model.get_submodule(fact.scope).parameters())
+    return recording.held[str(node.target)].numel() if fact.kind == "parameter" else 0
 
 
 def balanced_cuts(recording: Recording, model: nn.Module, stages: int, balance: Balance) -> tuple[str, ...]:
@@ -61,41 +71,58 @@ def balanced_cuts(recording: Recording, model: nn.Module, stages: int, balance: 
 
     Raises PartitionError if there are more stages than modules to begin them with.
     """
-    by_layers = balance == "layers" and bool(recording.blocks)
-    units = candidates(recording, model, blocks_only=by_layers)
+    units = candidates(recording, model, balance)
     if stages > max(1, len(units)):
-        kind = "repeated blocks" if by_layers else "layers"
+        kind = "repeated blocks" if balance == "layers" and recording.blocks else "layers"
         raise PartitionError(
             f"stages={stages}, but the model has only {len(units)} {kind} to share among them. Use at most "
             f"{len(units)} stages"
         )
-    weights = [u.layers if by_layers else u.parameters for u in units]
-    return tuple(units[start].name for start in linear_partition(weights, stages)[1:])
+    starts = linear_partition([unit.weight for unit in units], stages)
+    return tuple(units[start].name for start in starts[1:])
 
 
 def linear_partition(weights: Sequence[int], parts: int) -> list[int]:
     """Where each of `parts` runs of consecutive weights begins, each of one item or more.
 
-    The largest sum is as small as can be; among those, the sum of squares.
+    The largest sum is as small as can be; among those, the sum of squares. Of equals, what weighs nothing stays behind.
+
+    The best start of the last run moves on with its end, so that of all ends the middle one is found first, and halves
+    the search for those on either side of it: parts x items x log(items) sums.
     """
     if parts == 1 or not weights:
         return [0]
-    totals = [0, *accumulate(weights)]
-    limit = _smallest_limit(weights, parts)
-    count = len(weights)
-    best: dict[int, tuple[int, list[int]]] = {0: (0, [])}  # end of the runs so far -> squares, their starts
-    for part in range(parts):
-        longer: dict[int, tuple[int, list[int]]] = {}
-        for start, (squares, starts) in sorted(best.items()):
-            for end in range(start + 1, count - (parts - part - 1) + 1):
-                size = totals[end] - totals[start]
-                if size > limit:
-                    break
-                total = squares + size * size
-                if end not in longer or total <= longer[end][0]:  # of equals, what weighs nothing stays behind
-                    longer[end] = total, [*starts, start]
-        best = longer
-    return best[count][1]
+    totals, limit, count = [0, *accumulate(weights)], _smallest_limit(weights, parts), len(weights)
+    squares = {0: 0}  # by the end of the runs so far
+    chosen: list[dict[int, int]] = []  # for each run, its start by its end
+    for part in range(1, parts + 1):
+        reach = bisect_right(totals, totals[max(squares)] + limit) - 1
+        ends = range(part, min(reach, count - (parts - part)) + 1)
+        chosen.append(_best_starts(totals, squares, limit, ends))
+        squares = {end: squares[start] + (totals[end] - totals[start]) ** 2 for end, start in chosen[-1].items()}
+    starts: list[int] = []
+    end = count
+    for by_end in reversed(chosen):
+        end = by_end[end]
+        starts.append(end)
+    return starts[::-1]
+
+
+def _best_starts(totals: Sequence[int], squares: Mapping[int, int], limit: int, ends: range) -> dict[int, int]:
+    """For each end of a run the start that gives the least sum of squares, under the limit."""
+    found: dict[int, int] = {}
+    pending = [(ends, min(squares), max(squares))]
+    while pending:
+        some, first, last = pending.pop()
+        if not some:
+            continue
+        middle = len(some) // 2
+        end = some[middle]
+        least = max(first, bisect_left(totals, totals[end] - limit))
+        within = range(min(last, end - 1), least - 1, -1)
+        best = found[end] = min(within, key=lambda start: squares[start] + (totals[end] - totals[start]) ** 2)
+        pending += [(some[:middle], first, best), (some[middle + 1 :], best, last)]
+    return found
 
 
 def _smallest_limit(weights: Sequence[int], parts: int) -> int:

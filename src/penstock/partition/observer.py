@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.partition._compat import flatten, storage_of
 from penstock.partition.provenance import Provenance, tensors_of
+from penstock.partition.work import work_of
 
 RUNNING = ("running_mean", "running_var")
 """Arguments of batch norm that are updated in training only, whatever the schema says."""
@@ -28,6 +29,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         calls: every module called so far, with the value of `position` at that time.
         returned: for the `id` of each tensor that a module returned, the tensor and the innermost such module.
         position: set by the owner; the index of the node that is being recorded.
+        work: of the calls since the owner last set it to 0; see `work_of`.
         provenance: where tensors come from.
     """
 
@@ -41,6 +43,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls: list[tuple[nn.Module, int]] = []
         self.returned: dict[int, tuple[Tensor, nn.Module]] = {}
         self.position = 0
+        self.work = 0
+        self._inside_function = False
         self.provenance = Provenance()
         self._drew: list[nn.Module | None] = []
         self._written: dict[int, Tensor] = {}
@@ -62,7 +66,19 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         taken = self.provenance.read(tensors_of((*args, *kwargs.values())))
         result = func(*args, **kwargs)
         self.provenance.wrote(func, taken, tensors_of(result if isinstance(result, (list, tuple)) else (result,)))
+        if isinstance(func, torch._ops.OpOverload):
+            trains = self._inside_function or torch.is_grad_enabled()
+            self.work += work_of(func, args, kwargs, result, trains)
         return result
+
+    @contextmanager
+    def in_function(self) -> Iterator[None]:
+        """While the forward of an autograd function runs: it records no gradients, and yet has a backward."""
+        before, self._inside_function = self._inside_function, self._inside_function or torch.is_grad_enabled()
+        try:
+            yield
+        finally:
+            self._inside_function = before
 
     def _is_registered(self, module: nn.Module) -> bool:
         return self._registered is None or id(module) in self._registered

@@ -42,6 +42,7 @@ class Partition:
         drawing_modules: qualified name -> module, of the modules inside blocks that draw random numbers.
         draw_offsets: for each stage, how often each drawing module is called on the stages before it.
         cuts: the names of the modules at which stages 1.. begin.
+        work: of each stage, its backward included; see `work_of`.
         notes: what the user should know about the recording.
         origins: for each value that enters or leaves a stage, by name: where it was made.
         guards: what the forward read from the values of integer inputs; the partition holds where they read the same.
@@ -51,6 +52,7 @@ class Partition:
     drawing_modules: Mapping[str, nn.Module]
     draw_offsets: tuple[Mapping[str, int], ...]
     cuts: tuple[str, ...]
+    work: tuple[int, ...]
     notes: tuple[str, ...]
     origins: Mapping[str, Origin]
     guards: tuple[Guard, ...]

@@ -42,7 +42,7 @@ class Partitioner:
         cuts: names of the modules at which stages 1.. begin, in program order; chosen by `balance` if not given.
         leaves: names of modules to run as a whole, for what a recording cannot follow.
         streams: sets the generator for recorded random calls; see `RandomSource`.
-        balance: what the stages share evenly, `"parameters"` or (repeated) `"layers"`.
+        balance: what the stages share evenly, `"flops"` (see `work_of`), `"parameters"` or (repeated) `"layers"`.
 
     Raises ArgumentError for arguments that are wrong by themselves, PartitionError (also when called) for a model that
     cannot be recorded or cut as asked.
@@ -56,7 +56,7 @@ class Partitioner:
         leaves: Sequence[str] | None = None,
         *,
         streams: RandomSource,
-        balance: Balance = "parameters",
+        balance: Balance = "flops",
     ) -> None:
         if stages < 1:
             raise ArgumentError(f"stages={stages}: expected at least 1")
@@ -116,6 +116,11 @@ class Partitioner:
         self._partitions.clear()
         self._keep_alive.clear()
 
+    def cut_at(self, cuts: Sequence[str]) -> None:
+        """Decides on other cuts than those of the first call, and forgets what was recorded."""
+        self.cuts = tuple(cuts)
+        self.forget()
+
     def attributes(self) -> tuple[tuple[str, object], ...]:
         """Plain attributes that a forward, recorded call by call, may read, and that a recording takes as given."""
         return tuple(
@@ -160,6 +165,7 @@ class Partitioner:
             drawing_modules=recording.drawing,
             draw_offsets=_draw_offsets(recording, starts),
             cuts=self.cuts,
+            work=_work(recording, split),
             notes=(*recording.notes, *unused_note(recording, stages)),
             origins=_origins(recording, stages),
             guards=recording.guards,
@@ -226,6 +232,13 @@ def _opened(model: nn.Module, units: Collection[int]) -> list[nn.Module]:
         found.append(pending.pop())
         pending += [child for child in found[-1].children() if id(child) not in units]
     return found
+
+
+def _work(recording: Recording, split: Split) -> tuple[int, ...]:
+    work = [0] * split.count
+    for fact in recording.facts.values():
+        work[split.stage_of(fact.index)] += fact.work
+    return tuple(work)
 
 
 def _draw_offsets(recording: Recording, starts: Sequence[int]) -> tuple[dict[str, int], ...]:

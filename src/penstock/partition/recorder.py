@@ -153,9 +153,12 @@ class Recorder(TorchFunctionMode):
 
     def call_autograd_function(self, original: Callable[..., Any], cls: type, args: Any, kwargs: Any) -> Any:
         """`Function.apply` during the recording: outside the units it is one call."""
-        if self._paused or threading.get_ident() != self._thread:
+        if threading.get_ident() != self._thread:
             return original(*args, **kwargs)
-        with self._pause():
+        if self._paused:
+            with self.observer.in_function():
+                return original(*args, **kwargs)
+        with self._pause(), self.observer.in_function():
             with self._running(args, kwargs) as call:
                 result, drew, writes, _ = self.known.run(original, args, kwargs)
             self.sideways.check_call(call)
@@ -183,7 +186,7 @@ class Recorder(TorchFunctionMode):
 
     def _run_unit(self, original: Call, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, list[Any], frozenset[int]]:
         """The unit's result, what in it drew, and what it wrote. One that cannot run on fake tensors runs for real."""
-        depth, called = len(self.observer.stack), len(self.observer.calls)
+        depth, called, work = len(self.observer.stack), len(self.observer.calls), self.observer.work
         try:
             with quiet():
                 return original(unit.module, *args, **kwargs), *self.observer.take()
@@ -192,6 +195,7 @@ class Recorder(TorchFunctionMode):
         except Exception as error:  # whatever a fake kernel raises; if the unit itself is wrong it raises again
             del self.observer.stack[depth:], self.observer.calls[called:]
             self.observer.take()
+            self.observer.work = work
             result, drew, writes = run_for_real(
                 original, unit, args, kwargs, self.loan, self.entry.device, self.observer, error
             )
@@ -239,8 +243,10 @@ class Recorder(TorchFunctionMode):
             takes_gradient=any(t.requires_grad for t in tensors),
             modes=self.entry.difference(),
             source_line=source.current_line(),
+            work=self.observer.work,
         )
         self.observer.position += 1
+        self.observer.work = 0
         return fact
 
     def _bind(self, result: Any, node: fx.Node, writes: frozenset[int], alone: bool = False) -> None:

@@ -53,6 +53,7 @@ class Fact:
         draws: a torch call outside the units that draws random numbers.
         modes: see `Modes`.
         source_line: `file:line` of the call in the user's code, for messages.
+        work: how much work it is, its backward included; see `work_of`.
         updates: the index of each node that updated the result in place, and its meta from then on.
     """
 
@@ -66,6 +67,7 @@ class Fact:
     draws: bool = False
     modes: Modes = Modes()
     source_line: str = ""
+    work: int = 0
     updates: list[tuple[int, TensorMeta]] = field(default_factory=list)
 
 

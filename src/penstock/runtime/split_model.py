@@ -62,6 +62,7 @@ class SplitModel:
         self._examples = engine.control.give(example).fill()
         self._copied: dict[int, tuple[Partition, Partition]] = {}
         self._placed: dict[int, tuple[Partition, Partition]] = {}
+        self._agree()
         shared = ties([stage.meta for stage in self._record(training=True)[0].stages])
         self._refuse_copies(shared)
         self._take_over(rule)
@@ -177,6 +178,14 @@ class SplitModel:
         for stage in self.partitions(training=True)[0].stages:
             if self._is_here(stage):
                 check_sharding(stage, self._engine.world.divided, shared)
+
+    def _agree(self) -> None:
+        """Cuts where the first process does: what a block's work depends on may differ from process to process."""
+        self._record(training=True)
+        cuts = self._engine.control.give_all(self.cuts)
+        if cuts != self.cuts:
+            self._copied.clear()
+            self._partitioner.cut_at(cuts)
 
     def _is_here(self, stage: Stage) -> bool:
         return self._placement.rank_of[stage.meta.index] in self._engine.ranks

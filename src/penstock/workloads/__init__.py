@@ -45,7 +45,7 @@ def from_model(
     chunks: int | None = None,
     cuts: Sequence[str] | None = None,
     leaves: Sequence[str] | None = None,
-    balance: Balance = "parameters",
+    balance: Balance = "flops",
     sharded: bool = False,
     bucket_bytes: int | None = None,
     compute: Compute = "none",
