@@ -203,8 +203,8 @@ class Split:
             if held is not None and held.requires_grad and not isinstance(held, nn.Parameter):
                 raise PartitionError(
                     f"{names[storage]!r} is a buffer that requires a gradient, and is used on stages "
-                    f"{sorted(stages[storage])}: its gradients would not be added up. Register it as an nn.Parameter, or "
-                    "move the cut so that all its uses are on one stage"
+                    f"{sorted(stages[storage])}: its gradients would not be added up. Register it as an nn.Parameter, "
+                    "or move the cut so that all its uses are on one stage"
                 )
             if storage in self.written:
                 writer = next(f for f in self.facts.values() if storage in f.writes)
