@@ -116,6 +116,9 @@ class _NoStreams:
     def enter(self, name: str) -> None:
         raise AssertionError(f"{name} was run")
 
+    def pass_by(self, calls: Mapping[str, int]) -> None:
+        raise AssertionError(f"{list(calls)} were left out")
+
 
 def inspect(
     model: nn.Module | Sequence[nn.Module],

@@ -72,7 +72,7 @@ def follow(model: nn.Module, said: str) -> None:
 def test_one_thing_in_the_way_and_what_is_left_to_split() -> None:
     said = refusal(Model(Reads(width=100)))
     assert re.search(r"test_remedies\.py:\d+: .* in module 'part\.m0', which a recording cannot follow\. Give", said)
-    assert "Give leaves=['part.m0'], so that it runs as a whole (tried: 'part.m0' is 95% of the work, all of it on one stage)" in said
+    assert "leaves=['part.m0'], so that it runs as a whole (tried: 'part.m0' is 95% of the work, all of it on" in said
     assert "eval" not in said
     assert "labels" not in said
     assert (

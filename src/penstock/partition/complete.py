@@ -62,7 +62,7 @@ def _used(recording: Recording, model: nn.Module) -> set[str]:
     """The parameters and buffers that any recorded call has."""
     canonical = {id(tensor): name for name, tensor in recording.held.items()}
     used = {str(node.target) for node, fact in recording.facts.items() if fact.kind in ("parameter", "buffer")}
-    for scope in {fact.scope for fact in recording.facts.values() if fact.kind == "unit"}:
-        unit = model.get_submodule(scope)
+    for name in {name for fact in recording.facts.values() for name in fact.units}:
+        unit = model.get_submodule(name)
         used |= {canonical[id(t)] for t in (*unit.parameters(), *unit.buffers())}
     return used
