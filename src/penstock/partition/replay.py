@@ -8,6 +8,8 @@ something itself, once more behind that; the operators are compared.
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +32,7 @@ def operators(
     Args:
         from_start: as if nothing had been changed since the forward began; else in the present state.
     """
+    drawn = random.getstate(), sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
     now = [(place, place.copied()) for place in reach.changed()]
     depth, called, work = len(observer.stack), len(observer.calls), observer.work
     copies = map_tensors(Tensor.clone, (args, kwargs))
@@ -45,6 +48,9 @@ def operators(
     except Exception:
         return None
     finally:
+        random.setstate(drawn[0])
+        if drawn[1] is not None:
+            sys.modules["numpy"].random.set_state(drawn[1])
         reach.restore()
         for place, entries in now:
             place.put(entries)
