@@ -46,7 +46,7 @@ from penstock.partition.recorder import Recorder
 from penstock.partition.recording import Constant, Recording
 from penstock.partition.source import raising_line
 from penstock.partition.state import Loan, Snapshot, fake_like, fake_value, untouched_generators
-from penstock.partition.strays import refuse_strays
+from penstock.partition.strays import empty_caches, refuse_strays
 from penstock.partition.units import NO_GRAIN, Grain, Leak, Regroup, Unit, find_units, intercepted
 
 
@@ -98,7 +98,7 @@ def record(
                 raise PartitionError(f"{reason}. To record it call by call does not help: {error}") from error
             else:
                 raise
-        refuse_strays(made)  # that of the next attempt would meet
+        empty_caches(made)  # of what the next attempt would meet
         made.clear()
 
 

@@ -12,18 +12,24 @@ from penstock.errors import PartitionError
 from penstock.partition._compat import FakeTensor, WeakStorage, storage_of
 
 
-def refuse_strays(made: Sequence[WeakStorage]) -> None:
-    """Empties caches of functions that hold fake tensors; raises PartitionError, naming the place, for all others."""
+def empty_caches(made: Sequence[WeakStorage]) -> set[int]:
+    """Empties the caches of functions (`lru_cache`) that hold fake tensors; returns the memory that is still alive."""
     if not any(memory.is_alive for memory in made):
-        return
+        return set()
     gc.collect()
     alive = {memory.number for memory in made if memory.is_alive}
     if not alive:
-        return
-    for fake in _fakes(alive):
-        for cache in _caches(fake):
+        return set()
+    for cache in [thing for thing in gc.get_objects() if type(thing) is functools._lru_cache_wrapper]:
+        if cache.cache_info().currsize and _holds(cache, alive):
             cache.cache_clear()
-    for fake in _fakes(alive):
+    return {memory.number for memory in made if memory.is_alive}
+
+
+def refuse_strays(made: Sequence[WeakStorage]) -> None:
+    """Raises PartitionError, naming the place, if fake tensors are still held behind a recording."""
+    alive = empty_caches(made)
+    for fake in _fakes(alive)[:1] if alive else ():
         place = _place(fake)
         if place:
             raise PartitionError(
@@ -36,16 +42,19 @@ def _fakes(memory: Collection[int]) -> list[FakeTensor]:
     return [thing for thing in gc.get_objects() if type(thing) is FakeTensor and storage_of(thing) in memory]
 
 
-def _caches(thing: Any, depth: int = 4) -> list[Any]:
-    """The caches of functions (`functools.lru_cache`) that hold something."""
-    found, holders = [], [thing]
+def _holds(cache: Any, memory: Collection[int], depth: int = 5) -> bool:
+    """Whether a cache holds one of these fake tensors."""
+    level, seen = [cache], set[int]()
     for _ in range(depth):
-        holders = [h for h in gc.get_referrers(*holders) if not isinstance(h, (FrameType, ModuleType))][:64]
-        found += [h for h in holders if isinstance(h, functools._lru_cache_wrapper)]
-    return found
+        level = [t for t in gc.get_referents(*level) if id(t) not in seen and not isinstance(t, (ModuleType, type))]
+        level = [t for t in level if not (isinstance(t, dict) and "__builtins__" in t)][:4096]
+        seen |= set(map(id, level))
+        if any(type(t) is FakeTensor and storage_of(t) in memory for t in level):
+            return True
+    return False
 
 
-def _place(thing: Any, depth: int = 4) -> str:
+def _place(thing: Any, depth: int = 3) -> str:
     """Where something is held, as far as that can be told."""
     holders = [thing]
     for _ in range(depth):
