@@ -29,7 +29,7 @@ def empty_caches(made: Sequence[WeakStorage]) -> set[int]:
 def refuse_strays(made: Sequence[WeakStorage]) -> None:
     """Raises PartitionError, naming the place, if fake tensors are still held behind a recording."""
     alive = empty_caches(made)
-    for fake in _fakes(alive)[:1] if alive else ():
+    for fake in _fakes(alive)[:4] if alive else ():
         place = _place(fake)
         if place:
             raise PartitionError(
@@ -54,7 +54,7 @@ def _holds(cache: Any, memory: Collection[int], depth: int = 5) -> bool:
     return False
 
 
-def _place(thing: Any, depth: int = 3) -> str:
+def _place(thing: Any, depth: int = 4) -> str:
     """Where something is held, as far as that can be told."""
     holders = [thing]
     for _ in range(depth):
