@@ -30,8 +30,8 @@ def leaves_of(results: Iterable[Tensor]) -> list[Tensor]:
 
 
 def check_complete(recording: Recording, model: nn.Module, stages: Sequence[Stage]) -> None:
-    """Raises PartitionError, by name, if a parameter that the forward needs is on no stage."""
-    on_stages = {id(p) for stage in stages for p in stage.parameters.values()}
+    """Raises PartitionError, by name, if a parameter or a buffer that training needs is on no stage."""
+    on_stages = {id(t) for stage in stages for t in (*stage.parameters.values(), *stage.buffers.values())}
     lost = [name for name in recording.held if name in recording.needed and id(recording.held[name]) not in on_stages]
     used = _used(recording, model)
     lost += [name for name in recording.held if name in recording.touched - used and name not in lost]
