@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -24,11 +24,12 @@ from penstock.partition.guards import is_integer
 from penstock.partition.known import Restart
 from penstock.partition.modes import Entry
 from penstock.partition.objects import holds_tensors, input_path
+from penstock.partition.opening import NOTHING, Opening, StayWhole
 from penstock.partition.recorder import Recorder
 from penstock.partition.recording import Constant, Recording
 from penstock.partition.source import raising_line
 from penstock.partition.state import Loan, Snapshot, fake_like, fake_value, untouched_generators
-from penstock.partition.units import Leak, Unit, find_units, intercepted
+from penstock.partition.units import Leak, Unit, canonical_names, find_units, intercepted
 
 
 def record(
@@ -37,24 +38,34 @@ def record(
     kwargs: Mapping[str, Any],
     leaves: Sequence[str] = (),
     exposed: frozenset[type[nn.Module]] = frozenset(),
+    opening: Opening = NOTHING,
 ) -> Recording:
     """Record `model(*args, **kwargs)`. Parameters may be on `meta`: they are taken to be where the first input is.
 
-    `leaves` and `exposed`: see `find_units`; what else turns out to be exposed is in the recording.
+    `leaves`, `exposed` and `opening`: see `find_units`; what else turns out to be exposed, and what was opened, is in
+    the recording.
 
     Raises PartitionError, with the line of the user's code, for what a stage could not replay.
     """
     fake_calls: frozenset[int] = frozenset()
     while True:
-        units = find_units(model, leaves, exposed)
+        units = find_units(model, leaves, exposed, opening.names)
         try:
-            return replace(_record(model, args, kwargs, units, fake_calls), exposed=exposed)
+            found = _record(model, args, kwargs, units, fake_calls, opening)
+            return replace(found, exposed=exposed, opening=opening)
         except Restart as restart:
             fake_calls = restart.fake_calls
+        except StayWhole as refusal:
+            opening, fake_calls = opening.without(_alike(model, refusal.name, opening.tried)), frozenset()
         except Leak as leak:
             if leak.kind in exposed:
                 raise PartitionError(leak.refusal) from None
             exposed, fake_calls = exposed | {leak.kind}, frozenset()  # calls are numbered anew
+
+
+def _alike(model: nn.Module, name: str, tried: Collection[str]) -> Collection[str]:
+    """What cannot be recorded call by call either: modules of one kind with the named one; all, if none is named."""
+    return [n for n in tried if not name or type(model.get_submodule(n)) is type(model.get_submodule(name))]
 
 
 def _record(
@@ -63,15 +74,16 @@ def _record(
     kwargs: Mapping[str, Any],
     units: dict[int, Unit],
     fake_calls: frozenset[int],
+    opening: Opening,
 ) -> Recording:
     given = flatten((tuple(args), dict(kwargs)))
     device = next((x.device for x in given.leaves if isinstance(x, Tensor)), torch.device("cpu"))
-    names = {id(m): name for name, m in reversed(list(model.named_modules()))}
+    names = canonical_names(model)
     mode, snapshot = fake_mode(), Snapshot(model)
     try:
         with untouched_generators():
             loan = Loan(model, mode, device)
-            recorder = Recorder(model, units, loan, Entry(device), names, mode, fake_calls)
+            recorder = Recorder(model, units, loan, Entry(device), names, mode, fake_calls, opening)
             inputs = list(given.leaves)
             for index, leaf in enumerate(given.leaves):
                 if isinstance(leaf, Tensor):
@@ -84,11 +96,30 @@ def _record(
                         f"the model's input {input_path(given.paths[index])} is a {type(leaf).__name__}, which holds "
                         "tensors but is no structure that torch can take apart. Pass tensors, tuples, lists or dicts"
                     )
-            result = _run(model, recorder, mode, inputs, given.structure)
-            _check_leftovers(snapshot, loan, recorder, names)
-            return _finish(recorder, loan, units, result)
+            with _staying_whole(recorder):
+                result = _run(model, recorder, mode, inputs, given.structure)
+                _check_leftovers(snapshot, loan, recorder, names)
+                return _finish(recorder, loan, units, result)
     finally:
         snapshot.restore()
+
+
+@contextmanager
+def _staying_whole(recorder: Recorder) -> Iterator[None]:
+    """What was opened for the sake of balance or of a cut is to blame for what is raised inside of it."""
+    opening = recorder.opening
+    try:
+        yield
+    except Exception as error:
+        if opening.tried:
+            raise StayWhole(opening.around(recorder.scope)) from error
+        name = opening.cut_inside(recorder.scope)
+        if name and isinstance(error, PartitionError):
+            raise PartitionError(
+                f"cuts: one lies inside {name!r}, which then has to be recorded call by call, but {error}. Cut at "
+                f"{name!r} instead"
+            ) from error
+        raise
 
 
 def _run(model: nn.Module, recorder: Recorder, mode: Any, inputs: list[Any], structure: Any) -> Any:
@@ -160,6 +191,8 @@ def _check_leftovers(snapshot: Snapshot, loan: Loan, recorder: Recorder, names: 
     inside = {id(m) for unit in recorder.units.values() for m in unit.module.modules()}
     for module, attribute, value in snapshot.changed():
         path = f"{names[id(module)]}.{attribute}".lstrip(".")
+        if id(module) not in inside and (name := recorder.opening.around(names[id(module)])):
+            raise StayWhole(name)
         if id(module) not in inside and not attribute.startswith("_") and attribute != "training":
             if holds_tensors(value, fake_only=True):
                 recorder.notes.append(f"the forward leaves a tensor in {path}; a stage does not set it")

@@ -7,6 +7,7 @@ each call wrote and whether it drew random numbers. `record` sets the stage for 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -23,6 +24,7 @@ from penstock.partition.known import Known
 from penstock.partition.modes import Entry
 from penstock.partition.objects import CONSTANTS, child_items, free_name, holds_tensors, is_named_tuple, opaque_holders
 from penstock.partition.observer import Observer
+from penstock.partition.opening import Opening
 from penstock.partition.real import run_for_real
 from penstock.partition.recording import Fact, Kind, tensor_meta
 from penstock.partition.state import Loan
@@ -48,8 +50,10 @@ class Recorder(TorchFunctionMode):
         names: dict[int, str],
         mode: FakeTensorMode,
         fake_calls: frozenset[int],
+        opening: Opening,
     ) -> None:
         super().__init__()
+        self.opening = opening
         self.model, self.units, self.loan, self.entry, self.module_names = model, units, loan, entry, names
         self.graph = fx.Graph()
         self.facts: dict[fx.Node, Fact] = {}
@@ -65,6 +69,7 @@ class Recorder(TorchFunctionMode):
         self._attributes: dict[str, fx.Node] = {}
         self._constants = free_name(model, "constants")
         self._constant_ids: dict[int, str] = {}
+        self._draws: Counter[str] = Counter()
         self._thread = threading.get_ident()
         self._paused = False
 
@@ -177,7 +182,9 @@ class Recorder(TorchFunctionMode):
             args, kwargs = self._arguments(args, kwargs)
         node = self.graph.create_node(target.op, target.function, args, kwargs)
         fact = self._fact(node, kind, result)
-        fact.writes, fact.draws = writes, draws
+        fact.writes = writes
+        if draws:
+            fact.stream = self._stream(fact)
         if kind == "unit":
             fact.scope = str(target.function)
         self._bind(result, node, writes, alone=True)
@@ -204,6 +211,12 @@ class Recorder(TorchFunctionMode):
         self.observer.position += 1
         self.observer.work = 0
         return fact
+
+    def _stream(self, fact: Fact) -> str:
+        """The stream of a draw in a module's own forward: numbered there, so that it is the same whatever is opened."""
+        self.opening.refuse_draw(fact.scope, fact.source_line)
+        self._draws[fact.scope] += 1
+        return f"{fact.scope}()#{self._draws[fact.scope] - 1}"
 
     def _bind(self, result: Any, node: fx.Node, writes: frozenset[int], alone: bool = False) -> None:
         """Remember which tensors a node made; those inside its result get a node of their own.
@@ -297,7 +310,8 @@ class Recorder(TorchFunctionMode):
 
     @property
     def scope(self) -> str:
-        return self.module_names.get(id(self.observer.stack[-1]), "") if self.observer.stack else ""
+        registered = (self.module_names.get(id(module)) for module in reversed(self.observer.stack))
+        return next((name for name in registered if name is not None), "")
 
     def _here(self) -> str:
         return f"{source.current_line()}, in {f'module {self.scope!r}' if self.scope else 'the model'},"

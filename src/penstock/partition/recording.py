@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor, fx, nn
 
+from penstock.partition.opening import NOTHING, Opening
 from penstock.stages import TensorMeta
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class Fact:
         storages: the memory behind its result's tensors. Equal numbers mean shared memory.
         writes: the memory that it updated in place.
         takes_gradient: whether any tensor of its result requires a gradient.
-        draws: a torch call outside the units that draws random numbers.
+        stream: of a torch call outside the units that draws random numbers, the name of its stream; else empty.
         modes: see `Modes`.
         source_line: `file:line` of the call in the user's code, for messages.
         work: how much work it is, its backward included; see `work_of`.
@@ -62,7 +63,7 @@ class Fact:
     storages: frozenset[int] = frozenset()
     writes: frozenset[int] = frozenset()
     takes_gradient: bool = False
-    draws: bool = False
+    stream: str = ""
     modes: Modes = Modes()
     source_line: str = ""
     work: int = 0
@@ -90,6 +91,7 @@ class Recording:
         guards: what the forward read from the values of its integer inputs; it holds where they read the same.
         notes: things to tell the user.
         exposed: kinds of modules whose results are used outside of the block that they are in.
+        opening: which modules were opened.
     """
 
     graph: fx.Graph
@@ -108,6 +110,7 @@ class Recording:
     guards: tuple[Guard, ...]
     notes: tuple[str, ...]
     exposed: frozenset[type[nn.Module]] = frozenset()
+    opening: Opening = NOTHING
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,9 @@ class Split:
         self.writers = [fact for fact in self.facts.values() if fact.writes]
         self.written = {storage for fact in self.writers for storage in fact.writes}
 
+    @cached_property
     def plans(self) -> tuple[Plan, ...]:
+        """The stages. Raises PartitionError as the class says."""
         for stage in range(self.count if self.count > 1 else 0):
             if not self._own(stage):
                 raise PartitionError(
@@ -105,7 +107,7 @@ class Split:
         """Calls that any stage can make again for itself: no parameters, no randomness, no gradient, no updates."""
         found: set[fx.Node] = set()
         for node, fact in self.facts.items():
-            if fact.kind != "call" or fact.draws or fact.writes or fact.takes_gradient or fact.storages & self.written:
+            if fact.kind != "call" or fact.stream or fact.writes or fact.takes_gradient or fact.storages & self.written:
                 continue
             if all(self._is_remade(argument, found) for argument in node.all_input_nodes):
                 found.add(node)

@@ -162,9 +162,9 @@ def _graph(split: Split, plan: Plan, streams_name: str) -> fx.Graph:
     new: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for node in plan.received}
 
     def copy(node: fx.Node) -> None:
-        if facts[node].draws:
+        if facts[node].stream:
             streams = graph.create_node("get_attr", streams_name)
-            graph.call_method("enter", (streams, node.name))
+            graph.call_method("enter", (streams, facts[node].stream))
         args = fx.map_arg(node.args, new.__getitem__)
         kwargs = fx.map_arg(node.kwargs, new.__getitem__)
         new[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)

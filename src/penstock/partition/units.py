@@ -2,8 +2,7 @@
 
 Everything else is descended into, and its torch calls are recorded one by one. A module whose result is used outside of
 the unit that it is in (a router's logits, which a hook collects for an auxiliary loss) is a unit by itself, and what
-encloses it is opened. The set follows from the model and its options, never from the cuts, because random streams are
-keyed by what is recorded.
+encloses it is opened. `opening.py` says which others are opened for the sake of cuts, and why random streams do not mind.
 """
 
 from __future__ import annotations
@@ -47,16 +46,21 @@ class Leak(BaseException):
 
 
 def find_units(
-    model: nn.Module, leaves: Sequence[str] = (), exposed: Collection[type[nn.Module]] = ()
+    model: nn.Module,
+    leaves: Sequence[str] = (),
+    exposed: Collection[type[nn.Module]] = (),
+    opened: Collection[str] = (),
 ) -> dict[int, Unit]:
     """The units of a model, by `id` of the module.
 
     Args:
         leaves: names of modules that are units whatever they hold.
         exposed: kinds of modules whose results are used outside of the block that they are in.
+        opened: names of modules that are none whatever their place; see `Opening`.
 
     Raises PartitionError for a name in `leaves` that is no module.
     """
+    apart = {id(model.get_submodule(name)) for name in opened}
     named = {id(resolve(model, name, "leaves")) for name in leaves}
     units: dict[int, Unit] = {}
     seen: set[int] = {id(model)}
@@ -70,7 +74,7 @@ def find_units(
             seen.add(id(child))
             of_torch = type(child).__module__.startswith("torch.nn") and not isinstance(child, STACKS)
             whole = (in_block or container or of_torch) and not _is_opened(child, parent)
-            if id(child) in named or (whole and not _encloses(child, exposed)):
+            if id(child) in named or (whole and id(child) not in apart and not _encloses(child, exposed)):
                 units[id(child)] = Unit(name, child, block=container)
             else:
                 descend(child, name + ".", in_block=whole)
@@ -100,6 +104,11 @@ def _has_repeated_blocks(module: nn.Module) -> bool:
             if any(count > 1 for count in kinds.values()):
                 return True
     return False
+
+
+def canonical_names(model: nn.Module) -> dict[int, str]:
+    """The first name of each module, by its `id`."""
+    return {id(module): name for name, module in reversed(list(model.named_modules()))}
 
 
 def resolve(model: nn.Module, name: str, argument: str) -> nn.Module:

@@ -182,10 +182,10 @@ class SplitModel:
     def _agree(self) -> None:
         """Cuts where the first process does: what a block's work depends on may differ from process to process."""
         self._record(training=True)
-        cuts = self._engine.control.give_all(self.cuts)
-        if cuts != self.cuts:
+        division = self._engine.control.give_all(self._partitioner.division)
+        if division != self._partitioner.division:
             self._copied.clear()
-            self._partitioner.cut_at(cuts)
+            self._partitioner.divide(division)
 
     def _is_here(self, stage: Stage) -> bool:
         return self._placement.rank_of[stage.meta.index] in self._engine.ranks
