@@ -185,7 +185,7 @@ def test_a_key_value_cache_is_refused_by_name() -> None:
         Partitioner(case.model, 2, streams=NoStreams())(case.args, {**case.kwargs, "use_cache": True})
 
 
-def test_a_tensor_that_a_block_leaves_in_an_attribute_is_refused() -> None:
+def test_a_tensor_that_a_leaf_leaves_in_an_attribute_is_refused() -> None:
     class Leaky(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             self.inner = super().forward(x)
@@ -198,8 +198,10 @@ def test_a_tensor_that_a_block_leaves_in_an_attribute_is_refused() -> None:
         return model.layers[1](model.layers[0](x)) + model.layers[0].inner
 
     model.forward = forward
-    with pytest.raises(PartitionError, match=r"no recorded call made: layers\.0\.inner"):
-        partition(model)
+    with pytest.raises(
+        PartitionError, match=r"no recorded call made: layers\.0\.inner.*module 'layers.0' \(.*errors.py"
+    ):
+        Partitioner(model, 1, leaves=["layers.0"], streams=NoStreams())((torch.ones(2, 3),))
 
 
 def test_a_stray_tensor_with_a_gradient_is_refused() -> None:

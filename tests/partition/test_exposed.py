@@ -84,8 +84,8 @@ def test_a_blocks_inner_result_is_used_by_the_model(ranks: int) -> None:
 def test_the_block_is_opened_and_nothing_else() -> None:
     model = Collecting()
     recording = record(model, (torch.randn(5, WIDTH),), {})
-    assert recording.exposed == {Router}
-    units = {unit.name for unit in find_units(model, (), recording.exposed).values()}
+    assert recording.grain.exposed == {Router}
+    units = {unit.name for unit in find_units(model, (), recording.grain).values()}
     assert units == {f"blocks.{i}.{part}" for i in range(4) for part in ("norm", "router", "expert")}
     assert {unit.name for unit in find_units(model).values()} == {f"blocks.{i}" for i in range(4)}
     assert inspect(model, (torch.randn(5, WIDTH),), stages=4).stages
@@ -99,7 +99,7 @@ class Hidden(Router):
         return (self.logits * 2).sigmoid(), self.logits.sigmoid()
 
 
-def test_what_no_module_returns_is_refused_with_the_line() -> None:
+def test_what_no_module_returns_is_refused_with_the_line_where_the_module_must_stay_whole() -> None:
     model = Collecting(Hidden)
 
     def forward(x: Tensor) -> Tensor:
@@ -107,4 +107,4 @@ def test_what_no_module_returns_is_refused_with_the_line() -> None:
 
     model.forward = forward
     with pytest.raises(PartitionError, match=r"test_exposed.py:\d+, in the model, .*blocks.0.router.logits. Return it"):
-        record(model, (torch.randn(5, WIDTH),), {})
+        record(model, (torch.randn(5, WIDTH),), {}, ["blocks.0"])

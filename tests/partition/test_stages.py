@@ -403,6 +403,7 @@ def test_attributes_that_a_stage_will_not_set_are_noted() -> None:
     assert notes == (
         "the forward leaves a tensor in hidden; a stage does not set it",
         "the forward changes count; a stage keeps the value it had when recorded",
+        "the forward does not use 'layers.2.weight', 'layers.2.bias', 'layers.3.weight', 'layers.3.bias': on no stage",
     )
 
 

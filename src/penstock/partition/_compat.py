@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
     unset_fake_temporarily,
 )
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "Flat",
+    "WeakStorage",
     "fake_mode",
     "flatten",
     "pytree",
@@ -84,6 +86,19 @@ def storage_of(tensor: Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # sparse tensors have no storage
         return id(tensor)
+
+
+class WeakStorage:
+    """Keeps the number that `storage_of` gives from being given again, but not the memory."""
+
+    __slots__ = ("_reference",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._reference: object
+        try:
+            self._reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        except (NotImplementedError, RuntimeError):  # a sparse tensor has none: its number is that of the object
+            self._reference = tensor
 
 
 def autocast_state(device: torch.device) -> tuple[bool, torch.dtype]:

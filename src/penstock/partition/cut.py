@@ -30,14 +30,18 @@ class Candidate:
 
 
 def candidates(recording: Recording, model: nn.Module, balance: Balance) -> list[Candidate]:
-    """Every unit (for "layers": every repeated block, if there are any) in the order of first calls."""
+    """Every unit (for "layers": every repeated block, if there are any) in the order of first calls, and what was opened and has
+    nothing inside.
+    """
     blocks_only = balance == "layers" and bool(recording.blocks)
+    bare = {n for n in recording.grain.opened if not any(True for _ in model.get_submodule(n).children())}
     found: list[Candidate] = []
     seen: set[str] = set()
     weight = position = 0
     name = ""
     for node, fact in recording.facts.items():
-        if fact.kind == "unit" and fact.scope not in seen and (not blocks_only or fact.scope in recording.blocks):
+        begins = fact.kind == "unit" or (fact.kind in ("call", "parameter", "buffer") and fact.scope in bare)
+        if begins and fact.scope not in seen and (not blocks_only or fact.scope in recording.blocks):
             if seen:
                 found.append(Candidate(name, position, weight))
                 weight = 0

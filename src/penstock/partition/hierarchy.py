@@ -38,13 +38,13 @@ def opening_for(
                     f"{argument}: {name!r} is to be opened, but leaves=[{leaf!r}] says that it runs as a whole"
                 )
     found = Opening(frozenset(n for name in asked for n in (*_enclosing(name), name)))
-    units = {unit.name for unit in find_units(model, leaves, opened=found.names).values()}
+    units = {unit.name for unit in find_units(model, leaves, apart=found.names).values()}
     within = {n for name in inside for n in _enclosing(name)}
     found = replace(
         found, for_cuts=frozenset(n for n in within if any(f"{n}.".startswith(f"{unit}.") for unit in units))
     )
     while cuts is None:
-        order = list(find_units(model, leaves, opened=found.names).values())
+        order = list(find_units(model, leaves, apart=found.names).values())
         weights = [blocks_in(unit.module) if unit.block else 0 for unit in order]
         worth = frozenset(_worth_opening(order, weights, stages))
         if not worth:
@@ -58,9 +58,10 @@ def more_to_open(
 ) -> Opening:
     """What is to be opened, now that weights are known: the recording's own opening, if nothing else is worth it."""
     opening = recording.opening
-    units = {unit.name: unit for unit in find_units(model, leaves, recording.exposed, opening.names).values()}
+    units = {unit.name: unit for unit in find_units(model, leaves, recording.grain, opening.names).values()}
     found = candidates(recording, model, balance)
-    worth = _worth_opening([units[one.name] for one in found], [one.weight for one in found], stages)
+    order = [units.get(one.name) or Unit(one.name, model.get_submodule(one.name), block=False) for one in found]
+    worth = _worth_opening(order, [one.weight for one in found], stages)
     return replace(opening, tried=opening.tried | (frozenset(worth) - opening.whole))
 
 

@@ -117,6 +117,7 @@ class Known:
         for tensor in given:
             if id(tensor) in self._real:
                 fake = self._stand_ins[id(tensor)] = self._mode.from_tensor(tensor)
+                self._observer.provenance.stands_in(fake, tensor)
                 self._origins.setdefault(storage_of(fake), self._origins[storage_of(tensor)])
         self._observer.take()
 

@@ -72,6 +72,25 @@ def holds_tensors(value: Any, fake_only: bool = False, depth: int = 4) -> bool:
     return any(holds_tensors(v, fake_only, depth - 1) for v in getattr(value, "__dict__", {}).values())
 
 
+def tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:
+    """The tensors that a value is or holds, looked for also in slices and in the attributes of opaque objects."""
+    if isinstance(value, Tensor):
+        yield value
+    elif type(value) in CONSTANTS or depth == 0 or isinstance(value, (type, nn.Module, FunctionType, ModuleType)):
+        return
+    elif isinstance(value, slice):
+        yield from tensors_in((value.start, value.stop, value.step), depth)
+    elif isinstance(value, (tuple, list, set, frozenset)):
+        for item in value:
+            yield from tensors_in(item, depth)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item, depth)
+    else:
+        for item in getattr(value, "__dict__", {}).values():
+            yield from tensors_in(item, depth - 1)
+
+
 def opaque_holders(value: Any) -> Iterator[Any]:
     """The objects in a structure that hold fake tensors without being a structure themselves."""
     children = list(child_items(value))

@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.partition._compat import flatten, storage_of
+from penstock.partition.provenance import Provenance, tensors_of
 from penstock.partition.work import work_of
 
 RUNNING = ("running_mean", "running_var")
@@ -29,6 +30,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         returned: for the `id` of each tensor that a module returned, the tensor and the innermost such module.
         position: set by the owner; the index of the node that is being recorded.
         work: of the calls since the owner last set it to 0; see `work_of`.
+        provenance: where tensors come from.
     """
 
     supports_higher_order_operators = True
@@ -43,6 +45,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.position = 0
         self.work = 0
         self._inside_function = False
+        self.provenance = Provenance()
         self._drew: list[nn.Module | None] = []
         self._written: dict[int, Tensor] = {}
         self._kept: list[Tensor] = []
@@ -60,7 +63,9 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 for tensor in value if isinstance(value, (list, tuple)) else [value]:
                     if isinstance(tensor, Tensor) and (name not in RUNNING or given.get("training", True)):
                         self._written[storage_of(tensor)] = tensor
+        taken = self.provenance.read(tensors_of((*args, *kwargs.values())))
         result = func(*args, **kwargs)
+        self.provenance.wrote(func, taken, tensors_of(result if isinstance(result, (list, tuple)) else (result,)))
         if isinstance(func, torch._ops.OpOverload):
             trains = self._inside_function or torch.is_grad_enabled()
             self.work += work_of(func, args, kwargs, result, trains)

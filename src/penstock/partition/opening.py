@@ -48,6 +48,12 @@ class Opening:
         """Likewise of those that are opened since a cut lies inside."""
         return min((name for name in self.for_cuts if f"{scope}.".startswith(f"{name}.")), key=len, default="")
 
+    def refusal(self, name: str, why: str) -> str:
+        """For a module with a cut inside that cannot be opened."""
+        return (
+            f"cuts: one lies inside {name!r}, which then has to be recorded call by call, but {why}. Or cut at {name!r}"
+        )
+
     def refuse_draw(self, scope: str, source_line: str) -> None:
         """For a module that is opened without being asked for and draws random numbers in its own forward."""
         if name := self.around(scope):

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from penstock.errors import ArgumentError, PartitionError
 from penstock.partition._compat import autocast_state, flatten
 from penstock.partition.chain import as_module, known_names
+from penstock.partition.complete import check_complete, unused_note
 from penstock.partition.cut import Balance, balanced_cuts, cut_positions
 from penstock.partition.hierarchy import more_to_open, opening_for
 from penstock.partition.objects import input_path
@@ -23,7 +24,7 @@ from penstock.partition.record import record
 from penstock.partition.recording import RandomSource, Recording
 from penstock.partition.split import Split
 from penstock.partition.stage import Stage, build_stage
-from penstock.partition.units import find_units
+from penstock.partition.units import Grain, find_units
 
 Division = tuple[tuple[str, ...], Opening]
 """Where a model is cut, and what is opened for that."""
@@ -80,9 +81,9 @@ class Partitioner:
         self._partitions: dict[Hashable, list[Partition]] = {}
         self._keep_alive: dict[Hashable, list[object]] = {}
         self._modules = list(self.model.modules())
-        self._exposed: frozenset[type[nn.Module]] = frozenset()
+        self._grain = Grain()
         self._opening = opening_for(self.model, self._leaves, tuple(opens or ()), self.cuts, stages)
-        self._opened = _opened(self.model, find_units(self.model, self._leaves, opened=self._opening.names))
+        self._opened = self._find_opened()
         self._slots = [(slots, name) for m in self._modules for slots in (m._parameters, m._buffers) for name in slots]
 
     def __call__(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Partition:
@@ -131,7 +132,7 @@ class Partitioner:
     def divide(self, division: Division) -> None:
         """Decides otherwise than the first call did, and forgets what was recorded."""
         self.cuts, self._opening = division
-        self._opened = _opened(self.model, find_units(self.model, self._leaves, self._exposed, self._opening.names))
+        self._opened = self._find_opened()
         self.forget()
 
     def attributes(self) -> tuple[tuple[str, object], ...]:
@@ -146,6 +147,10 @@ class Partitioner:
     def names(self) -> dict[str, str]:
         """For every name of a parameter or buffer in the model, tied ones' too, the name by which stages know it."""
         return known_names(self.model)
+
+    def _find_opened(self) -> list[nn.Module]:
+        units = find_units(self.model, self._leaves, self._grain, self._opening.names)
+        return _opened(self.model, units)
 
     def _state(self) -> Hashable:
         held = [slots.get(name) for slots, name in self._slots]
@@ -162,11 +167,12 @@ class Partitioner:
         model = self.model
         defaults = default_kwargs(model, args, kwargs)
         recording, split = self._record(args, {**kwargs, **defaults})
-        if (recording.exposed, recording.opening) != (self._exposed, self._opening):
-            self._exposed, self._opening = recording.exposed, recording.opening
-            self._opened = _opened(model, find_units(model, self._leaves, self._exposed, self._opening.names))
+        if (recording.grain, recording.opening) != (self._grain, self._opening):
+            self._grain, self._opening = recording.grain, recording.opening
+            self._opened = self._find_opened()
         self.cuts = tuple(split.cuts)
         stages = tuple(build_stage(split, plan, index, self._streams) for index, plan in enumerate(split.plans))
+        check_complete(recording, model, stages)
         given = flatten((tuple(args), kwargs))
         placeholders = {node.name: position for node, position in recording.inputs.items()}
         return Partition(
@@ -175,7 +181,7 @@ class Partitioner:
             draw_offsets=_draw_offsets(recording, split.starts),
             cuts=self.cuts,
             work=_work(recording, split),
-            notes=recording.notes,
+            notes=(*recording.notes, *unused_note(recording, stages)),
             origins=_origins(recording, stages),
             guards=recording.guards,
             input_structure=given.structure,
@@ -190,7 +196,7 @@ class Partitioner:
         """The recording, and where it is cut. Until the cuts are decided, modules may be opened for balance."""
         opening = self._opening
         while True:
-            recording = record(self.model, args, kwargs, self._leaves, self._exposed, opening)
+            recording = record(self.model, args, kwargs, self._leaves, self._grain, opening)
             if self.cuts is None:
                 more = more_to_open(recording, self.model, self._leaves, self.stages, self._balance)
                 if more.names != recording.opening.names:

@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from penstock.errors import PartitionError
 from penstock.partition._compat import DATA_DEPENDENT, UNSUPPORTED, fake_mode, flatten, storage_of, unflatten
 from penstock.partition.chain import Chain
+from penstock.partition.complete import leaves_of
 from penstock.partition.guards import is_integer
 from penstock.partition.known import Restart
 from penstock.partition.modes import Entry
@@ -29,7 +30,7 @@ from penstock.partition.recorder import Recorder
 from penstock.partition.recording import Constant, Recording
 from penstock.partition.source import raising_line
 from penstock.partition.state import Loan, Snapshot, fake_like, fake_value, untouched_generators
-from penstock.partition.units import Leak, Unit, canonical_names, find_units, intercepted
+from penstock.partition.units import NO_GRAIN, Grain, Leak, Regroup, Unit, canonical_names, find_units, intercepted
 
 
 def record(
@@ -37,30 +38,56 @@ def record(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     leaves: Sequence[str] = (),
-    exposed: frozenset[type[nn.Module]] = frozenset(),
+    grain: Grain = NO_GRAIN,
     opening: Opening = NOTHING,
 ) -> Recording:
     """Record `model(*args, **kwargs)`. Parameters may be on `meta`: they are taken to be where the first input is.
 
-    `leaves`, `exposed` and `opening`: see `find_units`; what else turns out to be exposed, and what was opened, is in
-    the recording.
+    `leaves`, `grain` and `opening`: see `find_units`; what the forward taught besides, and what was opened, is in the
+    recording.
 
     Raises PartitionError, with the line of the user's code, for what a stage could not replay.
     """
     fake_calls: frozenset[int] = frozenset()
+    reason, taught = "", False
     while True:
-        units = find_units(model, leaves, exposed, opening.names)
+        units = find_units(model, leaves, grain, opening.names)
         try:
             found = _record(model, args, kwargs, units, fake_calls, opening)
-            return replace(found, exposed=exposed, opening=opening)
+            return replace(found, grain=grain, opening=opening)
         except Restart as restart:
             fake_calls = restart.fake_calls
         except StayWhole as refusal:
             opening, fake_calls = opening.without(_alike(model, refusal.name, opening.tried)), frozenset()
-        except Leak as leak:
-            if leak.kind in exposed:
-                raise PartitionError(leak.refusal) from None
-            exposed, fake_calls = exposed | {leak.kind}, frozenset()  # calls are numbered anew
+        except (Leak, Regroup) as wish:
+            fake_calls = frozenset()  # calls are numbered anew
+            if opening.names == opening.asked:
+                reason, grain = wish.refusal, _regrouped(grain, wish, leaves)
+            elif not taught:  # what a model teaches must not depend on its cuts
+                grain, taught = record(model, args, kwargs, leaves, grain, Opening(opening.asked)).grain, True
+            elif opening.tried:
+                opening = opening.without(opening.tried)
+            else:
+                raise PartitionError(opening.refusal(sorted(opening.for_cuts)[0], wish.refusal)) from None
+        except PartitionError as error:
+            if not reason:
+                raise
+            raise PartitionError(f"{reason}. To record it call by call does not help: {error}") from error
+
+
+def _regrouped(grain: Grain, wish: Leak | Regroup, leaves: Sequence[str]) -> Grain:
+    """With other modules opened, or run as a whole. Raises PartitionError for what was asked to be the opposite."""
+    if isinstance(wish, Leak):
+        if wish.kind in grain.exposed:
+            raise PartitionError(wish.refusal)
+        return replace(grain, exposed=grain.exposed | {wish.kind})
+    opened, whole = grain.opened | wish.opened, grain.whole | wish.whole
+    kept = sorted(wish.opened & {*leaves})
+    if kept:
+        raise PartitionError(f"{wish.refusal}; or leave {kept} out of leaves, so that it can be recorded call by call")
+    if opened & whole or (whole <= grain.whole and opened <= grain.opened):
+        raise PartitionError(wish.refusal)
+    return replace(grain, opened=opened, whole=whole)
 
 
 def _alike(model: nn.Module, name: str, tried: Collection[str]) -> Collection[str]:
@@ -97,7 +124,12 @@ def _record(
                         "tensors but is no structure that torch can take apart. Pass tensors, tuples, lists or dicts"
                     )
             with _staying_whole(recorder):
-                result = _run(model, recorder, mode, inputs, given.structure)
+                try:
+                    result = _run(model, recorder, mode, inputs, given.structure)
+                except (PartitionError, Leak, Regroup):
+                    recorder.sideways.check_units(recorder.on_memory)  # which may be why
+                    raise
+                recorder.sideways.check_units(recorder.on_memory)
                 _check_leftovers(snapshot, loan, recorder, names)
                 return _finish(recorder, loan, units, result)
     finally:
@@ -115,10 +147,7 @@ def _staying_whole(recorder: Recorder) -> Iterator[None]:
             raise StayWhole(opening.around(recorder.scope)) from error
         name = opening.cut_inside(recorder.scope)
         if name and isinstance(error, PartitionError):
-            raise PartitionError(
-                f"cuts: one lies inside {name!r}, which then has to be recorded call by call, but {error}. Cut at "
-                f"{name!r} instead"
-            ) from error
+            raise PartitionError(opening.refusal(name, str(error))) from error
         raise
 
 
@@ -214,6 +243,8 @@ def _finish(recorder: Recorder, loan: Loan, units: Any, result: Any) -> Recordin
             )
         else:
             leaves.append(Constant(leaf))
+    tensors = [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
+    needed = [loan.names[id(t)] for t in leaves_of(tensors) if id(t) in loan.names]
     drawing = recorder.drawing
     called: dict[int, list[int]] = {id(m): [] for m in drawing.values()}
     for module, position in recorder.observer.calls:
@@ -235,6 +266,8 @@ def _finish(recorder: Recorder, loan: Loan, units: Any, result: Any) -> Recordin
         device=recorder.entry.device,
         guards=tuple(recorder.guards),
         notes=tuple(dict.fromkeys(recorder.notes)),
+        needed=frozenset(needed),
+        touched=frozenset(recorder.observer.provenance.touched),
     )
 
 

@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any, ClassVar
 
 import torch
@@ -22,11 +23,21 @@ from penstock.partition._compat import FakeTensor, FakeTensorMode, flatten, quie
 from penstock.partition.guards import Guard, make_guard
 from penstock.partition.known import Known
 from penstock.partition.modes import Entry
-from penstock.partition.objects import CONSTANTS, child_items, free_name, holds_tensors, is_named_tuple, opaque_holders
+from penstock.partition.objects import (
+    CONSTANTS,
+    child_items,
+    free_name,
+    holds_tensors,
+    is_named_tuple,
+    opaque_holders,
+    tensors_in,
+)
 from penstock.partition.observer import Observer
 from penstock.partition.opening import Opening
+from penstock.partition.provenance import Call as Running
 from penstock.partition.real import run_for_real
 from penstock.partition.recording import Fact, Kind, tensor_meta
+from penstock.partition.sideways import Sideways
 from penstock.partition.state import Loan
 from penstock.partition.units import Call, Leak, Unit
 
@@ -58,6 +69,8 @@ class Recorder(TorchFunctionMode):
         self.graph = fx.Graph()
         self.facts: dict[fx.Node, Fact] = {}
         self.observer = Observer(names)
+        self.observer.provenance.held = {storage_of(fake): name for name, fake in loan.fakes.items()}
+        self.sideways = Sideways(model, units, loan, self.observer)
         self.known = Known(self.observer, mode, fake_calls)
         self.constants: dict[str, object] = {}
         self.notes: list[str] = []
@@ -65,13 +78,14 @@ class Recorder(TorchFunctionMode):
         self.inputs: dict[fx.Node, int] = {}  # placeholder -> its place among the leaves of (args, kwargs)
         self.drawing: dict[str, nn.Module] = {}
         self._seen: dict[int, Seen] = {}
-        self._on_memory: dict[int, list[int]] = {}  # storage -> ids of the tensors seen on it
+        self.on_memory: dict[int, list[int]] = {}  # storage -> ids of the tensors seen on it
         self._attributes: dict[str, fx.Node] = {}
         self._constants = free_name(model, "constants")
         self._constant_ids: dict[int, str] = {}
         self._draws: Counter[str] = Counter()
         self._thread = threading.get_ident()
         self._paused = False
+        self._numbers = count()
 
     # -- what torch, the units and autograd functions call ----------------------------------------------------------
 
@@ -94,7 +108,9 @@ class Recorder(TorchFunctionMode):
                     "an enclosing module in leaves=[...], so that it runs as a whole"
                 )
             stale = self._stale_gradient(args, kwargs)
-            result, drew, writes, reads_inputs = self.known.run(function, args, kwargs)
+            with self._running(args, kwargs) as call:
+                result, drew, writes, reads_inputs = self.known.run(function, args, kwargs)
+            self.sideways.check_call(call)
             target = calls.target_of(function, args, kwargs)
             if writes or holds_tensors(result):
                 if stale:
@@ -117,7 +133,9 @@ class Recorder(TorchFunctionMode):
                 raise PartitionError(stale)
             self.known.expose(leaf for leaf in flatten((args, kwargs)).leaves if isinstance(leaf, Tensor))
             target = calls.Target("call_module", unit.name, *self._arguments(args, kwargs))
-            result, drew, writes = self._run_unit(original, unit, args, kwargs)
+            with self._running(args, kwargs, unit):
+                result, drew, writes = self._run_unit(original, unit, args, kwargs)
+                self.observer.provenance.read(list(tensors_in(result)))
             self.known.refuse_writes(writes)
             self._refuse_objects(unit, args, kwargs, result)
             for inner in drew:
@@ -134,9 +152,22 @@ class Recorder(TorchFunctionMode):
             with self.observer.in_function():
                 return original(*args, **kwargs)
         with self._pause(), self.observer.in_function():
-            result, drew, writes, _ = self.known.run(original, args, kwargs)
+            with self._running(args, kwargs) as call:
+                result, drew, writes, _ = self.known.run(original, args, kwargs)
+            self.sideways.check_call(call)
             self._write(calls.Target("call_method", "apply", (cls, *args), kwargs), "call", result, bool(drew), writes)
             return result
+
+    @contextmanager
+    def _running(self, args: Any, kwargs: Any, unit: Unit | None = None) -> Iterator[Running]:
+        """Around a call that will be a node: what it reads, it must have been given."""
+        provenance = self.observer.provenance
+        given = provenance.roots(tensors_in((args, kwargs)))
+        if unit is not None:
+            given |= self.sideways.held_by(unit)
+        call = Running(next(self._numbers), self.scope if unit is None else unit.name, unit is not None, given)
+        with provenance.calling(call):
+            yield call
 
     @contextmanager
     def _pause(self) -> Iterator[None]:
@@ -175,6 +206,7 @@ class Recorder(TorchFunctionMode):
         self.inputs[node] = index
         self._fact(node, "input", tensor)
         self._see(tensor, node)
+        self.observer.provenance.add_input(tensor)
 
     def _write(self, target: calls.Target, kind: Kind, result: Any, draws: bool, writes: frozenset[int]) -> None:
         args, kwargs = target.args, target.kwargs
@@ -189,7 +221,7 @@ class Recorder(TorchFunctionMode):
             fact.scope = str(target.function)
         self._bind(result, node, writes, alone=True)
         for storage in writes:  # an update in place may make aliases take a gradient, or change their strides
-            for key in self._on_memory.get(storage, ()):
+            for key in self.on_memory.get(storage, ()):
                 tensor, known, _ = self._seen[key]
                 self._seen[key] = (tensor, known, tensor.requires_grad)
                 if known is not node:
@@ -236,7 +268,7 @@ class Recorder(TorchFunctionMode):
 
     def _see(self, tensor: Tensor, node: fx.Node) -> None:
         self._seen[id(tensor)] = (tensor, node, tensor.requires_grad)
-        self._on_memory.setdefault(storage_of(tensor), []).append(id(tensor))
+        self.on_memory.setdefault(storage_of(tensor), []).append(id(tensor))
 
     # -- values to nodes --------------------------------------------------------------------------------------------
 
@@ -282,6 +314,7 @@ class Recorder(TorchFunctionMode):
             )
             if id(tensor) in self.observer.returned:
                 raise Leak(type(self.observer.returned[id(tensor)][1]), refusal)
+            self.sideways.open_maker(tensor, refusal)
             raise PartitionError(refusal)
         if tensor.requires_grad:
             raise PartitionError(

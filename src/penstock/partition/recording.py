@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock.partition.opening import NOTHING, Opening
+from penstock.partition.units import NO_GRAIN, Grain
 from penstock.stages import TensorMeta
 
 if TYPE_CHECKING:
@@ -90,8 +91,11 @@ class Recording:
         device: where the forward was recorded "as if".
         guards: what the forward read from the values of its integer inputs; it holds where they read the same.
         notes: things to tell the user.
-        exposed: kinds of modules whose results are used outside of the block that they are in.
-        opening: which modules were opened.
+        grain: what the forward taught about which modules run as a whole.
+        opening: which modules were opened for the sake of cuts.
+        needed: canonical names of the parameters on which the result depends, by the autograd graph of the unsplit
+            forward.
+        touched: canonical names of the parameters and buffers that any operator took.
     """
 
     graph: fx.Graph
@@ -109,8 +113,10 @@ class Recording:
     device: torch.device
     guards: tuple[Guard, ...]
     notes: tuple[str, ...]
-    exposed: frozenset[type[nn.Module]] = frozenset()
+    grain: Grain = NO_GRAIN
     opening: Opening = NOTHING
+    needed: frozenset[str] = frozenset()
+    touched: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from functools import cache
 from pathlib import Path
 from types import FrameType
 
@@ -12,10 +13,16 @@ import torch
 OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 
+@cache
+def is_ours(file: str) -> bool:
+    """Whether a file of code is torch's or Penstock's."""
+    return file.startswith(OURS)
+
+
 def current_line() -> str:
     """`file:line` of the call that is running."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(OURS):
+    while frame is not None and is_ours(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "unknown"
 

@@ -2,7 +2,7 @@
 
 Everything else is descended into, and its torch calls are recorded one by one. A module whose result is used outside of
 the unit that it is in (a router's logits, which a hook collects for an auxiliary loss) is a unit by itself, and what
-encloses it is opened. `opening.py` says which others are opened for the sake of cuts, and why random streams do not mind.
+encloses it is opened. `opening.py` says which others are opened for the sake of cuts, and why streams do not mind.
 """
 
 from __future__ import annotations
@@ -34,6 +34,39 @@ class Unit:
     block: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Grain:
+    """What a model's own forward taught about its units, beside what follows from its structure.
+
+    Attributes:
+        exposed: kinds of modules whose results are used outside of the block that they are in.
+        opened: names of modules that are no units, since they take or leave tensors by another way than their arguments
+            and results; what is in them is.
+        whole: names of modules that are units, since a call in them uses modules that it was given as constants.
+    """
+
+    exposed: frozenset[type[nn.Module]] = frozenset()
+    opened: frozenset[str] = frozenset()
+    whole: frozenset[str] = frozenset()
+
+
+NO_GRAIN = Grain()
+
+
+class Regroup(BaseException):
+    """Modules must be opened, or run as a whole: record again.
+
+    No Exception, so that the model's own `except` clauses do not take it.
+
+    Args:
+        refusal: what to say where that cannot be.
+    """
+
+    def __init__(self, refusal: str, opened: Iterable[str] = (), whole: Iterable[str] = ()) -> None:
+        super().__init__(refusal)
+        self.refusal, self.opened, self.whole = refusal, frozenset(opened), frozenset(whole)
+
+
 class Leak(BaseException):
     """A value that a module inside a unit made is used outside of the unit: record again with its kind exposed.
 
@@ -46,22 +79,19 @@ class Leak(BaseException):
 
 
 def find_units(
-    model: nn.Module,
-    leaves: Sequence[str] = (),
-    exposed: Collection[type[nn.Module]] = (),
-    opened: Collection[str] = (),
+    model: nn.Module, leaves: Sequence[str] = (), grain: Grain = NO_GRAIN, apart: Collection[str] = ()
 ) -> dict[int, Unit]:
     """The units of a model, by `id` of the module.
 
     Args:
         leaves: names of modules that are units whatever they hold.
-        exposed: kinds of modules whose results are used outside of the block that they are in.
-        opened: names of modules that are none whatever their place; see `Opening`.
+        grain: see `Grain`.
+        apart: names of more modules that are no units; see `Opening`.
 
     Raises PartitionError for a name in `leaves` that is no module.
     """
-    apart = {id(model.get_submodule(name)) for name in opened}
-    named = {id(resolve(model, name, "leaves")) for name in leaves}
+    opens = {id(model.get_submodule(name)) for name in apart}
+    named = {id(resolve(model, name, "leaves")) for name in (*leaves, *sorted(grain.whole))}
     units: dict[int, Unit] = {}
     seen: set[int] = {id(model)}
 
@@ -74,7 +104,8 @@ def find_units(
             seen.add(id(child))
             of_torch = type(child).__module__.startswith("torch.nn") and not isinstance(child, STACKS)
             whole = (in_block or container or of_torch) and not _is_opened(child, parent)
-            if id(child) in named or (whole and id(child) not in apart and not _encloses(child, exposed)):
+            opened = id(child) in opens or name in grain.opened or _encloses(child, grain.exposed)
+            if id(child) in named or (whole and not opened):
                 units[id(child)] = Unit(name, child, block=container)
             else:
                 descend(child, name + ".", in_block=whole)

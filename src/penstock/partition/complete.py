@@ -1,0 +1,68 @@
+"""Holds every recording to this: what the unsplit forward takes of the model's parameters, the stages have."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from penstock.errors import PartitionError
+from penstock.partition.recording import Recording
+from penstock.partition.stage import Stage
+
+
+def leaves_of(results: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors for which autograd, from these results, would accumulate gradients."""
+    pending: list[Node] = [t.grad_fn for t in results if t.grad_fn is not None]
+    found = [t for t in results if t.grad_fn is None and t.requires_grad]
+    seen: set[Node] = set(pending)
+    while pending:
+        node = pending.pop()
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor):
+            found.append(variable)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                pending.append(following)
+    return found
+
+
+def check_complete(recording: Recording, model: nn.Module, stages: Sequence[Stage]) -> None:
+    """Raises PartitionError, by name, if a parameter that the forward needs is on no stage."""
+    on_stages = {id(p) for stage in stages for p in stage.parameters.values()}
+    lost = [name for name in recording.held if name in recording.needed and id(recording.held[name]) not in on_stages]
+    used = _used(recording, model)
+    lost += [name for name in recording.held if name in recording.touched - used and name not in lost]
+    if lost:
+        raise PartitionError(
+            f"the forward uses {shortened(lost)}, but no recorded call does, so that no stage would have "
+            f"{'it' if len(lost) == 1 else 'them'}. Name the module whose forward uses them in leaves=[...], so that "
+            "it runs as a whole"
+        )
+
+
+def unused_note(recording: Recording, stages: Sequence[Stage]) -> tuple[str, ...]:
+    """What to tell of parameters that no stage has, since the forward does not use them."""
+    on_stages = {id(p) for stage in stages for p in stage.parameters.values()}
+    unused = [name for name, p in recording.held.items() if isinstance(p, nn.Parameter) and id(p) not in on_stages]
+    if not unused:
+        return ()
+    return (f"the forward does not use {shortened(unused)}: on no stage",)
+
+
+def shortened(names: Collection[str], most: int = 4) -> str:
+    """Names as a message lists them."""
+    shown = ", ".join(map(repr, list(names)[:most]))
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
+
+
+def _used(recording: Recording, model: nn.Module) -> set[str]:
+    """The parameters and buffers that any recorded call has."""
+    canonical = {id(tensor): name for name, tensor in recording.held.items()}
+    used = {str(node.target) for node, fact in recording.facts.items() if fact.kind in ("parameter", "buffer")}
+    for scope in {fact.scope for fact in recording.facts.values() if fact.kind == "unit"}:
+        unit = model.get_submodule(scope)
+        used |= {canonical[id(t)] for t in (*unit.parameters(), *unit.buffers())}
+    return used

@@ -1,0 +1,199 @@
+"""Where tensors come from: which recorded call made each, and which calls read what they were not given.
+
+What a stage replays is a call with its arguments. A tensor that reaches the call by another way (an attribute, a
+closure, a list that others fill, a module among the constants) is not there when the call is replayed, or is another
+microbatch's. Python does not show such ways, but the operators below torch's functions get their tensors all the same.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.partition._compat import WeakStorage, storage_of
+from penstock.partition.source import is_ours
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A recorded call while it runs.
+
+    Attributes:
+        number: of its node.
+        scope: the name of the module that it is in; a unit's own.
+        unit: whether it is a unit.
+        given: the memory of its arguments and of what its own module holds.
+    """
+
+    number: int
+    scope: str
+    unit: bool
+    given: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What made a tensor: a call (None for the model's inputs, and what ran between the calls), and at which line."""
+
+    call: Call | None
+    code: CodeType | None
+    line: int
+
+    @property
+    def unit(self) -> str:
+        """The unit that made it; empty where it was made outside of all units."""
+        return self.call.scope if self.call is not None and self.call.unit else ""
+
+    def __str__(self) -> str:
+        return _place("" if self.call is None else self.call.scope, self.code, self.line)
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """A call read a tensor that it was not given: the parameter or buffer `held`, or what `made` made."""
+
+    reader: Call
+    storage: int
+    shape: tuple[int, ...]
+    held: str | None
+    made: Made | None
+    code: CodeType | None
+    line: int
+
+    @property
+    def at(self) -> str:
+        return _place(self.reader.scope, self.code, self.line)
+
+
+@dataclass
+class Provenance:
+    """Told of every operator by the observer, and of every recorded call by the recorder.
+
+    Attributes:
+        held: the memory of each parameter and buffer -> its name.
+        touched: names of those that any operator took.
+        foreign: what was read past the arguments, once for each call and memory.
+    """
+
+    held: Mapping[int, str] = field(default_factory=dict)
+    touched: set[str] = field(default_factory=set)
+    foreign: dict[tuple[int, int], Foreign] = field(default_factory=dict)
+    _made: dict[int, Made] = field(default_factory=dict)
+    _same: dict[int, int] = field(default_factory=dict)
+    _numbers: list[WeakStorage] = field(default_factory=list)  # so that no number is given twice
+    _call: Call | None = None
+
+    def root(self, tensor: Tensor) -> int:
+        """The number of a tensor's memory; where fakes stand in for a real tensor, that of the real one."""
+        number = storage_of(tensor)
+        return self._same.get(number, number)
+
+    def roots(self, tensors: Iterable[Tensor]) -> frozenset[int]:
+        return frozenset(map(self.root, tensors))
+
+    def add_input(self, tensor: Tensor) -> None:
+        """Notes a tensor that enters the model."""
+        self._made[storage_of(tensor)] = Made(None, None, 0)
+
+    def stands_in(self, fake: Tensor, real: Tensor) -> None:
+        """Notes that the mode uses `fake` wherever `real` is meant."""
+        self._alias(fake, self.root(real))
+
+    def maker(self, tensor: Tensor) -> Made | None:
+        """What made a tensor during this forward; None for what was there before."""
+        return self._made.get(self.root(tensor))
+
+    @contextmanager
+    def calling(self, call: Call) -> Iterator[None]:
+        """Around a recorded call."""
+        before, self._call = self._call, call
+        try:
+            yield
+        finally:
+            self._call = before
+
+    def read(self, tensors: Collection[Tensor]) -> list[int]:
+        """Notes what an operator takes; returns the memory."""
+        call, roots = self._call, []
+        for tensor in tensors:
+            root = self.root(tensor)
+            roots.append(root)
+            name = self.held.get(root)
+            if name is not None:
+                self.touched.add(name)
+            if call is None or root in call.given:
+                continue
+            made = self._made.get(root)
+            if (made is None and name is None) or (made is not None and made.call is call):
+                continue
+            if (call.number, root) not in self.foreign:
+                where = _user_line()
+                self.foreign[call.number, root] = Foreign(call, root, tuple(tensor.shape), name, made, *where)
+        return roots
+
+    def wrote(self, operator: Any, roots: list[int], results: Iterable[Tensor]) -> None:
+        """Notes what an operator that took `roots` returned."""
+        for tensor in results:
+            root = self.root(tensor)
+            if root in roots:
+                continue
+            if (roots and _returns_alias(operator)) or self._is_cached_cast(operator, roots):
+                self._alias(tensor, roots[0])
+                continue
+            unit = self._call is not None and self._call.unit
+            number = storage_of(tensor)
+            self._same.pop(number, None)
+            self._made[number] = Made(self._call, *(_user_line() if unit else (None, 0)))
+            self._numbers.append(WeakStorage(tensor))
+
+    def _alias(self, tensor: Tensor, root: int) -> None:
+        number = storage_of(tensor)
+        if number != root:
+            self._same[number] = root
+            self._numbers.append(WeakStorage(tensor))
+
+    def _is_cached_cast(self, operator: Any, roots: list[int]) -> bool:
+        """Autocast keeps a parameter in half precision for whoever uses it next."""
+        cast = operator is torch.ops.aten._to_copy.default and torch.is_autocast_cache_enabled()
+        return cast and bool(roots) and roots[0] in self.held
+
+
+def tensors_of(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among an operator's arguments or results."""
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [item for item in value if isinstance(item, Tensor)]
+    return found
+
+
+@cache
+def _returns_alias(operator: Any) -> bool:
+    """Whether what an operator returns is another view of its first argument. (What it lifts was made just now.)"""
+    if not isinstance(operator, torch._ops.OpOverload) or operator is torch.ops.aten.lift_fresh.default:
+        return False
+    return any(r.alias_info is not None for r in operator._schema.returns)
+
+
+def _user_line() -> tuple[CodeType | None, int]:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if not is_ours(frame.f_code.co_filename):
+            return frame.f_code, frame.f_lineno
+        frame = frame.f_back
+    return None, 0
+
+
+def _place(scope: str, code: CodeType | None, line: int) -> str:
+    module = f"module {scope!r}" if scope else "the model's own forward"
+    return module if code is None else f"{module} ({code.co_filename}:{line})"
