@@ -30,8 +30,9 @@ class Candidate:
 
 
 def candidates(recording: Recording, model: nn.Module, balance: Balance) -> list[Candidate]:
-    """Every unit (for "layers": every repeated block, if there are any) in the order of first calls, and what was opened and has
-    nothing inside.
+    """Every unit in the order of first calls, and what was opened and has nothing inside.
+
+    For "layers" repeated blocks alone, if there are any.
     """
     blocks_only = balance == "layers" and bool(recording.blocks)
     bare = {n for n in recording.grain.opened if not any(True for _ in model.get_submodule(n).children())}
