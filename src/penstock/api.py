@@ -55,6 +55,7 @@ def pipeline(
     reduction: Reduction = "mean",
     cuts: Sequence[str] | None = None,
     leaves: Sequence[str] | None = None,
+    opens: Sequence[str] | None = None,
     balance: Balance = "flops",
     mesh: DeviceMesh | None = None,
     devices: Sequence[torch.device | str] | torch.device | str | None = None,
@@ -90,6 +91,7 @@ def pipeline(
             weight in the mean (for masked targets: the number of tokens that count).
         cuts: the name of each module that begins a new stage; None: balanced.
         leaves: modules to take as one piece, besides those found automatically.
+        opens: modules to take apart, so that cuts can fall inside, besides those found automatically.
         balance: what automatic cuts make even: "flops" (the work of forward and backward), "parameters" or "layers".
         mesh: the processes to use, by dimensions: "pp" for the pipeline; "dp" (or "dp_replicate", "dp_shard", "fsdp")
             for replicas that train on other data; "tp" for layers that `parallelize` divides. None: all, one pipeline.
@@ -125,7 +127,7 @@ def pipeline(
         raise ArgumentError(f"loss={loss!r}: expected a function of the model's output and the target, or None")
     if not callable(reduction) and reduction not in ("mean", "sum"):
         raise ArgumentError(f"reduction={reduction!r}: expected 'mean', 'sum' or a function of the target")
-    for name, value in {"cuts": cuts, "leaves": leaves}.items():
+    for name, value in {"cuts": cuts, "leaves": leaves, "opens": opens}.items():
         if isinstance(value, str):
             raise ArgumentError(f"{name}={value!r}: expected a list of names, such as [{value!r}]")
     if transport not in get_args(TransportChoice):
@@ -153,6 +155,7 @@ def pipeline(
             reduction=reduction,
             cuts=cuts,
             leaves=leaves,
+            opens=opens,
             balance=balance,
             devices=devices,
             share_loss=share_loss,
@@ -202,6 +205,7 @@ def build(
             engine,
             cuts=options.cuts,
             leaves=options.leaves,
+            opens=options.opens,
             balance=options.balance,
             rule=options.materialize,
             parallelize=options.parallelize,

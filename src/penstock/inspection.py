@@ -125,6 +125,7 @@ def inspect(
     stages: int = 2,
     cuts: Sequence[str] | None = None,
     leaves: Sequence[str] | None = None,
+    opens: Sequence[str] | None = None,
     balance: Balance = "flops",
 ) -> Inspection:
     """Records a model's forward for one batch and cuts it, as `penstock.pipeline` would.
@@ -132,13 +133,13 @@ def inspect(
     Args:
         model, args, kwargs: a module, or a list of layers, and its inputs.
         stages: how many.
-        cuts, leaves, balance: as `penstock.pipeline` takes them.
+        cuts, leaves, opens, balance: as `penstock.pipeline` takes them.
 
     Raises:
         ArgumentError: an argument is wrong by itself.
         PartitionError: the model cannot be recorded or cut; the text names the module, the line and the remedy.
     """
-    partitioner = Partitioner(model, stages, cuts, leaves, streams=_NoStreams(), balance=balance)
+    partitioner = Partitioner(model, stages, cuts, leaves, opens=opens, streams=_NoStreams(), balance=balance)
     with torch.enable_grad():
         partition = partitioner(args, kwargs)
     every = list(partitioner.model.parameters())

@@ -27,6 +27,7 @@ class Options:
     reduction: Reduction = "mean"
     cuts: Sequence[str] | None = None
     leaves: Sequence[str] | None = None
+    opens: Sequence[str] | None = None
     balance: Balance = "flops"
     devices: Sequence[torch.device | str] | torch.device | str | None = None
     share_loss: bool = True

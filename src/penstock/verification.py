@@ -146,6 +146,7 @@ def _reference(
             loss=loss,
             reduction=reduction,
             leaves=options.get("leaves"),
+            opens=options.get("opens"),
             devices=pipe.device,
             materialize=options.get("materialize"),
             seed=pipe.seed,

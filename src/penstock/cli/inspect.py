@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli._spread import Json
-from penstock.cli._target import Cuts, TargetName, loaded, names
+from penstock.cli._target import Cuts, Opens, TargetName, loaded, names
 
 if TYPE_CHECKING:
     from penstock.inspection import Crossing, Inspection, StageFound
@@ -26,6 +26,7 @@ def inspect(
     leaves: Annotated[
         str | None, typer.Option(help="Modules that run as a whole, a,b,c: for what a recording cannot follow.")
     ] = None,
+    opens: Opens = None,
     balance: Annotated[
         Literal["flops", "parameters", "layers"], typer.Option(help="What the stages share evenly.")
     ] = "flops",
@@ -37,7 +38,7 @@ def inspect(
     `penstock verify`. Nothing is computed: the forward is recorded with fake
     tensors. If that fails, the module, the source line and the remedy are named.
     """
-    found = find(target, stages, names(cuts), names(leaves), balance)
+    found = find(target, stages, names(cuts), names(leaves), names(opens), balance)
     if as_json:
         print(json.dumps(found.to_dict()))
     else:
@@ -49,6 +50,7 @@ def find(
     stages: int,
     cuts: list[str] | None,
     leaves: list[str] | None,
+    opens: list[str] | None,
     balance: Literal["flops", "parameters", "layers"],
 ) -> Inspection:
     """Loads TARGET and inspects its model. What it prints goes to stderr.
@@ -59,7 +61,9 @@ def find(
     from penstock.inspection import inspect as look
 
     with loaded(target, "the model") as given:
-        return look(given.model, given.args, given.kwargs, stages=stages, cuts=cuts, leaves=leaves, balance=balance)
+        return look(
+            given.model, given.args, given.kwargs, stages=stages, cuts=cuts, leaves=leaves, opens=opens, balance=balance
+        )
 
 
 def show(found: Inspection, console: Console) -> None:

@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli._spread import OUTPUT_PANEL, Json
-from penstock.cli._target import Cuts, TargetName, loaded, names
+from penstock.cli._target import Cuts, Opens, TargetName, loaded, names
 from penstock.errors import ArgumentError, PenstockError, PipelineFailure, VerificationError
 from penstock.launch import launch
 from penstock.schedule import generate
@@ -58,6 +58,7 @@ class Case:
     cuts: Sequence[str] | None
     exact: bool | None
     recompute: str | int = "never"
+    opens: Sequence[str] | None = None
 
 
 def verify(
@@ -72,6 +73,7 @@ def verify(
         ReductionName, typer.Option(help="Whether the loss is a mean over the batch's rows or a sum.")
     ] = "mean",
     cuts: Cuts = None,
+    opens: Opens = None,
     recompute: Annotated[
         str, typer.Option(help="What is run again in backward: never, except_last, always, or n for every n-th layer.")
     ] = "never",
@@ -97,7 +99,7 @@ def verify(
     something else is wrong.
     """
     again = int(recompute) if recompute.isdecimal() else recompute
-    case = Case(target, ranks, chunks, microbatches, schedule, reduction, names(cuts), exact, again)
+    case = Case(target, ranks, chunks, microbatches, schedule, reduction, names(cuts), exact, again, names(opens))
     generate(schedule, ranks, microbatches, chunks)  # says what is wrong before anything is loaded
     try:
         report = prove(case) if transport is TransportName.local else prove_distributed(case)
@@ -135,6 +137,7 @@ def prove(case: Case) -> dict[str, Any]:
             chunks=case.chunks,
             microbatches=case.microbatches,
             cuts=case.cuts,
+            opens=case.opens,
             recompute=case.recompute,
         ).to_dict()
 

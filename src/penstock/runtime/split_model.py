@@ -45,6 +45,7 @@ class SplitModel:
         *,
         cuts: Sequence[str] | None,
         leaves: Sequence[str] | None,
+        opens: Sequence[str] | None = None,
         balance: Balance,
         rule: Materialize | None,
         parallelize: Parallelize | None = None,
@@ -54,7 +55,13 @@ class SplitModel:
         self._engine = engine
         self._placement = placement
         self._partitioner = Partitioner(
-            model, stages=placement.depth, cuts=cuts, leaves=leaves, balance=balance, streams=engine.streams
+            model,
+            stages=placement.depth,
+            cuts=cuts,
+            leaves=leaves,
+            opens=opens,
+            balance=balance,
+            streams=engine.streams,
         )
         self.model = self._partitioner.model
         self._modules = list(self.model.modules())
