@@ -52,6 +52,20 @@ class OwnLoss(nn.Module):
         logits = self.head(torch.relu(self.body(x))) * scale
         return {"loss": loss_of(logits, labels), "logits": logits}
 
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.inner, self.head = nn.Linear(5, 8), Inner(), nn.Linear(8, 4)
+    def forward(self, x):
+        return self.head(self.inner(self.body(x)))
+
+class Inner(nn.Module):
+    def forward(self, x):
+        return x if x.sum() > 0 else -x
+
+def branching():
+    return Branching(), (torch.randn(12, 5),), torch.randint(4, (12,)), loss_of
+
 def own_loss():
     return OwnLoss(), ((torch.randn(12, 5),), {"scale": 2.0, "labels": torch.randint(4, (12,))}), None, None
 
@@ -118,6 +132,11 @@ def test_json_is_the_only_thing_on_stdout() -> None:
     kinds = [row["kind"] for row in report["rows"]]
     assert {kind: kinds.count(kind) for kind in kinds} == {"output": 3, "loss": 1, "gradient": 16, "buffer": 9}
     assert {row["verdict"] for row in report["rows"]} == {"equal"}
+
+
+def test_what_cannot_be_followed_runs_as_a_whole_with_leaves() -> None:
+    assert verify("cases.py:branching").exit_code != 0
+    assert verify("cases.py:branching", "--leaves", "inner").exit_code == 0
 
 
 @pytest.mark.parametrize("policy", ["always", "2"])

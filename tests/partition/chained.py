@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from models import Case
 from penstock.partition import Partition, default_kwargs
+from penstock.partition._compat import flatten
+from penstock.partition.state import map_tensors
 from penstock.stages import MODEL_INPUT
 
 
@@ -68,7 +69,7 @@ def check_meta(name: str, meta: Any, tensor: Tensor) -> None:
 
 
 def fresh(tree: Any) -> Any:
-    return pytree.tree_map_only(Tensor, torch.clone, tree)
+    return map_tensors(torch.clone, tree)
 
 
 def assert_same(one: Any, other: Any, gradients: bool = False) -> None:
@@ -83,8 +84,8 @@ def assert_same(one: Any, other: Any, gradients: bool = False) -> None:
             assert torch.equal(a, b), name
         assert [m.training for m in one.modules()] == [m.training for m in other.modules()]
         return
-    flat_one, structure_one = pytree.tree_flatten(one)
-    flat_other, structure_other = pytree.tree_flatten(other)
+    flat_one, _, structure_one = flatten(one)
+    flat_other, _, structure_other = flatten(other)
     assert structure_one == structure_other
     for a, b in zip(flat_one, flat_other, strict=True):
         assert torch.equal(a, b) if isinstance(a, Tensor) else a == b

@@ -19,6 +19,9 @@ Cuts = Annotated[str | None, typer.Option(help="The modules that begin a new sta
 Opens = Annotated[
     str | None, typer.Option(help="Modules to take apart, so that cuts can fall inside, a,b,c; others are found.")
 ]
+Leaves = Annotated[
+    str | None, typer.Option(help="Modules that run as a whole, a,b,c: for what a recording cannot follow.")
+]
 
 
 def names(text: str | None) -> list[str] | None:

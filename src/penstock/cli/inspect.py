@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli._spread import Json
-from penstock.cli._target import Cuts, Opens, TargetName, loaded, names
+from penstock.cli._target import Cuts, Leaves, Opens, TargetName, loaded, names
 
 if TYPE_CHECKING:
     from penstock.inspection import Crossing, Inspection, StageFound
@@ -23,9 +23,7 @@ def inspect(
     target: TargetName,
     stages: Annotated[int, typer.Option("--stages", "-n", help="Into how many stages.")] = 2,
     cuts: Cuts = None,
-    leaves: Annotated[
-        str | None, typer.Option(help="Modules that run as a whole, a,b,c: for what a recording cannot follow.")
-    ] = None,
+    leaves: Leaves = None,
     opens: Opens = None,
     balance: Annotated[
         Literal["flops", "parameters", "layers"], typer.Option(help="What the stages share evenly.")

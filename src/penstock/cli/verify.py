@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli._spread import OUTPUT_PANEL, Json
-from penstock.cli._target import Cuts, Opens, TargetName, loaded, names
+from penstock.cli._target import Cuts, Leaves, Opens, TargetName, loaded, names
 from penstock.errors import ArgumentError, PenstockError, PipelineFailure, VerificationError
 from penstock.launch import launch
 from penstock.schedule import generate
@@ -58,6 +58,7 @@ class Case:
     cuts: Sequence[str] | None
     exact: bool | None
     recompute: str | int = "never"
+    leaves: Sequence[str] | None = None
     opens: Sequence[str] | None = None
 
 
@@ -73,6 +74,7 @@ def verify(
         ReductionName, typer.Option(help="Whether the loss is a mean over the batch's rows or a sum.")
     ] = "mean",
     cuts: Cuts = None,
+    leaves: Leaves = None,
     opens: Opens = None,
     recompute: Annotated[
         str, typer.Option(help="What is run again in backward: never, except_last, always, or n for every n-th layer.")
@@ -99,7 +101,8 @@ def verify(
     something else is wrong.
     """
     again = int(recompute) if recompute.isdecimal() else recompute
-    case = Case(target, ranks, chunks, microbatches, schedule, reduction, names(cuts), exact, again, names(opens))
+    case = Case(target, ranks, chunks, microbatches, schedule, reduction, names(cuts), exact, again)
+    case = replace(case, leaves=names(leaves), opens=names(opens))
     generate(schedule, ranks, microbatches, chunks)  # says what is wrong before anything is loaded
     try:
         report = prove(case) if transport is TransportName.local else prove_distributed(case)
@@ -139,6 +142,7 @@ def prove(case: Case) -> dict[str, Any]:
             cuts=case.cuts,
             opens=case.opens,
             recompute=case.recompute,
+            leaves=case.leaves,
         ).to_dict()
 
 

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import collections
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ from torch._subclasses.fake_tensor import (
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
+from penstock.partition import trees
+from penstock.partition.trees import Flat
+
 __all__ = [
     "DATA_DEPENDENT",
     "UNSUPPORTED",
@@ -33,7 +37,6 @@ __all__ = [
     "WeakStorage",
     "fake_mode",
     "flatten",
-    "pytree",
     "quiet",
     "storage_of",
     "unflatten",
@@ -45,14 +48,6 @@ DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 
 UNSUPPORTED = (UnsupportedOperatorException, UnsupportedFakeTensorException, NotImplementedError)
 """What a fake tensor raises for an operator whose result it cannot describe."""
-
-
-class Flat(NamedTuple):
-    """A nested structure laid out: `leaves[i]` sits at `paths[i]` (as Python writes it) of `structure`."""
-
-    leaves: list[Any]
-    paths: list[str]
-    structure: Hashable
 
 
 def fake_mode() -> FakeTensorMode:
@@ -71,13 +66,27 @@ def quiet() -> Iterator[None]:
         logger.disabled = before
 
 
-def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Flat:
-    pairs, structure = pytree.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    return Flat([leaf for _, leaf in pairs], [pytree.keystr(path) for path, _ in pairs], structure)
+def flatten(tree: Any, *, empty: bool = False, closed: Container[int] = ()) -> Flat:
+    """Lay a nested value out; see `trees.flatten`."""
+    return trees.flatten(tree, _registered, empty=empty, closed=closed)
 
 
-def unflatten(leaves: Sequence[Any], structure: Any) -> Any:
-    return pytree.tree_unflatten(leaves, structure)
+unflatten = trees.unflatten
+
+
+def _registered(value: Any) -> trees.Opened | None:
+    """What torch's pytrees know of a value: named tuples, torch's own results, what libraries registered."""
+    plain_tuple = type(value).__bases__ == (tuple,) and pytree.is_namedtuple_instance(value)
+    kind: Any = collections.namedtuple if plain_tuple else type(value)
+    node = pytree.SUPPORTED_NODES.get(kind)
+    if node is None:
+        return None
+    children, context = node.flatten_fn(value)
+    if node.flatten_with_keys_fn is None:
+        keys = [f"[{index}]" for index in range(len(children))]
+    else:
+        keys = [str(key) for key, _ in node.flatten_with_keys_fn(value)[0]]
+    return trees.Opened(children, keys, trees.Rebuild(type(value), context, node.unflatten_fn))
 
 
 def storage_of(tensor: Tensor) -> int:

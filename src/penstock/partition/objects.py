@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import operator
-from collections.abc import Callable, Iterator
-from types import EllipsisType, FunctionType, ModuleType
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import CodeType, EllipsisType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.partition._compat import FakeTensor, flatten
+from penstock.partition._compat import FakeTensor, FakeTensorMode, flatten, unflatten
 
 CONSTANTS = (
     *(type(None), bool, int, float, complex, str, EllipsisType),
@@ -18,10 +20,21 @@ CONSTANTS = (
 )
 """Types whose values a graph prints as they are."""
 
+OPAQUE = "holds tensors"
+"""In the `meta` of a node whose result is no tensor but hides some: the name of its type."""
+
+HIDDEN = 2000
+"""How many objects are looked at behind one that cannot be taken apart."""
+
 
 def leaf(value: Any, index: int) -> Any:
-    """The leaf at `index` of a registered pytree."""
+    """The leaf at `index` of a structure."""
     return flatten(value).leaves[index]
+
+
+def rebuilt(structure: Any, *leaves: Any) -> Any:
+    """A new object of a structure, for the block that takes it."""
+    return unflatten(leaves, structure)
 
 
 def input_path(path: str) -> str:
@@ -37,17 +50,17 @@ def free_name(model: nn.Module, name: str) -> str:
 
 
 def is_named_tuple(value: object) -> bool:
-    return isinstance(value, tuple) and hasattr(value, "_fields")
+    return hasattr(value, "_fields") and type(value).__bases__ == (tuple,)
 
 
 def child_items(value: Any) -> Iterator[tuple[Callable[..., Any], Any, Any]]:
     """For each part of a structure: a function, a key and the part, where function(value, key) gives the part."""
     if isinstance(value, Tensor) or type(value) in CONSTANTS:
         return
-    if isinstance(value, (tuple, list)):
+    if type(value) in (tuple, list) or is_named_tuple(value):
         for index, item in enumerate(value):
             yield operator.getitem, index, item
-    elif isinstance(value, dict):
+    elif type(value) is dict:
         for key, item in value.items():
             yield operator.getitem, key, item
     else:
@@ -57,44 +70,49 @@ def child_items(value: Any) -> Iterator[tuple[Callable[..., Any], Any, Any]]:
                 yield leaf, index, item
 
 
-def holds_tensors(value: Any, fake_only: bool = False, depth: int = 4) -> bool:
-    """Whether a value is or holds a tensor, looked for also in the attributes of opaque objects."""
-    if isinstance(value, Tensor):
-        return isinstance(value, FakeTensor) or not fake_only
-    if type(value) in CONSTANTS or depth == 0:
-        return False
-    if isinstance(value, (tuple, list, set, frozenset)):
-        return any(holds_tensors(v, fake_only, depth) for v in value)
-    if isinstance(value, dict):
-        return any(holds_tensors(v, fake_only, depth) for v in value.values())
-    if isinstance(value, (type, nn.Module, FunctionType, ModuleType)):
-        return False
-    return any(holds_tensors(v, fake_only, depth - 1) for v in getattr(value, "__dict__", {}).values())
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors that a value hands over: those in its structure, and those in objects that cannot be taken apart.
+
+    Not those of closures: they are no part of a call's arguments.
+    """
+    for item in flatten(value).leaves:
+        if isinstance(item, Tensor):
+            yield item
+        elif not isinstance(item, (FunctionType, MethodType, partial)):
+            yield from hidden_tensors(item)
 
 
-def tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:
-    """The tensors that a value is or holds, looked for also in slices and in the attributes of opaque objects."""
-    if isinstance(value, Tensor):
-        yield value
-    elif type(value) in CONSTANTS or depth == 0 or isinstance(value, (type, nn.Module, FunctionType, ModuleType)):
+def holds_tensors(value: Any, fake_only: bool = False) -> bool:
+    """Whether a value is or holds a tensor, looked for also where it cannot be taken out."""
+    return any(
+        (isinstance(x, FakeTensor) or not fake_only) if isinstance(x, Tensor) else hides_tensors(x, fake_only)
+        for x in flatten(value).leaves
+    )
+
+
+def hides_tensors(value: Any, fake_only: bool = False) -> bool:
+    """Whether a leaf is an object that cannot be taken apart but refers to a tensor: a generator, a closure."""
+    return any(isinstance(tensor, FakeTensor) or not fake_only for tensor in hidden_tensors(value))
+
+
+def hidden_tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors to which an object refers that cannot be taken apart."""
+    if type(value) in CONSTANTS:
         return
-    elif isinstance(value, slice):
-        yield from tensors_in((value.start, value.stop, value.step), depth)
-    elif isinstance(value, (tuple, list, set, frozenset)):
-        for item in value:
-            yield from tensors_in(item, depth)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item, depth)
-    else:
-        for item in getattr(value, "__dict__", {}).values():
-            yield from tensors_in(item, depth - 1)
+    stack, seen = [value], {id(value): value}
+    while stack and len(seen) < HIDDEN:
+        for item in _referents(stack.pop()):
+            if isinstance(item, Tensor):
+                yield item
+            elif id(item) not in seen and type(item) not in CONSTANTS:
+                seen[id(item)] = item
+                stack.append(item)
 
 
-def opaque_holders(value: Any) -> Iterator[Any]:
-    """The objects in a structure that hold fake tensors without being a structure themselves."""
-    children = list(child_items(value))
-    if not children and not isinstance(value, Tensor) and holds_tensors(value, fake_only=True):
-        yield value
-    for _, _, item in children:
-        yield from opaque_holders(item)
+def _referents(value: Any) -> Sequence[Any]:
+    """What an object refers to. Modules, types and what a function finds in its file are not part of a value."""
+    if isinstance(value, (type, nn.Module, ModuleType, CodeType, FakeTensorMode)):
+        return ()
+    if isinstance(value, FunctionType):
+        return (value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__)
+    return gc.get_referents(value)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from penstock.errors import PartitionError
 from penstock.partition._compat import FakeTensor, storage_of, unset_fake_temporarily
 from penstock.partition.observer import Observer
+from penstock.partition.passed import Passed
 from penstock.partition.state import Loan, Snapshot, fake_value, map_tensors
 from penstock.partition.units import Call, Unit
 
@@ -50,6 +51,7 @@ def run_for_real(
                     slots.update({k: real(t) for k, t in slots.items() if t is not None})  # type: ignore[misc]
                 if isinstance(module, nn.RNNBase):
                     module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
+            given = Passed(real_args, real_kwargs)
             versions = {key: r._version for key, (_, r) in made.items()}
             observer.take(keep=False)  # to make tensors up is to write to them
             result = original(unit.module, *real_args, **real_kwargs)
@@ -68,7 +70,10 @@ def run_for_real(
         for key, (f, r) in made.items()
         if r._version != versions.get(key, r._version) or storage_of(r) in seen
     }
-    return map_tensors(_back_to_fakes(list(made.values()), mode, device), result), drew, frozenset(written)
+    back = _back_to_fakes(list(made.values()), mode, device)
+    left = map_tensors(back, (result, given.containers))
+    Passed(args, kwargs).write_back(given.changed(), left[1])
+    return left[0], drew, frozenset(written)
 
 
 def _back_to_fakes(made: list[tuple[Tensor, Tensor]], mode: Any, device: torch.device) -> Callable[[Tensor], Tensor]:

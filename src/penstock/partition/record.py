@@ -24,7 +24,7 @@ from penstock.partition.complete import leaves_of
 from penstock.partition.guards import is_integer
 from penstock.partition.known import Restart
 from penstock.partition.modes import Entry
-from penstock.partition.objects import holds_tensors, input_path
+from penstock.partition.objects import hides_tensors, holds_tensors, input_path
 from penstock.partition.opening import NOTHING, Opening, StayWhole
 from penstock.partition.recorder import Recorder
 from penstock.partition.recording import Constant, Recording
@@ -118,10 +118,11 @@ def _record(
                     if inputs[index] is None or not recorder.known.assume(inputs[index], index):
                         inputs[index] = (fake_like if leaf.is_leaf else fake_value)(leaf, mode, leaf.device)
                     recorder.add_input(_input_name(model, given.paths[index]), inputs[index], index)
-                elif holds_tensors(leaf):
+                elif hides_tensors(leaf):
                     raise PartitionError(
                         f"the model's input {input_path(given.paths[index])} is a {type(leaf).__name__}, which holds "
-                        "tensors but is no structure that torch can take apart. Pass tensors, tuples, lists or dicts"
+                        "tensors that cannot be taken out of it. Pass tensors, or tuples, lists, dicts or plain "
+                        "objects of tensors"
                     )
             with _staying_whole(recorder):
                 try:
@@ -236,10 +237,10 @@ def _finish(recorder: Recorder, loan: Loan, units: Any, result: Any) -> Recordin
     for leaf, path in zip(flat.leaves, flat.paths, strict=True):
         if isinstance(leaf, Tensor):
             leaves.append(outputs.setdefault(recorder.node_of(leaf), len(outputs)))
-        elif holds_tensors(leaf, fake_only=True):
+        elif hides_tensors(leaf, fake_only=True):
             raise PartitionError(
-                f"the model's result{path} is a {type(leaf).__name__}, which holds tensors but is no structure that "
-                "torch can take apart. For a key-value cache pass use_cache=False; else return tensors, tuples or dicts"
+                f"the model's result{path} is a {type(leaf).__name__}, which holds tensors that cannot be taken out of "
+                "it. Return tensors, or tuples, lists, dicts or plain objects of tensors"
             )
         else:
             leaves.append(Constant(leaf))

@@ -6,6 +6,7 @@ each call wrote and whether it drew random numbers. `record` sets the stage for 
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,21 +26,25 @@ from penstock.partition.known import Known
 from penstock.partition.modes import Entry
 from penstock.partition.objects import (
     CONSTANTS,
+    OPAQUE,
     child_items,
     free_name,
+    hides_tensors,
     holds_tensors,
     is_named_tuple,
-    opaque_holders,
+    rebuilt,
     tensors_in,
 )
 from penstock.partition.observer import Observer
 from penstock.partition.opening import Opening
+from penstock.partition.passed import Passed, kept_by
 from penstock.partition.provenance import Call as Running
 from penstock.partition.real import run_for_real
 from penstock.partition.recording import Fact, Kind, tensor_meta
 from penstock.partition.sideways import Sideways
 from penstock.partition.state import Loan
-from penstock.partition.units import Call, Leak, Unit
+from penstock.partition.trees import LEAF, Flat
+from penstock.partition.units import Call, Leak, Regroup, Unit
 
 Seen = tuple[Tensor, fx.Node, bool]
 """A tensor that the forward handles (kept alive, so that its id stays its own), its node, and its requires_grad."""
@@ -83,6 +88,9 @@ class Recorder(TorchFunctionMode):
         self._constants = free_name(model, "constants")
         self._constant_ids: dict[int, str] = {}
         self._draws: Counter[str] = Counter()
+        self._kept = kept_by(model)
+        self._passed: dict[int, fx.Node] = {}  # for the call that is being written: id of what it is given -> its node
+        self._opaque: dict[int, tuple[object, fx.Node]] = {}  # what a call made that hides tensors, by its id
         self._thread = threading.get_ident()
         self._paused = False
         self._numbers = count()
@@ -127,21 +135,25 @@ class Recorder(TorchFunctionMode):
         if unit is None or self._paused or threading.get_ident() != self._thread:
             return original(module, *args, **kwargs)
         with self._pause():
-            self._refuse_objects(unit, args, kwargs)
             stale = self._stale_gradient(args, kwargs)
             if stale:
                 raise PartitionError(stale)
-            self.known.expose(leaf for leaf in flatten((args, kwargs)).leaves if isinstance(leaf, Tensor))
-            target = calls.Target("call_module", unit.name, *self._arguments(args, kwargs))
+            leaves = flatten((args, kwargs)).leaves
+            for leaf in leaves:
+                if (refusal := self._hidden(leaf)) is not None:
+                    raise Regroup(refusal, opened=[unit.name])
+            self.known.expose(leaf for leaf in leaves if isinstance(leaf, Tensor))
+            given = Passed(args, kwargs, self._kept)
             with self._running(args, kwargs, unit):
                 result, drew, writes = self._run_unit(original, unit, args, kwargs)
-                self.observer.provenance.read(list(tensors_in(result)))
+                self.observer.provenance.read(list(tensors_in((result, given.containers))))
             self.known.refuse_writes(writes)
-            self._refuse_objects(unit, args, kwargs, result)
             for inner in drew:
                 inner = inner or module
                 self.drawing.setdefault(self.module_names[id(inner)], inner)
-            self._write(target, "unit", result, False, writes)
+            with self._passing(given, unit):
+                target = calls.Target("call_module", unit.name, *self._arguments(args, kwargs))
+                self._write(target, "unit", result, False, writes)
             return result
 
     def call_autograd_function(self, original: Callable[..., Any], cls: type, args: Any, kwargs: Any) -> Any:
@@ -260,11 +272,60 @@ class Recorder(TorchFunctionMode):
             if id(result) not in self.loan.names and (alone or new):
                 self._see(result, node)
             return
-        for access, key, item in child_items(result):
+        parts = list(child_items(result))
+        if not parts and hides_tensors(result, fake_only=True):
+            self._opaque[id(result)] = result, node
+            node.meta[OPAQUE] = type(result).__name__
+        for access, key, item in parts:
             if holds_tensors(item):
                 child = self.graph.call_function(access, (node, key))
                 self._fact(child, "call", item)
                 self._bind(item, child, writes)
+
+    @contextmanager
+    def _passing(self, given: Passed, unit: Unit) -> Iterator[None]:
+        """Around the writing of a call, which has been made: what it was given is made for it before, and what it left
+        in that is taken out behind."""
+        changed = given.changed()
+        made, flat = given.given(changed)
+        for value in (given.containers[index] for index in changed):
+            if id(value) in self._kept:
+                raise PartitionError(
+                    f"{unit.name!r} changes an argument, a {type(value).__name__}, that the model keeps for its next "
+                    "call, which a stage cannot replay. Make a new one in each forward"
+                )
+        if made:
+            node = self._made(flat)
+            for index in made:
+                part = self.graph.call_function(operator.getitem, (node, index))
+                self._fact(part, "object", flat.leaves)
+                self._passed[id(given.containers[index])] = part
+        yield
+        for index in changed:
+            value, node = given.containers[index], self._passed.pop(id(given.containers[index]))
+            for access, key, item in child_items(value):
+                if self._is_new(item):
+                    child = self.graph.call_function(access, (node, key))
+                    self._fact(child, "call", item)
+                    self._bind(item, child, frozenset())
+        self._passed.clear()
+
+    def _is_new(self, value: Any) -> bool:
+        """Whether there is anything in a value that no recorded call has made so far."""
+        return any(
+            id(leaf) not in self._seen and id(leaf) not in self.loan.names
+            if isinstance(leaf, Tensor)
+            else id(leaf) not in self._opaque and hides_tensors(leaf, fake_only=True)
+            for leaf in flatten(value).leaves
+        )
+
+    def _made(self, flat: Flat) -> fx.Node:
+        """A node that puts an object together."""
+        leaves = [self._argument(leaf) for leaf in flat.leaves]
+        structure = self._constant(flat.structure, "structure")
+        node = self.graph.call_function(rebuilt, (structure, *leaves))
+        self._fact(node, "object", flat.leaves)
+        return node
 
     def _see(self, tensor: Tensor, node: fx.Node) -> None:
         self._seen[id(tensor)] = (tensor, node, tensor.requires_grad)
@@ -281,6 +342,8 @@ class Recorder(TorchFunctionMode):
             return self.node_of(value)
         if kind in CONSTANTS:
             return value
+        if id(value) in self._passed:
+            return self._passed[id(value)]
         if kind is torch.Size or kind is tuple:
             return tuple(self._argument(v) for v in value)
         if is_named_tuple(value):
@@ -291,12 +354,25 @@ class Recorder(TorchFunctionMode):
             return {k: self._argument(v) for k, v in value.items()}
         if kind is slice:
             return slice(self._argument(value.start), self._argument(value.stop), self._argument(value.step))
-        if holds_tensors(value, fake_only=True):
-            raise PartitionError(
-                f"{self._here()} passes on a {kind.__name__}, which holds tensors. Only tensors, tuples, lists and "
-                "dicts can cross a cut: pass the tensors themselves"
-            )
+        flat = flatten(value)
+        if flat.structure != LEAF:
+            return self._made(flat)
+        if id(value) in self._opaque:
+            return self._opaque[id(value)][1]
+        if (refusal := self._hidden(value)) is not None:
+            raise PartitionError(refusal)
         return self._constant(value, kind.__name__ if not isinstance(value, type) else value.__name__)
+
+    def _hidden(self, value: Any) -> str | None:
+        """Why a leaf cannot be passed on, if it is no plain value and no recorded call returned it: a closure."""
+        if isinstance(value, Tensor) or type(value) in CONSTANTS or id(value) in self._opaque:
+            return None
+        if not hasattr(type(value), "__next__") and not hides_tensors(value, fake_only=True):
+            return None
+        return (
+            f"{self._here()} passes on a {type(value).__name__}, from which tensors cannot be taken out. Pass the "
+            "tensors themselves, or name an enclosing module in leaves=[...], so that it runs as a whole"
+        )
 
     def node_of(self, tensor: Tensor) -> fx.Node:
         """The node that stands for a tensor. Raises PartitionError for one whose origin was not recorded."""
@@ -365,14 +441,3 @@ class Recorder(TorchFunctionMode):
                     f"now {leaf.requires_grad}. A stage cannot replay that: use .detach() instead"
                 )
         return None
-
-    def _refuse_objects(self, unit: Unit, args: Any, kwargs: Any, result: Any = None) -> None:
-        """Objects that hold tensors before or after a block's call carry values past the cuts."""
-        named = {**{f"argument {i}": a for i, a in enumerate(args)}, **kwargs, "result": result}
-        for name, value in named.items():
-            held = next(opaque_holders(value), None)
-            if held is not None:
-                raise PartitionError(
-                    f"{unit.name!r} keeps tensors in its {name}, a {type(held).__name__}, which cannot cross a cut. "
-                    f"For a key-value cache pass use_cache=False; else pass the tensors themselves"
-                )

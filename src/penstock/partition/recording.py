@@ -27,7 +27,7 @@ class RandomSource(Protocol):
         """Set the generator for the recorded call `name`, which runs next."""
 
 
-Kind = Literal["input", "parameter", "buffer", "constant", "call", "unit"]
+Kind = Literal["input", "parameter", "buffer", "constant", "object", "call", "unit"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,8 @@ class Fact:
 
     Attributes:
         index: its place in program order.
-        kind: an input of the model, something the model holds, a torch call, or a module that ran as a unit.
+        kind: an input of the model, something the model holds, an object that is put together for a call, a torch call,
+            or a module that ran as a unit.
         scope: the qualified name of the innermost module that it ran in; for a unit, its own.
         meta: of the result, where that is one tensor.
         storages: the memory behind its result's tensors. Equal numbers mean shared memory.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from functools import cache
@@ -10,7 +11,8 @@ from types import FrameType
 
 import torch
 
-OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+OURS = tuple(str(folder) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parent))
+"""With the separator: packages whose names begin with "torch" are the user's."""
 
 
 @cache

@@ -14,6 +14,7 @@ from functools import cached_property
 from torch import fx, nn
 
 from penstock.errors import PartitionError
+from penstock.partition.objects import OPAQUE
 from penstock.partition.recording import Fact, Recording
 from penstock.stages import MODEL_INPUT, Input, Output, TensorMeta
 
@@ -142,14 +143,27 @@ class Split:
         while stack:
             node = stack.pop()
             fact = self.facts[node]
-            local = fact.kind in HELD or node in self.remade
+            local = fact.kind in (*HELD, "object") or node in self.remade
             if local or (fact.kind != "input" and self.stage_of(fact.index) == stage):
                 if node not in run:
                     run.add(node)
                     stack += node.all_input_nodes
             else:
+                self._check_opaque(node, stage)
                 received.add(node)
         return received, run
+
+    def _check_opaque(self, node: fx.Node, stage: int) -> None:
+        if OPAQUE in node.meta:
+            maker = node
+            while self.facts[maker].kind != "unit" and isinstance(maker.args[0], fx.Node):
+                maker = maker.args[0]
+            user = next(u for u in node.users if self.stage_of(self.facts[u].index) == stage)
+            raise PartitionError(
+                f"{self._name(self.facts[maker])} returns a {node.meta[OPAQUE]}, which holds tensors that cannot be "
+                f"taken out of it, and a cut separates it from {self._name(self.facts[user])}, which takes it. Move "
+                "the cut, or return the tensors themselves"
+            )
 
     def _ordered(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         return sorted(nodes, key=lambda n: self.facts[n].index)
@@ -246,7 +260,7 @@ class Split:
     def _root(self, node: fx.Node, storage: int, stage: int) -> fx.Node:
         """The value as which the memory came to a stage: followed through the views that are made there."""
         fact = self.facts[node]
-        if fact.kind == "input" or self.stage_of(fact.index) != stage:
+        if fact.kind == "input" or (self.stage_of(fact.index) != stage and fact.kind != "object"):
             return node
         for argument in node.all_input_nodes:
             if storage in self.facts[argument].storages:

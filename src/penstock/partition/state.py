@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PartitionError
-from penstock.partition._compat import FakeTensor, FakeTensorMode, pytree
+from penstock.partition._compat import FakeTensor, FakeTensorMode, flatten, unflatten
 
 CONTAINERS = (dict, OrderedDict, list, set)
 
@@ -114,7 +114,9 @@ def _fake_memory(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> 
 
 
 def map_tensors(function: Any, tree: Any) -> Any:
-    return pytree.tree_map_only(Tensor, function, tree)
+    """The tree with a function's result in place of each tensor; objects that hold tensors become new ones."""
+    flat = flatten(tree)
+    return unflatten([function(x) if isinstance(x, Tensor) else x for x in flat.leaves], flat.structure)
 
 
 @contextmanager

@@ -17,10 +17,11 @@ from torch import Tensor
 from penstock.errors import ArgumentError, ShapeError
 from penstock.partition._compat import Flat, flatten, unflatten
 from penstock.partition.partition import describe
+from penstock.partition.trees import Leaf
 from penstock.runtime import exact
 
 
-class Microbatches:
+class Microbatches(Leaf):
     """Values that are cut into microbatches already: bucketed sequences, say, each bucket with a length of its own.
 
     It may stand wherever a tensor of a batch may, in inputs, targets and the example: each microbatch gets its piece,

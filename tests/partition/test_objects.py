@@ -1,0 +1,367 @@
+"""Objects that hold tensors: they cross cuts, come in and go out as what they are, whatever their class."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict, UserDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from chained import NoStreams, assert_same, fresh, run_chained, run_unsplit
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from models import Case, llama
+from penstock.errors import PartitionError
+from penstock.partition import Partitioner
+from penstock.partition._compat import flatten, unflatten
+
+WIDTH = 6
+
+
+@dataclass
+class Both:
+    """What a block hands on, of any kind."""
+
+    x: Tensor
+    skip: Tensor | None = None
+    depth: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    x: Tensor
+    skip: Tensor | None = None
+    depth: int = 0
+
+
+@dataclass
+class Counted:
+    """Its `__init__` has an effect, and it keeps what it has computed."""
+
+    x: Tensor
+    skip: Tensor | None = None
+    depth: int = 0
+    made: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.made += 1
+        assert self.made == 1
+
+    @cached_property
+    def doubled(self) -> Tensor:
+        return self.x * 2
+
+
+class Named(NamedTuple):
+    x: Tensor
+    skip: Tensor | None = None
+    depth: int = 0
+
+
+class Subclass(Named):
+    """As torch's PackedSequence: its `__new__` takes something else."""
+
+    def __new__(cls, **values: Any) -> Subclass:
+        return super().__new__(cls, **values)
+
+
+class Output(OrderedDict):  # type: ignore[type-arg]
+    """As the outputs of `diffusers` and `transformers`: a dict, the items of which are attributes."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__({k: v for k, v in items.items() if v is not None})
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("x", "skip", "depth"):
+            return self.get(name)
+        raise AttributeError(name)
+
+
+class Registered(Output):
+    """Registered as `diffusers` does: without the keys' names."""
+
+
+_pytree.register_pytree_node(
+    Registered,
+    lambda value: (list(value.values()), list(value)),
+    lambda values, keys: Registered(**dict(zip(keys, values, strict=True))),
+)
+
+
+class Mapping(UserDict):  # type: ignore[type-arg]
+    def __init__(self, **items: Any) -> None:
+        super().__init__(items)
+        self.calls = 0
+
+    x, skip, depth = (property(lambda self, name=name: self.data[name]) for name in ("x", "skip", "depth"))
+
+
+class Private:
+    __slots__ = ("__x", "depth", "skip")
+
+    def __init__(self, x: Tensor, skip: Tensor | None = None, depth: int = 0) -> None:
+        self.__x, self.skip, self.depth = x, skip, depth
+
+    @property
+    def x(self) -> Tensor:
+        return self.__x
+
+
+class Nested:
+    """Holds itself, and another value twice."""
+
+    def __init__(self, x: Tensor, skip: Tensor | None = None, depth: int = 0) -> None:
+        self.inner = self.again = Both(x, skip, depth)
+        self.me, self.weak = self, weakref.ref(self)
+        self.inner.owner = self  # type: ignore[attr-defined]
+
+    @property
+    def x(self) -> Tensor:
+        assert self.inner is self.again
+        assert self.me is self.weak() is self.inner.owner is self  # type: ignore[attr-defined]
+        return self.inner.x
+
+    skip = property(lambda self: self.again.skip)
+    depth = property(lambda self: self.inner.depth)
+
+
+KINDS = [Both, Frozen, Counted, Named, Subclass, Output, Registered, Mapping, Private, Nested, SimpleNamespace]
+
+
+class Block(nn.Module):
+    """Takes and returns an object."""
+
+    def __init__(self, kind: Callable[..., Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.kind = kind
+
+    def forward(self, given: Any) -> Any:
+        x = self.linear(given.x) + (0 if given.skip is None else given.skip) + getattr(given, "doubled", 0)
+        return self.kind(x=x.tanh(), skip=given.x if given.depth % 2 else None, depth=given.depth + 1)
+
+
+class Blocks(nn.Module):
+    def __init__(self, kind: Callable[..., Any]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(kind) for _ in range(4))
+
+    def forward(self, given: Any) -> Any:
+        for block in self.blocks:
+            given = block(given)
+        return given
+
+
+def error(output: Any, target: Tensor) -> Tensor:
+    return ((output.x - target) ** 2).mean()
+
+
+def case_of(model: nn.Module, given: Any, loss: Any = error) -> Case:
+    return Case(model, given, {}, torch.randn(3, WIDTH), loss)
+
+
+def check(case: Case, stages: int = 3, **options: Any) -> Any:
+    """Trains once in stages, and once unsplit; returns the stages' output."""
+    partition = Partitioner(case.model, stages, streams=NoStreams(), **options)(case.args, case.kwargs)
+    model = case.model
+    assert isinstance(model, nn.Module)
+    model.zero_grad()
+    output = run_chained(partition, case, sent=False)
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    expected = run_unsplit(model, case)
+    assert_same(output, expected)
+    assert grads.keys() == {n for n, p in model.named_parameters() if p.grad is not None}
+    for name, parameter in model.named_parameters():
+        assert torch.equal(grads[name], parameter.grad), name
+    return output
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_objects_come_in_cross_cuts_and_go_out(kind: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
+    case = case_of(Blocks(kind), (kind(x=torch.randn(3, WIDTH), skip=None, depth=0),))
+    output = check(case, 4)
+    assert type(output) is (kind if isinstance(kind, type) else SimpleNamespace)
+    assert (output.depth, output.skip is None) == (4, False)
+
+
+class Cache:
+    """Grows with every block, as a key-value cache does."""
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+        self.total: Tensor | None = None
+        self.seen = 0
+
+
+class CacheBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, cache: Any) -> Tensor:
+        x = self.linear(x).tanh()
+        keys = cache if isinstance(cache, list) else cache["keys"] if isinstance(cache, dict) else cache.keys
+        keys.append(x * (len(keys) + 1))
+        if isinstance(cache, Cache):
+            cache.seen += 1
+            cache.total = keys[-1] if cache.total is None else cache.total + keys[-1] * cache.seen
+        return x + keys[0]
+
+
+class WithCache(nn.Module):
+    def __init__(self, make: Callable[[], Any], result: Callable[[Tensor, Any], Any]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(CacheBlock() for _ in range(4))
+        self.make, self.result = make, result
+
+    def forward(self, x: Tensor) -> Any:
+        cache = self.make()
+        for block in self.blocks:
+            x = block(x, cache)
+        return self.result(x, cache)
+
+
+@pytest.mark.parametrize("make", [Cache, list, lambda: {"keys": []}], ids=["object", "list", "dict"])
+def test_what_every_block_writes_into_crosses_cuts(make: Callable[[], Any]) -> None:
+    torch.manual_seed(0)
+    model = WithCache(make, lambda x, cache: SimpleNamespace(x=x, cache=cache))
+    output = check(case_of(model, (torch.randn(3, WIDTH),)), 4)
+    assert type(output.cache) is type(make())
+    assert len(flatten(output.cache).leaves) == (6 if make is Cache else 4)
+
+
+def test_what_the_blocks_left_is_used_on_another_stage() -> None:
+    torch.manual_seed(0)
+    model = WithCache(Cache, lambda x, cache: SimpleNamespace(x=x + cache.total + sum(cache.keys) * cache.seen))
+    check(case_of(model, (torch.randn(3, WIDTH),)), 4)
+
+
+def test_a_key_value_cache_of_transformers_crosses_cuts() -> None:
+    case = llama()
+    case = case._replace(kwargs={**case.kwargs, "use_cache": True})
+    output = check(case)
+    assert type(output.past_key_values).__name__ == "DynamicCache"
+
+
+def test_two_arguments_that_share_an_object_share_it_on_every_stage() -> None:
+    class Sharing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, cache: Cache, holder: SimpleNamespace) -> Tensor:
+            cache.keys.append(self.linear(x))
+            return x + holder.caches[0].keys[-1]
+
+    model = nn.Module()
+    model.blocks = nn.ModuleList(Sharing() for _ in range(4))
+
+    def forward(x: Tensor) -> Any:
+        cache = Cache()
+        holder = SimpleNamespace(caches=[cache])
+        for block in model.blocks:
+            x = block(x, cache, holder)
+        return SimpleNamespace(x=x)
+
+    model.forward = forward
+    check(case_of(model, (torch.randn(3, WIDTH),)), 4)
+
+
+def test_an_object_that_the_model_keeps_and_a_block_changes_is_refused() -> None:
+    cache = Cache()
+    model = WithCache(lambda: cache, lambda x, cache: SimpleNamespace(x=x))
+    model.cache = cache
+    with pytest.raises(PartitionError, match=r"'blocks.0' changes an argument, a Cache, that the model keeps"):
+        Partitioner(model, 2, streams=NoStreams())((torch.randn(3, WIDTH),))
+
+
+class Lazy(nn.Module):
+    """Hands tensors on in a generator."""
+
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.last = last
+
+    def forward(self, given: Any) -> Any:
+        x = given if isinstance(given, Tensor) else sum(given)
+        y = self.linear(x)
+        return y if self.last else (y * k for k in (1, 2))
+
+
+def test_what_cannot_be_taken_apart_is_refused_where_a_cut_crosses_it_only() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(Lazy(last=False), Lazy(last=True)) for _ in range(2)))
+    case = Case(model, (torch.randn(3, WIDTH),), {}, torch.randn(3, WIDTH), nn.functional.mse_loss)
+    check(case, 2, cuts=["1"])
+    with pytest.raises(PartitionError, match=r"block '0\.0' returns a generator.*separates it from block '0\.1'"):
+        Partitioner(model, 2, ["0.1"], streams=NoStreams())(case.args)
+
+
+class Experts(nn.Module):
+    """Runs once for real when it is recorded, and leaves its auxiliary loss in what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, losses: Any) -> Tensor:
+        rows = (x.sum(1) > 0).nonzero()[:, 0]
+        x = x.index_add(0, rows, self.linear(x[rows]))
+        (losses if isinstance(losses, list) else losses.inner["losses"]).append(x.square().mean())
+        return x
+
+
+@pytest.mark.parametrize("make", [list, lambda: SimpleNamespace(inner={"losses": []}, depth=0)])
+def test_blocks_that_run_for_real_may_leave_values_too(make: Callable[[], Any]) -> None:
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.blocks = nn.ModuleList(Experts() for _ in range(4))
+
+    def forward(x: Tensor) -> Any:
+        losses = make()
+        for block in model.blocks:
+            x = block(x, losses)
+        return SimpleNamespace(x=x + sum(losses if isinstance(losses, list) else losses.inner["losses"]))
+
+    model.forward = forward
+    check(case_of(model, (torch.randn(3, WIDTH),)), 4)
+
+
+def test_copies_are_what_the_originals_are() -> None:
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+    value = {"packed": packed, "plain": SimpleNamespace(), "nested": Nested(torch.ones(1))}
+    flat = flatten(value)
+    copy = unflatten(flat.leaves, flat.structure)
+    assert flatten(copy).structure == flat.structure
+    assert type(copy["packed"]) is type(packed)
+    assert copy["packed"].batch_sizes is packed.batch_sizes
+    assert copy["plain"] is value["plain"]  # holds no tensor: not opened
+    assert copy["nested"] is not value["nested"]
+    assert copy["nested"].x is value["nested"].x
+    assert flat.paths[:2] == ["['packed'][0]", "['packed'][1]"]
+    assert "['nested'].inner.x" in flat.paths
+
+
+def test_what_owns_something_else_is_not_copied() -> None:
+    class Handle:
+        def __init__(self) -> None:
+            self.x = torch.ones(1)
+
+        def __del__(self) -> None:
+            """Gives something back."""
+
+    def numbers() -> Iterator[Tensor]:
+        yield torch.ones(1)
+
+    for value in (Handle(), numbers(), nn.Linear(1, 1)):
+        assert flatten(value).leaves == [value]
+    assert fresh([Handle()])
