@@ -39,7 +39,7 @@ from penstock.partition.observer import Observer
 from penstock.partition.opening import Opening
 from penstock.partition.passed import Passed, kept_by
 from penstock.partition.provenance import Call as Running
-from penstock.partition.real import run_for_real
+from penstock.partition.real import may_draw, run_for_real
 from penstock.partition.recording import Fact, Kind, tensor_meta
 from penstock.partition.sideways import Sideways
 from penstock.partition.state import Loan
@@ -209,7 +209,7 @@ class Recorder(TorchFunctionMode):
                 f"block {unit.name!r} ran once for real, on made-up inputs, since it cannot run on fake tensors "
                 f"({type(error).__name__}: {reason})"
             )
-            return result, drew, writes
+            return result, may_draw(unit.module, drew), writes
 
     # -- writing nodes ----------------------------------------------------------------------------------------------
 
