@@ -60,7 +60,15 @@ def find(
 
     with loaded(target, "the model") as given:
         return look(
-            given.model, given.args, given.kwargs, stages=stages, cuts=cuts, leaves=leaves, opens=opens, balance=balance
+            given.model,
+            given.args,
+            given.kwargs,
+            stages=stages,
+            cuts=cuts,
+            leaves=leaves,
+            opens=opens,
+            balance=balance,
+            **given.cutting,
         )
 
 

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ from torch import Tensor, fx, nn
 
 from penstock.errors import PartitionError
 from penstock.partition._compat import DATA_DEPENDENT, UNSUPPORTED, fake_mode, flatten, storage_of, unflatten
+from penstock.partition.branches import with_branches
 from penstock.partition.chain import Chain
+from penstock.partition.chance import node_of_drawn
 from penstock.partition.complete import leaves_of
 from penstock.partition.guards import is_integer
 from penstock.partition.known import Restart
@@ -48,19 +51,15 @@ def record(
 
     Raises PartitionError, with the line of the user's code, for what a stage could not replay.
     """
-    fake_calls: frozenset[int] = frozenset()
     reason, taught = "", False
     while True:
-        units = find_units(model, leaves, grain, opening.names)
+        one_way = partial(_one_way, model, args, kwargs, find_units(model, leaves, grain, opening.names), opening)
         try:
-            found = _record(model, args, kwargs, units, fake_calls, opening)
-            return replace(found, grain=grain, opening=opening)
-        except Restart as restart:
-            fake_calls = restart.fake_calls
+            found = one_way({})
+            return replace(with_branches(found, one_way) if found.asks else found, grain=grain, opening=opening)
         except StayWhole as refusal:
-            opening, fake_calls = opening.without(_alike(model, refusal.name, opening.tried)), frozenset()
+            opening = opening.without(_alike(model, refusal.name, opening.tried))
         except (Leak, Regroup) as wish:
-            fake_calls = frozenset()  # calls are numbered anew
             if opening.names == opening.asked:
                 reason, grain = wish.refusal, _regrouped(grain, wish, leaves)
             elif not taught:  # what a model teaches must not depend on its cuts
@@ -73,6 +72,23 @@ def record(
             if not reason:
                 raise
             raise PartitionError(f"{reason}. To record it call by call does not help: {error}") from error
+
+
+def _one_way(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    units: dict[int, Unit],
+    opening: Opening,
+    choices: Mapping[int, bool],
+) -> Recording:
+    """The way that the forward takes with these answers where it branches by chance."""
+    fake_calls: frozenset[int] = frozenset()
+    while True:
+        try:
+            return _record(model, args, kwargs, units, fake_calls, opening, choices)
+        except Restart as restart:
+            fake_calls = restart.fake_calls  # calls are numbered anew in each way
 
 
 def _regrouped(grain: Grain, wish: Leak | Regroup, leaves: Sequence[str]) -> Grain:
@@ -102,6 +118,7 @@ def _record(
     units: dict[int, Unit],
     fake_calls: frozenset[int],
     opening: Opening,
+    choices: Mapping[int, bool],
 ) -> Recording:
     given = flatten((tuple(args), dict(kwargs)))
     device = next((x.device for x in given.leaves if isinstance(x, Tensor)), torch.device("cpu"))
@@ -110,7 +127,7 @@ def _record(
     try:
         with untouched_generators():
             loan = Loan(model, mode, device)
-            recorder = Recorder(model, units, loan, Entry(device), names, mode, fake_calls, opening)
+            recorder = Recorder(model, units, loan, Entry(device), names, mode, fake_calls, choices, opening)
             inputs = list(given.leaves)
             for index, leaf in enumerate(given.leaves):
                 if isinstance(leaf, Tensor):
@@ -237,6 +254,8 @@ def _finish(recorder: Recorder, loan: Loan, units: Any, result: Any) -> Recordin
     for leaf, path in zip(flat.leaves, flat.paths, strict=True):
         if isinstance(leaf, Tensor):
             leaves.append(outputs.setdefault(recorder.node_of(leaf), len(outputs)))
+        elif (drawn := node_of_drawn(leaf)) is not None:
+            recorder.chance.refuse(f"a random number, {drawn.name!r}, as the model's result{path},")
         elif hides_tensors(leaf, fake_only=True):
             raise PartitionError(
                 f"the model's result{path} is a {type(leaf).__name__}, which holds tensors that cannot be taken out of "
@@ -267,6 +286,7 @@ def _finish(recorder: Recorder, loan: Loan, units: Any, result: Any) -> Recordin
         device=recorder.entry.device,
         guards=tuple(recorder.guards),
         notes=tuple(dict.fromkeys(recorder.notes)),
+        asks=tuple(recorder.chance.asks),
         needed=frozenset(needed),
         touched=frozenset(recorder.observer.provenance.touched),
     )
