@@ -18,10 +18,12 @@ from penstock.partition.complete import check_complete, unused_note
 from penstock.partition.cut import Balance, balanced_cuts, cut_positions
 from penstock.partition.hierarchy import more_to_open, opening_for
 from penstock.partition.objects import input_path
+from penstock.partition.obstacle import Obstacle
 from penstock.partition.opening import Opening
 from penstock.partition.partition import Origin, Partition, describe
 from penstock.partition.record import record
 from penstock.partition.recording import RandomSource, Recording
+from penstock.partition.remedies import explained
 from penstock.partition.split import Split
 from penstock.partition.stage import Stage, build_stage
 from penstock.partition.units import Grain, find_units
@@ -106,7 +108,7 @@ class Partitioner:
             guard = variants[-1].guards[-1]
             raise PartitionError(
                 f"the forward reads values of its inputs at {guard.source_line}, and got another result for each of "
-                f"{VARIANTS} microbatches (now not {guard.expected!r}). Name an enclosing module in leaves=[...]"
+                f"{VARIANTS} microbatches (now not {guard.expected!r}). Do it outside of the model"
             )
         partition = self._partition(args, kwargs)
         key = (*signature, self._state())  # it may have opened blocks
@@ -163,10 +165,21 @@ class Partitioner:
             torch.is_autocast_enabled() and torch.get_autocast_dtype("cuda"),
         )
 
+    def _record(self, args: Sequence[Any], kwargs: dict[str, Any], opening: Opening) -> Recording:
+        try:
+            return record(self.model, args, kwargs, self._leaves, self._grain, opening)
+        except Obstacle as obstacle:
+
+            def again(leaves: Sequence[str], given: Mapping[str, Any]) -> Recording:
+                return record(self.model, args, given, leaves, self._grain, opening)
+
+            text = explained(obstacle, again, self.model, self._leaves, kwargs, self.stages)
+            raise PartitionError(text) from obstacle
+
     def _partition(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Partition:
         model = self.model
         defaults = default_kwargs(model, args, kwargs)
-        recording, split = self._record(args, {**kwargs, **defaults})
+        recording, split = self._divide(args, {**kwargs, **defaults})
         if (recording.grain, recording.opening) != (self._grain, self._opening):
             self._grain, self._opening = recording.grain, recording.opening
             self._opened = self._find_opened()
@@ -192,11 +205,11 @@ class Partitioner:
             result_leaves=recording.result_leaves,
         )
 
-    def _record(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Recording, Split]:
+    def _divide(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Recording, Split]:
         """The recording, and where it is cut. Until the cuts are decided, modules may be opened for balance."""
         opening = self._opening
         while True:
-            recording = record(self.model, args, kwargs, self._leaves, self._grain, opening)
+            recording = self._record(args, kwargs, opening)
             if self.cuts is None:
                 more = more_to_open(recording, self.model, self._leaves, self.stages, self._balance)
                 if more.names != recording.opening.names:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock.errors import PartitionError
-from penstock.partition._compat import DATA_DEPENDENT, UNSUPPORTED, fake_mode, flatten, storage_of, unflatten
+from penstock.partition._compat import DATA_DEPENDENT, UNSUPPORTED, fake_mode, flatten, quiet, storage_of, unflatten
 from penstock.partition.branches import with_branches
 from penstock.partition.chain import Chain
 from penstock.partition.chance import node_of_drawn
@@ -28,6 +28,7 @@ from penstock.partition.guards import is_integer
 from penstock.partition.known import Restart
 from penstock.partition.modes import Entry
 from penstock.partition.objects import hides_tensors, holds_tensors, input_path
+from penstock.partition.obstacle import Obstacle, rates_read
 from penstock.partition.opening import NOTHING, Opening, StayWhole
 from penstock.partition.recorder import Recorder
 from penstock.partition.recording import Constant, Recording
@@ -71,6 +72,8 @@ def record(
         except PartitionError as error:
             if not reason:
                 raise
+            if isinstance(error, Obstacle):
+                raise error.because(reason) from error
             raise PartitionError(f"{reason}. To record it call by call does not help: {error}") from error
 
 
@@ -165,7 +168,8 @@ def _staying_whole(recorder: Recorder) -> Iterator[None]:
             raise StayWhole(opening.around(recorder.scope)) from error
         name = opening.cut_inside(recorder.scope)
         if name and isinstance(error, PartitionError):
-            raise PartitionError(opening.refusal(name, str(error))) from error
+            why = error.why if isinstance(error, Obstacle) else str(error)
+            raise PartitionError(opening.refusal(name, why)) from error
         raise
 
 
@@ -174,19 +178,17 @@ def _run(model: nn.Module, recorder: Recorder, mode: Any, inputs: list[Any], str
     observer = recorder.observer
     modules = [u.module for u in recorder.units.values()]
     try:
-        with mode, observer, observer.following_modules(), _autograd_functions(recorder), _quiet_about_hooks():
+        with mode, observer, observer.following_modules(), _autograd_functions(recorder), _quiet_about_hooks(), quiet():
             with intercepted(modules, recorder.call_unit), recorder:
                 return model(*args, **kwargs)
     except DATA_DEPENDENT as error:
-        raise PartitionError(_depends_on_values(recorder, error)) from error
+        raise _depends_on_values(recorder, error) from error
     except UNSUPPORTED as error:
-        raise PartitionError(
-            f"{raising_line(error)} in {_module(recorder)} cannot run on fake tensors: {error}. Name an enclosing "
-            "module in leaves=[...], so that it runs as a whole"
-        ) from error
+        why = f"{raising_line(error)} in {_module(recorder)} cannot run on fake tensors: {error}"
+        raise Obstacle(why, recorder.scope) from error
     except RuntimeError as error:
         if "subclasses" in str(error) or "fake tensor" in str(error).lower():  # .numpy(), .data_ptr()
-            raise PartitionError(_depends_on_values(recorder, error)) from error
+            raise _depends_on_values(recorder, error) from error
         raise
 
 
@@ -198,15 +200,9 @@ def _quiet_about_hooks() -> Iterator[None]:
         yield
 
 
-def _depends_on_values(recorder: Recorder, error: Exception) -> str:
+def _depends_on_values(recorder: Recorder, error: Exception) -> Obstacle:
     where = f"the forward depends on the values of a tensor at {raising_line(error)} in {_module(recorder)}"
-    remedy = "Name an enclosing module in leaves=[...], so that it runs as a whole"
-    if not recorder.scope:  # no module but the model encloses it
-        remedy = "Do it outside of the model (where it makes the loss, leave out labels and give loss=...)"
-    return (
-        f"{where}, which a recording cannot follow. {remedy}, or make the branch constant (for layer drop: rate 0 or "
-        "eval mode)"
-    )
+    return Obstacle(f"{where}, which a recording cannot follow", recorder.scope, rates_read(error))
 
 
 def _module(recorder: Recorder) -> str:

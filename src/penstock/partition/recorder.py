@@ -37,6 +37,7 @@ from penstock.partition.objects import (
     tensors_in,
 )
 from penstock.partition.observer import Observer
+from penstock.partition.obstacle import Obstacle
 from penstock.partition.opening import Opening
 from penstock.partition.passed import Passed, kept_by
 from penstock.partition.provenance import Call as Running
@@ -117,10 +118,7 @@ class Recorder(TorchFunctionMode):
                 return function(*args, **kwargs)
             why = calls.refusal(function, args)
             if why is not None:
-                raise PartitionError(
-                    f"{self._here()} {why}, which cannot be replayed on a stage. Do it outside of the model, or name "
-                    "an enclosing module in leaves=[...], so that it runs as a whole"
-                )
+                raise Obstacle(f"{self._here()} {why}, which cannot be replayed on a stage", self.scope)
             stale = self._stale_gradient(args, kwargs)
             by_chance = self.chance.held and holds_drawn((args, kwargs))
             plain = stand_ins((args, kwargs)) if by_chance else (args, kwargs)
@@ -383,7 +381,7 @@ class Recorder(TorchFunctionMode):
         if id(value) in self._opaque:
             return self._opaque[id(value)][1]
         if (refusal := self._hidden(value)) is not None:
-            raise PartitionError(refusal)
+            raise Obstacle(refusal, self.scope)
         return self._constant(value, kind.__name__ if not isinstance(value, type) else value.__name__)
 
     def _hidden(self, value: Any) -> str | None:
@@ -392,10 +390,7 @@ class Recorder(TorchFunctionMode):
             return None
         if not hasattr(type(value), "__next__") and not hides_tensors(value, fake_only=True):
             return None
-        return (
-            f"{self._here()} passes on a {type(value).__name__}, from which tensors cannot be taken out. Pass the "
-            "tensors themselves, or name an enclosing module in leaves=[...], so that it runs as a whole"
-        )
+        return f"{self._here()} passes on a {type(value).__name__}, from which tensors cannot be taken out"
 
     def node_of(self, tensor: Tensor) -> fx.Node:
         """The node that stands for a tensor. Raises PartitionError for one whose origin was not recorded."""
@@ -409,12 +404,12 @@ class Recorder(TorchFunctionMode):
             refusal = (
                 f"{self._here()} uses a tensor of shape {tuple(tensor.shape)} that no recorded call made: "
                 f"{self._holder_of(tensor) or 'a block left it in an attribute, or compiled code made it'}. "
-                "Return it from the block, or name an enclosing module in leaves=[...], so that it runs as a whole"
+                "Return it from the block"
             )
             if id(tensor) in self.observer.returned:
                 raise Leak(type(self.observer.returned[id(tensor)][1]), refusal)
             self.sideways.open_maker(tensor, refusal)
-            raise PartitionError(refusal)
+            raise Obstacle(refusal, self.scope)
         if tensor.requires_grad:
             raise PartitionError(
                 f"{self._here()} uses a tensor of shape {tuple(tensor.shape)} that requires a gradient but is no "
@@ -453,6 +448,7 @@ class Recorder(TorchFunctionMode):
 
     @property
     def scope(self) -> str:
+        """The name of the innermost running module that is the model's: a forward may make others."""
         registered = (self.module_names.get(id(module)) for module in reversed(self.observer.stack))
         return next((name for name in registered if name is not None), "")
 
