@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from penstock.partition.branches import with_branches
 from penstock.partition.chain import Chain
 from penstock.partition.chance import node_of_drawn
 from penstock.partition.complete import leaves_of
+from penstock.partition.foreign import WholeFunction
 from penstock.partition.guards import is_integer
 from penstock.partition.known import Restart
 from penstock.partition.modes import Entry
@@ -52,12 +54,17 @@ def record(
 
     Raises PartitionError, with the line of the user's code, for what a stage could not replay.
     """
-    reason, taught = "", False
+    reason, taught, functions = "", False, frozenset[FunctionType]()
     while True:
-        one_way = partial(_one_way, model, args, kwargs, find_units(model, leaves, grain, opening.names), opening)
+        units = find_units(model, leaves, grain, opening.names)
+        one_way = partial(_one_way, model, args, kwargs, units, opening, functions)
         try:
             found = one_way({})
             return replace(with_branches(found, one_way) if found.asks else found, grain=grain, opening=opening)
+        except WholeFunction as whole:
+            if whole.function in functions:
+                raise PartitionError(whole.refusal) from None
+            functions |= {whole.function}
         except StayWhole as refusal:
             opening = opening.without(_alike(model, refusal.name, opening.tried))
         except (Leak, Regroup) as wish:
@@ -83,13 +90,14 @@ def _one_way(
     kwargs: Mapping[str, Any],
     units: dict[int, Unit],
     opening: Opening,
+    functions: frozenset[FunctionType],
     choices: Mapping[int, bool],
 ) -> Recording:
     """The way that the forward takes with these answers where it branches by chance."""
     fake_calls: frozenset[int] = frozenset()
     while True:
         try:
-            return _record(model, args, kwargs, units, fake_calls, opening, choices)
+            return _record(model, args, kwargs, units, functions, fake_calls, opening, choices)
         except Restart as restart:
             fake_calls = restart.fake_calls  # calls are numbered anew in each way
 
@@ -119,6 +127,7 @@ def _record(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     units: dict[int, Unit],
+    functions: frozenset[FunctionType],
     fake_calls: frozenset[int],
     opening: Opening,
     choices: Mapping[int, bool],
@@ -146,7 +155,8 @@ def _record(
                     )
             with _staying_whole(recorder):
                 try:
-                    result = _run(model, recorder, mode, inputs, given.structure)
+                    with recorder.chance.replaced(functions):
+                        result = _run(model, recorder, mode, inputs, given.structure)
                 except (PartitionError, Leak, Regroup):
                     recorder.sideways.check_units(recorder.on_memory)  # which may be why
                     raise
@@ -283,6 +293,7 @@ def _finish(recorder: Recorder, loan: Loan, units: Any, result: Any) -> Recordin
         guards=tuple(recorder.guards),
         notes=tuple(dict.fromkeys(recorder.notes)),
         asks=tuple(recorder.chance.asks),
+        is_foreign=recorder.chance.is_foreign,
         needed=frozenset(needed),
         touched=frozenset(recorder.observer.provenance.touched),
     )

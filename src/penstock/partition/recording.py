@@ -141,6 +141,7 @@ class Recording:
             forward.
         touched: canonical names of the parameters and buffers that any operator took.
         asks: where the forward asked for the outcome of something random.
+        is_foreign: it draws from Python's or numpy's generators.
     """
 
     graph: fx.Graph
@@ -163,6 +164,7 @@ class Recording:
     needed: frozenset[str] = frozenset()
     touched: frozenset[str] = frozenset()
     asks: tuple[Ask, ...] = ()
+    is_foreign: bool = False
 
 
 @dataclass(frozen=True, slots=True)
