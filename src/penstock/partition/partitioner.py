@@ -182,6 +182,7 @@ class Partitioner:
             notes=(*recording.notes, *unused_note(recording, stages)),
             origins=_origins(recording, stages),
             guards=recording.guards,
+            is_foreign=recording.is_foreign,
             input_structure=given.structure,
             input_paths=tuple(map(input_path, given.paths)),
             input_leaves=tuple(describe(leaf) for leaf in given.leaves),

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from penstock.partition.branches import with_branches
 from penstock.partition.chain import Chain
 from penstock.partition.chance import node_of_drawn
 from penstock.partition.complete import leaves_of
+from penstock.partition.foreign import WholeFunction
 from penstock.partition.guards import is_integer
 from penstock.partition.known import Restart
 from penstock.partition.modes import Entry
@@ -50,12 +52,16 @@ def record(
 
     Raises PartitionError, with the line of the user's code, for what a stage could not replay.
     """
-    reason = ""
+    reason, functions = "", frozenset[FunctionType]()
     while True:
-        one_way = partial(_one_way, model, args, kwargs, find_units(model, leaves, grain))
+        one_way = partial(_one_way, model, args, kwargs, find_units(model, leaves, grain), functions)
         try:
             recording = one_way({})
             return replace(with_branches(recording, one_way) if recording.asks else recording, grain=grain)
+        except WholeFunction as whole:
+            if whole.function in functions:
+                raise PartitionError(whole.refusal) from None
+            functions |= {whole.function}
         except Leak as leak:
             if leak.kind in grain.exposed:
                 raise PartitionError(leak.refusal) from None
@@ -77,13 +83,14 @@ def _one_way(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     units: dict[int, Unit],
+    functions: frozenset[FunctionType],
     choices: Mapping[int, bool],
 ) -> Recording:
     """The way that the forward takes with these answers where it branches by chance."""
     fake_calls: frozenset[int] = frozenset()
     while True:
         try:
-            return _record(model, args, kwargs, units, fake_calls, choices)
+            return _record(model, args, kwargs, units, functions, fake_calls, choices)
         except Restart as restart:
             fake_calls = restart.fake_calls  # calls are numbered anew in each way
 
@@ -104,6 +111,7 @@ def _record(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     units: dict[int, Unit],
+    functions: frozenset[FunctionType],
     fake_calls: frozenset[int],
     choices: Mapping[int, bool],
 ) -> Recording:
@@ -129,7 +137,8 @@ def _record(
                         "objects of tensors"
                     )
             try:
-                result = _run(model, recorder, mode, inputs, given.structure)
+                with recorder.chance.replaced(functions):
+                    result = _run(model, recorder, mode, inputs, given.structure)
             except (PartitionError, Leak, Regroup):
                 recorder.sideways.check_units(recorder.on_memory)  # which may be why
                 raise
@@ -248,6 +257,7 @@ def _finish(recorder: Recorder, loan: Loan, units: Any, result: Any) -> Recordin
         guards=tuple(recorder.guards),
         notes=tuple(dict.fromkeys(recorder.notes)),
         asks=tuple(recorder.chance.asks),
+        is_foreign=recorder.chance.is_foreign,
         needed=frozenset(needed),
         touched=frozenset(recorder.observer.provenance.touched),
     )

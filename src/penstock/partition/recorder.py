@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.errors import PartitionError
 from penstock.partition import calls, source
-from penstock.partition._compat import FakeTensor, FakeTensorMode, flatten, quiet, storage_of
+from penstock.partition._compat import FakeTensor, FakeTensorMode, flatten, quiet, storage_of, unset_fake_temporarily
 from penstock.partition.chance import Chance, holds_drawn, node_of_drawn, stand_ins
 from penstock.partition.guards import Guard, make_guard
 from penstock.partition.known import Known
@@ -164,8 +164,11 @@ class Recorder(TorchFunctionMode):
                     raise Regroup(refusal, opened=[unit.name])
             self.known.expose(leaf for leaf in leaves if isinstance(leaf, Tensor))
             given = Passed(args, kwargs, self._kept)
+            self.chance.check_generators()
             with self._running(args, kwargs, unit):
                 result, drew, writes = self._run_unit(original, unit, args, kwargs)
+            if self.chance.after_unit():
+                drew = [*drew, module]
                 self.observer.provenance.read(list(tensors_in((result, given.containers))))
             self.known.refuse_writes(writes)
             for inner in drew:
@@ -257,9 +260,11 @@ class Recorder(TorchFunctionMode):
                 if known is not node:
                     self.facts[known].updates.append((fact.index, tensor_meta(tensor)))
 
-    def write_number(self, op: str, target: Any, args: tuple[Any, ...], *, draws: bool = False) -> fx.Node:
+    def write_number(
+        self, op: str, target: Any, args: tuple[Any, ...], kwargs: Any = None, *, draws: bool = False
+    ) -> fx.Node:
         """A call that gives a number (or an array) by chance, which every stage that needs it makes for itself."""
-        node = self.graph.create_node(op, target, args)
+        node = self.graph.create_node(op, target, args, kwargs or {})
         fact = self._fact(node, "call", None)
         fact.draws, fact.is_anywhere = draws, True
         return node
@@ -432,6 +437,28 @@ class Recorder(TorchFunctionMode):
             self._attributes[path] = node = self.graph.create_node("get_attr", path)
             self._fact(node, kind, value if isinstance(value, Tensor) else None)
         return self._attributes[path]
+
+    call = _call
+
+    def arguments(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A call's arguments as those of a node."""
+        return self._arguments(args, kwargs)
+
+    def argument(self, value: Any) -> Any:
+        return self._argument(value)
+
+    def run_known(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The result of a function that draws, run for real. Raises PartitionError if it takes values not known."""
+        with self._pause():
+            if not self.known.are_known(args, kwargs):
+                raise PartitionError(
+                    f"{self._here()} calls {function.__name__}, which draws random numbers, with a tensor whose values "
+                    "are not known when the forward is recorded. Switch it off, or do it outside of the model"
+                )
+            with unset_fake_temporarily():
+                value = function(*args, **kwargs)
+            self.observer.take(keep=False)
+            return value
 
     def is_seen(self, tensor: Tensor) -> bool:
         return id(tensor) in self._seen
