@@ -218,19 +218,18 @@ def test_a_block_that_fails_for_real_too_is_named() -> None:
     ("cuts", "match"),
     [
         (["h.11"], r"no module named 'h\.11'; the nearest is 'h\.1'"),
-        (["h.2.norm1"], r"inside 'h\.2', which runs as a whole"),
+        (["h.2.norm2"], None),
         (["h"], None),
         (["wte"], "nothing would run on stage 0, which lies from the beginning to 'wte'"),
     ],
 )
 def test_cut_names(cuts: list[str], match: str | None) -> None:
     case = gpt()
-    make = Partitioner(case.model, 2, cuts, streams=NoStreams())
     if match is None:
-        assert make(case.args).cuts == tuple(cuts)
+        assert Partitioner(case.model, 2, cuts, streams=NoStreams())(case.args).cuts == tuple(cuts)
         return
     with pytest.raises(PartitionError, match=match):
-        make(case.args)
+        Partitioner(case.model, 2, cuts, streams=NoStreams())(case.args)
 
 
 @pytest.mark.parametrize(

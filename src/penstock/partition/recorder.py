@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
@@ -37,9 +38,10 @@ from penstock.partition.objects import (
 )
 from penstock.partition.observer import Observer
 from penstock.partition.obstacle import Obstacle
+from penstock.partition.opening import Opening
 from penstock.partition.passed import Passed, kept_by
 from penstock.partition.provenance import Call as Running
-from penstock.partition.real import run_for_real
+from penstock.partition.real import may_draw, run_for_real
 from penstock.partition.recording import Fact, Kind, tensor_meta
 from penstock.partition.sideways import Sideways
 from penstock.partition.state import Loan
@@ -67,8 +69,10 @@ class Recorder(TorchFunctionMode):
         mode: FakeTensorMode,
         fake_calls: frozenset[int],
         choices: Mapping[int, bool],
+        opening: Opening,
     ) -> None:
         super().__init__()
+        self.opening = opening
         self.model, self.units, self.loan, self.entry, self.module_names = model, units, loan, entry, names
         self.graph = fx.Graph()
         self.facts: dict[fx.Node, Fact] = {}
@@ -87,6 +91,7 @@ class Recorder(TorchFunctionMode):
         self._attributes: dict[str, fx.Node] = {}
         self._constants = free_name(model, "constants")
         self._constant_ids: dict[int, str] = {}
+        self._draws: Counter[str] = Counter()
         self._kept = kept_by(model)
         self._passed: dict[int, fx.Node] = {}  # for the call that is being written: id of what it is given -> its node
         self._opaque: dict[int, tuple[object, fx.Node]] = {}  # what a call made that hides tensors, by its id
@@ -113,7 +118,7 @@ class Recorder(TorchFunctionMode):
                 return function(*args, **kwargs)
             why = calls.refusal(function, args, kwargs)
             if why is not None:
-                raise Obstacle(f"{self._here()} {why}, which cannot be replayed on a stage", self.enclosing)
+                raise Obstacle(f"{self._here()} {why}, which cannot be replayed on a stage", self.scope)
             if calls.gradient_wanted(function, args, kwargs) is not None:
                 return self._take_gradient(function, args, kwargs)
             stale = self._stale_gradient(args, kwargs)
@@ -138,7 +143,7 @@ class Recorder(TorchFunctionMode):
         """An activation shall take a gradient from here on: a value of its own, which the same tensor stands for."""
         tensor, before = args[0], args[0].requires_grad
         if not before and id(tensor) not in self._seen:  # a parameter or buffer, or what only the forward holds
-            raise Obstacle(f"{self._here()} {calls.REFUSED['requires_grad_']}", self.enclosing)
+            raise Obstacle(f"{self._here()} {calls.REFUSED['requires_grad_']}", self.scope)
         result = function(*args, **kwargs)
         if tensor.requires_grad != before:
             old = self._seen[id(tensor)][1]
@@ -232,7 +237,7 @@ class Recorder(TorchFunctionMode):
                 f"block {unit.name!r} ran once for real, on made-up inputs, since it cannot run on fake tensors "
                 f"({type(error).__name__}: {reason})"
             )
-            return result, drew, writes
+            return result, may_draw(unit.module, drew), writes
 
     # -- writing nodes ----------------------------------------------------------------------------------------------
 
@@ -250,6 +255,8 @@ class Recorder(TorchFunctionMode):
         node = self.graph.create_node(target.op, target.function, args, kwargs)
         fact = self._fact(node, kind, result)
         fact.writes, fact.draws = writes, draws
+        if draws:
+            fact.stream = self._stream(fact)
         if kind == "unit":
             fact.scope = str(target.function)
         self._bind(result, node, writes, alone=True)
@@ -267,6 +274,8 @@ class Recorder(TorchFunctionMode):
         node = self.graph.create_node(op, target, args, kwargs or {})
         fact = self._fact(node, "call", None)
         fact.draws, fact.is_anywhere = draws, True
+        if draws:
+            fact.stream = self._stream(fact)
         return node
 
     def _fact(self, node: fx.Node, kind: Kind, result: Any) -> Fact:
@@ -285,6 +294,12 @@ class Recorder(TorchFunctionMode):
         self.observer.position += 1
         self.observer.work = 0
         return fact
+
+    def _stream(self, fact: Fact) -> str:
+        """The stream of a draw in a module's own forward: numbered there, so that it is the same whatever is opened."""
+        self.opening.refuse_draw(fact.scope, fact.source_line)
+        self._draws[fact.scope] += 1
+        return f"{fact.scope}()#{self._draws[fact.scope] - 1}"
 
     def _bind(self, result: Any, node: fx.Node, writes: frozenset[int], alone: bool = False) -> None:
         """Remember which tensors a node made; those inside its result get a node of their own.
@@ -386,7 +401,7 @@ class Recorder(TorchFunctionMode):
         if id(value) in self._opaque:
             return self._opaque[id(value)][1]
         if (refusal := self._hidden(value)) is not None:
-            raise Obstacle(refusal, self.enclosing)
+            raise Obstacle(refusal, self.scope)
         return self._constant(value, kind.__name__ if not isinstance(value, type) else value.__name__)
 
     def _hidden(self, value: Any) -> str | None:
@@ -414,7 +429,7 @@ class Recorder(TorchFunctionMode):
             if id(tensor) in self.observer.returned:
                 raise Leak(type(self.observer.returned[id(tensor)][1]), refusal)
             self.sideways.open_maker(tensor, refusal)
-            raise Obstacle(refusal, self.enclosing)
+            raise Obstacle(refusal, self.scope)
         if tensor.requires_grad:
             raise PartitionError(
                 f"{self._here()} uses a tensor of shape {tuple(tensor.shape)} that requires a gradient but is no "
@@ -483,15 +498,12 @@ class Recorder(TorchFunctionMode):
 
     @property
     def scope(self) -> str:
-        return self.module_names.get(id(self.observer.stack[-1]), "") if self.observer.stack else ""
-
-    @property
-    def enclosing(self) -> str:
         """The name of the innermost running module that is the model's: a forward may make others."""
-        return next((self.module_names[id(m)] for m in reversed(self.observer.stack) if id(m) in self.module_names), "")
+        registered = (self.module_names.get(id(module)) for module in reversed(self.observer.stack))
+        return next((name for name in registered if name is not None), "")
 
     def _here(self) -> str:
-        return f"{source.current_line()}, in {f'module {self.enclosing!r}' if self.enclosing else 'the model'},"
+        return f"{source.current_line()}, in {f'module {self.scope!r}' if self.scope else 'the model'},"
 
     def _holder_of(self, tensor: Tensor) -> str:
         for name, module in self.model.named_modules():
