@@ -253,7 +253,7 @@ def default_kwargs(
 ) -> dict[str, Any]:
     """Keyword arguments that a pipeline adds to the caller's: `use_cache=False` for models of `transformers`.
 
-    A key-value cache is of no use in training, and an object that every block writes into cannot cross a cut. Give the
+    A key-value cache is of no use in training, and would send what every block writes into it over each cut. Give the
     same to the unsplit model to compare with it.
     """
     if "use_cache" in (kwargs or {}) or not hasattr(model, "config") or not _keeps_a_cache(model):

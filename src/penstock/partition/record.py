@@ -37,6 +37,7 @@ from penstock.partition.recording import Constant, Recording
 from penstock.partition.source import raising_line
 from penstock.partition.state import Loan, Snapshot, fake_like, fake_value, untouched_generators
 from penstock.partition.units import NO_GRAIN, Grain, Leak, Regroup, Unit, canonical_names, find_units, intercepted
+from penstock.partition.validation import without_validation
 
 
 def record(
@@ -189,7 +190,7 @@ def _run(model: nn.Module, recorder: Recorder, mode: Any, inputs: list[Any], str
     modules = [u.module for u in recorder.units.values()]
     try:
         with mode, observer, observer.following_modules(), _autograd_functions(recorder), _quiet_about_hooks(), quiet():
-            with intercepted(modules, recorder.call_unit), recorder:
+            with without_validation(recorder.note_unchecked), intercepted(modules, recorder.call_unit), recorder:
                 return model(*args, **kwargs)
     except DATA_DEPENDENT as error:
         raise _depends_on_values(recorder, error) from error

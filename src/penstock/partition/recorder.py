@@ -116,9 +116,11 @@ class Recorder(TorchFunctionMode):
         with self._pause():
             if getattr(function, "__name__", "") == "__get__" and calls.name_of(function) in self.READS:
                 return function(*args, **kwargs)
-            why = calls.refusal(function, args)
+            why = calls.refusal(function, args, kwargs)
             if why is not None:
                 raise Obstacle(f"{self._here()} {why}, which cannot be replayed on a stage", self.scope)
+            if calls.gradient_wanted(function, args, kwargs) is not None:
+                return self._take_gradient(function, args, kwargs)
             stale = self._stale_gradient(args, kwargs)
             by_chance = self.chance.held and holds_drawn((args, kwargs))
             plain = stand_ins((args, kwargs)) if by_chance else (args, kwargs)
@@ -136,6 +138,19 @@ class Recorder(TorchFunctionMode):
                 target = calls.Target(*target[:2], *self._arguments(*target[2:]))
                 self.guards.append(make_guard(target, result, self.facts, self.inputs, source.current_line()))
             return result
+
+    def _take_gradient(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An activation shall take a gradient from here on: a value of its own, which the same tensor stands for."""
+        tensor, before = args[0], args[0].requires_grad
+        if not before and id(tensor) not in self._seen:  # a parameter or buffer, or what only the forward holds
+            raise Obstacle(f"{self._here()} {calls.REFUSED['requires_grad_']}", self.scope)
+        result = function(*args, **kwargs)
+        if tensor.requires_grad != before:
+            old = self._seen[id(tensor)][1]
+            node = self.graph.call_function(calls.taking_gradient, (old,))
+            self._fact(node, "call", tensor)
+            self._see(tensor, node)
+        return result
 
     def call_unit(self, original: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """A module's `__call__` during the recording: a unit becomes one node."""
@@ -470,6 +485,14 @@ class Recorder(TorchFunctionMode):
     def here(self) -> str:
         """The line that runs, and its module."""
         return self._here()
+
+    def note_unchecked(self) -> None:
+        """Tell that a distribution's arguments are not checked, where it is made outside of the units."""
+        if not self._paused:
+            self.notes.append(
+                f"the distribution at {source.current_line()} is recorded as if validate_args=False, since its checks "
+                "read values"
+            )
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
