@@ -100,7 +100,25 @@ def options_case() -> dict[str, Callable[[], None]]:
             pipe.step(x, target=y)
         refused(ArgumentError, "parallelize returned a Sequential", parallelize=nn.Sequential)
 
+    def batch_dims() -> None:
+        refused(ArgumentError, "batch_dims='rows': expected a dimension for all", batch_dims="rows")
+        with made(batch_dims=1, example_args=(x.t(),), model=Turned()) as pipe:
+            torch.testing.assert_close(pipe.predict(x.t()), mlp()(x).t().detach())
+
+    def cutting() -> None:
+        def split(args: Any, kwargs: Any, target: Any, count: int) -> list[penstock.Microbatch]:
+            wanted = [None] * 2 if target is None else [target[:1], target[1:]]
+            pieces = [args[0][:1], args[0][1:]]
+            return [penstock.Microbatch((piece,), {}, one) for piece, one in zip(pieces, wanted, strict=True)]
+
+        assert step(split=split).sizes == (1, len(x) - 1)
+        with made(merge=len) as pipe:
+            assert pipe.predict(x) == 2
+
     return {
+        "batch_dims": batch_dims,
+        "split": cutting,
+        "merge": cutting,
         "model": lambda: refused(ArgumentError, "model", model=[1, 2]),
         "example_args": lambda: refused(ShapeError, "example: no tensor with rows", example_args=()),
         "example_kwargs": example_kwargs,
@@ -131,6 +149,17 @@ def options_case() -> dict[str, Callable[[], None]]:
         # How long it waits is seen over a network that is silent: tests/distributed/test_bad_network.py.
         "lost_after": lambda: refused(ArgumentError, "lost_after=0: expected seconds, 1 or more", lost_after=0),
     }
+
+
+class Turned(nn.Module):
+    """With the batch in the second dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x.t()).t()
 
 
 def one_rank_mesh() -> Any:

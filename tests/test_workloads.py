@@ -171,8 +171,8 @@ def test_an_mlps_activations_by_hand():
     assert {(t.bytes, t.collective) for t in workload.transfers} == {(4 * 7 * 4, "send")}  # rows, width, float32
     assert [(t.name, t.ranks, t.kind) for t in workload.transfers] == [
         ("F0 stage 0->1", (0, 1), "activation"),
+        ("F1 stage 0->1", (0, 1), "activation"),  # at one moment with the next, and the first rank's
         ("F0 stage 1->2", (1, 2), "activation"),
-        ("F1 stage 0->1", (0, 1), "activation"),
         ("F1 stage 1->2", (1, 2), "activation"),
         ("B0 stage 2->1", (2, 1), "activation gradient"),
         ("B0 stage 1->0", (1, 0), "activation gradient"),

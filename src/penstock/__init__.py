@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from penstock.pipe import Pipeline as Pipeline
     from penstock.result import StepResult as StepResult
     from penstock.runtime.batch import Microbatches as Microbatches
+    from penstock.runtime.batch_dims import BatchDims as BatchDims
+    from penstock.runtime.cutting import Microbatch as Microbatch
     from penstock.scaler import GradScaler as GradScaler
     from penstock.schedule import Schedule as Schedule
     from penstock.timeline import Timeline as Timeline
@@ -48,6 +50,8 @@ _HOMES = {
     "VerificationError": "errors",
     "StepResult": "result",
     "Microbatches": "runtime.batch",
+    "BatchDims": "runtime.batch_dims",
+    "Microbatch": "runtime.cutting",
     "GradScaler": "scaler",
     "Schedule": "schedule",
     "Timeline": "timeline",

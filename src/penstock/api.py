@@ -6,7 +6,7 @@ The same script runs alone (one process drives all ranks) and under torchrun (ea
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -19,11 +19,14 @@ from penstock.partition import Balance
 from penstock.pipe import Pipeline
 from penstock.runtime import batch as batches
 from penstock.runtime import compiled
+from penstock.runtime.batch_dims import BatchDims, Dim
 from penstock.runtime.board import Patience
 from penstock.runtime.compiled import Compile
+from penstock.runtime.cutting import Cutting, Merge, Split
 from penstock.runtime.engine import Engine, TransportChoice
 from penstock.runtime.keeping import OffloadChoice, RecomputeChoice
 from penstock.runtime.loss import Loss, Reduction
+from penstock.runtime.losses import checked_loss
 from penstock.runtime.lowering import refuse_illegal
 from penstock.runtime.materialize import Materialize
 from penstock.runtime.outline import Outline
@@ -51,8 +54,11 @@ def pipeline(
     chunks: int | None = None,
     schedule: str | Schedule = "1f1b",
     microbatches: int | None = None,
-    loss: Loss | None = None,
+    loss: Loss | Callable[[Any], Tensor] | None = None,
     reduction: Reduction = "mean",
+    batch_dims: BatchDims | Dim = None,
+    split: Split | None = None,
+    merge: Merge | None = None,
     cuts: Sequence[str] | None = None,
     leaves: Sequence[str] | None = None,
     balance: Balance = "flops",
@@ -85,9 +91,17 @@ def pipeline(
         chunks: stages a rank; there are `ranks * chunks` stages. None: the `Schedule`'s, or 1.
         schedule: a name from `penstock.schedule.names()`, or a `Schedule`.
         microbatches: into how many pieces each batch is cut (fewer if it has fewer rows). None: the `Schedule`'s, or 8.
-        loss: `loss(output, target)`, a scalar; None where the model computes its own (`output.loss`).
+        loss: `loss(output, target)`, a scalar, or `loss(output)`; None where the model computes its own: `output.loss`,
+            `output["loss"]`, a scalar, or the one scalar of a tuple or list that requires a gradient.
         reduction: how the loss reduces a batch: "mean", "sum", or a function of the target that gives a microbatch's
             weight in the mean (for masked targets: the number of tokens that count).
+        batch_dims: where the batch is not in the first dimension of a tensor: one dimension for all, or a dict of any
+            of "args", "kwargs", "target" and "output", each a dimension or a structure of dimensions that mirrors (the
+            beginning of) what it speaks of. None gives a tensor whole to each microbatch. An output may also be
+            "mean" or "sum". `TensorChunkSpec` and `_Replicate` of `torch.distributed.pipelining` will do, too.
+        split: `split(args, kwargs, target, microbatches)` returns a list of `penstock.Microbatch`, for batches that no
+            dimension describes: graphs, packed sequences, lists of images of different sizes.
+        merge: `merge(outputs)` makes the whole batch's output of a list of the microbatches', for `predict`.
         cuts: the name of each module that begins a new stage; None: balanced.
         leaves: modules to take as one piece, besides those found automatically.
         balance: what automatic cuts make even: "flops" (the work of forward and backward), "parameters" or "layers".
@@ -121,8 +135,8 @@ def pipeline(
     _check_numbers(microbatches=microbatches, chunks=chunks)
     _check_names(example_kwargs or {})
     _check_model(model, example_args)
-    if loss is not None and not callable(loss):
-        raise ArgumentError(f"loss={loss!r}: expected a function of the model's output and the target, or None")
+    loss = checked_loss(loss)
+    cutting = Cutting.of(batch_dims, split, merge)
     if not callable(reduction) and reduction not in ("mean", "sum"):
         raise ArgumentError(f"reduction={reduction!r}: expected 'mean', 'sum' or a function of the target")
     for name, value in {"cuts": cuts, "leaves": leaves}.items():
@@ -151,6 +165,7 @@ def pipeline(
         Options(
             loss=loss,
             reduction=reduction,
+            cutting=cutting,
             cuts=cuts,
             leaves=leaves,
             balance=balance,
@@ -178,7 +193,7 @@ def build(
     options: Options,
 ) -> Pipeline:
     """Makes a pipeline of known processes and schedule. `example` is one batch: positional and keyword inputs."""
-    given = batches.cut(example, order.microbatches, "example", pipelines=order.placement.pipelines)
+    given = _cut(example, order, options.cutting)
     if len(given.sizes) < order.microbatches:
         raise ArgumentError(
             f"microbatches={order.microbatches}, but the example makes {len(given.sizes)}, of {sum(given.sizes)} rows: "
@@ -213,6 +228,13 @@ def build(
         if cause is error:
             raise
         raise cause from error
+
+
+def _cut(example: tuple[tuple[Any, ...], dict[str, Any]], order: Schedule, cutting: Cutting) -> batches.Cut:
+    cutting.check(*example)
+    pipelines = order.placement.pipelines
+    divided = cutting.divide(*example, None, order.microbatches, "example", pipelines)
+    return cutting.cut(*example, divided, order.microbatches, "example", None, pipelines)
 
 
 def _check_alike(engine: Engine, sizes: tuple[int, ...]) -> None:

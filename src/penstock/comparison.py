@@ -32,6 +32,7 @@ class Row:
         max_difference: largest absolute difference.
         max_reference: largest absolute entry of the reference.
         allowed: why it need not be equal to the bit; empty if it must.
+        step: the first one, from 1, in which it is not as promised; 0: in none.
     """
 
     kind: str
@@ -41,6 +42,7 @@ class Row:
     max_difference: float = 0.0
     max_reference: float = 0.0
     allowed: str = ""
+    step: int = 0
 
     @property
     def ok(self) -> bool:
@@ -48,8 +50,46 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class WholeBatch:
+    """The unsplit model on the whole batch at once, beside its microbatches.
+
+    Attributes:
+        microbatches: the loss that the microbatches' losses make, as `reduction` says.
+        whole: the loss of the whole batch.
+        verdict: "close" within rounding; "explained" where what a model is meant to do makes them differ (batch norm,
+            dropout), or they could not be compared; "warning" where the loss is no mean over rows, or rows depend on
+            each other; "different" where these are signs that the batch is cut along the wrong dimension.
+        why: what explains it; empty where they are close.
+    """
+
+    microbatches: float
+    whole: float
+    verdict: Literal["close", "explained", "warning", "different"]
+    why: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.verdict != "different"
+
+    @property
+    def text(self) -> str:
+        """In words."""
+        if self.verdict == "close":
+            return "the microbatches' loss is that of the whole batch"
+        return (
+            f"the microbatches' loss is {self.microbatches:.6g}, that of the whole batch {self.whole:.6g}: {self.why}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
-    """What `verify` found: a row for every output, the loss, every parameter and every buffer of the unsplit model."""
+    """What `verify` found: a row for every output, the loss, every parameter and every buffer of the unsplit model.
+
+    Attributes:
+        rows: each is of all steps.
+        steps: how many were compared.
+        whole_batch: whether microbatches make what the whole batch does; None if that was not asked.
+    """
 
     rows: tuple[Row, ...] = field(repr=False)
     schedule: str
@@ -59,35 +99,47 @@ class Report:
     loss: float | None
     exact: bool
     replicas: int = 1
+    steps: int = 1
+    whole_batch: WholeBatch | None = None
 
     @property
     def ok(self) -> bool:
-        """Whether everything is equal, as far as it was promised."""
-        return all(row.ok for row in self.rows)
+        """Whether everything is equal, as far as it was promised, and nothing says that the batch is cut wrongly."""
+        return all(row.ok for row in self.rows) and (self.whole_batch is None or self.whole_batch.ok)
 
     @property
     def wrong(self) -> tuple[Row, ...]:
         return tuple(row for row in self.rows if not row.ok)
 
     def summary(self) -> str:
-        """One line: what was proven, or the first layer that differs."""
+        """One line: what was proven, or the first layer that differs, or why the batch cannot be cut this way."""
+        if self.wrong:
+            return self._first_wrong()
+        if self.whole_batch is not None and not self.whole_batch.ok:
+            return f"the batch is not the sum of its microbatches: {self.whole_batch.text}"
+        warned = self.whole_batch is not None and self.whole_batch.verdict == "warning"
+        return self._proven() + (f"; warning: {self.whole_batch.text}" if self.whole_batch and warned else "")
+
+    def _proven(self) -> str:
         gradients = [row for row in self.rows if row.kind == "gradient"]
-        if self.ok:
-            equal = sum(row.verdict == "equal" for row in gradients)
-            close = [row for row in self.rows if row.verdict == "close"]
-            text = f"{equal} of {len(gradients)} gradients are equal to the bit"
-            if close:
-                worst = max((r.max_difference / r.max_reference for r in close if r.max_reference), default=0.0)
-                why = sorted({row.allowed for row in close})
-                values = "1 value is" if len(close) == 1 else f"{len(close)} values are"
-                text += f"; {values} within {worst:.1e} of their largest entry ({'; '.join(why)})"
-            return text
+        equal = sum(row.verdict == "equal" for row in gradients)
+        close = [row for row in self.rows if row.verdict == "close"]
+        text = f"{equal} of {len(gradients)} gradients are equal to the bit"
+        if close:
+            worst = max((r.max_difference / r.max_reference for r in close if r.max_reference), default=0.0)
+            why = sorted({row.allowed for row in close})
+            values = "1 value is" if len(close) == 1 else f"{len(close)} values are"
+            text += f"; {values} within {worst:.1e} of their largest entry ({'; '.join(why)})"
+        return text
+
+    def _first_wrong(self) -> str:
         first = self.wrong[0]
         text = f"{len(self.wrong)} of {len(self.rows)} values differ; the first is {first.kind} {first.name}"
         text += f" on stage {', '.join(map(str, first.stages))}" if first.stages else ""
+        step = f", in step {first.step}" if first.step else ""
         if first.verdict in ("missing", "unexpected"):
-            return f"{text}: {first.verdict} in the pipeline"
-        return f"{text}: by {first.max_difference:.3g} (largest entry {first.max_reference:.3g})"
+            return f"{text}: {first.verdict} in the pipeline{step}"
+        return f"{text}: by {first.max_difference:.3g} (largest entry {first.max_reference:.3g}){step}"
 
     def check(self) -> Report:
         """Returns itself. Raises VerificationError, with the summary, unless everything is equal."""
@@ -97,7 +149,8 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {**asdict(self), "ok": self.ok, "summary": self.summary()}
+        whole = None if self.whole_batch is None else {**asdict(self.whole_batch), "text": self.whole_batch.text}
+        return {**asdict(self), "whole_batch": whole, "ok": self.ok, "summary": self.summary()}
 
 
 def compare(
@@ -123,7 +176,9 @@ def compare(
         return Row(kind, name, stages, "different", float("inf"), float("inf"))
     if _same_bits(mine, other):
         return Row(kind, name, stages, "equal", 0.0, _largest(other))
-    difference, largest = _largest(mine.double() - other.double()), _largest(other)
+    if not (other.is_floating_point() or other.is_complex()):
+        return Row(kind, name, stages, "different", _largest(mine.double() - other.double()), _largest(other))
+    difference, largest = _largest(_wide(mine) - _wide(other)), _largest(other)
     if reordered and difference <= _tied_tolerance(other.dtype) * largest:
         return Row(kind, name, stages, "close", difference, largest, reordered)
     if not exact and _is_close(mine, other):
@@ -137,7 +192,15 @@ def _tied_tolerance(dtype: torch.dtype) -> float:
 
 def _same_bits(mine: Tensor, other: Tensor) -> bool:
     """Equality of bits: tells -0 from 0, and finds the same NaN equal."""
-    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (mine, other)))
+    return torch.equal(*(_real(tensor).contiguous().reshape(-1).view(torch.uint8) for tensor in (mine, other)))
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128) if tensor.is_complex() else tensor.double()
 
 
 def _is_close(mine: Tensor, other: Tensor) -> bool:
@@ -150,8 +213,8 @@ def _is_close(mine: Tensor, other: Tensor) -> bool:
 
 def _dense(tensor: Tensor) -> Tensor:
     tensor = tensor.detach().cpu()
-    return tensor if tensor.layout == torch.strided else tensor.to_dense()
+    return tensor.resolve_conj().resolve_neg() if tensor.layout == torch.strided else tensor.to_dense()
 
 
 def _largest(tensor: Tensor) -> float:
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
+    return float(_wide(tensor).abs().max()) if tensor.numel() else 0.0

@@ -11,6 +11,10 @@ import torch
 from torch import nn
 
 from penstock.partition import Balance, Partition, Partitioner
+from penstock.partition._compat import flatten, unflatten
+from penstock.runtime.batch import Microbatches
+from penstock.runtime.batch_dims import BatchDims, Dim
+from penstock.runtime.cutting import Cutting, Merge, Split
 from penstock.stages import MODEL_INPUT, TensorMeta, gradient_routes, ties
 
 
@@ -116,6 +120,9 @@ class _NoStreams:
     def enter(self, name: str) -> None:
         raise AssertionError(f"{name} was run")
 
+    def pass_by(self, calls: Mapping[str, int]) -> None:
+        raise AssertionError(f"{list(calls)} were left out")
+
 
 def inspect(
     model: nn.Module | Sequence[nn.Module],
@@ -123,6 +130,9 @@ def inspect(
     kwargs: Mapping[str, Any] | None = None,
     *,
     stages: int = 2,
+    batch_dims: BatchDims | Dim = None,
+    split: Split | None = None,
+    merge: Merge | None = None,
     cuts: Sequence[str] | None = None,
     leaves: Sequence[str] | None = None,
     balance: Balance = "flops",
@@ -132,12 +142,14 @@ def inspect(
     Args:
         model, args, kwargs: a module, or a list of layers, and its inputs.
         stages: how many.
-        cuts, leaves, balance: as `penstock.pipeline` takes them.
+        batch_dims, split, merge, cuts, leaves, balance: as `penstock.pipeline` takes them. `split` is asked for one
+            microbatch; of a batch that is cut already, the first is recorded.
 
     Raises:
         ArgumentError: an argument is wrong by itself.
         PartitionError: the model cannot be recorded or cut; the text names the module, the line and the remedy.
     """
+    args, kwargs = _batch(tuple(args), dict(kwargs or {}), Cutting.of(batch_dims, split, merge))
     partitioner = Partitioner(model, stages, cuts, leaves, streams=_NoStreams(), balance=balance)
     with torch.enable_grad():
         partition = partitioner(args, kwargs)
@@ -153,6 +165,16 @@ def inspect(
         branches=tuple(f"{guard.source_line} reads {guard.expected!r}" for guard in partition.guards),
         notes=partition.notes,
     )
+
+
+def _batch(args: tuple[Any, ...], kwargs: dict[str, Any], cutting: Cutting) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What is recorded: the batch as one microbatch. Raises what `penstock.pipeline` raises for it."""
+    cutting.check(args, kwargs)
+    most = max((len(leaf) for leaf in flatten((args, kwargs)).leaves if isinstance(leaf, Microbatches)), default=1)
+    divided = cutting.divide(args, kwargs, None, most, "input", 1)
+    piece = cutting.cut(args, kwargs, divided, most, "input", None, 1).pieces[0]
+    args, kwargs = unflatten(piece.leaves, piece.structure)
+    return args, kwargs
 
 
 def _stage(partition: Partition, index: int, parameters: int) -> StageFound:

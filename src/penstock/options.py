@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from penstock.partition import Balance
 from penstock.runtime.compiled import Compile
+from penstock.runtime.cutting import Cutting
 from penstock.runtime.engine import TransportChoice
 from penstock.runtime.keeping import OffloadChoice, RecomputeChoice
 from penstock.runtime.loss import Loss, Reduction
@@ -21,10 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The arguments of `penstock.pipeline` by the same names."""
+    """The arguments of `penstock.pipeline` by the same names; `cutting` is of batch_dims, split and merge."""
 
     loss: Loss | None = None
     reduction: Reduction = "mean"
+    cutting: Cutting = field(default_factory=lambda: Cutting.of(None))
     cuts: Sequence[str] | None = None
     leaves: Sequence[str] | None = None
     balance: Balance = "flops"

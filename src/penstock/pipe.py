@@ -18,13 +18,14 @@ from penstock.result import StepResult
 from penstock.runtime import batch as batches
 from penstock.runtime import compiled
 from penstock.runtime.assembly import Choices
+from penstock.runtime.cutting import Microbatch
 from penstock.runtime.deferred_norm import DeferredNorms
 from penstock.runtime.distribution import local, whole
 from penstock.runtime.engine import Engine, draws_in_glue
 from penstock.runtime.keeping import keepings
 from penstock.runtime.keeping import notes as keeping_notes
 from penstock.runtime.loss import checked_scale
-from penstock.runtime.outputs import Wanted, join
+from penstock.runtime.outputs import Wanted
 from penstock.runtime.split_model import SplitModel
 from penstock.runtime.state import evaluating, load_into
 from penstock.runtime.streams import Streams
@@ -85,9 +86,10 @@ class Pipeline:
         Every rank calls it. Only ranks where `needs_inputs` (`needs_targets`) is true look at the inputs (the target).
 
         Args:
-            args, kwargs: the model's inputs: tensors with the batch in their first dimension, `Microbatches`, scalars
-                and plain values. Where their shapes, dtypes or plain values are new, the model is recorded again.
-            target: what `loss` takes besides the model's output; cut as the inputs are.
+            args, kwargs: the model's inputs: tensors with the batch in their first dimension (or where `batch_dims`
+                says), `Microbatches`, scalars and plain values; with `split`, whatever it takes. Where their shapes,
+                dtypes or plain values are new, the model is recorded again.
+            target: what `loss` takes besides the model's output; cut as the inputs are. None where it takes nothing.
             outputs: keep the model's outputs, for `result.outputs`: True where the last stage is, "all" on every rank,
                 a number on the rank of that number. Every rank says the same, or True and False.
             timeline: note what every rank does when, for `result.timeline`; on every rank alike.
@@ -126,7 +128,7 @@ class Pipeline:
 
     def predict(self, *args: Any, outputs: Wanted = True, **kwargs: Any) -> Any:
         """The model's output for a whole batch, in evaluation mode, as the unsplit model would return it: the
-        microbatches' outputs, put together along their first dimension.
+        microbatches' outputs, put together along their first dimension, as `batch_dims` says, or by `merge`.
 
         Args:
             args, kwargs: as for `step`.
@@ -139,7 +141,7 @@ class Pipeline:
                 lengths differ. `evaluate(..., outputs=True)` gives each microbatch's own.
         """
         result = self.evaluate(*args, outputs=outputs, **kwargs)
-        return None if result._outputs is None else join(result.outputs, result.sizes)
+        return None if result._outputs is None else self._options.cutting.join(result.outputs, result.sizes)
 
     # -- what this process holds ------------------------------------------------------------------------------------
 
@@ -167,13 +169,15 @@ class Pipeline:
 
     @property
     def needs_inputs(self) -> bool:
-        """Whether this process must pass the model's inputs: it runs the first stage."""
+        """Whether this process must pass the model's inputs: it runs the first stage, or the last one and `split=` cuts
+        the target, too."""
         return self._steps.needs_inputs
 
     @property
     def needs_targets(self) -> bool:
-        """Whether this process must pass the target: it runs the last stage, and something looks at targets."""
-        return self.has_outputs and (self._options.loss is not None or callable(self._options.reduction))
+        """Whether this process must pass the target: something looks at targets, and it runs the last stage, or the
+        first one with `split=`, which cuts both."""
+        return self._steps.needs_targets
 
     @property
     def has_outputs(self) -> bool:
@@ -321,6 +325,11 @@ class Pipeline:
         """Whether the model draws random numbers outside of any module that is called."""
         return any(draws_in_glue(partition) for partition in self._split.partitions(training=True))
 
+    @property
+    def drawing_modules(self) -> dict[str, nn.Module]:
+        """The modules that draw random numbers when they are called, by name."""
+        return {k: v for one in self._split.partitions(training=True) for k, v in one.drawing_modules.items()}
+
     def all_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Every parameter of the unsplit model, each once; those that no stage uses as well."""
         return self._split.all_parameters()
@@ -337,14 +346,12 @@ class Pipeline:
         """What is passed to the model besides the caller's inputs (`use_cache=False` for models of `transformers`)."""
         return self._split.default_kwargs(args, kwargs)
 
-    def split_batch(self, tree: Any, like: Any = None) -> list[Any]:
-        """The microbatches of one batch, as `step` makes them: each tensor in memory of its own.
-
-        Args:
-            like: the batch whose rows are counted, where `tree` is a target that may have none.
-        """
-        inputs = tree if like is None else like
-        return batches.split(tree, self._steps.cut(inputs, "batch", self.device).sizes, "batch", self.device)
+    def split_batch(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None, device: torch.device | None = None
+    ) -> list[Microbatch]:
+        """The microbatches of one batch, as `step` makes them: each tensor in memory of its own, where this process
+        computes if nothing else is said."""
+        return self._steps.microbatches(args, kwargs, target, device or self.device)
 
     @contextmanager
     def drawing(self) -> Iterator[Streams]:

@@ -65,6 +65,8 @@ class StageMeta:
     """Whether any of its parameters takes a gradient."""
     updated: tuple[str, ...] = ()
     """Buffers that the forward updates, as batch norm does its running statistics."""
+    branches: bool = False
+    """Whether chance decides, for each microbatch, what of it runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,8 @@ class Link:
     target: int
     values: tuple[tuple[int, str], ...]
     """Each value as (the stage that made it, its name)."""
+    varies: bool = False
+    """Whether strides, and which gradients there are, change from step to step, since some stage branches by chance."""
 
 
 def forward_links(stages: Sequence[StageMeta]) -> tuple[Link, ...]:
@@ -87,7 +91,7 @@ def forward_links(stages: Sequence[StageMeta]) -> tuple[Link, ...]:
     for stage in stages:
         for source in sorted({i.source for i in stage.inputs if i.source != MODEL_INPUT}):
             values = tuple((source, i.name) for i in stage.inputs if i.source == source)
-            links.append(Link(source, stage.index, values))
+            links.append(Link(source, stage.index, values, _varies(stages)))
     return tuple(links)
 
 
@@ -100,7 +104,12 @@ def backward_links(stages: Sequence[StageMeta]) -> tuple[Link, ...]:
     for value, holders in gradient_routes(stages).items():
         for target, source in pairwise(holders):
             grouped.setdefault((source, target), []).append(value)
-    return tuple(Link(source, target, tuple(values)) for (source, target), values in sorted(grouped.items()))
+    varies = _varies(stages)
+    return tuple(Link(source, target, tuple(values), varies) for (source, target), values in sorted(grouped.items()))
+
+
+def _varies(stages: Sequence[StageMeta]) -> bool:
+    return any(stage.branches for stage in stages)
 
 
 def gradient_routes(stages: Sequence[StageMeta]) -> dict[tuple[int, str], tuple[int, ...]]:

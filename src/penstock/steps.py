@@ -9,16 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.errors import ArgumentError
 from penstock.options import Options
 from penstock.partition import Partition
+from penstock.partition._compat import unflatten
 from penstock.result import SharedLoss, StepResult
 from penstock.runtime import batch as batches
 from penstock.runtime.assembly import Choices
+from penstock.runtime.cutting import Cutting, Microbatch
 from penstock.runtime.deferred_norm import refuse_none, refuse_unseen
 from penstock.runtime.engine import Engine, Job
 from penstock.runtime.jobs import Call, Jobs, Known
-from penstock.runtime.loss import Reduction, weights
+from penstock.runtime.loss import Loss, Reduction, weights
+from penstock.runtime.losses import OutputLoss, saying_what_is_missing
 from penstock.runtime.lowering import lower_evaluation, lower_training
 from penstock.runtime.outline import Outline
 from penstock.runtime.outputs import Wanted, bring, code_of
@@ -56,6 +58,7 @@ class Steps:
         self._order = order
         self._options = options
         self._choices = choices
+        self._loss = saying_what_is_missing(options.loss)
         self._announce = announcer()
         engine.streams.first_microbatch = engine.world.replica * order.microbatches
         self.jobs = Jobs(engine, split, self._bind, order.placement.rank_of[0])
@@ -65,9 +68,26 @@ class Steps:
         self.schedule = first.schedule
 
     @property
-    def needs_inputs(self) -> bool:
+    def has_inputs(self) -> bool:
         """Whether this process runs the first stage."""
         return bool(self._ranks_of(self._order.placement.is_first) & set(self._engine.ranks))
+
+    @property
+    def looks_at_targets(self) -> bool:
+        """Whether something, on some rank, does."""
+        return _wants_target(self._options.loss) or callable(self._options.reduction)
+
+    @property
+    def needs_inputs(self) -> bool:
+        """Whether this process runs the first stage, or cuts the target by a function that looks at inputs as well."""
+        by_function = self._options.cutting.split is not None
+        return self.has_inputs or (by_function and self.has_outputs and self.looks_at_targets)
+
+    @property
+    def needs_targets(self) -> bool:
+        """Whether this process runs the last stage, or cuts the inputs by a function that looks at targets as well."""
+        by_function = self._options.cutting.split is not None
+        return self.looks_at_targets and (self.has_outputs or (by_function and self.has_inputs))
 
     @property
     def has_outputs(self) -> bool:
@@ -92,12 +112,13 @@ class Steps:
         try:
             call = Call(training, code_of(outputs, self.world.ranks), timeline)
             first = self._order.placement.is_first
-            cut = self.cut((args, kwargs), "input", self._device_of(first)) if self.needs_inputs else None
+            divided = self._divide(args, kwargs, target) if self.has_inputs or self.has_outputs else None
+            cut = self.cut(args, kwargs, divided, "input", self._device_of(first)) if self.has_inputs else None
             known = self.jobs.next(cut, call)
             inputs = self._inputs(known, cut)
             feed = Feed(inputs, loss_scale=loss_scale)
             if self.has_outputs:
-                targets = self._targets(known, target, kwargs)
+                targets = self._targets(known, target, kwargs, divided)
                 feed = Feed(inputs, targets, self._weights(known, targets), outputs is not False, loss_scale)
             moments = self._engine.run(known.job, feed, number, timed=timeline)
             return self._result(known, feed, call, moments)
@@ -107,9 +128,40 @@ class Steps:
                 raise
             raise cause from None  # the cause is on another rank; what it did to this one only hides it
 
-    def cut(self, tree: Any, what: str, device: torch.device) -> batches.Cut:
-        """The microbatches of a batch."""
-        return batches.cut(tree, self._order.microbatches, what, device, pipelines=self._order.placement.pipelines)
+    def _divide(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Microbatch, ...] | None:
+        """The microbatches that the user's function makes of a batch, if there is one."""
+        order = self._order
+        return self._cutting.divide(args, kwargs, target, order.microbatches, "input", order.placement.pipelines)
+
+    def cut(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        divided: Sequence[Microbatch] | None,
+        what: str,
+        device: torch.device,
+    ) -> batches.Cut:
+        """The microbatches of a batch's inputs."""
+        order = self._order
+        return self._cutting.cut(args, kwargs, divided, order.microbatches, what, device, order.placement.pipelines)
+
+    def microbatches(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, device: torch.device
+    ) -> list[Microbatch]:
+        """One batch as `run` cuts it, with the rows of each piece and the target that the loss and `reduction` get."""
+        divided = self._divide(args, kwargs, target)
+        cut = self.cut(args, kwargs, divided, "batch", device)
+        labels = not _has_target(target, divided) and self._options.loss is None
+        targets = self._cutting.targets(
+            kwargs.get("labels") if labels else target, divided, cut.sizes, device, labels=labels
+        )
+        inputs = [unflatten(piece.leaves, piece.structure) for piece in cut.pieces]
+        parts = zip(inputs, targets, cut.sizes, strict=True)
+        return [Microbatch(args, kwargs, one, rows) for (args, kwargs), one, rows in parts]
+
+    @property
+    def _cutting(self) -> Cutting:
+        return self._options.cutting
 
     def _bind(self, partitions: Sequence[Partition], training: bool) -> Job:
         order, split = first_microbatches(self._order, len(partitions)), self._split
@@ -123,7 +175,7 @@ class Steps:
                 refuse_unseen(partitions[0], split.model)
         else:
             order = lower_evaluation(order, metas, split.sharded_stages)
-        return self._engine.bind(partitions, order, self._options.loss, choices, training=training)
+        return self._engine.bind(partitions, order, self._loss, choices, training=training)
 
     def _ranks_of(self, end: Callable[[int], bool]) -> set[int]:
         """The ranks of the pipelines' first (or last) stages."""
@@ -153,17 +205,17 @@ class Steps:
             mean(0.0)  # there is no mean to take, but replicas that do not take the same step must find out
         return weights(reduction, known.sizes, targets or (), self.world.data_parallel, mean)
 
-    def _targets(self, known: Known, target: Any, kwargs: dict[str, Any]) -> Sequence[Any] | None:
-        if target is None:
-            if self._options.loss is not None:
-                if not known.job.training:
-                    return None
-                raise ArgumentError(
-                    "target=None, but this rank runs the last stage and loss= is a function of the output and the "
-                    "target; pass target=... where pipe.needs_targets is true"
-                )
-            target = kwargs.get("labels")  # for a reduction that weighs a model's own loss
-        return batches.split(target, known.sizes, "target", self._device_of(self._order.placement.is_last))
+    def _targets(
+        self, known: Known, target: Any, kwargs: dict[str, Any], divided: Sequence[Microbatch] | None
+    ) -> Sequence[Any] | None:
+        labels = False
+        if not _has_target(target, divided):
+            labels = self._options.loss is None  # for a reduction that weighs a model's own loss
+            if not labels and _wants_target(self._options.loss) and not known.job.training:
+                return None
+        given = kwargs.get("labels") if labels else target
+        device = self._device_of(self._order.placement.is_last)
+        return self._cutting.targets(given, divided, known.sizes, device, labels=labels)
 
     def _result(self, known: Known, feed: Feed, call: Call, moments: Mapping[int, Any]) -> StepResult:
         job = known.job
@@ -205,3 +257,11 @@ class Steps:
         shared = SharedLoss([terms], self.world.data_parallel)
         shared.waits.append(self._engine.control.share_sum(shared.buffers[0]))
         return shared
+
+
+def _has_target(target: Any, divided: Sequence[Microbatch] | None) -> bool:
+    return target is not None if divided is None else any(piece.target is not None for piece in divided)
+
+
+def _wants_target(loss: Loss | None) -> bool:
+    return loss is not None and not isinstance(loss, OutputLoss)

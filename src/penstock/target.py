@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import random
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy
+import torch
 from torch import nn
 
 from penstock.errors import ArgumentError, PenstockError
 
 _FORM = "give module:function or file.py:function"
 _RETURNS = "expected (model, args, target, loss)"
+
+SEED = 0
+"""Of torch's, Python's and numpy's generators when a TARGET is called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +37,25 @@ class Target:
         kwargs: its inputs by keyword.
         target: what the loss takes besides the model's output; None where the model computes its own loss.
         loss: `loss(output, target)`, a scalar; None where the model computes its own.
+        cutting: of `batch_dims`, `split` and `merge` those that are given, as `penstock.pipeline` takes them.
+        again: calls the function once more, as it was called.
     """
 
     model: nn.Module | Sequence[nn.Module]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     target: Any
-    loss: Callable[[Any, Any], Any] | None
+    loss: Callable[..., Any] | None
+    cutting: Mapping[str, Any]
+    again: Callable[[], Target]
 
 
 def load(text: str) -> Target:
-    """Calls the function that `text` names, and checks what it returns.
+    """Calls the function that `text` names, from seed 0, and checks what it returns.
 
     The function returns `(model, args, target, loss)`: `args` is the tuple of the model's positional inputs, or a pair
-    of such a tuple and a dict of inputs by keyword. Modules are looked up in the current folder too; a file finds the
+    of such a tuple and a dict of inputs by keyword. Behind these may come a dict that says how a batch is cut:
+    `batch_dims`, `split` and `merge`. Modules are looked up in the current folder too; a file finds the
     modules that lie beside it.
 
     Raises:
@@ -60,12 +72,24 @@ def load(text: str) -> Target:
             raise ArgumentError(
                 f"TARGET {text!r}: {place} has no function {name!r}; it has {', '.join(there) or 'none'}"
             )
+    except PenstockError:
+        raise
+    except Exception as error:
+        raise ArgumentError(f"TARGET {text!r} raised {describe(error)}") from error
+    return _call(text, function)
+
+
+def _call(text: str, function: Callable[[], Any]) -> Target:
+    torch.manual_seed(SEED)
+    random.seed(SEED)
+    numpy.random.seed(SEED)
+    try:
         returned = function()
     except PenstockError:
         raise
     except Exception as error:
         raise ArgumentError(f"TARGET {text!r} raised {describe(error)}") from error
-    return _check(text, returned)
+    return _check(text, returned, partial(_call, text, function))
 
 
 def describe(error: BaseException) -> str:
@@ -104,11 +128,17 @@ def _from_name(name: str) -> ModuleType:
         raise ArgumentError(f"TARGET: there is no module {error.name!r}{hint}; {_FORM}") from None
 
 
-def _check(text: str, returned: Any) -> Target:
-    if not isinstance(returned, tuple) or len(returned) != 4:
+def _check(text: str, returned: Any, again: Callable[[], Target]) -> Target:
+    if not isinstance(returned, tuple) or len(returned) not in (4, 5):
         given = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
         raise ArgumentError(f"TARGET {text!r} returned {given}; {_RETURNS}")
-    model, args, target, loss = returned
+    model, args, target, loss, *rest = returned
+    cutting = rest[0] if rest else {}
+    if not isinstance(cutting, dict) or not cutting.keys() <= _CUTTING:
+        raise ArgumentError(
+            f"TARGET {text!r} returned {cutting!r} behind the loss; expected a dict with any of "
+            f"{', '.join(sorted(_CUTTING))}"
+        )
     if not isinstance(model, nn.Module) and not _is_layers(model):
         raise ArgumentError(
             f"TARGET {text!r} returned a {type(model).__name__} as the model; {_RETURNS}, model: a module"
@@ -126,7 +156,10 @@ def _check(text: str, returned: Any) -> Target:
             f"TARGET {text!r} returned a {type(loss).__name__} as the loss; {_RETURNS}, "
             "loss: a function of output and target, or None"
         )
-    return Target(model, args, kwargs, target, loss)
+    return Target(model, args, kwargs, target, loss, cutting, again)
+
+
+_CUTTING = {"batch_dims", "split", "merge"}
 
 
 def _is_layers(model: Any) -> bool:

@@ -1,80 +1,93 @@
-"""The proof: one pipelined step against the unsplit model on the same microbatches, value by value.
+"""The proof: pipelined steps against the unsplit model on the same microbatches, value by value.
 
-Compares outputs, loss, every parameter's gradient and every buffer, and skips none. What one stage holds must be equal
-to the bit where that can be promised (on CPU, in float32 or float64); what several stages hold is added in another
-order.
+Compares outputs, loss, every parameter's gradient and every buffer in every step, and skips none. What one stage
+holds must be equal to the bit where that can be promised (on CPU, in float32 or float64); what several stages hold is
+added in another order.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.api import build, pipeline
-from penstock.comparison import Report, Row, compare
+from penstock.comparison import Report, Row, WholeBatch, compare
 from penstock.errors import ArgumentError
 from penstock.options import Options
-from penstock.partition._compat import flatten, unflatten
+from penstock.partition._compat import flatten
 from penstock.pipe import Pipeline
-from penstock.runtime import batch as batches
 from penstock.runtime import exact as exact_rules
+from penstock.runtime.cutting import Cutting, Microbatch
 from penstock.runtime.distribution import whole
 from penstock.runtime.loss import Loss, Reduction, own_loss, root_of, weighted_sum, weights
+from penstock.runtime.losses import checked_loss, saying_what_is_missing
 from penstock.runtime.world import World
 from penstock.schedule import Schedule, generate
 from penstock.stages import ties
+from penstock.twins import Made, twins
+from penstock.whole_batch import Whole
 
 STEPS = 2
-"""Only the last one is compared: the first agrees on layouts, and its messages take another way than all others."""
+"""The first agrees on layouts, and its messages take another way than all others: both are compared."""
 
 
 def verify(
-    model: nn.Module | Sequence[nn.Module],
+    model: nn.Module | Sequence[nn.Module] | Callable[[], Any],
     args: Sequence[Any] = (),
     target: Any = None,
-    loss: Loss | None = None,
+    loss: Loss | Callable[[Any], Tensor] | None = None,
     *,
     kwargs: Mapping[str, Any] | None = None,
     reduction: Reduction = "mean",
     exact: bool | None = None,
+    whole_batch: bool = True,
     schedule: str | Schedule = "1f1b",
     **options: Any,
 ) -> Report:
-    """Runs a training step through a pipeline and on the unsplit model, and compares everything.
+    """Runs two training steps through a pipeline and on the unsplit model, and compares everything in each.
 
-    The model is taken over, as by `penstock.pipeline`, and left without gradients of its own; give a copy to keep it.
+    A model is taken over, as by `penstock.pipeline`, and left without gradients of its own; give a function that makes
+    it, or a copy, to keep it.
 
     Under torchrun every rank calls it with the same arguments, and gets the same report. On a mesh with replicas each
     passes its own part of the batch, and the unsplit model runs on all parts.
 
     Args:
-        model, args, kwargs, target, loss, reduction, schedule: as for `penstock.pipeline` and `Pipeline.step`.
+        model: as for `penstock.pipeline`, or a function that makes it, or a tuple of it and its loss. The function is
+            called twice, from the same state of all generators. A model is copied; where that cannot be,
+            give a function.
+        args, kwargs, target, loss, reduction, schedule: as for `penstock.pipeline` and `Pipeline.step`.
         exact: demand equality to the bit; None: on CPU, in float32 or float64, without compiled stages and without
             tensor parallelism. Otherwise the tolerances of `torch.testing.assert_close` hold.
+        whole_batch: also compare with the unsplit model on the whole batch at once, and say why that differs where it
+            does: `Report.whole_batch`. Where the batch is cut along the wrong dimension the report is not ok.
         options: the other arguments of `penstock.pipeline`.
+
+    Raises:
+        ArgumentError: the model cannot be made or copied so that there are two.
     """
     kwargs = dict(kwargs or {})
-    original = copy.deepcopy(model if isinstance(model, nn.Module) else list(model))
-    with pipeline(model, args, kwargs, loss=loss, reduction=reduction, schedule=schedule, **options) as pipe:
-        for _ in range(STEPS):
-            _forget_gradients(pipe)
-            result = pipe.step(*args, target=target, outputs=True, **kwargs)
-        total = result.loss
-        parts = dict(pipe.gather((pipe.world.replica, _Batch(tuple(args), kwargs, target))))
-        batch = _joined([parts[replica] for replica in range(pipe.world.data_parallel)], pipe.schedule.microbatches)
-        expected = _reference(original, pipe, batch, loss, reduction, options)
+    mine, other = twins(model, loss)
+    with pipeline(mine.model, args, kwargs, loss=mine.loss, reduction=reduction, schedule=schedule, **options) as pipe:
+        batch = Microbatch(tuple(args), kwargs, target)
+        reference = _reference(other, pipe, batch, reduction, options, whole_batch)
         if exact is None:
             divided = len(pipe.world.column) > len(pipe.world.replicas)  # layers, which adds in another order
-            exact = expected.can_be_exact and not options.get("compile") and not divided
-        outputs = result.outputs if pipe.has_outputs else None
-        rows = [row for part in pipe.gather(_compare(pipe, outputs, total, expected, exact)) for row in part]
+            exact = reference.can_be_exact and not options.get("compile") and not divided
+        compared = []
+        for expected in reference.steps:
+            _forget_gradients(pipe)
+            result = pipe.step(*args, target=target, outputs=True, **kwargs)
+            total = result.loss
+            outputs = result.outputs if pipe.has_outputs else None
+            rows = [row for part in pipe.gather(_compare(pipe, outputs, total, expected, exact)) for row in part]
+            compared.append(list(_complete(rows, expected)))
         return Report(
-            tuple(_complete(rows, expected)),
+            tuple(_over_steps(compared)),
             pipe.schedule.name,
             pipe.world.ranks,
             len(pipe.stages),
@@ -82,69 +95,54 @@ def verify(
             float(total),
             exact,
             pipe.world.data_parallel,
+            len(compared),
+            reference.whole_batch,
         )
 
 
 @dataclass(frozen=True, slots=True)
-class _Batch:
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    target: Any
-
-
-def _joined(parts: Sequence[_Batch], microbatches: int) -> _Batch:
-    """The batch of all replicas, which divides into the same microbatches."""
-    if len(parts) == 1:
-        return parts[0]
-    rows = batches.rows_of((parts[0].args, parts[0].kwargs), "input")
-    if rows % microbatches:
-        raise ArgumentError(
-            f"a replica's batch has {rows} rows in {microbatches} microbatches; to verify replicas, give batches that "
-            "divide evenly"
-        )
-
-    def join(*leaves: Any) -> Any:
-        return torch.cat(leaves) if isinstance(leaves[0], Tensor) and leaves[0].dim() else leaves[0]
-
-    trees = [flatten((part.args, part.kwargs, part.target)) for part in parts]
-    leaves = [join(*column) for column in zip(*(tree.leaves for tree in trees), strict=True)]
-    return _Batch(*unflatten(leaves, trees[0].structure))
-
-
-@dataclass(frozen=True, slots=True)
-class _Reference:
+class _Expected:
     """One step of the unsplit model. `outputs` are the tensor leaves of each microbatch's output, of all replicas;
-    `buffers` what the first replica's part leaves, as in DistributedDataParallel."""
+    `gradients` those of parameters, and of buffers that require one; `buffers` what the first replica's part leaves,
+    as in DistributedDataParallel."""
 
     outputs: list[list[Tensor]]
     loss: Tensor
     gradients: dict[str, Tensor | None]
     buffers: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    """What the unsplit model does."""
+
+    steps: list[_Expected]
     can_be_exact: bool
+    whole_batch: WholeBatch | None
 
 
 def _reference(
-    model: nn.Module | Sequence[nn.Module],
-    pipe: Pipeline,
-    batch: _Batch,
-    loss: Loss | None,
-    reduction: Reduction,
-    options: Mapping[str, Any],
+    made: Made, pipe: Pipeline, batch: Microbatch, reduction: Reduction, options: Mapping[str, Any], whole_batch: bool
 ) -> _Reference:
     """Runs the unsplit model's own forward, microbatch by microbatch, with the pipeline's random streams.
 
     Where the model draws outside of any module that is called, its own forward cannot be told which stream to use:
     there the reference is the recorded model on one rank.
     """
-    replicas = pipe.world.data_parallel
+    replicas, loss = pipe.world.data_parallel, saying_what_is_missing(checked_loss(made.loss))
+    given = batch if replicas == 1 else dict(pipe.gather((pipe.world.replica, batch)))[0]
+    mine = pipe.split_batch(batch.args, dict(batch.kwargs), batch.target, _uncut_device(batch))
+    parts = {0: mine} if replicas == 1 else dict(pipe.gather((pipe.world.replica, mine)))
+    pieces = [piece for replica in range(replicas) for piece in parts[replica]]
     alone = build(
-        model,
-        (batch.args, batch.kwargs),
+        made.model,
+        ((), {}),
         World(1),
-        generate("naive", 1, pipe.schedule.microbatches * replicas),
+        generate("naive", 1, len(pieces)),
         Options(
             loss=loss,
             reduction=reduction,
+            cutting=Cutting.of(None, split=lambda *_: pieces),
             leaves=options.get("leaves"),
             devices=pipe.device,
             materialize=options.get("materialize"),
@@ -153,54 +151,74 @@ def _reference(
         ),
     )
     with alone:
-        for _ in range(STEPS):
-            _forget_gradients(alone)
-            if alone.draws_in_glue:
-                if replicas > 1 and any(stage.updated for stage in alone.stages):
-                    raise ArgumentError(
-                        "this model updates buffers, and draws random numbers outside of any module that is called; "
-                        "there is no reference for it with replicas: verify it on a mesh without"
-                    )
-                result = alone.step(*batch.args, target=batch.target, outputs=True, **batch.kwargs)
-                outputs, total = list(result.outputs), result.loss
-            else:
-                outputs, total = _run_unsplit(alone, batch, loss, reduction, replicas)
-                alone.step_count += 1
+        steps = [_step(alone, loss, reduction, replicas) for _ in range(STEPS)]
         parameters = alone.all_parameters()
-        return _Reference(
-            [_tensors(output) for output in outputs],
-            total,
-            {name: parameter.grad for name, parameter in parameters},
-            dict(alone.named_buffers()),
-            all(p.device.type == "cpu" and p.dtype in (torch.float32, torch.float64) for _, p in parameters),
-        )
+        exact = all(p.device.type == "cpu" and p.dtype in (torch.float32, torch.float64) for _, p in parameters)
+        whole = None
+        if whole_batch:
+            rows = sum(piece.rows or 0 for piece in parts[0])
+            cutting = Cutting.of(options.get("batch_dims"), options.get("split"), options.get("merge"))
+            whole = Whole(alone, given._replace(rows=rows), cutting, parts[0], loss, reduction).compare()
+        return _Reference(steps, exact, whole)
+
+
+def _uncut_device(batch: Microbatch) -> torch.device:
+    """Where the batch is: what crosses to other replicas stays there."""
+    leaves = flatten((batch.args, dict(batch.kwargs))).leaves
+    return next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
+
+
+def _step(alone: Pipeline, loss: Loss | None, reduction: Reduction, replicas: int) -> _Expected:
+    _forget_gradients(alone)
+    if alone.draws_in_glue:
+        if replicas > 1 and any(stage.updated for stage in alone.stages):
+            raise ArgumentError(
+                "this model updates buffers, and draws random numbers outside of any module that is called; "
+                "there is no reference for it with replicas: verify it on a mesh without"
+            )
+        result = alone.step(outputs=True)
+        outputs, total = list(result.outputs), result.loss
+    else:
+        outputs, total = _run_unsplit(alone, loss, reduction, replicas)
+        alone.step_count += 1
+    return _Expected(
+        [[tensor.detach() for tensor in _tensors(output)] for output in outputs],
+        total,
+        {name: _kept(tensor.grad) for name, tensor in _trained(alone.all_parameters(), alone)},
+        {name: buffer.detach().clone() for name, buffer in alone.named_buffers()},
+    )
+
+
+def _kept(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.detach().clone()
+
+
+def _trained(parameters: Iterable[tuple[str, Tensor]], pipe: Pipeline) -> list[tuple[str, Tensor]]:
+    """Parameters, and the buffers that require a gradient."""
+    return [*parameters, *((name, buffer) for name, buffer in pipe.named_buffers() if buffer.requires_grad)]
 
 
 def _forget_gradients(pipe: Pipeline) -> None:
-    for _, parameter in pipe.all_parameters():
-        parameter.grad = None
+    for _, tensor in _trained(pipe.all_parameters(), pipe):
+        tensor.grad = None
 
 
-def _run_unsplit(
-    alone: Pipeline, batch: _Batch, loss: Loss | None, reduction: Reduction, replicas: int
-) -> tuple[list[Any], Tensor]:
+def _run_unsplit(alone: Pipeline, loss: Loss | None, reduction: Reduction, replicas: int) -> tuple[list[Any], Tensor]:
     """Outputs and loss of one step, after which buffers are as the first of the replicas leaves them."""
-    pieces = alone.split_batch((batch.args, batch.kwargs))
-    target = batch.kwargs.get("labels") if batch.target is None else batch.target
-    targets = alone.split_batch(target, like=(batch.args, batch.kwargs))
-    sizes = [batches.rows_of(piece, "input") for piece in pieces]
-    weighted = weights(reduction, sizes, targets)
+    pieces = alone.split_batch((), {})
+    weighted = weights(reduction, [piece.rows or 0 for piece in pieces], [piece.target for piece in pieces])
     outputs: list[Any] = []
     losses: list[Tensor] = []
     first: dict[str, Tensor] = {}
     with alone.drawing() as streams, alone.deferring() as norms:
-        for k, (args, kwargs) in enumerate(pieces):
+        for k, (args, given, target, _) in enumerate(pieces):
+            kwargs = dict(given)
             streams.begin(k, {})
             if norms is not None and k * replicas < len(pieces):
                 norms.begin(k)  # of the first replica alone, whose buffers count
             output = alone.model(*args, **{**kwargs, **alone.default_kwargs(args, kwargs)})
             streams.begin_loss(k)
-            value = own_loss(output) if loss is None else loss(output, targets[k])
+            value = own_loss(output) if loss is None else loss(output, target)
             assert value is not None
             streams.begin(k, {}, again=True)
             if norms is not None:
@@ -211,16 +229,17 @@ def _run_unsplit(
             losses.append(value.detach())
             outputs.append(output)
             if (k + 1) * replicas == len(pieces):
-                first = {name: buffer.clone() for name, buffer in alone.named_buffers()}
-        for name, buffer in alone.named_buffers():
-            buffer.copy_(first[name])  # deferred norms are committed behind this
+                first = {name: buffer.detach().clone() for name, buffer in alone.named_buffers()}
+        with torch.no_grad():
+            for name, buffer in alone.named_buffers():
+                buffer.copy_(first[name])  # deferred norms are committed behind this
     total = weighted_sum(losses, weighted)
     assert total is not None
     return outputs, total.cpu()
 
 
 def _compare(
-    pipe: Pipeline, outputs: Sequence[Any] | None, loss: Tensor, expected: _Reference, exact: bool
+    pipe: Pipeline, outputs: Sequence[Any] | None, loss: Tensor, expected: _Expected, exact: bool
 ) -> list[Row]:
     """The rows of what this process holds."""
     order = pipe.schedule
@@ -240,7 +259,7 @@ def _compare(
     holders = {name: (stage.index,) for stage in pipe.stages for name in (*stage.parameters, *stage.buffers)} | shared
     over = "terms of several replicas, added in another order" if pipe.world.data_parallel > 1 else ""
     why = "terms of several stages, added in another order"
-    for name, parameter in pipe.named_parameters():
+    for name, parameter in _trained(pipe.named_parameters(), pipe):
         rows.append(
             compare(
                 "gradient",
@@ -257,7 +276,7 @@ def _compare(
     return rows
 
 
-def _complete(rows: Sequence[Row], expected: _Reference) -> Iterator[Row]:
+def _complete(rows: Sequence[Row], expected: _Expected) -> Iterator[Row]:
     """Every comparison once, in the model's order; what no stage holds is compared as absent."""
     found: dict[tuple[str, str], Row] = {}
     for row in rows:
@@ -273,6 +292,18 @@ def _complete(rows: Sequence[Row], expected: _Reference) -> Iterator[Row]:
         yield found.get(("gradient", name)) or compare("gradient", name, (), None, gradient, True)
     for name, buffer in expected.buffers.items():
         yield found.get(("buffer", name)) or compare("buffer", name, (), None, buffer, True)
+
+
+def _over_steps(compared: Sequence[Sequence[Row]]) -> Iterator[Row]:
+    """One row for each value: of the first step in which it is not as promised, or of the one in which it is furthest
+    from equal."""
+    found: dict[tuple[str, str], Row] = {}
+    for step, rows in enumerate(compared, 1):
+        for row in rows:
+            known = found.get((row.kind, row.name))
+            if known is None or (known.ok and (not row.ok or row.max_difference > known.max_difference)):
+                found[row.kind, row.name] = row if row.ok else replace(row, step=step)
+    yield from found.values()
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -36,9 +36,10 @@ def good():
 def deep():
     return mlp(layers=12), (torch.randn(12, 5),), torch.randint(4, (12,)), loss_of
 
+calls = itertools.count(1)
+
 def drifting():
     """Its loss grows with every call, so that the pipeline's and the reference's are not the same."""
-    calls = itertools.count(1)
     return mlp(), (torch.randn(12, 5),), torch.randint(4, (12,)), lambda y, t: loss_of(y, t) * next(calls)
 
 def undefined():
@@ -166,6 +167,7 @@ def test_difference_is_in_the_table() -> None:
     (weight,) = [row for row in rows if row[:2] == ["gradient", "4.bias"]]
     assert weight[3] == "different"
     assert float(weight[4]) > 0
+    assert weight[5] == "1"  # the first step of two
 
 
 def test_json_is_strict_where_numbers_are_undefined() -> None:

@@ -110,13 +110,6 @@ def test_reading_values_is_refused(read: str) -> None:
     refuse(between, r"depends on the values of a tensor at .*test_errors.py")
 
 
-def test_layer_drop_is_refused() -> None:
-    def between(self: Layers, index: int, x: Tensor) -> Tensor:
-        return x if torch.rand([]) < 0.5 else x * 2
-
-    refuse(between, "layer drop")
-
-
 def test_pythons_random_numbers_are_refused() -> None:
     def between(self: Layers, index: int, x: Tensor) -> Tensor:
         return x * 2 if random.random() < 0.5 else x

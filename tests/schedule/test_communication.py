@@ -21,7 +21,8 @@ from penstock.schedule import (
     generate,
     split_backward,
 )
-from some_schedules import Link, arbitrary, generated, skips
+from penstock.schedule.communication import ways
+from some_schedules import Link, arbitrary, generated, needs_by_hand, skips
 
 one_pipeline = generated(max_ranks=6, max_microbatches=10).filter(lambda s: s.placement.pipelines == 1)
 """Nothing is sent between two copies of the model."""
@@ -57,7 +58,9 @@ def by_pair(schedule: Schedule) -> tuple[dict[tuple[int, int], list[Action]], di
 
 
 def assert_posted_ahead(schedule: Schedule) -> None:
-    """Each receive comes before the compute action before the one that uses it, or earlier."""
+    """Each receive comes before the compute action before the one that uses it, or earlier; but behind all of its row
+    that its message depends on."""
+    depends = last_dependence(schedule)
     for row in schedule.rows:
         place = {action: index for index, action in enumerate(row)}
         compute = [index for index, action in enumerate(row) if action.op.is_compute]
@@ -66,7 +69,38 @@ def assert_posted_ahead(schedule: Schedule) -> None:
                 users = [Op.F] if a.op is Op.RECV_F else [Op.B, Op.I]
                 used = next(place[user] for op in users if (user := Action(a.stage, op, a.microbatch)) in place)
                 earlier = [i for i in compute if i < used]
-                assert not earlier or index < earlier[-1]
+                assert index > depends[a]
+                assert not earlier or index < earlier[-1] or (index < used and depends[a] >= earlier[-1])
+
+
+def last_dependence(schedule: Schedule) -> dict[Action, int]:
+    """For each receive, the place in its row of the last action that its SEND comes after; -1 if there is none. By
+    sets, and with the needs that are written by hand."""
+    needs = needs_by_hand(schedule)
+    receives = {a for row in schedule.rows for a in row if a.op.is_receive}
+    before: dict[Action, set[Action]] = {}
+    at = [0] * len(schedule.rows)
+
+    def needed(action: Action) -> set[Action]:
+        if action.op.is_communication:
+            return set()
+        arriving = {Op.F: Op.RECV_F, Op.B: Op.RECV_B, Op.I: Op.RECV_B}.get(action.op)
+        mine = (r for r in receives if (r.stage, r.op, r.microbatch) == (action.stage, arriving, action.microbatch))
+        return needs[action] | {r.other_end for r in mine}
+
+    while any(place < len(row) for place, row in zip(at, schedule.rows, strict=True)):
+        for rank, row in enumerate(schedule.rows):
+            while at[rank] < len(row) and needed(row[at[rank]]) <= before.keys():
+                action = row[at[rank]]
+                direct = needed(action) | ({row[at[rank] - 1]} if at[rank] else set())
+                before[action] = direct.union(*(before[one] for one in direct))
+                at[rank] += 1
+    found = {}
+    for row in schedule.rows:
+        for action in row:
+            if action.op.is_receive:
+                found[action] = max((i for i, a in enumerate(row) if a in before[action.other_end]), default=-1)
+    return found
 
 
 def assert_sound(schedule: Schedule, lowered: Schedule) -> None:
@@ -122,7 +156,9 @@ def test_each_link_carries_each_microbatch_once(schedule: Schedule, data: st.Dat
 @pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b"])
 @pytest.mark.parametrize(("p", "m"), [(2, 1), (3, 2), (4, 8), (8, 16)])
 def test_sends_follow_at_once_and_receives_are_posted_one_action_ahead(name: str, p: int, m: int) -> None:
-    for row in add_communication(generate(name, p, m)).rows:
+    lowered = add_communication(generate(name, p, m))
+    depends = last_dependence(lowered)
+    for row in lowered.rows:
         compute = [i for i, a in enumerate(row) if a.op.is_compute]
         for index, action in enumerate(row):
             if action.op.is_send:
@@ -132,7 +168,7 @@ def test_sends_follow_at_once_and_receives_are_posted_one_action_ahead(name: str
             elif action.op.is_receive:
                 used = row.index(Action(action.stage, Op.F if action.op is Op.RECV_F else Op.B, action.microbatch))
                 between = [i for i in compute if index < i < used]
-                assert len(between) == min(1, compute.index(used))
+                assert len(between) == min(1, compute.index(used)) or depends[action] == index - 1
 
 
 def test_one_f_one_b_in_full() -> None:
@@ -140,6 +176,18 @@ def test_one_f_one_b_in_full() -> None:
         "0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0B0 0RECV_B1 0F2 0SEND_F2 0RECV_B2 0B1 0B2",
         "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1RECV_F2 1B1 1SEND_B1 1F2 1B2 1SEND_B2",
     ]
+
+
+def test_a_receive_comes_behind_what_its_message_depends_on() -> None:
+    """One action ahead, 3RECV_F0 would come before 0F0."""
+    rows = add_communication(generate("1f1b-v", 2, 2)).rows
+    assert str(rows[0]).startswith("0F0 0SEND_F0 3RECV_F0")
+
+
+def test_which_ranks_send_to_which() -> None:
+    assert ways(add_communication(generate("1f1b", 3, 2))) == [(0, 1), (1, 0), (1, 2), (2, 1)]
+    assert ways(add_communication(forward_only(generate("looped-bfs", 3, 2, 2)))) == [(0, 1), (1, 2), (2, 0)]
+    assert ways(generate("1f1b", 3, 2)) == []
 
 
 def test_stages_of_one_rank_exchange_no_message() -> None:
@@ -213,7 +261,7 @@ def test_messages_of_an_overlap_go_before_and_behind_it() -> None:
     ]
     lowered = add_communication(Schedule("overlap", Placement.v(2), 2, rows))
     assert check(lowered) == []
-    assert "(0F1;3B0)OVERLAP_F_B 0SEND_F1 3SEND_B0" in str(lowered.rows[0])
+    assert "(0F1;3B0)OVERLAP_F_B 0SEND_F1 3RECV_F1 3SEND_B0" in str(lowered.rows[0])
 
 
 def test_an_overlap_that_waits_for_its_own_message_is_refused() -> None:

@@ -182,6 +182,23 @@ def swap_messages(data: st.DataObject, schedule: Schedule, rows: Rows) -> set[st
     return {"message order", "order"}
 
 
+@breaks_messages
+def post_before_what_a_message_depends_on(data: st.DataObject, schedule: Schedule, rows: Rows) -> set[str]:
+    """A forward's value goes out, and what is made of it comes back: the receive is posted before the forward."""
+    made = {
+        (rank, Action(stage, Op.F, k))
+        for rank, row in enumerate(rows)
+        for stage, k in {(a.stage, a.microbatch) for a in row if a.op is Op.SEND_F}
+    }
+    assume(made)
+    rank, forward = data.draw(st.sampled_from(sorted(made, key=str)))
+    back = Action(forward.stage, Op.RECV_B, forward.microbatch)
+    assume(back in rows[rank])
+    rows[rank].remove(back)
+    rows[rank].insert(data.draw(st.integers(0, rows[rank].index(forward))), back)
+    return {"early receive", "message order"}
+
+
 @breaks
 def wait_for_each_other(data: st.DataObject, schedule: Schedule, rows: Rows) -> set[str]:
     """One rank takes microbatch i back before it sends j forward, and the next one wants j before it takes i back."""
@@ -253,6 +270,23 @@ def test_what_is_not_broken_is_not_reported(made: dict[str, Schedule]) -> None:
         assert is_complete(schedule)
         assert runs_to_the_end(schedule, buffered=True)
         assert runs_to_the_end(schedule, buffered=False)
+
+
+def test_a_receive_one_place_too_early_is_reported_and_nothing_else() -> None:
+    """Before the last action that its message depends on, and behind it."""
+    schedule = add_communication(generate("naive", 3, 2))
+    for rank, row in enumerate(schedule.rows):
+        rows = [list(row) for row in schedule.rows]
+        for index, action in enumerate(row):
+            if action.op is Op.RECV_B:
+                assert row[index - 1] == Action(action.stage, Op.SEND_F, action.microbatch)
+                swap(rows, (rank, index), (rank, index - 1))
+                found = check(schedule.with_rows(rows))
+                assert [(v.kind, v.rank, v.action) for v in found] == [("early receive", rank, action)]
+                text = f"rank {rank} has {action} before {row[index - 1]}, which its message depends on"
+                assert found[0].text.startswith(text)
+                swap(rows, (rank, index), (rank, index - 1))
+                assert check(schedule.with_rows(rows)) == []
 
 
 def test_one_less_than_it_needs_is_reported(made: dict[str, Schedule]) -> None:

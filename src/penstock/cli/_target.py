@@ -28,7 +28,7 @@ def names(text: str | None) -> list[str] | None:
 
 @contextlib.contextmanager
 def loaded(name: str, what: str) -> Iterator[Target]:
-    """What TARGET returns, from seed 0. Until the end of the block, all that is printed goes to stderr.
+    """What TARGET returns, called from seed 0. Until the end of the block, all that is printed goes to stderr.
 
     Args:
         name: of TARGET.
@@ -38,12 +38,9 @@ def loaded(name: str, what: str) -> Iterator[Target]:
         PenstockError: TARGET is wrong, or the block raised it.
         ArgumentError: the block raised anything else.
     """
-    import torch
-
     from penstock.target import describe, load
 
     with contextlib.redirect_stdout(sys.stderr):
-        torch.manual_seed(0)
         given = load(name)
         try:
             yield given

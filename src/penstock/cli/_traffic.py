@@ -116,7 +116,8 @@ class TrafficOptions:
                 raise ArgumentError(f"--{flag} belongs to {' or '.join(owners)}, and {way} was given: leave it out")
 
     def _of_model(self, target: str, hosts: int) -> Workload:
-        from penstock.runtime.batch import rows_of, sizes_of, split
+        from penstock.partition._compat import unflatten
+        from penstock.runtime.cutting import Cutting
         from penstock.workloads import from_model
 
         ranks = self._ranks(hosts)
@@ -125,9 +126,11 @@ class TrafficOptions:
         if microbatches < 1:
             raise ArgumentError(f"--microbatches {microbatches}: give 1 or more")
         with loaded(target, "the model") as given:
-            batch = (given.args, dict(given.kwargs))
-            sizes = sizes_of(rows_of(batch, "the batch"), microbatches)
-            args, kwargs = split(batch, sizes, "the batch")[0]
+            batch, cutting = (given.args, dict(given.kwargs)), Cutting.of(**{"batch_dims": None, **given.cutting})
+            divided = cutting.divide(*batch, None, microbatches, "the batch", 1)
+            cut = cutting.cut(*batch, divided, microbatches, "the batch", None, 1)
+            sizes = cut.sizes
+            args, kwargs = unflatten(cut.pieces[0].leaves, cut.pieces[0].structure)
             made = from_model(
                 given.model,
                 args,

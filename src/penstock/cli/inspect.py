@@ -57,7 +57,16 @@ def find(
     from penstock.inspection import inspect as look
 
     with loaded(target, "the model") as given:
-        return look(given.model, given.args, given.kwargs, stages=stages, cuts=cuts, leaves=leaves, balance=balance)
+        return look(
+            given.model,
+            given.args,
+            given.kwargs,
+            stages=stages,
+            cuts=cuts,
+            leaves=leaves,
+            balance=balance,
+            **given.cutting,
+        )
 
 
 def show(found: Inspection, console: Console) -> None:

@@ -58,6 +58,7 @@ class Case:
     cuts: Sequence[str] | None
     exact: bool | None
     recompute: str | int = "never"
+    whole_batch: bool = True
     leaves: Sequence[str] | None = None
 
 
@@ -83,6 +84,13 @@ def verify(
     exact: Annotated[
         bool | None, typer.Option("--exact/--no-exact", help="Demand every bit; by default where it can be promised.")
     ] = None,
+    whole_batch: Annotated[
+        bool,
+        typer.Option(
+            "--whole-batch/--no-whole-batch",
+            help="Compare with the whole batch at once as well, and say why it differs if it does.",
+        ),
+    ] = True,
     as_json: Json = False,
     show_all: Annotated[
         bool, typer.Option("--all", help="A row for every value, however many.", rich_help_panel=OUTPUT_PANEL)
@@ -93,13 +101,19 @@ def verify(
     TARGET is a function that returns (model, args, target, loss): args is the
     tuple of the model's inputs, or a pair of that and a dict of inputs by name;
     loss(output, target) gives a scalar; target and loss may be None where the
-    model computes its own loss. torch.manual_seed(0) is called before it.
+    model computes its own loss. Where the batch is not in the first dimension, a
+    dict comes behind these, with batch_dims, split or merge. TARGET is called
+    twice, with all generators at seed 0, for two models that share nothing.
 
     The exit status is 0 if all is equal, 1 if something differs, and 2 if
     something else is wrong.
     """
     again = int(recompute) if recompute.isdecimal() else recompute
-    case = Case(target, ranks, chunks, microbatches, schedule, reduction, names(cuts), exact, again, names(leaves))
+    case = Case(
+        *(target, ranks, chunks, microbatches, schedule, reduction, names(cuts), exact, again),
+        leaves=names(leaves),
+        whole_batch=whole_batch,
+    )
     generate(schedule, ranks, microbatches, chunks)  # says what is wrong before anything is loaded
     try:
         report = prove(case) if transport is TransportName.local else prove_distributed(case)
@@ -124,11 +138,16 @@ def prove(case: Case) -> dict[str, Any]:
     from penstock.verification import verify as compare
 
     with loaded(case.target, "the model or the loss") as given:
+        calls = iter([lambda: given, given.again])
+
+        def make() -> tuple[Any, Any]:
+            made = next(calls)()
+            return made.model, made.loss
+
         return compare(
-            given.model,
+            make,
             given.args,
             given.target,
-            given.loss,
             kwargs=given.kwargs,
             reduction=case.reduction,
             exact=case.exact,
@@ -139,6 +158,8 @@ def prove(case: Case) -> dict[str, Any]:
             cuts=case.cuts,
             recompute=case.recompute,
             leaves=case.leaves,
+            whole_batch=case.whole_batch,
+            **given.cutting,
         ).to_dict()
 
 
@@ -182,18 +203,25 @@ def rank_main(folder: Path) -> int:
 def show(report: Mapping[str, Any], console: Console, *, show_all: bool = False) -> None:
     """Prints what was compared, a row a value, and the summary."""
     rows = report["rows"]
-    lines = fold(rows) if len(rows) > LONG_TABLE and not show_all else [Line.of(row) for row in rows]
+    lines = list(fold(rows)) if len(rows) > LONG_TABLE and not show_all else [Line.of(row) for row in rows]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("value", no_wrap=True)
     table.add_column("name", overflow="fold")
     table.add_column("stage", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     table.add_column("max|difference|", justify="right", no_wrap=True)
+    if any(line.step for line in lines):
+        table.add_column("step", no_wrap=True)
     for line in lines:
         verdict = Text(line.verdict, _STYLES.get(line.verdict, "bold red"))
-        table.add_row(line.kind, Text(line.name), ", ".join(map(str, line.stages)), verdict, f"{line.difference:.3g}")
+        step = [str(line.step)] if line.step else []
+        stages = ", ".join(map(str, line.stages))
+        table.add_row(line.kind, Text(line.name), stages, verdict, f"{line.difference:.3g}", *step)
     console.print(table)
     sizes = ", ".join(f"{report[what]} {what}" for what in ("ranks", "stages", "microbatches"))
+    whole = report["whole_batch"]
+    if whole is not None and whole["verdict"] == "explained":
+        console.print(f"\nwhole batch: {whole['text']}", soft_wrap=True, markup=False)
     console.print(f"\n{report['schedule']}, {sizes}: {report['summary']}", soft_wrap=True, markup=False)
 
 
@@ -206,10 +234,12 @@ class Line:
     stages: tuple[int, ...]
     verdict: str
     difference: float
+    step: int = 0
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Line:
-        return cls(row["kind"], row["name"], tuple(row["stages"]), row["verdict"], row["max_difference"])
+        stages, step = tuple(row["stages"]), row.get("step", 0)
+        return cls(row["kind"], row["name"], stages, row["verdict"], row["max_difference"], step)
 
 
 def fold(rows: Sequence[Mapping[str, Any]]) -> Iterator[Line]:

@@ -1,6 +1,7 @@
 """Any model, unedited -> a list of stages."""
 
 from penstock.partition.cut import Balance
+from penstock.partition.gate import gates_of
 from penstock.partition.partition import Origin, Partition, check_alike
 from penstock.partition.partitioner import KEPT_PARTITIONS, Partitioner, default_kwargs
 from penstock.partition.recording import RandomSource
@@ -17,5 +18,6 @@ __all__ = [
     "Stage",
     "check_alike",
     "default_kwargs",
+    "gates_of",
     "retarget",
 ]

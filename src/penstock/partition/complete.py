@@ -30,8 +30,8 @@ def leaves_of(results: Iterable[Tensor]) -> list[Tensor]:
 
 
 def check_complete(recording: Recording, model: nn.Module, stages: Sequence[Stage]) -> None:
-    """Raises PartitionError, by name, if a parameter that the forward needs is on no stage."""
-    on_stages = {id(p) for stage in stages for p in stage.parameters.values()}
+    """Raises PartitionError, by name, if a parameter or a buffer that training needs is on no stage."""
+    on_stages = {id(t) for stage in stages for t in (*stage.parameters.values(), *stage.buffers.values())}
     lost = [name for name in recording.held if name in recording.needed and id(recording.held[name]) not in on_stages]
     used = _used(recording, model)
     lost += [name for name in recording.held if name in recording.touched - used and name not in lost]
@@ -62,7 +62,7 @@ def _used(recording: Recording, model: nn.Module) -> set[str]:
     """The parameters and buffers that any recorded call has."""
     canonical = {id(tensor): name for name, tensor in recording.held.items()}
     used = {str(node.target) for node, fact in recording.facts.items() if fact.kind in ("parameter", "buffer")}
-    for scope in {fact.scope for fact in recording.facts.values() if fact.kind == "unit"}:
-        unit = model.get_submodule(scope)
+    for name in {name for fact in recording.facts.values() for name in fact.units}:
+        unit = model.get_submodule(name)
         used |= {canonical[id(t)] for t in (*unit.parameters(), *unit.buffers())}
     return used

@@ -60,9 +60,9 @@ def _weight(recording: Recording, model: nn.Module, node: fx.Node, balance: Bala
     if balance == "flops":
         return fact.work
     if balance == "layers":
-        return int(fact.kind == "unit" and fact.scope in recording.blocks)
+        return sum(unit in recording.blocks for unit in fact.units)
     if fact.kind == "unit":
-        return sum(p.numel() for p in model.get_submodule(fact.scope).parameters())
+        return sum(p.numel() for unit in fact.units for p in model.get_submodule(unit).parameters())
     return recording.held[str(node.target)].numel() if fact.kind == "parameter" else 0
 
 
@@ -160,7 +160,8 @@ def _position(recording: Recording, name: str, given: str) -> int:
     if inside:
         raise PartitionError(f"cuts: {given!r} is inside {inside!r}, which runs as a whole. Cut at {inside!r} instead")
     for fact in recording.facts.values():
-        if fact.kind in ("call", "unit") and (fact.scope == name or fact.scope.startswith(f"{name}.")):
+        scopes = (fact.scope, *fact.units)
+        if fact.kind in ("call", "unit") and any(s == name or s.startswith(f"{name}.") for s in scopes):
             return fact.index
     raise PartitionError(f"cuts: {given!r} never runs for these inputs. Name a module that the forward calls")
 

@@ -69,12 +69,12 @@ class Known:
         self._origins[storage_of(value)] = -1 - index
         return True
 
-    def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Outcome:
-        """Make a call."""
+    def run(self, function: Callable[..., Any], args: Any, kwargs: Any, *, is_unknown: bool = False) -> Outcome:
+        """Make a call. `is_unknown`: something stands in among the arguments for what is drawn."""
         self._calls += 1
         given = [leaf for leaf in flatten((args, kwargs)).leaves if isinstance(leaf, Tensor)]
         self._observer.take()
-        if all(id(t) in self._real for t in given) and self._calls not in self._fake_calls:
+        if not is_unknown and all(id(t) in self._real for t in given) and self._calls not in self._fake_calls:
             with unset_fake_temporarily():
                 result = function(*args, **kwargs)
             drew, writes = self._observer.take()

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ from torch import Tensor, fx, nn
 
 from penstock.errors import PartitionError
 from penstock.partition._compat import DATA_DEPENDENT, UNSUPPORTED, fake_mode, flatten, storage_of, unflatten
+from penstock.partition.branches import with_branches
 from penstock.partition.chain import Chain
+from penstock.partition.chance import node_of_drawn
 from penstock.partition.complete import leaves_of
 from penstock.partition.guards import is_integer
 from penstock.partition.known import Restart
@@ -45,26 +48,40 @@ def record(
 
     Raises PartitionError, with the line of the user's code, for what a stage could not replay.
     """
-    fake_calls: frozenset[int] = frozenset()
     reason = ""
     while True:
-        units = find_units(model, leaves, grain)
+        one_way = partial(_one_way, model, args, kwargs, find_units(model, leaves, grain))
         try:
-            return replace(_record(model, args, kwargs, units, fake_calls), grain=grain)
-        except Restart as restart:
-            fake_calls = restart.fake_calls
+            recording = one_way({})
+            return replace(with_branches(recording, one_way) if recording.asks else recording, grain=grain)
         except Leak as leak:
             if leak.kind in grain.exposed:
                 raise PartitionError(leak.refusal) from None
-            reason, fake_calls = leak.refusal, frozenset()  # calls are numbered anew
+            reason = leak.refusal
             grain = replace(grain, exposed=grain.exposed | {leak.kind})
         except Regroup as regroup:
-            reason, fake_calls = regroup.refusal, frozenset()
+            reason = regroup.refusal
             grain = _regrouped(grain, regroup, leaves)
         except PartitionError as error:
             if not reason:
                 raise
             raise PartitionError(f"{reason}. To record it call by call does not help: {error}") from error
+
+
+def _one_way(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    units: dict[int, Unit],
+    choices: Mapping[int, bool],
+) -> Recording:
+    """The way that the forward takes with these answers where it branches by chance."""
+    fake_calls: frozenset[int] = frozenset()
+    while True:
+        try:
+            return _record(model, args, kwargs, units, fake_calls, choices)
+        except Restart as restart:
+            fake_calls = restart.fake_calls  # calls are numbered anew in each way
 
 
 def _regrouped(grain: Grain, wish: Regroup, leaves: Sequence[str]) -> Grain:
@@ -84,6 +101,7 @@ def _record(
     kwargs: Mapping[str, Any],
     units: dict[int, Unit],
     fake_calls: frozenset[int],
+    choices: Mapping[int, bool],
 ) -> Recording:
     given = flatten((tuple(args), dict(kwargs)))
     device = next((x.device for x in given.leaves if isinstance(x, Tensor)), torch.device("cpu"))
@@ -92,7 +110,7 @@ def _record(
     try:
         with untouched_generators():
             loan = Loan(model, mode, device)
-            recorder = Recorder(model, units, loan, Entry(device), names, mode, fake_calls)
+            recorder = Recorder(model, units, loan, Entry(device), names, mode, fake_calls, choices)
             inputs = list(given.leaves)
             for index, leaf in enumerate(given.leaves):
                 if isinstance(leaf, Tensor):
@@ -201,6 +219,8 @@ def _finish(recorder: Recorder, loan: Loan, units: Any, result: Any) -> Recordin
     for leaf, path in zip(flat.leaves, flat.paths, strict=True):
         if isinstance(leaf, Tensor):
             leaves.append(outputs.setdefault(recorder.node_of(leaf), len(outputs)))
+        elif (drawn := node_of_drawn(leaf)) is not None:
+            recorder.chance.refuse(f"a random number, {drawn.name!r}, as the model's result{path},")
         elif hides_tensors(leaf, fake_only=True):
             raise PartitionError(
                 f"the model's result{path} is a {type(leaf).__name__}, which holds tensors that cannot be taken out of "
@@ -231,6 +251,7 @@ def _finish(recorder: Recorder, loan: Loan, units: Any, result: Any) -> Recordin
         device=recorder.entry.device,
         guards=tuple(recorder.guards),
         notes=tuple(dict.fromkeys(recorder.notes)),
+        asks=tuple(recorder.chance.asks),
         needed=frozenset(needed),
         touched=frozenset(recorder.observer.provenance.touched),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from typing import Any, ClassVar
@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from penstock.errors import PartitionError
 from penstock.partition import calls, source
 from penstock.partition._compat import FakeTensor, FakeTensorMode, flatten, quiet, storage_of
+from penstock.partition.chance import Chance, holds_drawn, node_of_drawn, stand_ins
 from penstock.partition.guards import Guard, make_guard
 from penstock.partition.known import Known
 from penstock.partition.modes import Entry
@@ -64,6 +65,7 @@ class Recorder(TorchFunctionMode):
         names: dict[int, str],
         mode: FakeTensorMode,
         fake_calls: frozenset[int],
+        choices: Mapping[int, bool],
     ) -> None:
         super().__init__()
         self.model, self.units, self.loan, self.entry, self.module_names = model, units, loan, entry, names
@@ -73,6 +75,7 @@ class Recorder(TorchFunctionMode):
         self.observer.provenance.held = {storage_of(fake): name for name, fake in loan.fakes.items()}
         self.sideways = Sideways(model, units, loan, self.observer)
         self.known = Known(self.observer, mode, fake_calls)
+        self.chance = Chance(self, choices)
         self.constants: dict[str, object] = {}
         self.notes: list[str] = []
         self.guards: list[Guard] = []
@@ -101,6 +104,9 @@ class Recorder(TorchFunctionMode):
         return self._call(func, args, kwargs)
 
     def _call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        is_answer, answer = self.chance.read(function, args)
+        if is_answer:
+            return answer
         with self._pause():
             if getattr(function, "__name__", "") == "__get__" and calls.name_of(function) in self.READS:
                 return function(*args, **kwargs)
@@ -111,10 +117,14 @@ class Recorder(TorchFunctionMode):
                     "an enclosing module in leaves=[...], so that it runs as a whole"
                 )
             stale = self._stale_gradient(args, kwargs)
+            by_chance = self.chance.held and holds_drawn((args, kwargs))
+            plain = stand_ins((args, kwargs)) if by_chance else (args, kwargs)
             with self._running(args, kwargs) as call:
-                result, drew, writes, reads_inputs = self.known.run(function, args, kwargs)
+                result, drew, writes, reads_inputs = self.known.run(function, *plain, is_unknown=by_chance)
             self.sideways.check_call(call)
             target = calls.target_of(function, args, kwargs)
+            if by_chance and not holds_tensors(result):
+                self.chance.refuse("a random number in a call that gives no tensor")
             if writes or holds_tensors(result):
                 if stale:
                     raise PartitionError(stale)
@@ -129,6 +139,8 @@ class Recorder(TorchFunctionMode):
         unit = self.units.get(id(module))
         if unit is None or self._paused or threading.get_ident() != self._thread:
             return original(module, *args, **kwargs)
+        if self.chance.held and holds_drawn((args, kwargs)):
+            self.chance.refuse(f"a random number as an argument of {unit.name!r}, which runs as a whole,")
         with self._pause():
             stale = self._stale_gradient(args, kwargs)
             if stale:
@@ -232,6 +244,13 @@ class Recorder(TorchFunctionMode):
                 if known is not node:
                     self.facts[known].updates.append((fact.index, tensor_meta(tensor)))
 
+    def write_number(self, op: str, target: Any, args: tuple[Any, ...], *, draws: bool = False) -> fx.Node:
+        """A call that gives a number (or an array) by chance, which every stage that needs it makes for itself."""
+        node = self.graph.create_node(op, target, args)
+        fact = self._fact(node, "call", None)
+        fact.draws, fact.is_anywhere = draws, True
+        return node
+
     def _fact(self, node: fx.Node, kind: Kind, result: Any) -> Fact:
         tensors = [leaf for leaf in flatten(result).leaves if isinstance(leaf, Tensor)]
         fact = self.facts[node] = Fact(
@@ -327,6 +346,8 @@ class Recorder(TorchFunctionMode):
         kind = type(value)
         if isinstance(value, Tensor):
             return self.node_of(value)
+        if self.chance.held and (drawn := node_of_drawn(value)) is not None:
+            return drawn
         if kind in CONSTANTS:
             return value
         if id(value) in self._passed:
@@ -401,6 +422,17 @@ class Recorder(TorchFunctionMode):
             self._attributes[path] = node = self.graph.create_node("get_attr", path)
             self._fact(node, kind, value if isinstance(value, Tensor) else None)
         return self._attributes[path]
+
+    def is_seen(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._seen
+
+    @property
+    def is_paused(self) -> bool:
+        return self._paused
+
+    def here(self) -> str:
+        """The line that runs, and its module."""
+        return self._here()
 
     # -- messages ---------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from penstock.partition.units import NO_GRAIN, Grain
 from penstock.stages import TensorMeta
 
 if TYPE_CHECKING:
+    from penstock.partition.chance import Ask
     from penstock.partition.guards import Guard
 
 
@@ -24,6 +25,9 @@ class RandomSource(Protocol):
 
     def enter(self, name: str) -> None:
         """Set the generator for the recorded call `name`, which runs next."""
+
+    def pass_by(self, calls: Mapping[str, int]) -> None:
+        """Count calls of modules that draw, by name, which were left out."""
 
 
 Kind = Literal["input", "parameter", "buffer", "constant", "object", "call", "unit"]
@@ -53,6 +57,8 @@ class Fact:
         draws: a torch call outside the units that draws random numbers.
         modes: see `Modes`.
         source_line: `file:line` of the call in the user's code, for messages.
+        is_anywhere: a number by chance, or what a decision rests on: every stage that needs it makes it for itself.
+        branch: what runs only if a decision says so; see `Branch`.
         work: how much work it is, its backward included; see `work_of`.
         updates: the index of each node that updated the result in place, and its meta from then on.
     """
@@ -67,8 +73,43 @@ class Fact:
     draws: bool = False
     modes: Modes = Modes()
     source_line: str = ""
+    is_anywhere: bool = False
+    branch: Branch | None = None
     work: int = 0
     updates: list[tuple[int, TensorMeta]] = field(default_factory=list)
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The modules that run as a whole in it."""
+        if self.branch is not None:
+            return self.branch.units
+        return (self.scope,) if self.kind == "unit" else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """Part of a recording that runs only if chance says so: layers that are dropped. One node stands for all of it.
+
+    The node's arguments: the decision, then for each output what is passed on where the branch does not run, then
+    what the branch needs. Its result is the tuple of the outputs.
+
+    Attributes:
+        nodes: what runs, in program order, and what was seen of each (`facts`).
+        inputs, outputs: values that it needs, and values that are used behind it.
+        runs_if: the decision with which it runs.
+        units: names of the units among the nodes.
+        calls: how often it calls each module that draws.
+        source_line: where the forward asks.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    facts: Mapping[fx.Node, Fact]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    runs_if: bool
+    units: tuple[str, ...]
+    calls: Mapping[str, int]
+    source_line: str
 
 
 @dataclass(frozen=True)
@@ -95,6 +136,7 @@ class Recording:
         needed: canonical names of the parameters on which the result depends, by the autograd graph of the unsplit
             forward.
         touched: canonical names of the parameters and buffers that any operator took.
+        asks: where the forward asked for the outcome of something random.
     """
 
     graph: fx.Graph
@@ -115,6 +157,7 @@ class Recording:
     grain: Grain = NO_GRAIN
     needed: frozenset[str] = frozenset()
     touched: frozenset[str] = frozenset()
+    asks: tuple[Ask, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,17 @@ class Split:
         """Calls that any stage can make again for itself: no parameters, no randomness, no gradient, no updates."""
         found: set[fx.Node] = set()
         for node, fact in self.facts.items():
-            if fact.kind != "call" or fact.draws or fact.writes or fact.takes_gradient or fact.storages & self.written:
+            if fact.is_anywhere:
+                found.add(node)
+                continue
+            if (
+                fact.kind != "call"
+                or fact.branch
+                or fact.draws
+                or fact.writes
+                or fact.takes_gradient
+                or fact.storages & self.written
+            ):
                 continue
             if all(self._is_remade(argument, found) for argument in node.all_input_nodes):
                 found.add(node)
@@ -220,10 +230,8 @@ class Split:
         fact = self.facts[node]
         if fact.kind in ("parameter", "buffer"):
             return [str(node.target)]
-        if fact.kind != "unit":
-            return []
-        module = self.model.get_submodule(str(node.target))
-        return [self._canonical[id(t)] for t in (*module.parameters(), *module.buffers())]
+        modules = [self.model.get_submodule(name) for name in fact.units]
+        return [self._canonical[id(t)] for module in modules for t in (*module.parameters(), *module.buffers())]
 
     @cached_property
     def _canonical(self) -> dict[int, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -14,9 +14,10 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from penstock.partition.chain import public_names
+from penstock.partition.gate import Gate
 from penstock.partition.modes import enter_autocast, leave_autocast
 from penstock.partition.objects import free_name
-from penstock.partition.recording import Modes, RandomSource
+from penstock.partition.recording import Branch, Fact, Modes, RandomSource
 from penstock.partition.split import Plan, Split
 from penstock.stages import StageMeta
 
@@ -78,20 +79,27 @@ def retarget(stage: Stage, device: torch.device) -> Stage:
     def moved(value: Any) -> Any:
         return device if value == stage.device and isinstance(value, torch.device) else value
 
-    graph = fx.Graph()
-    values: dict[fx.Node, fx.Node] = {}
-    result = graph.graph_copy(old.graph, values)
-    graph.output(result)
-    for node in graph.nodes:
-        node.args, node.kwargs = map_aggregate(node.args, moved), map_aggregate(node.kwargs, moved)
-    module = fx.GraphModule(old, graph, old.__class__.__name__)
+    module = _changed(old, moved)
     held = {id(t) for t in stage.buffers.values()}
     for name, tensor in list(module.named_buffers()):
-        if id(tensor) not in held and any(n.op == "get_attr" and n.target == name for n in graph.nodes):
+        if id(tensor) not in held and any(n.op == "get_attr" and n.target == name for n in module.graph.nodes):
             owner, _, field = name.rpartition(".")
             module.get_submodule(owner)._buffers[field] = tensor.to(device)
     _keep_persistence(old, module)
     return replace(stage, module=module, device=device)
+
+
+def _changed(old: fx.GraphModule, change: Callable[[Any], Any]) -> fx.GraphModule:
+    """The same code with other constants, in gates too."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(old.graph, {}))
+    for node in graph.nodes:
+        node.args, node.kwargs = map_aggregate(node.args, change), map_aggregate(node.kwargs, change)
+    module = fx.GraphModule(old, graph, old.__class__.__name__)
+    for name, part in old.named_children():
+        if isinstance(part, Gate):
+            setattr(module, name, part.with_inside(_changed(part.inside, change)))
+    return module
 
 
 def build_stage(split: Split, plan: Plan, index: int, streams: RandomSource) -> Stage:
@@ -110,10 +118,14 @@ def build_stage(split: Split, plan: Plan, index: int, streams: RandomSource) -> 
         buffers=tuple(buffers),
         trainable=any(p.requires_grad for p in parameters.values()),
         updated=tuple(public[name] for name in names if name in split.updated),
+        branches=any(split.facts[node].branch for node in plan.run),
     )
     streams_name = free_name(model, "streams")
-    graph = _graph(split, plan, streams_name)
     root = _Root(model, {**recording.constants, streams_name: streams})
+    for node in plan.run:
+        if (branch := split.facts[node].branch) is not None:
+            root.add(str(node.target), _gate(branch, root, streams_name, streams, recording.device))
+    graph = _graph(split, plan, streams_name)
     module = fx.GraphModule(root, graph, f"submod_{index}")
     _keep_persistence(model, module)
     return Stage(meta, module, parameters, buffers, recording.device)
@@ -134,6 +146,9 @@ class _Root(nn.Module):
             else:
                 found[first] = value
         self.__dict__["_source"] = model
+
+    def add(self, name: str, value: object) -> None:
+        self.__dict__["_extra"][name] = value
 
     def __getattr__(self, name: str) -> Any:
         extra = self.__dict__.get("_extra", {})
@@ -158,9 +173,33 @@ def _keep_persistence(source: nn.Module, module: fx.GraphModule) -> None:
 
 def _graph(split: Split, plan: Plan, streams_name: str) -> fx.Graph:
     """The stage's code: recorded calls in program order, each in the modes it ran in, draws from their own streams."""
-    graph, facts = fx.Graph(), split.facts
+    graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for node in plan.received}
+    _write_calls(graph, plan.run, split.facts, new, streams_name, split.recording.device)
+    for node in plan.run:
+        if split.facts[node].kind == "unit":
+            new[node].meta[INPUT_OVERWRITTEN] = split.overwrites_input(node)
+    graph.output(tuple(new[node] for node in plan.returned))
+    return graph
 
+
+def _gate(branch: Branch, root: nn.Module, streams_name: str, streams: RandomSource, device: torch.device) -> Gate:
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for node in branch.inputs}
+    _write_calls(graph, branch.nodes, branch.facts, new, streams_name, device)
+    graph.output(tuple(new[node] for node in branch.outputs))
+    inside = fx.GraphModule(root, graph, "branch")
+    return Gate(inside, len(branch.outputs), branch.runs_if, streams, branch.calls)
+
+
+def _write_calls(
+    graph: fx.Graph,
+    nodes: Iterable[fx.Node],
+    facts: Mapping[fx.Node, Fact],
+    new: dict[fx.Node, fx.Node],
+    streams_name: str,
+    device: torch.device,
+) -> None:
     def copy(node: fx.Node) -> None:
         if facts[node].draws:
             streams = graph.create_node("get_attr", streams_name)
@@ -168,18 +207,14 @@ def _graph(split: Split, plan: Plan, streams_name: str) -> fx.Graph:
         args = fx.map_arg(node.args, new.__getitem__)
         kwargs = fx.map_arg(node.kwargs, new.__getitem__)
         new[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)
-        if facts[node].kind == "unit":
-            new[node].meta[INPUT_OVERWRITTEN] = split.overwrites_input(node)
         new[node].meta["where"] = facts[node].scope, facts[node].source_line
 
-    for modes, nodes in groupby(plan.run, lambda n: facts[n].modes):
-        leave = list(_enter(graph, modes, split.recording.device))
-        for node in nodes:
+    for modes, group in groupby(nodes, lambda n: facts[n].modes):
+        leave = list(_enter(graph, modes, device))
+        for node in group:
             copy(node)
         for function, arguments in reversed(leave):
             graph.call_function(function, arguments)
-    graph.output(tuple(new[node] for node in plan.returned))
-    return graph
 
 
 def _enter(graph: fx.Graph, modes: Modes, device: torch.device) -> Iterator[tuple[Any, tuple[Any, ...]]]:

@@ -14,7 +14,7 @@ Layouts = list[Layout | None]
 
 
 class Agreement:
-    """The layouts of one channel, by microbatch. `learning` is true in the first step."""
+    """The layouts of one channel, by microbatch. `learning`: true in the first step, and in all where a link varies."""
 
     def __init__(self, link: Link) -> None:
         self.learning = True
@@ -47,7 +47,7 @@ class Agreement:
 
     def end_step(self) -> bool:
         """Ends a step. True if it was the first one, in which messages were sent."""
-        ended = self.learning and bool(self._layouts)
+        ended = self.learning and bool(self._layouts) and not self._link.varies
         self.learning = self.learning and not ended
         return ended
 

@@ -1,14 +1,15 @@
-"""A batch, cut into microbatches along its first dimension, or cut already by the user.
+"""A batch, cut into microbatches along its first dimension or others that are stated, or cut already by the user.
 
-Every tensor of a batch (in any nesting that torch can take apart) has the batch's rows in its first dimension; scalars
-and plain values go to each microbatch as they are. A batch that does not divide evenly gives microbatches whose sizes
-differ by one; one with fewer rows than microbatches gives fewer of them.
+Every tensor of a batch (in any nesting that torch can take apart) has the batch's rows in its first dimension, unless
+`Dims` say otherwise; scalars and plain values go to each microbatch as they are. A batch that does not divide evenly
+gives microbatches whose sizes differ by one; one with fewer rows than microbatches gives fewer of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from penstock.partition._compat import Flat, flatten, unflatten
 from penstock.partition.partition import describe
 from penstock.partition.trees import Leaf
 from penstock.runtime import exact
+from penstock.runtime.batch_dims import FIRST, Dims
 
 
 class Microbatches(Leaf):
@@ -77,29 +79,49 @@ def sizes_of(rows: int, microbatches: int, pipelines: int = 1) -> tuple[int, ...
     return tuple(small + (index < extra) for index in range(microbatches))
 
 
-def rows_of(tree: Any, what: str) -> int:
+def rows_of(tree: Any, what: str, dims: Dims = FIRST) -> int:
     """The number of rows of a batch.
 
     Raises:
         ShapeError: there is no tensor with rows, or two of them disagree.
     """
-    found: dict[int, str] = {}
-    flat = flatten(tree)
+    return _agreed(_rows(flatten(tree), what, dims), what)
+
+
+def _rows(flat: Flat, what: str, dims: Dims, prefix: str = "") -> Iterator[tuple[int, str]]:
+    """The rows of each tensor that is cut, and its name; `prefix` is the path of the whole within what is stated."""
     for path, leaf in zip(flat.paths, flat.leaves, strict=True):
-        if isinstance(leaf, Tensor) and leaf.dim():
-            found.setdefault(leaf.shape[0], f"{what}{path} {list(leaf.shape)}")
+        if isinstance(leaf, Tensor):
+            dim = dims.at(prefix + path, leaf, f"{what}{path}")
+            if dim is not None:
+                yield leaf.shape[dim], f"{what}{path} {list(leaf.shape)}" + (f" along dimension {dim}" if dim else "")
+
+
+def _agreed(counted: Iterable[tuple[int, str]], what: str) -> int:
+    found: dict[int, str] = {}
+    for rows, name in counted:
+        found.setdefault(rows, name)
     if not found:
         raise ShapeError(f"{what}: no tensor with rows was given; expected a batch in the first dimension of a tensor")
     if len(found) > 1:
         raise ShapeError(
             f"{what}: tensors disagree on the number of rows: {', '.join(found.values())}; "
-            "each tensor must have the batch in its first dimension (scalars and plain values are repeated). What is "
-            "packed otherwise (patches of pictures) needs a model around this one, whose forward packs it"
+            "each tensor must have the batch in its first dimension (scalars and plain values are repeated). Where it "
+            "lies elsewhere, say so with batch_dims=; what no dimension describes (graphs, packed sequences), cut with "
+            "a function: split="
         )
     return next(iter(found))
 
 
-def cut(tree: Any, microbatches: int, what: str, device: torch.device | None = None, *, pipelines: int = 1) -> Cut:
+def cut(
+    tree: Any,
+    microbatches: int,
+    what: str,
+    device: torch.device | None = None,
+    *,
+    pipelines: int = 1,
+    dims: Dims = FIRST,
+) -> Cut:
     """A batch as microbatches, at most so many, each tensor in an aligned allocation of its own on `device`.
 
     Raises:
@@ -107,51 +129,60 @@ def cut(tree: Any, microbatches: int, what: str, device: torch.device | None = N
         ShapeError: tensors disagree on the number of rows, or one requires a gradient.
     """
     flat = flatten(tree)
-    given = [leaf for leaf in flat.leaves if isinstance(leaf, Microbatches)]
+    given = [pair for pair in zip(flat.leaves, flat.paths, strict=True) if isinstance(pair[0], Microbatches)]
     if given:
-        sizes = _sizes_given(given, microbatches, what, pipelines)
-        pieces = tuple(map(flatten, split(tree, sizes, what, device)))
+        sizes = _sizes_given(given, microbatches, what, pipelines, dims)
+        pieces = tuple(map(flatten, split(tree, sizes, what, device, dims)))
     else:
-        sizes = sizes_of(rows_of(tree, what), microbatches, pipelines)
-        pieces = tuple(Flat(list(p), flat.paths, flat.structure) for p in split_leaves(flat, sizes, what, device))
-    return Cut(pieces, sizes, _kind(flat))
+        sizes = sizes_of(_agreed(_rows(flat, what, dims), what), microbatches, pipelines)
+        pieces = tuple(Flat(list(p), flat.paths, flat.structure) for p in split_leaves(flat, sizes, what, device, dims))
+    return Cut(pieces, sizes, kind_of(flat))
 
 
-def split(tree: Any, sizes: Sequence[int], what: str, device: torch.device | None = None) -> list[Any]:
+def split(
+    tree: Any, sizes: Sequence[int], what: str, device: torch.device | None = None, dims: Dims = FIRST
+) -> list[Any]:
     """The microbatches of a batch, each tensor in an aligned allocation of its own on `device` (default: as it is).
 
     Raises:
-        ShapeError: a tensor's first dimension is not the sum of `sizes`, a tensor requires a gradient, or what was cut
-            already has not as many pieces.
+        ShapeError: a tensor's rows are not the sum of `sizes`, a tensor requires a gradient, or what was cut already
+            has not as many pieces.
     """
     flat = flatten(tree)
-    return [unflatten(leaves, flat.structure) for leaves in split_leaves(flat, sizes, what, device)]
+    return [unflatten(leaves, flat.structure) for leaves in split_leaves(flat, sizes, what, device, dims)]
 
 
 def split_leaves(
-    flat: Flat, sizes: Sequence[int], what: str, device: torch.device | None = None
+    flat: Flat, sizes: Sequence[int], what: str, device: torch.device | None = None, dims: Dims = FIRST
 ) -> list[tuple[Any, ...]]:
     """As `split`, of a batch that is flattened already: the leaves of each microbatch."""
     if not flat.leaves:
         return [() for _ in sizes]
-    columns = [
-        _split_leaf(leaf, sizes, f"{what}{path}", device) for path, leaf in zip(flat.paths, flat.leaves, strict=True)
-    ]
+    columns = []
+    for leaf, path in zip(flat.leaves, flat.paths, strict=True):
+        dim = dims.at(path, leaf, f"{what}{path}") if isinstance(leaf, Tensor) else None
+        columns.append(_split_leaf(leaf, sizes, f"{what}{path}", device, dim))
     return list(zip(*columns, strict=True))
 
 
-def _split_leaf(leaf: Any, sizes: Sequence[int], where: str, device: torch.device | None) -> list[Any]:
+def _split_leaf(leaf: Any, sizes: Sequence[int], where: str, device: torch.device | None, dim: int | None) -> list[Any]:
     if isinstance(leaf, Microbatches):
         return _given(leaf, sizes, where, device)
     if not isinstance(leaf, Tensor):
         return [leaf] * len(sizes)
-    if leaf.dim() == 0:
+    if dim is None:
         return [_own(leaf, where, device) for _ in sizes]
-    if leaf.shape[0] != sum(sizes):
+    if leaf.shape[dim] != sum(sizes):
         raise ShapeError(
-            f"{where} has {leaf.shape[0]} rows (shape {list(leaf.shape)}); expected {sum(sizes)}, as the inputs have"
+            f"{where} has {leaf.shape[dim]} rows (shape {list(leaf.shape)}{f', dimension {dim}' if dim else ''}); "
+            f"expected {sum(sizes)}, as the inputs have"
         )
-    return [_own(part, where, device) for part in torch.split(leaf, list(sizes))]
+    return [_own(_dense(part) if dim else part, where, device) for part in torch.split(leaf, list(sizes), dim)]
+
+
+def _dense(part: Tensor) -> Tensor:
+    """A slice along a later dimension without the gaps that cutting left: as `part.clone()` would lie in memory."""
+    return part if exact.is_dense(tuple(part.shape), part.stride()) else part.clone()
 
 
 def _given(leaf: Microbatches, sizes: Sequence[int], where: str, device: torch.device | None) -> list[Any]:
@@ -173,26 +204,39 @@ def _own(tensor: Tensor, where: str, device: torch.device | None) -> Tensor:
     return exact.own(tensor if device is None else tensor.to(device))
 
 
-def _sizes_given(given: Sequence[Microbatches], microbatches: int, what: str, pipelines: int) -> tuple[int, ...]:
-    """The rows of each microbatch, of a batch that is cut already."""
-    counts = sorted({len(one) for one in given})
+def _sizes_given(
+    given: Sequence[tuple[Microbatches, str]], microbatches: int, what: str, pipelines: int, dims: Dims
+) -> tuple[int, ...]:
+    """The rows of each microbatch, of a batch that is cut already. With each of `given` goes its path."""
+    counts = sorted({len(one) for one, _ in given})
     if len(counts) > 1:
         raise ShapeError(f"{what}: one Microbatches has {counts[0]} pieces, another {counts[-1]}; give as many in each")
-    if not pipelines <= counts[0] <= microbatches:
+    check_count(counts[0], microbatches, what, pipelines)
+    sizes = []
+    for k in range(counts[0]):
+        name = f"{what}, microbatch {k}"
+        rows = (_rows(flatten(one.pieces[k]), name + path, dims, path) for one, path in given)
+        sizes.append(_agreed(chain.from_iterable(rows), name))
+    return tuple(sizes)
+
+
+def check_count(count: int, microbatches: int, what: str, pipelines: int) -> None:
+    """Raises ArgumentError for as many pieces as no schedule for `microbatches` can run."""
+    if not pipelines <= count <= microbatches:
         raise ArgumentError(
-            f"{what}: {counts[0]} microbatches were given, but the schedule is for {microbatches}"
+            f"{what}: {count} microbatches were given, but the schedule is for {microbatches}"
             + (f", and needs at least {pipelines}" if pipelines > 1 else "")
             + "; give at most as many, or make the pipeline with a larger microbatches="
         )
-    return tuple(rows_of([one.pieces[k] for one in given], f"{what}, microbatch {k}") for k in range(counts[0]))
 
 
-def _kind(flat: Flat) -> Hashable:
+def kind_of(flat: Flat) -> Hashable:
+    """What a recording depends on, but for values of tensors."""
     return flat.structure, tuple(map(_kind_of_leaf, flat.leaves))
 
 
 def _kind_of_leaf(leaf: Any) -> Hashable:
     """A leaf as `describe` sees it, without its device: microbatches are moved to the first stage's."""
     if isinstance(leaf, Microbatches):
-        return tuple(_kind(flatten(piece)) for piece in leaf.pieces)
+        return tuple(kind_of(flatten(piece)) for piece in leaf.pieces)
     return describe(leaf)[:4]

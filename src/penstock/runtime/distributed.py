@@ -1,8 +1,12 @@
 """The transport over `torch.distributed` point-to-point: gloo on CPU, NCCL on GPUs.
 
-In a program's first step each message is preceded by a header with its layout, and receives are completed when they are
-waited for. From the second step on layouts are known: receives are posted ahead into fresh memory, nothing but payload
-travels, and a sender whose tensor is not as agreed raises before anything leaves.
+In a program's first step each message is preceded by a header with its layout, and a receive starts when it, or one
+that was posted behind it, is waited for. From the second step on layouts are known: receives are posted ahead into
+fresh memory, nothing but payload travels, and a sender whose tensor is not as agreed raises before anything leaves.
+
+Messages keep to what NCCL asks for, on gloo as well, so that what is tested on one holds on the other. Nothing has a
+tag: what one rank sends another matches what that one receives in order (`Way`). The first operation of two ranks,
+which waits for the other one's, is `connect`. What travels is bytes, since NCCL has no type for some of torch's.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from penstock.runtime.agreement import Agreement, Layouts, describe
 from penstock.runtime.exact import Layout
 from penstock.runtime.shares import SHARES_IN_FLIGHT
 from penstock.runtime.transport import Message, Pending
+from penstock.runtime.ways import Way
 from penstock.runtime.world import World
 from penstock.stages import Link
 
@@ -31,15 +36,16 @@ _FIELDS = 5 + 2 * MAX_DIMS
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
-    torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+    torch.uint16, torch.uint32, torch.uint64, torch.complex32,
 )  # fmt: skip
 
 
 class Groups:
     """The process groups of one pipeline. Made by all processes of its mesh together.
 
-    NCCL matches messages of a pair of ranks by order alone, so each direction has a group of its own. Control values
-    (the loss) travel over gloo where there is one.
+    NCCL runs what two ranks exchange within a group one after the other, in both directions, so each direction has a
+    group of its own (`way`). Control values (the loss) travel over gloo.
 
     Where the mesh takes all processes of the job, each of them takes part in making every group, as torch wants it.
     Where it does not, only the members do. Torch then names a group by its ranks and the number of groups that there
@@ -47,7 +53,7 @@ class Groups:
     as many.
 
     Attributes:
-        up, down, control: of the pipeline's ranks.
+        control: of the pipeline's ranks, over gloo.
         everyone: of the whole mesh, over gloo.
         replicas, weights: of those that hold the same and train on other data; the latter over gloo.
         column: of those that run the same stages.
@@ -61,8 +67,8 @@ class Groups:
         self._lines = world.lines
         self._local = len(world.everyone) < dist.get_world_size()
         self._own: list[dist.ProcessGroup] = []
-        self.up = self._one_of(world.lines, backend)
-        self.down = self._one_of(world.lines, backend)
+        self._up = self._one_of(world.lines, backend)
+        self._down = self._one_of(world.lines, backend)
         self.control = self._one_of(world.lines, "gloo")
         alone = world.everyone == world.members
         self.everyone = self.control if alone else self._one_of([world.everyone], "gloo")
@@ -74,6 +80,10 @@ class Groups:
             self.column = self._one_of(world.columns, backend)
         self._ties: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._made: set[tuple[int, ...]] = set()
+
+    def way(self, source_rank: int, target_rank: int) -> dist.ProcessGroup:
+        """The group in which one rank of the pipeline sends to another. No other message of the two is in it."""
+        return self._up if source_rank < target_rank else self._down
 
     def of(self, holders: Sequence[int]) -> dist.ProcessGroup:
         """A group that `make` has made; this rank is one of `holders`."""
@@ -120,16 +130,24 @@ class DistributedTransport:
         self.device = device
         self._groups = groups
         self._channels: dict[int, list[DistributedChannel]] = {}
+        self._ways: dict[tuple[int, int], Way[DistributedChannel]] = {}
         self._shared: deque[_Shared] = deque()
+
+    def connect(self, source_rank: int, target_rank: int) -> None:
+        group, token = self._groups.way(source_rank, target_rank), torch.zeros(1, dtype=torch.uint8, device=self.device)
+        if self.rank == source_rank:
+            work = dist.isend(token, group=group, group_dst=target_rank)
+        else:
+            work = dist.irecv(token, group=group, group_src=source_rank)
+        if work is not None:
+            work.wait()
 
     def channel(
         self, program: int, link: Link, source_rank: int, target_rank: int, *, backward: bool
     ) -> DistributedChannel:
-        group = self._groups.up if source_rank < target_rank else self._groups.down
+        way = self._ways.setdefault((source_rank, target_rank), Way())
         peer = target_rank if source_rank == self.rank else source_rank
-        stages = 1 + max(link.source, link.target)
-        tag = 2 * (stages * stages + link.source + link.target) + backward  # distinct for each pair and direction
-        channel = DistributedChannel(link, group, peer, tag, self.device)
+        channel = DistributedChannel(link, self._groups.way(source_rank, target_rank), peer, way, self.device)
         self._channels.setdefault(program, []).append(channel)
         return channel
 
@@ -166,13 +184,13 @@ class DistributedChannel:
         link: Link,
         group: dist.ProcessGroup,
         peer: int,
-        tag: int,
+        way: Way[DistributedChannel],
         device: torch.device,
     ) -> None:
         self._link = link
         self._group = group
         self._peer = peer
-        self._tag = tag
+        self._way = way
         self._device = device
         self.agreement = Agreement(link)
         self._sends: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
@@ -181,24 +199,36 @@ class DistributedChannel:
     def send(self, microbatch: int, message: Message) -> None:
         layouts = self.agreement.check(microbatch, message)
         if self.agreement.learning:
-            self._start_send([_header(layouts).to(self._device)])
-        self._start_send([exact.pack(t) for t in message if t is not None and t.numel()])
+            self._start_send([_header(layouts, self._link).to(self._device)])
+        self._start_send([exact.pack(t).view(torch.uint8) for t in message if t is not None and t.numel()])
         if not self.agreement.learning:
             while len(self._sends) > SENDS_IN_FLIGHT:
                 self._finish_send()
 
     def post(self, microbatch: int) -> None:
-        if not self.agreement.learning:
-            self._posted[microbatch] = self._start_receive(self.agreement[microbatch])
+        self._way.post(self, microbatch)
 
     def receive(self, microbatch: int) -> list[Tensor | None]:
-        if self.agreement.learning:
-            self.agreement.learn(microbatch, self._receive_header())
-            self._posted[microbatch] = self._start_receive(self.agreement[microbatch])
+        self._way.start_until(self, microbatch)
         buffers, works = self._posted.pop(microbatch)
         for work in works:
             work.wait()
         return [None if buffer is None else exact.unpack(buffer) for buffer in buffers]
+
+    @property
+    def can_start(self) -> bool:
+        """Whether a receive can start without waiting: its layouts are known."""
+        return not self.agreement.learning
+
+    def has_started(self, microbatch: int) -> bool:
+        """Whether a receive was started."""
+        return microbatch in self._posted
+
+    def start(self, microbatch: int) -> None:
+        """Starts a receive. Called in the order in which the other rank sends."""
+        if self.agreement.learning:
+            self.agreement.learn(microbatch, self._receive_header())
+        self._posted[microbatch] = self._start_receive(self.agreement[microbatch])
 
     def end_step(self) -> None:
         if self.agreement.end_step():
@@ -210,7 +240,7 @@ class DistributedChannel:
             self._finish_send()
 
     def _start_send(self, tensors: list[Tensor]) -> None:
-        works = [dist.isend(t, group=self._group, tag=self._tag, group_dst=self._peer) for t in tensors]
+        works = [dist.isend(t, group=self._group, group_dst=self._peer) for t in tensors]
         self._sends.append(([work for work in works if work is not None], tensors))
 
     def _finish_send(self) -> None:
@@ -222,7 +252,7 @@ class DistributedChannel:
     def _start_receive(self, layouts: Layouts) -> tuple[list[exact.Buffer | None], list[dist.Work]]:
         buffers = [None if layout is None else exact.allocate(layout, self._device) for layout in layouts]
         works = [
-            dist.irecv(buffer.flat, group=self._group, tag=self._tag, group_src=self._peer)
+            dist.irecv(buffer.flat.view(torch.uint8), group=self._group, group_src=self._peer)
             for buffer in buffers
             if buffer is not None and buffer.flat.numel()
         ]
@@ -230,7 +260,7 @@ class DistributedChannel:
 
     def _receive_header(self) -> Layouts:
         header = torch.empty(len(self._link.values) * _FIELDS, dtype=torch.int64, device=self._device)
-        work = dist.irecv(header, group=self._group, tag=self._tag, group_src=self._peer)
+        work = dist.irecv(header, group=self._group, group_src=self._peer)
         if work is not None:
             work.wait()
         return _layouts(header.tolist())
@@ -266,16 +296,16 @@ class _Shared:
             self._work = None
 
 
-def _header(layouts: Sequence[Layout | None]) -> Tensor:
-    """Layouts as integers: present, requires_grad, dtype, misalignment, number of dimensions, shape, stride."""
+def _header(layouts: Sequence[Layout | None], link: Link) -> Tensor:
+    """Layouts of a link's values as integers: present, requires_grad, dtype, misalignment, dims, shape, stride."""
     rows: list[int] = []
-    for layout in layouts:
+    for (stage, name), layout in zip(link.values, layouts, strict=True):
         if layout is None:
             rows += [0] * _FIELDS
             continue
         if len(layout.shape) > MAX_DIMS or layout.dtype not in _DTYPES:
             raise ShapeError(
-                f"cannot send a tensor that is {describe(layout)} between ranks; "
+                f"cannot send value {name!r} of stage {stage}, which is {describe(layout)}, between ranks; "
                 f"at most {MAX_DIMS} dimensions and one of torch's dense dtypes can be sent: move the cut"
             )
         pad = [0] * (MAX_DIMS - len(layout.shape))

@@ -16,6 +16,7 @@ from penstock.errors import PartitionError
 from penstock.partition import Partition, Stage, check_alike
 from penstock.runtime.assembly import Choices
 from penstock.runtime.board import Patience
+from penstock.runtime.clock import clock_of
 from penstock.runtime.control import Control
 from penstock.runtime.distributed import DistributedTransport, Groups
 from penstock.runtime.failure import OUTSIDE, Position
@@ -30,6 +31,7 @@ from penstock.runtime.ties import TieGroup, TieReducer
 from penstock.runtime.transport import Transport
 from penstock.runtime.world import World
 from penstock.schedule import Schedule, linearize
+from penstock.schedule.communication import ways
 
 T = TypeVar("T")
 
@@ -72,6 +74,8 @@ class Engine:
         self.ranks: tuple[int, ...] = tuple(range(world.ranks)) if world.rank is None else (world.rank,)
         self._reducers: dict[int, dict[int, TieReducer]] = {rank: {} for rank in self.ranks}
         self._jobs = 0
+        self._connected: set[tuple[int, int]] = set()
+        self._clocks = {rank: clock_of(self.devices[rank]) for rank in self.ranks}
         device = self.devices[self.ranks[0]]
         if not world.is_local and device.type == "cuda":
             torch.cuda.set_device(device)  # NCCL and the random generators look at the current one
@@ -140,6 +144,7 @@ class Engine:
         programs = self._programs(partitions, schedule, head, averages, choices, training=training)
         number, self._jobs = self._jobs, self._jobs + 1
         self._agree(schedule, first)
+        self._connect(schedule)
         return Job(
             number=number,
             partitions=tuple(partitions),
@@ -222,6 +227,21 @@ class Engine:
                 "every rank must call penstock.pipeline with the same model, example and arguments"
             )
 
+    def _connect(self, schedule: Schedule) -> None:
+        """Connects the pairs of ranks that exchange messages, in one order on all ranks, so that none waits for ever.
+
+        Later, in the middle of a schedule, a pair's first message might hold up a rank that others wait for.
+        """
+        for source, target in ways(schedule) if not self.world.is_local else ():
+            if (source, target) in self._connected:
+                continue
+            self._connected.add((source, target))
+            for rank in self.ranks:
+                if rank in (source, target):
+                    peer = target if rank == source else source
+                    with self.control.waiting_for("a connection", (self.world.names[peer],)):
+                        self.transports[rank].connect(source, target)
+
     def run(self, job: Job, feed: Feed, step: int, *, timed: bool = False) -> dict[int, list[Moment]]:
         """Runs one step of a job. Returns, if `timed`, what each of this process's ranks did when.
 
@@ -229,7 +249,7 @@ class Engine:
             PipelineFailure: another rank failed.
             Exception: whatever the model or the loss raised, with a note that names rank and action.
         """
-        moments: dict[int, list[Moment]] = {rank: [] for rank in self.ranks}
+        moments: dict[int, list[Moment]] = {}
         self.control.watchdog.step += 1
         self.control.watchdog.check()
         for program in job.programs:
@@ -244,7 +264,7 @@ class Engine:
         entries = ranged(job.entries) if is_profiling() else job.entries
         with torch.set_grad_enabled(job.training), self.streams.drawing(step, devices), _same_autocast_after():
             if timed:
-                run_timed(entries, self.control.watchdog, moments, self._settle)
+                moments = run_timed(entries, self.control.watchdog, self._clocks)
             else:
                 run(entries, self.control.watchdog)
         for reducer in reducers:
@@ -257,11 +277,6 @@ class Engine:
             transport.end_step()
         self.control.watchdog.position = OUTSIDE
         return moments
-
-    def _settle(self) -> None:
-        for rank in self.ranks:
-            if self.devices[rank].type == "cuda":
-                torch.cuda.synchronize(self.devices[rank])
 
     def announce(self, numbers: Sequence[int], source_rank: int) -> list[int]:
         """One rank's numbers, on every rank of the pipeline; each gives as many. That rank does not wait for the

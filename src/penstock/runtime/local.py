@@ -56,6 +56,9 @@ class LocalTransport:
         self.ranks = len(hub.devices)
         self._hub = hub
 
+    def connect(self, source_rank: int, target_rank: int) -> None:
+        """Nothing to do: nobody waits."""
+
     def channel(self, program: int, link: Link, source_rank: int, target_rank: int, *, backward: bool) -> LocalChannel:
         key = (program, link, backward)
         if key not in self._hub.channels:

@@ -192,6 +192,16 @@ def checked_scale(scale: float) -> float:
 
 
 def own_loss(output: Any) -> Tensor | None:
-    """The loss that a model computed itself: `output.loss`, `output["loss"]`, or an output that is a scalar."""
+    """The loss that a model computed itself: `output.loss`, `output["loss"]`, an output that is a scalar, or the one
+    scalar of a tuple or list that requires a gradient (the one scalar, where nothing requires one)."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
-    return loss if isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point() else None
+    if loss is output and isinstance(output, (tuple, list)):
+        scalars = [value for value in output if _is_scalar(value)]
+        trained = [value for value in scalars if value.requires_grad]
+        found = trained if torch.is_grad_enabled() else scalars
+        return found[0] if len(found) == 1 else None
+    return loss if _is_scalar(loss) else None
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from penstock.errors import ScheduleError
 from penstock.partition import Partition
 from penstock.runtime.assembly import Around, Choices, assemble
+from penstock.runtime.clock import Clock
 from penstock.runtime.failure import OUTSIDE, Position, Watched
 from penstock.runtime.finite import FiniteStage
 from penstock.runtime.loss import LossHead
@@ -59,26 +59,33 @@ def run(entries: Sequence[Entry], watched: Watched) -> None:
     watched.position = OUTSIDE
 
 
-def run_timed(
-    entries: Sequence[Entry], watched: Watched, moments: Mapping[int, list[Moment]], settle: Callable[[], None]
-) -> None:
-    """Runs actions in order, and notes in `moments`, by rank, when each of them waited and ran.
+def run_timed(entries: Sequence[Entry], watched: Watched, clocks: Mapping[int, Clock]) -> dict[int, list[Moment]]:
+    """Runs actions in order. Returns, by rank, when each of them waited and ran.
 
-    `settle` returns when the device has done what it was given: a GPU runs behind the process that gives it work.
+    Args:
+        clocks: of each rank.
     """
+    marks: dict[int, list[tuple[Action, Any, Any, Any]]] = {rank: [] for rank in clocks}
+    for clock in clocks.values():
+        clock.start()
     for entry in entries:
-        ready = None
-        began = perf_counter_ns()
+        ready, clock = None, clocks[entry.rank]
+        began = clock.mark()
         if entry.wait is not None:
             watched.position = entry.waiting
             ready = entry.wait(entry.microbatch)
-            settle()
-        was_ready = perf_counter_ns()
+        was_ready = clock.mark()
         watched.position = entry.running
         entry.run(entry.microbatch, ready)
-        settle()
-        moments[entry.rank].append((entry.action, began, was_ready, perf_counter_ns()))
+        marks[entry.rank].append((entry.action, began, was_ready, clock.mark()))
     watched.position = OUTSIDE
+    for clock in clocks.values():
+        clock.finish()
+    return {
+        rank: [(action, read(began), read(was_ready), read(ended)) for action, began, was_ready, ended in row]
+        for rank, row in marks.items()
+        for read in (clocks[rank].nanoseconds,)
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,6 +130,9 @@ class SharedMemoryTransport:
         self._shares = Shares(self.rank, neighbours.lines) if one_machine else None
         self._channels: dict[int, list[SharedMemoryChannel]] = {}
 
+    def connect(self, source_rank: int, target_rank: int) -> None:
+        self._inner.connect(source_rank, target_rank)
+
     def channel(self, program: int, link: Link, source_rank: int, target_rank: int, *, backward: bool) -> Channel:
         inner = self._inner.channel(program, link, source_rank, target_rank, backward=backward)
         peer = target_rank if source_rank == self.rank else source_rank
@@ -193,7 +196,9 @@ class SharedMemoryChannel:
         self._lane.put(microbatch, message)
 
     def post(self, microbatch: int) -> None:
-        """Nothing to do: what is sent waits in shared memory."""
+        """In the first step only: what is sent later waits in shared memory."""
+        if self.agreement.learning:
+            self._inner.post(microbatch)
 
     def receive(self, microbatch: int) -> list[Tensor | None]:
         if self.agreement.learning:

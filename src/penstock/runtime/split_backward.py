@@ -7,7 +7,8 @@ calls, and what cannot be seen (the inside of attention modules and LSTMs, compi
 of which nothing can wait has a full backward at I, and an empty W.
 
 The first microbatch runs unsplit, to learn which parameters can wait: those all of whose uses were seen. A parameter
-with any other use is not put off at all, since the terms of one microbatch are summed in autograd's order.
+with any other use is not put off at all, since the terms of one microbatch are summed in autograd's order. Where layers
+are left out by chance, so do all microbatches up to the first in which the whole stage runs.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.errors import PartitionError, ScheduleError
+from penstock.partition import gates_of
 from penstock.runtime import exact
 from penstock.runtime.distribution import is_distributed
 from penstock.runtime.weight_uses import Waiting, WeightUses, base_of
@@ -56,7 +58,7 @@ class SplitBackward:
         self._parameters: list[nn.Parameter] = []
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._in_order = in_order
-        self._unsplit: int | None = None
+        self._unsplit: set[int] = set()
         self._learning = False
         self._can_wait = can_wait
         self._uses = WeightUses(())
@@ -72,7 +74,7 @@ class SplitBackward:
 
     def begin_step(self) -> None:
         """Drops what a step that raised may have left."""
-        self._unsplit = None
+        self._unsplit.clear()
         self._learning = False
         self._waiting.clear()
         self._early.clear()
@@ -83,7 +85,8 @@ class SplitBackward:
         if not self._looked:
             self._look()
         if not self._uses.decided:
-            self._unsplit = None if runs_again else microbatch
+            if not runs_again:
+                self._unsplit.add(microbatch)
             self._learning = True
             with self._uses.learning():
                 yield
@@ -108,6 +111,8 @@ class SplitBackward:
         """After a forward: `roots` are what its backward starts from."""
         if self._learning:
             self._learning = False
+            if not all(gate.has_run for gate in gates_of(self._module)):
+                return  # what was left out was not seen
             self._uses.decide([root.node for root in roots if root is not None])
 
     @contextmanager
@@ -122,8 +127,8 @@ class SplitBackward:
             with self._kept_until_w(early):
                 yield
             found = {id(p) for p, _ in early} & self._uses.can_wait.keys()
-        if microbatch == self._unsplit:
-            self._unsplit = None
+        if microbatch in self._unsplit:
+            self._unsplit.remove(microbatch)
         elif found:
             raise PartitionError(
                 f"parameter {self._names[found.pop()]!r} is used in microbatch {microbatch} as it was not in the first "

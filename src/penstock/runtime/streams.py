@@ -117,6 +117,11 @@ class Streams:
             seed = self._drawn[place] = mix(self._base, self._key(name), self._count(name))
         self._seed(seed)
 
+    def pass_by(self, calls: Mapping[str, int]) -> None:
+        """Counts calls that a branch has left out, so that later calls of the same modules draw what they would."""
+        for name, count in calls.items():
+            self._calls[name] = self._calls.get(name, 0) + count
+
     def _key(self, name: str) -> int:
         key = self._keys.get(name)
         if key is None:

@@ -28,7 +28,10 @@ class Channel(Protocol):
         """
 
     def post(self, microbatch: int) -> None:
-        """Makes ready to receive a message, so that it can arrive while the rank computes. Never blocks."""
+        """Makes ready to receive a message, so that it can arrive while the rank computes. Never blocks.
+
+        Every message is posted once, and of all channels from one rank to another in the order in which that one sends.
+        """
 
     def receive(self, microbatch: int) -> list[Tensor | None]:
         """Waits for a message that was posted. Each tensor is in memory of its own, strides and alignment kept."""
@@ -46,6 +49,12 @@ class Transport(Protocol):
 
     rank: int
     ranks: int
+
+    def connect(self, source_rank: int, target_rank: int) -> None:
+        """Makes ready for messages from one rank to another, before the first of them. May wait for the other rank.
+
+        Both of the two call it, each of them in the same order of pairs as all other ranks.
+        """
 
     def channel(self, program: int, link: Link, source_rank: int, target_rank: int, *, backward: bool) -> Channel:
         """The channel of a link within one program. Each of its two ranks asks for it once."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from penstock.schedule.action import OPS, Action, Op
 from penstock.schedule.dependencies import Dependencies, stages_with_backward
 from penstock.schedule.order import Advance, advance, describe_cycle
+from penstock.schedule.receives import early_receives
 from penstock.schedule.row import Row
 from penstock.schedule.schedule import Schedule
 
@@ -31,7 +32,7 @@ class Violation:
         rank: where.
         action: which; None if there is no one action.
         kind: "repeated", "missing", "out of range", "misplaced", "order", "unmatched", "message order",
-            "reduction order", "deadlock", "memory" or "inexact".
+            "reduction order", "deadlock", "early receive", "memory" or "inexact".
         text: what is wrong, with rank, action and reason.
         fatal: False if the schedule can be run all the same, but gives other bits than one device.
     """
@@ -49,8 +50,9 @@ class Violation:
 def check(schedule: Schedule, memory_limit: int | None = None) -> list[Violation]:
     """What is wrong with a schedule; empty if nothing is.
 
-    Deadlocks are looked for with buffered sends, and with sends that wait until their receive has been posted; only
-    where nothing else is wrong, since a missing or misplaced action is the cause and a deadlock its consequence.
+    Deadlocks are looked for with buffered sends, and with sends that wait until their receive has been posted; they,
+    and receives that are posted too early, only where nothing else is wrong, since a missing or misplaced action is the
+    cause and a deadlock its consequence.
 
     Args:
         schedule: with or without messages.
@@ -70,7 +72,7 @@ def check(schedule: Schedule, memory_limit: int | None = None) -> list[Violation
         *_reduction_order(schedule),
     ]
     if not found:
-        found += _deadlock(dependencies, unbuffered)
+        found += _deadlock(dependencies, unbuffered) if unbuffered.blocked else _early(dependencies, unbuffered)
     found += _inexact(schedule)
     if memory_limit is not None:
         found += _memory(schedule, memory_limit)
@@ -257,13 +259,22 @@ def _reduction_order(schedule: Schedule) -> Iterator[Violation]:
 
 
 def _deadlock(dependencies: Dependencies, unbuffered: Advance) -> Iterator[Violation]:
-    if not unbuffered.blocked:
-        return
     buffered = advance(dependencies).blocked
     blocked = buffered or unbuffered.blocked
     sends = "buffered sends" if buffered else "sends that wait for their receive"
     rank, text = describe_cycle(dependencies, blocked)
     yield Violation(rank, dependencies.actions[blocked[rank][0]], "deadlock", f"with {sends}, {text}")
+
+
+def _early(dependencies: Dependencies, unbuffered: Advance) -> Iterator[Violation]:
+    """Receives that are posted before an action of the same rank that their message depends on."""
+    actions, rank_of = dependencies.actions, dependencies.rank_of
+    for receive, last in early_receives(dependencies, unbuffered.order):
+        text = (
+            f"rank {rank_of[receive]} has {actions[receive]} before {actions[last]}, which its message depends on; "
+            f"post it behind {actions[last]}"
+        )
+        yield Violation(rank_of[receive], actions[receive], "early receive", text)
 
 
 def _inexact(schedule: Schedule) -> Iterator[Violation]:

@@ -4,6 +4,7 @@ A RECV posts a receive and does not wait; the compute action that needs the data
 
 - a SEND comes right after the action that makes the data;
 - a RECV comes one compute action before the one that needs the data, so that they travel while the rank computes;
+  but behind every action of its own rank that the message depends on (`receives.py`);
 - the messages from one rank to another travel in the order in which the receiver needs them. Sends and receives of a
   pair of ranks thus match in order, which NCCL relies on;
 - at most two receives of a link are posted and not yet used: two buffers a link, whatever the number of microbatches.
@@ -26,10 +27,14 @@ from penstock.errors import ArgumentError, ScheduleError
 from penstock.schedule.action import Action, Op, Overlap
 from penstock.schedule.dependencies import Dependencies, stages_with_backward
 from penstock.schedule.order import runnable_order
+from penstock.schedule.receives import postpone_receives
 from penstock.schedule.schedule import Schedule
 
 BUFFERS_PER_LINK = 2
 """How many receives of a link may be posted and not yet used."""
+
+
+_SENDS = frozenset(op.code for op in Op if op.is_send)
 
 
 class LinkLike(Protocol):
@@ -89,7 +94,19 @@ def add_communication(
     down = chain if forward is None else [(link.source, link.target) for link in forward]
     up = [(b, a) for a, b in chain] if backward is None else [(link.source, link.target) for link in backward]
     _check_links(schedule, down, up)
-    return _Writer(schedule, down, up).write()
+    return postpone_receives(_Writer(schedule, down, up).write())
+
+
+def ways(schedule: Schedule) -> list[tuple[int, int]]:
+    """Which ranks send to which: each (source, target) once, in ascending order."""
+    rank_of = schedule.placement.rank_of
+    found = {
+        (rank, rank_of[peer])
+        for rank, row in enumerate(schedule.rows)
+        for peer, op in set(zip(row.peer, row.op, strict=True))
+        if op in _SENDS
+    }
+    return sorted(found)
 
 
 def _check_links(schedule: Schedule, down: list[tuple[int, int]], up: list[tuple[int, int]]) -> None:

@@ -67,6 +67,12 @@ def _same(got: Tensor | None, expected: Tensor) -> None:
     assert got.data_ptr() % 64 == expected.data_ptr() % 64, "the address modulo a cache line changed"
 
 
+def ranks_connect_before_they_talk() -> Iterator[Step]:
+    for source in (0, 1):
+        for r in (0, 1):
+            yield r, lambda rank, source=source: rank.transport.connect(source, 1 - source)  # type: ignore[misc]
+
+
 def values_keep_bits_strides_and_alignment() -> Iterator[Step]:
     for step in range(3):
         for k in range(MICROBATCHES):
@@ -238,7 +244,72 @@ def values_of_several_ranks_cross_each_other() -> Iterator[Step]:
             yield r, read
 
 
+def links_of_two_ranks_do_not_mix() -> Iterator[Step]:
+    """Messages of two links with the same layouts, received in another order than they are sent and posted in."""
+    other = Link(0, 3, LINK.values)
+
+    def channel(rank: _Rank, link: Link) -> Channel:
+        if link == LINK:
+            return rank.channel()
+        if True not in rank.channels:
+            rank.channels[True] = rank.transport.channel(rank.program, link, 0, 1, backward=False)
+        return rank.channels[True]
+
+    def number(step: int, link: Link, k: int) -> int:
+        return 4 * step + 2 * (link == other) + k
+
+    for step in range(3):
+
+        def send(rank: _Rank, step: int = step) -> None:
+            for k in range(2):
+                for link in (LINK, other):
+                    channel(rank, link).send(k, message(0, number(step, link, k)))
+
+        def receive(rank: _Rank, step: int = step) -> None:
+            for k in range(2):
+                for link in (LINK, other):
+                    channel(rank, link).post(k)
+            for link in (other, LINK):
+                for k in (1, 0):
+                    _same(channel(rank, link).receive(k)[0], message(0, number(step, link, k))[0])
+
+        yield 0, send
+        yield 1, receive
+        yield 0, lambda rank: rank.transport.end_step()
+        yield 1, lambda rank: rank.transport.end_step()
+
+
+def every_dtype_travels() -> Iterator[Step]:
+    """Also those that some back ends have no type for."""
+    pairs = (
+        (torch.int16, torch.uint16),
+        (torch.bool, torch.uint32),
+        (torch.complex64, torch.bfloat16),
+        (torch.float8_e4m3fn, torch.uint64),
+    )
+
+    def tensors(k: int) -> list[Tensor]:
+        return [torch.arange(5).to(dtype) for dtype in pairs[k]]
+
+    for _ in range(2):
+        for k in range(len(pairs)):
+            yield 0, lambda rank, k=k: rank.channel().send(k, tensors(k))  # type: ignore[misc]
+
+            def receive(rank: _Rank, k: int = k) -> None:
+                rank.channel().post(k)
+                for got, expected in zip(rank.channel().receive(k), tensors(k), strict=True):
+                    assert got is not None, "a tensor did not arrive"
+                    assert got.dtype == expected.dtype, f"{expected.dtype} became {got.dtype}"
+                    same = torch.equal(got.cpu().view(torch.uint8), expected.view(torch.uint8))
+                    assert same, f"a tensor of {expected.dtype} arrived with other values"
+
+            yield 1, receive
+        yield 0, lambda rank: rank.transport.end_step()
+        yield 1, lambda rank: rank.transport.end_step()
+
+
 SCRIPTS: tuple[Script, ...] = (
+    ranks_connect_before_they_talk,
     values_keep_bits_strides_and_alignment,
     sends_run_ahead_of_receives,
     absent_tensors_arrive_as_none,
@@ -247,4 +318,6 @@ SCRIPTS: tuple[Script, ...] = (
     a_released_program_makes_room_for_another,
     a_loss_reaches_every_rank,
     values_of_several_ranks_cross_each_other,
+    links_of_two_ranks_do_not_mix,
+    every_dtype_travels,
 )

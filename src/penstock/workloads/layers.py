@@ -74,6 +74,9 @@ class _NoStreams:
     def enter(self, name: str) -> None:
         """Draws go on from wherever the generator stands."""
 
+    def pass_by(self, calls: Mapping[str, int]) -> None:
+        """There is nothing to count."""
+
 
 class _Uses(TorchFunctionMode):
     """Notes in which order a model's parameters are used; those to be trained, where that gives them a gradient."""

@@ -1,0 +1,165 @@
+"""A forward that leaves modules out by chance (layer drop, stochastic depth) -> one recording with branches in it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from torch import fx
+
+from penstock.errors import PartitionError
+from penstock.partition.recording import Branch, Fact, Recording
+from penstock.partition.ways import Found, UnlikeError, explore
+
+
+def with_branches(first: Recording, record: Callable[[Mapping[int, bool]], Recording]) -> Recording:
+    """One recording of all ways that the forward may take by chance.
+
+    Args:
+        first: the way in which every answer is False.
+        record: records the way with these answers, False where there is none.
+
+    Raises PartitionError where the ways differ in more than what some leave out, or an update in place would reach past
+    a branch.
+    """
+    try:
+        found = explore(first, record)
+        return _Merger(found).merged()
+    except UnlikeError as error:
+        ask = first.asks[error.number or 0]
+        raise PartitionError(
+            f"the forward branches on a random number at {ask.source_line}, and its two ways differ in more than that "
+            f"one leaves modules out: {error}. Set the rate to 0 (models of transformers: layerdrop=0 in the "
+            "configuration) or use eval mode"
+        ) from None
+
+
+class _Merger:
+    """Writes the base of some ways anew, with one node for each region."""
+
+    def __init__(self, found: Found) -> None:
+        self.found, self.base = found, found.base.recording
+        self.graph = fx.Graph()
+        self.new: dict[fx.Node, fx.Node] = {}
+        self.facts: dict[fx.Node, Fact] = {}
+        self.numbers: dict[int, int] = {}  # index in the base -> index
+        self.members: dict[fx.Node | None, int] = {node: k for k, nodes in found.regions.items() for node in nodes}
+        self.lasts = {nodes[-1]: k for k, nodes in found.regions.items() if nodes}
+        self.users = _users(self.base)
+
+    def merged(self) -> Recording:
+        base = self.base
+        outputs = {k: self._outputs(k) for k in self.found.regions}
+        for number in outputs:
+            self._check_updates(number, outputs[number])
+        for node, fact in base.facts.items():
+            self.numbers[fact.index] = len(self.facts)  # of those in a region: where it will stand
+            if node in self.lasts:
+                self._write_branch(self.lasts[node], outputs[self.lasts[node]])
+            elif node not in self.members:
+                self.new[node] = copy = self.graph.node_copy(node, self.new.__getitem__)
+                self.facts[copy] = replace(fact, index=len(self.facts))
+        for k, nodes in self.found.regions.items():
+            for node in nodes:
+                self.numbers[base.facts[node].index] = self.numbers[base.facts[nodes[-1]].index]
+            if nodes:
+                self._make_anywhere(self.new[base.asks[k].node])
+        for fact in self.facts.values():
+            fact.updates = [(self.numbers[index], meta) for index, meta in fact.updates]
+        count = len(self.lasts)
+        note = f"{count} branch{'es' * (count > 1)} by chance, such as layer drop: decided anew for each microbatch"
+        return replace(
+            base,
+            graph=self.graph,
+            facts=self.facts,
+            inputs={self.new[node]: place for node, place in base.inputs.items()},
+            outputs=tuple(self.new[node] for node in base.outputs),
+            calls={name: tuple(self.numbers[i] for i in calls) for name, calls in base.calls.items()},
+            notes=(*base.notes, note) if count else base.notes,
+            asks=(),
+        )
+
+    def _outputs(self, number: int) -> tuple[fx.Node, ...]:
+        """The values of a region that are used behind it."""
+        region = self.found.regions[number]
+        outputs = tuple(n for n in region if any(self.members.get(user) != number for user in self.users[n]))
+        for node in outputs:
+            instead = self.found.instead.get(node)
+            if instead is None:
+                raise UnlikeError(f"nothing is there for {node.name!r}, which is used later", number)
+            run, passed = self.base.facts[node].meta, self.base.facts[instead].meta
+            if run is None or passed is None:
+                raise UnlikeError(f"{node.name!r}, which is used later, is no tensor", number)
+            if (run.shape, run.stride, run.dtype) != (passed.shape, passed.stride, passed.dtype):
+                raise UnlikeError(f"{instead.name!r} has not the shape, stride and dtype of {node.name!r}", number)
+            if passed.requires_grad and not run.requires_grad:
+                raise UnlikeError(f"{instead.name!r} takes a gradient, but {node.name!r} does not", number)
+        return outputs
+
+    def _check_updates(self, number: int, outputs: tuple[fx.Node, ...]) -> None:
+        """What comes out of a branch is, or is not, the memory of what came in: nothing may be updated in place."""
+        facts, region = self.base.facts, self.found.regions[number]
+        if not region:
+            return
+        inside = set(region)
+        given = {s for n in region for a in n.all_input_nodes if a not in inside for s in facts[a].storages}
+        passed = {s for n in outputs for s in facts[self.found.instead[n]].storages}
+        out = {s for n in outputs for s in facts[n].storages}
+        begin = facts[region[0]].index
+        for writer, fact in facts.items():
+            shared = (given | passed) if writer in inside else (passed | out)
+            if fact.index >= begin and (fact.writes & shared) - set(self.base.memory):
+                raise UnlikeError(f"{writer.name!r} updates in place what goes into it or comes out of it", number)
+
+    def _write_branch(self, number: int, outputs: tuple[fx.Node, ...]) -> None:
+        base, nodes = self.base, self.found.regions[number]
+        facts = {node: base.facts[node] for node in nodes}
+        inputs = tuple(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in facts))
+        units = tuple(dict.fromkeys(f.scope for f in facts.values() if f.kind == "unit"))
+        indices = {fact.index for fact in facts.values()}
+        branch = Branch(
+            nodes,
+            facts,
+            inputs,
+            outputs,
+            self.found.base.answers[number],
+            units,
+            {name: n for name, calls in base.calls.items() if (n := sum(i in indices for i in calls))},
+            base.asks[number].source_line,
+        )
+        first = facts[nodes[0]]
+        arguments = (base.asks[number].node, *(self.found.instead[n] for n in outputs), *inputs)
+        name = f"branch_by_chance_{number}"
+        node = self.graph.create_node("call_module", name, tuple(self.new[a] for a in arguments), {}, name)
+        self.facts[node] = Fact(
+            index=len(self.facts),
+            kind="unit" if units else "call",
+            scope=next((u for u in units if u in base.blocks), units[0]) if units else first.scope,
+            storages=frozenset(s for n in outputs for s in facts[n].storages),
+            writes=frozenset(s for f in facts.values() for s in f.writes if s in base.memory),
+            takes_gradient=any(f.takes_gradient for f in facts.values()),
+            source_line=branch.source_line,
+            work=sum(f.work for f in facts.values()),
+            branch=branch,
+        )
+        for place, output in enumerate(outputs):
+            self.new[output] = item = self.graph.call_function(operator.getitem, (node, place))
+            self.facts[item] = replace(
+                facts[output], index=len(self.facts), kind="call", draws=False, writes=frozenset(), work=0
+            )
+
+    def _make_anywhere(self, node: fx.Node) -> None:
+        """A decision is made anew on each stage that needs it, from the same stream."""
+        fact = self.facts[node]
+        if fact.kind == "call" and not fact.is_anywhere:
+            fact.is_anywhere = True
+            for argument in node.all_input_nodes:
+                self._make_anywhere(argument)
+
+
+def _users(recording: Recording) -> dict[fx.Node, list[fx.Node | None]]:
+    users: dict[fx.Node, list[fx.Node | None]] = {node: list(node.users) for node in recording.facts}
+    for node in recording.outputs:
+        users[node].append(None)
+    return users

@@ -1,0 +1,159 @@
+"""In which dimension the batch lies, leaf by leaf: what `batch_dims=` states, and else the first."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from torch import Tensor
+
+from penstock.errors import ArgumentError, ShapeError
+from penstock.partition._compat import flatten
+
+Dim = int | str | None
+"""A dimension (from the end where negative); None: the leaf goes whole to each microbatch. Of outputs also how values
+of the microbatches make the batch's: "mean" (weighted by rows) or "sum"."""
+
+REDUCED = ("mean", "sum")
+
+
+class BatchDims(TypedDict, total=False):
+    """What `batch_dims=` states. Each mirrors what it speaks of, or holds one `Dim` for a whole part of it; what is not
+    mentioned has the batch in its first dimension."""
+
+    args: Any
+    kwargs: Any
+    target: Any
+    output: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Dims:
+    """The batch's dimension in each leaf of one structure.
+
+    Attributes:
+        what: they speak of, for messages.
+        stated: by the path of a leaf, or of the part of the structure that it holds for.
+    """
+
+    what: str
+    stated: tuple[tuple[str, Dim], ...] = ()
+
+    def of(self, path: str) -> Dim:
+        """What is stated for the leaf at `path`: the most particular statement holds."""
+        if not self.stated:
+            return 0
+        path = _plain(path)
+        found = [(len(part), dim) for part, dim in self.stated if path.startswith(part)]
+        return max(found, key=lambda pair: pair[0])[1] if found else 0
+
+    def below(self, path: str, what: str) -> Dims:
+        """What is stated within the part of the structure at `path`, which is called `what` by itself."""
+        path = _plain(path)
+        inner = [(part.removeprefix(path), dim) for part, dim in self.stated if part.startswith(path)]
+        return Dims(what, (("", self.of(path)), *inner))
+
+    def at(self, path: str, tensor: Tensor, where: str) -> int | None:
+        """The dimension of `tensor` to cut along, counted from the front; None where it goes whole.
+
+        Raises:
+            ShapeError: the tensor has no such dimension.
+        """
+        dim = self.of(path)
+        if dim is None or not tensor.dim():
+            return None
+        assert isinstance(dim, int)  # only outputs are reduced
+        return checked(dim, tensor, where)
+
+    def refuse_unknown(self, paths: Iterable[str]) -> None:
+        """Raises ArgumentError for a statement about what is not among the leaves at `paths`."""
+        known = [_plain(path) for path in paths]
+        for part, _ in self.stated:
+            if part not in _ALL and not any(path.startswith(part) for path in known):
+                there = ", ".join(self.what + path for path in known) or "none"
+                raise ArgumentError(f"batch_dims speaks of {self.what}{part}, but there is only {there}")
+
+
+_ALL = ("", "[0]", "[1]")
+"""What is stated for all of a target or output, of args or of kwargs, may find nothing."""
+
+
+def checked(dim: int, tensor: Tensor, where: str) -> int:
+    """A dimension counted from the front. Raises ShapeError if the tensor has no such dimension."""
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise ShapeError(
+            f"{where} has shape {list(tensor.shape)}, but batch_dims says that the batch is in its dimension {dim}; "
+            "state another one for it, or None to give it whole to each microbatch"
+        )
+    return dim % tensor.dim()
+
+
+FIRST = Dims("input")
+"""Every leaf has the batch in its first dimension."""
+
+
+def parse(given: Any) -> tuple[Dims, Dims, Dims]:
+    """The dimensions of (args, kwargs), of the target and of the output, from what the user gave as `batch_dims`.
+
+    Raises:
+        ArgumentError: it is neither a dimension nor a dict of args, kwargs, target and output, or states something else
+            than dimensions.
+    """
+    if given is None:
+        return FIRST, Dims("target"), Dims("output")
+    parts = given if isinstance(given, Mapping) else dict.fromkeys(BatchDims.__optional_keys__, given)
+    unknown = [key for key in parts if key not in BatchDims.__optional_keys__]
+    if unknown or (not isinstance(given, Mapping) and isinstance(_dim(given), _Wrong)):
+        raise ArgumentError(
+            f"batch_dims={given!r}: expected a dimension for all, or a dict with any of 'args', 'kwargs', 'target' and "
+            "'output', such as {'args': (1, None), 'target': 1, 'output': 1}"
+        )
+    inputs = {f"[{index}]": parts[key] for index, key in enumerate(("args", "kwargs")) if key in parts}
+    stated = [pair for prefix, tree in inputs.items() for pair in _stated(tree, prefix, ("args", "kwargs"))]
+    return (
+        Dims("input", tuple(stated)),
+        Dims("target", tuple(_stated(parts["target"], "", ("target",))) if "target" in parts else ()),
+        Dims("output", tuple(_stated(parts["output"], "", ("output",))) if "output" in parts else ()),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Wrong:
+    """What is no dimension."""
+
+
+def _stated(tree: Any, prefix: str, names: tuple[str, ...]) -> list[tuple[str, Dim]]:
+    flat = flatten(tree)
+    found = []
+    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+        dim = _dim(leaf)
+        if isinstance(dim, _Wrong) or (isinstance(dim, str) and names != ("output",)):
+            name = names[int(prefix[1])] if prefix else names[0]
+            more = ", 'mean' or 'sum'" if name == "output" else ""
+            raise ArgumentError(
+                f"batch_dims[{name!r}]{path} is {leaf!r}; expected a dimension, or None for what goes whole to each "
+                f"microbatch{more}"
+            )
+        found.append((_plain(prefix + path), dim))
+    return found
+
+
+def _dim(leaf: Any) -> Dim | _Wrong:
+    if leaf is None or (isinstance(leaf, int) and not isinstance(leaf, bool)) or leaf in REDUCED:
+        return leaf  # type: ignore[no-any-return]
+    theirs: Any = sys.modules.get(
+        "torch.distributed.pipelining.microbatch"
+    )  # else it is none of torch's: spares an import
+    if theirs is not None and isinstance(leaf, theirs.TensorChunkSpec):
+        return int(leaf.split_dim)
+    if theirs is not None and (leaf is theirs._Replicate or isinstance(leaf, theirs._Replicate)):
+        return None
+    return _Wrong()
+
+
+def _plain(path: str) -> str:
+    """A path in which a dict's keys and an object's fields are written alike, so that one may mirror the other."""
+    return re.sub(r"\.([^\W\d]\w*)", r"['\1']", path)

@@ -1,0 +1,76 @@
+"""When actions ran, on the clock that all processes of a machine share, without holding anything up.
+
+A GPU runs behind the process that gives it work, so marks are set in the order of its work and read after the step. To
+wait for the whole device at each mark instead would also wait for receives that are merely posted, on NCCL's own
+streams: two ranks that have each posted one then wait for each other.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter_ns
+from typing import Any, Protocol
+
+import torch
+
+
+class Clock(Protocol):
+    """Marks of one rank's work; in nanoseconds of `time.perf_counter_ns` once `finish` has returned."""
+
+    def start(self) -> None:
+        """Before the first mark of a step."""
+
+    def mark(self) -> Any:
+        """The moment at which the work that was given so far is done. Never waits for it."""
+
+    def finish(self) -> None:
+        """Waits for all that was marked."""
+
+    def nanoseconds(self, mark: Any) -> int: ...
+
+
+class HostClock:
+    """Of a rank that computes on the CPU: what it was given is done when the call returns."""
+
+    def start(self) -> None:
+        """Nothing to do."""
+
+    def mark(self) -> int:
+        return perf_counter_ns()
+
+    def finish(self) -> None:
+        """Nothing to do."""
+
+    def nanoseconds(self, mark: int) -> int:
+        return mark
+
+
+class StreamClock:
+    """Of a rank that computes on a CUDA device: events on its current stream, which waits for the messages that actions
+    use and for no others."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._zero: torch.cuda.Event | None = None
+        self._zero_nanoseconds = 0
+
+    def start(self) -> None:
+        self._zero = self.mark()
+        self._zero.synchronize()
+        self._zero_nanoseconds = perf_counter_ns()
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def finish(self) -> None:
+        self.mark().synchronize()
+
+    def nanoseconds(self, mark: torch.cuda.Event) -> int:
+        assert self._zero is not None
+        return self._zero_nanoseconds + round(float(self._zero.elapsed_time(mark)) * 1e6)
+
+
+def clock_of(device: torch.device) -> Clock:
+    """What tells the time of a rank's work on this device."""
+    return StreamClock(device) if device.type == "cuda" else HostClock()

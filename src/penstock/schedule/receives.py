@@ -1,0 +1,79 @@
+"""When a receive may be posted: behind every action of its own rank that its message depends on.
+
+Such a receive could not be filled before that action has run anyway. Posted earlier it does harm where a posted receive
+holds something: on a GPU it is a kernel that spins, and what is launched behind it on the same hardware queue (the very
+action that it waits for) may never start.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from penstock.schedule.action import Action, Op, Overlap
+from penstock.schedule.dependencies import Dependencies
+from penstock.schedule.order import advance
+from penstock.schedule.schedule import Schedule
+
+_SENDS = frozenset(op.code for op in Op if op.is_send)
+
+
+def early_receives(dependencies: Dependencies, order: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Receives that are posted before an action of their rank that their message depends on.
+
+    Args:
+        order: all nodes, in an order that respects rows and dependencies.
+
+    Yields:
+        Nodes: the receive, and the last action of its rank that the SEND of its message comes after, by rows and
+        dependencies.
+    """
+    ranks, rank_of, ops = len(dependencies.first) - 1, dependencies.rank_of, dependencies.actions.op
+    # For each rank the last of its nodes that came before: a list that is replaced, never changed, so that nodes share.
+    known = [[-1] * ranks for _ in range(ranks)]
+    known_at: list[list[int]] = [[]] * len(dependencies.actions)
+    for node in order:
+        rank = rank_of[node]
+        for need in dependencies.before(node):
+            other = rank_of[need]
+            if known[rank][other] < need and other != rank:
+                known[rank] = list(map(max, known[rank], known_at[need]))
+                known[rank][other] = need
+        known_at[node] = known[rank]
+        if ops[node] in _SENDS and (receive := dependencies.other_end(node)) is not None:
+            last = known[rank][rank_of[receive]]
+            if last > receive:
+                yield receive, last
+
+
+def postpone_receives(schedule: Schedule) -> Schedule:
+    """The schedule with each receive behind all actions of its rank that its message depends on.
+
+    Keeps the order of messages, and what runs to its end still does: such an action is before the SEND already, so
+    that the SEND waits for nothing new.
+
+    Args:
+        schedule: with messages, and runnable.
+    """
+    dependencies = Dependencies(schedule)
+    moved = dict(early_receives(dependencies, advance(dependencies).order))
+    if not moved:
+        return schedule
+    return schedule.with_rows([_moved(schedule, dependencies, rank, moved) for rank in range(schedule.ranks)])
+
+
+def _moved(schedule: Schedule, dependencies: Dependencies, rank: int, moved: dict[int, int]) -> list[Action | Overlap]:
+    """A rank's items, each receive of `moved` behind the node that it stands for there."""
+    items: list[Action | Overlap] = []
+    behind: defaultdict[int, list[Action | Overlap]] = defaultdict(list)
+    node = dependencies.first[rank]
+    for item in schedule.rows[rank].items():
+        nodes = range(node, node + len(item.parts))
+        if node in moved:
+            behind[moved[node]].append(item)
+        else:
+            items.append(item)
+        for each in nodes:
+            items += behind.pop(each, ())
+        node = nodes.stop
+    return items

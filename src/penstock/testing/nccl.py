@@ -1,0 +1,243 @@
+"""NCCL's rules over gloo: what a GPU cluster would make of the messages that ranks exchange here, on CPUs.
+
+    with nccl_rules():
+        train()  # torch.distributed.isend and irecv keep to NCCL's rules
+
+The rules are those of torch's ProcessGroupNCCL without `device_id=`:
+
+- Two ranks have a communicator of their own within each process group. The first operation of either creates it, which
+  holds the calling thread up until the other rank's first one.
+- Tags are ignored. A communicator runs its operations, sends and receives alike, in the order in which they were
+  issued, one after the other; one that waits for its other end holds up all behind it.
+- So the k-th send of one rank meets the k-th receive of the other; where their sizes differ, that is an error.
+- `wait` orders the caller's stream behind an operation. The CPU is its own stream: what is computed after `wait` has
+  what arrived, and a wait that NCCL would leave to the stream holds up the thread.
+- To synchronize a device waits for all operations that were issued, also for receives that nobody has sent to yet.
+- There are dtypes that NCCL has no type for, int16 among them.
+
+With `eager=True`, those with `device_id=`: one communicator for each process group, there from the start, whose
+operations with all ranks run one after the other.
+
+What these rules do not show is time, and the limits of a device: how many kernels it runs at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from time import perf_counter_ns
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.runtime import clock
+
+NCCL_DTYPES = frozenset({
+    torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
+    torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
+    torch.complex64, torch.complex128, torch.complex32,
+})  # fmt: skip
+"""What ProcessGroupNCCL sends; complex numbers go as pairs of real ones."""
+
+_MEETING, _SIZES, _PAYLOAD = 901, 902, 903
+"""Tags of what goes over gloo."""
+
+
+@dataclass(slots=True)
+class Operation:
+    """A send or a receive that was issued; what `isend` and `irecv` return."""
+
+    run: Callable[[], None]
+    ended: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Returns when the operation has run. Raises what it raised."""
+        self.ended.wait()
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def is_completed(self) -> bool:
+        return self.ended.is_set()
+
+
+class Communicator:
+    """Runs operations one after the other, in the order in which they were issued."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Operation | None] = SimpleQueue()
+        self._last: Operation | None = None
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="nccl-rules")
+        self._thread.start()
+
+    def issue(self, run: Callable[[], None]) -> Operation:
+        """Takes an operation."""
+        self._last = Operation(run)
+        self._queue.put(self._last)
+        return self._last
+
+    def synchronize(self) -> None:
+        """Waits for all that was issued."""
+        if self._last is not None:
+            self._last.wait()
+
+    def end(self) -> None:
+        """Ends the thread once all has run."""
+        self._queue.put(None)
+
+    def _serve(self) -> None:
+        while (operation := self._queue.get()) is not None:
+            try:
+                operation.run()
+            except BaseException as error:  # it is raised where the operation is waited for
+                operation.error = error
+            operation.ended.set()
+
+
+class NcclRules:
+    """`isend` and `irecv` under NCCL's rules, and what waits for a whole device."""
+
+    def __init__(self, *, eager: bool = False) -> None:
+        self._eager = eager
+        self._isend, self._irecv = dist.isend, dist.irecv
+        self._communicators: dict[tuple[dist.ProcessGroup, int], Communicator] = {}
+        self.issued: list[tuple[str, int, int]] = []
+        """Every operation: "isend" or "irecv", the other rank within the group, and its bytes."""
+
+    def isend(
+        self,
+        tensor: Tensor,
+        dst: int | None = None,
+        group: dist.ProcessGroup | None = None,
+        tag: int = 0,
+        group_dst: int | None = None,
+    ) -> Operation:
+        """`torch.distributed.isend`."""
+        group, peer = _peer(group, dst, group_dst)
+        size = torch.tensor([tensor.nbytes])
+
+        def run() -> None:
+            for part, part_tag in ((size, _SIZES), (tensor, _PAYLOAD)):
+                _wait(self._isend(part, group=group, group_dst=peer, tag=part_tag))
+
+        return self._issue("isend", tensor, group, peer, run)
+
+    def irecv(
+        self,
+        tensor: Tensor,
+        src: int | None = None,
+        group: dist.ProcessGroup | None = None,
+        tag: int = 0,
+        group_src: int | None = None,
+    ) -> Operation:
+        """`torch.distributed.irecv`."""
+        group, peer = _peer(group, src, group_src)
+
+        def run() -> None:
+            size = torch.empty(1, dtype=torch.int64)
+            _wait(self._irecv(size, group=group, group_src=peer, tag=_SIZES))
+            if int(size) != tensor.nbytes:
+                raise RuntimeError(
+                    f"a receive of {tensor.nbytes} bytes met a send of {int(size)} bytes: ranks {dist.get_rank(group)} "
+                    f"and {peer} do not issue their operations in the same order"
+                )
+            _wait(self._irecv(tensor, group=group, group_src=peer, tag=_PAYLOAD))
+
+        return self._issue("irecv", tensor, group, peer, run)
+
+    def synchronize(self, device: Any = None) -> None:
+        """`torch.cuda.synchronize`: waits for all that was issued."""
+        for communicator in self._communicators.values():
+            communicator.synchronize()
+
+    def end(self) -> None:
+        """Ends the threads, each once what was issued has run."""
+        for communicator in self._communicators.values():
+            communicator.end()
+
+    def _issue(
+        self, what: str, tensor: Tensor, group: dist.ProcessGroup, peer: int, run: Callable[[], None]
+    ) -> Operation:
+        if tensor.dtype not in NCCL_DTYPES:
+            raise TypeError(f"Input tensor data type is not supported for NCCL process group: {tensor.dtype}")
+        if not tensor.is_contiguous():
+            raise ValueError("Tensors must be contiguous")
+        self.issued.append((what, peer, tensor.nbytes))
+        key = group, -1 if self._eager else peer
+        if key not in self._communicators:
+            if not self._eager:
+                self._meet(group, peer)
+            self._communicators[key] = Communicator()
+        return self._communicators[key].issue(run)
+
+    def _meet(self, group: dist.ProcessGroup, peer: int) -> None:
+        """Waits until the other rank wants to talk to this one, too."""
+        mine, theirs = torch.zeros(1), torch.zeros(1)
+        works = (
+            self._isend(mine, group=group, group_dst=peer, tag=_MEETING),
+            self._irecv(theirs, group=group, group_src=peer, tag=_MEETING),
+        )
+        for work in works:
+            _wait(work)
+
+
+@contextmanager
+def nccl_rules(*, eager: bool = False) -> Iterator[NcclRules]:
+    """Imposes NCCL's rules on this process's `torch.distributed.isend` and `irecv`, for a `with` block.
+
+    Every process of the group must be within such a block, and leave it alike. Within it a CPU is timed as a GPU is: by
+    events, where `torch.cuda.synchronize` waits for all that was issued.
+
+    Args:
+        eager: the rules with `device_id=`.
+    """
+    rules = NcclRules(eager=eager)
+    with (
+        mock.patch.object(dist, "isend", rules.isend),
+        mock.patch.object(dist, "irecv", rules.irecv),
+        mock.patch.object(torch.cuda, "synchronize", rules.synchronize),
+        mock.patch.object(torch.cuda, "Event", Event),
+        mock.patch.object(torch.cuda, "current_stream", return_value=None),
+        mock.patch.object(clock, "HostClock", return_value=clock.StreamClock(torch.device("cpu"))),
+    ):
+        yield rules
+    rules.end()
+
+
+class Event:
+    """`torch.cuda.Event` where the CPU is its own stream: all before `record` is done."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self._at = 0
+
+    def record(self, stream: Any = None) -> None:
+        self._at = perf_counter_ns()
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def elapsed_time(self, later: Event) -> float:
+        """Milliseconds, as torch has it."""
+        return (later._at - self._at) / 1e6
+
+
+def _peer(group: dist.ProcessGroup | None, of_all: int | None, of_group: int | None) -> tuple[dist.ProcessGroup, int]:
+    """The group, and the other rank within it."""
+    group = dist.group.WORLD if group is None else group
+    assert group is not None
+    if of_group is None:
+        assert of_all is not None, "NCCL receives from no unnamed rank"
+        of_group = dist.get_group_rank(group, of_all)
+    return group, of_group
+
+
+def _wait(work: dist.Work | None) -> None:
+    if work is not None:
+        work.wait()

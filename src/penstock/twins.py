@@ -1,0 +1,256 @@
+"""Two models that start alike and share nothing: one to split, and one to compare it with."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ArgumentError
+from penstock.partition._compat import storage_of
+
+Model = nn.Module | Sequence[nn.Module]
+
+_REMEDY = (
+    "pass a function that makes the model in place of the model, penstock.verify(lambda: MyModel(...), ...); it may "
+    "return a tuple of the model and its loss, where the loss reads the model"
+)
+
+
+class Made(NamedTuple):
+    """A model and the loss that goes with it."""
+
+    model: Model
+    loss: Any
+
+
+def twins(model: Model | Callable[[], Any], loss: Any) -> tuple[Made, Made]:
+    """A model and one that starts alike: made twice from the same seeds, or made once and copied.
+
+    Args:
+        model: a module or layers; or a function that returns them, or a tuple of them and a loss.
+        loss: where the function returns none.
+
+    Raises:
+        ArgumentError: the function gives something else, or other values when it is called again; or the model cannot
+            be copied, or its copy shares state with it.
+    """
+    if isinstance(model, nn.Module) or not callable(model):
+        return _copied(Made(model, loss))
+    with _generators() as again:
+        first = _made(model, loss)
+        with again():
+            second = _made(model, loss)
+    if _shared(first, second) is not None:  # it returns what it keeps
+        return _copied(first)
+    _refuse_different(first, second)
+    return first, second
+
+
+def _made(make: Callable[[], Any], loss: Any) -> Made:
+    returned = make()
+    made = Made(*returned) if isinstance(returned, tuple) and len(returned) == 2 else Made(returned, loss)
+    if not _modules(made.model):
+        raise ArgumentError(
+            f"model: the function returned a {type(returned).__name__}; expected a module, a list of layers, or a "
+            "tuple of one of these and a loss"
+        )
+    return made
+
+
+def _modules(model: Any) -> list[nn.Module]:
+    layers = [model] if isinstance(model, nn.Module) else model
+    if not isinstance(layers, Sequence) or not all(isinstance(layer, nn.Module) for layer in layers):
+        return []
+    return list(layers)
+
+
+@contextmanager
+def _generators() -> Iterator[Callable[[], Any]]:
+    """Gives a context within which all generators are as at the beginning."""
+    before = _states()
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        after = _states()
+        _restore(before)
+        try:
+            yield
+        finally:
+            _restore(after)
+
+    yield again
+
+
+def _states() -> tuple[Any, ...]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
+    numpy: Any = sys.modules.get("numpy")
+    return torch.get_rng_state(), cuda, random.getstate(), numpy and numpy.random.get_state()
+
+
+def _restore(states: tuple[Any, ...]) -> None:
+    cpu, cuda, python, numpy = states
+    torch.set_rng_state(cpu)
+    if cuda is not None:
+        torch.cuda.set_rng_state_all(cuda)
+    random.setstate(python)
+    if numpy is not None:
+        sys.modules["numpy"].random.set_state(numpy)
+
+
+def _refuse_different(first: Made, second: Made) -> None:
+    mine, other = (dict(_tensors(made.model)) for made in (first, second))
+    differing = [name for name in mine.keys() | other.keys() if not _alike(mine.get(name), other.get(name))]
+    if differing:
+        raise ArgumentError(
+            f"model: the function gives another model when it is called again from the same seeds: {min(differing)!r} "
+            "differs, so that there is nothing to compare with; draw from the generators of torch, Python and numpy "
+            "alone, and keep nothing from one call to the next"
+        )
+
+
+def _alike(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if one.is_meta or other.is_meta or one.layout != torch.strided:
+        return True
+    return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
+
+
+def _copied(made: Made) -> tuple[Made, Made]:
+    model = made.model if isinstance(made.model, nn.Module) else list(made.model)
+    memo: dict[int, Any] = {}
+    try:
+        twin = copy.deepcopy(model, memo)
+    except Exception as error:
+        raise ArgumentError(
+            f"this model cannot be copied ({type(error).__name__}: {' '.join(str(error).split())}), and verify "
+            f"compares with a second one: {_REMEDY}"
+        ) from error
+    try:
+        loss = copy.deepcopy(made.loss, memo)
+    except Exception:
+        loss = made.loss
+    other = Made(twin, _rebound(loss, memo))
+    shared = _shared(made, other)
+    if shared is not None:
+        raise ArgumentError(
+            f"the copy of this model shares {shared[0]} with it, through {shared[1]}, so that it is no model to "
+            f"compare with: {_REMEDY}"
+        )
+    return made, other
+
+
+def _rebound(loss: Any, memo: Mapping[int, Any]) -> Any:
+    """A loss function which reads the copy wherever it names the model, or a part of it, directly."""
+    if not isinstance(loss, FunctionType):
+        return loss
+
+    def other(value: Any) -> Any:
+        return memo.get(id(value), value) if isinstance(value, (nn.Module, Tensor)) else value
+
+    names = {name: other(loss.__globals__[name]) for name in loss.__code__.co_names if name in loss.__globals__}
+    moved = {name: value for name, value in names.items() if value is not loss.__globals__[name]}
+    cells = tuple(CellType(other(cell.cell_contents)) if _filled(cell) else cell for cell in loss.__closure__ or ())
+    if not moved and all(
+        not _filled(a) or a.cell_contents is b.cell_contents for a, b in zip(cells, loss.__closure__ or (), strict=True)
+    ):
+        return loss
+    twin = FunctionType(loss.__code__, {**loss.__globals__, **moved}, loss.__name__, loss.__defaults__, cells)
+    twin.__kwdefaults__ = loss.__kwdefaults__
+    return twin
+
+
+def _filled(cell: CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018  (raises where the variable is not set yet)
+    except ValueError:
+        return False
+    return True
+
+
+def _tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
+    for index, layer in enumerate(_modules(model)):
+        prefix = "" if isinstance(model, nn.Module) else f"{index}."
+        for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+            yield prefix + name, tensor
+
+
+def _shared(one: Made, other: Made) -> tuple[str, str] | None:
+    """A part of the one that the other reaches, by attributes, hooks, closures or bound methods, and where; or None."""
+    parts: dict[int, str] = {}
+    memory: dict[int, str] = {}
+    for name, tensor in _tensors(one.model):
+        parts[id(tensor)] = f"{name!r}"
+        if not tensor.is_meta and tensor.numel():
+            memory[storage_of(tensor)] = f"the memory of {name!r}"
+    for index, layer in enumerate(_modules(one.model)):
+        for name, module in layer.named_modules():
+            label = name if isinstance(one.model, nn.Module) else f"{index}.{name}".rstrip(".")
+            parts[id(module)] = f"module {label!r}" if label else "the model"
+    todo: list[tuple[Any, str]] = [(module, type(module).__name__) for module in _modules(other.model)]
+    todo.append((other.loss, "the loss"))
+    seen: set[int] = set()
+    while todo:
+        value, where = todo.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if id(value) in parts:
+            return parts[id(value)], where
+        if isinstance(value, Tensor):
+            if not value.is_meta and value.numel() and storage_of(value) in memory:
+                return memory[storage_of(value)], where
+        else:
+            todo.extend(_reached(value, where))
+    return None
+
+
+def _is_part(value: object) -> bool:
+    """Whether it is what two models must not share. (mypy would rule out the one because of the other.)"""
+    kinds: tuple[type, ...] = (nn.Module, Tensor)
+    return isinstance(value, kinds)
+
+
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, weakref.ref, torch.dtype, torch.device)
+
+
+def _reached(value: Any, where: str) -> Iterator[tuple[Any, str]]:
+    """What an object leads to, and by which way."""
+    match value:
+        case _ if isinstance(value, _PLAIN):
+            return
+        case FunctionType():
+            name = f"{where}: function {value.__qualname__!r}"
+            yield from ((cell.cell_contents, name) for cell in value.__closure__ or () if _filled(cell))
+            yield from ((default, name) for default in value.__defaults__ or ())
+            named = (value.__globals__.get(other) for other in value.__code__.co_names)
+            yield from ((one, name) for one in named if _is_part(one))
+        case MethodType():
+            yield value.__self__, where
+            yield value.__func__, where
+        case partial():
+            yield from ((one, where) for one in (value.func, *value.args, *value.keywords.values()))
+        case dict():
+            yield from ((one, where) for one in value.values())
+        case list() | tuple() | set() | frozenset():
+            yield from ((one, where) for one in value)
+        case nn.Module():
+            yield from ((one, f"{where}.{name}") for name, one in vars(value).items() if name not in _STATE)
+            for table in _STATE:
+                yield from ((one, f"{where}.{name}") for name, one in vars(value).get(table, {}).items())
+            yield type(value).forward, where
+        case _:
+            yield from ((one, f"{where}.{name}") for name, one in getattr(value, "__dict__", {}).items())
+
+
+_STATE = ("_parameters", "_buffers", "_modules")

@@ -1,0 +1,50 @@
+"""Real processes with batches in other layouts, and `verify` where one of them is wrong in one step."""
+
+from __future__ import annotations
+
+import layout_jobs
+import pytest
+import torch
+
+from distributed.ranks import Ranks
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.parametrize("what", ["dimension 1", "graphs"])
+@pytest.mark.parametrize("transport", ["auto", "distributed"])
+def test_other_layouts_are_verified(ranks3: Ranks, what: str, transport: str) -> None:
+    for ok, summary, whole in ranks3.run(layout_jobs.verify, what, {"transport": transport}):
+        assert ok, summary
+        assert whole == "close"
+
+
+def test_replicas_with_the_batch_in_dimension_1(ranks4: Ranks) -> None:
+    for ok, summary in ranks4.run(layout_jobs.replicas):
+        assert ok, summary
+
+
+@pytest.mark.parametrize("job", [layout_jobs.train_and_predict, layout_jobs.train_graphs])
+def test_changing_batches_are_those_of_one_process(ranks3: Ranks, job: object) -> None:
+    assert job in (layout_jobs.train_and_predict, layout_jobs.train_graphs)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        alone = job(0)  # type: ignore[operator]
+    finally:
+        torch.set_num_threads(threads)
+    for rank, found in enumerate(ranks3.run(job)):  # type: ignore[arg-type]
+        for mine, other in zip(found[:6], alone[:6], strict=True):
+            assert torch.equal(torch.as_tensor(mine), torch.as_tensor(other))
+        if job is layout_jobs.train_graphs:
+            assert found[6] == ((True, True), (False, False), (True, True))[rank]
+
+
+@pytest.mark.parametrize("on", [0, 1])
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("transport", ["auto", "distributed"])
+def test_one_rank_that_is_wrong_in_one_step_is_found(ranks2: Ranks, on: int, step: int, transport: str) -> None:
+    for ok, summary, steps in ranks2.run(layout_jobs.spoiled, on, step, transport):
+        assert not ok
+        assert steps == [step], summary
+        assert summary.endswith(f", in step {step}")

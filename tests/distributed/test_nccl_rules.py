@@ -1,0 +1,78 @@
+"""Under NCCL's rules, imposed on gloo: every schedule, with skips and ties, from the first step on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import nccl_jobs
+import pytest
+from nccl_jobs import BUGS, MICROBATCHES, MODELS, RULES, Cell
+
+from distributed.ranks import Ranks, RanksError
+from penstock.schedule import generator, generators
+from penstock.schedule.generators import Numbers
+from penstock.testing.transports import SCRIPTS
+
+pytestmark = pytest.mark.distributed
+
+RANKS = (2, 3, 4)
+SECONDS = 60.0
+"""For one cell, on a crowded machine. One takes half a second."""
+
+
+def cells(schedule: str, ranks: int) -> Iterator[Cell]:
+    """Every model, with one and two chunks where the schedule takes them; one kind of batch or the other is timed."""
+    for chunks in (1, 2):
+        if generator(schedule).broken(Numbers(ranks, MICROBATCHES, chunks)) is None:
+            for index, model in enumerate(MODELS):
+                timed = (index + chunks) % 2 == 0
+                yield Cell(schedule, model, ranks * chunks, chunks, (timed, not timed))
+
+
+CASES = [(g.name, p) for p in RANKS for g in generators() if g.slices == 1 and any(cells(g.name, p))]
+
+
+@pytest.mark.parametrize(("schedule", "p"), CASES)
+def test_every_step_is_that_of_one_device(schedule: str, p: int, request: pytest.FixtureRequest) -> None:
+    ranks: Ranks = request.getfixturevalue(f"ranks{p}")
+    for cell in cells(schedule, p):
+        assert ranks.run(nccl_jobs.train, cell, seconds=SECONDS) == [[]] * p, cell
+
+
+def test_layouts_are_learned_under_the_rules_beside_shared_memory(ranks4: Ranks) -> None:
+    cell = Cell("interleaved-1f1b", "a skip over two cuts", 8, 2, (False, True), "auto")
+    assert ranks4.run(nccl_jobs.train, cell, seconds=SECONDS) == [[]] * 4
+
+
+CAUGHT = {
+    "receives_in_the_order_of_use": Cell("interleaved-1f1b", "a skip over two cuts", 4, 2, (False, False)),
+    "no_connection": Cell("chimera", "chain", 4, 1, (False, False)),
+    "timed_by_synchronizing": Cell("1f1b", "chain", 2, 1, (True, False)),
+}
+"""A cell that does not survive the bug."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_bug_is_caught(bug: str, request: pytest.FixtureRequest) -> None:
+    cell = CAUGHT[bug]
+    ranks: Ranks = request.getfixturevalue(f"ranks{cell.stages // cell.chunks}")
+    assert ranks.run(nccl_jobs.train, cell, seconds=SECONDS) == [[]] * ranks.n
+    try:
+        found = ranks.run(nccl_jobs.with_bug, cell, bug, seconds=15.0)
+    except RanksError:
+        return  # it hung, or raised
+    assert any(found)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_rules_are_kept(ranks2: Ranks, rule: str) -> None:
+    ranks2.run(nccl_jobs.keep, rule, seconds=SECONDS)
+
+
+def test_the_rules_with_a_device_id(ranks3: Ranks) -> None:
+    ranks3.run(nccl_jobs.one_communicator_for_all, seconds=SECONDS)
+
+
+def test_conformance(ranks2: Ranks) -> None:
+    assert ranks2.run(nccl_jobs.conform, seconds=SECONDS) == [[script.__name__ for script in SCRIPTS]] * 2

@@ -1,0 +1,370 @@
+"""What `verify` compares, with what, and what it says: each kind of mistake is planted and found."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock import ArgumentError, Pipeline, Report, verify
+from penstock.comparison import compare
+from penstock.runtime import exact
+from penstock.runtime.loss import LossHead
+from small import WIDTH, batch, mlp
+
+TWO = {"ranks": 2, "microbatches": 4}
+
+
+def verified(model: Any, x: Any = None, loss: Any = None, target: Any = None, **options: Any) -> Report:
+    args = batch()[:1] if x is None else (x,)
+    return verify(model, args, target, squares if loss is None else loss, **{**TWO, **options})
+
+
+def squares(output: Tensor) -> Tensor:
+    return output.pow(2).mean()
+
+
+# -- every step -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spoiled", [1, 2])
+def test_a_gradient_that_is_wrong_in_one_step_is_found(monkeypatch: pytest.MonkeyPatch, spoiled: int) -> None:
+    """The pipeline's last stage alone doubles a seed, once: in the first step, or in the second."""
+    seed, calls = LossHead.seed, itertools.count()
+
+    def wrong(self: LossHead, microbatch: int) -> Any:
+        found = seed(self, microbatch)
+        return found * 2 if next(calls) == 4 * (spoiled - 1) + 1 else found
+
+    monkeypatch.setattr(LossHead, "seed", wrong)
+    report = verified(mlp())
+    wrongs = [row for row in report.rows if not row.ok]
+    assert {row.kind for row in wrongs} == {"gradient"}
+    assert {row.step for row in wrongs} == {spoiled}
+    assert report.summary().startswith("12 of 17 values differ; the first is gradient")
+    assert report.summary().endswith(f", in step {spoiled}")
+    assert report.steps == 2
+
+
+@pytest.mark.parametrize("spoiled", [1, 2])
+def test_a_value_that_is_wrong_in_one_step_is_found(monkeypatch: pytest.MonkeyPatch, spoiled: int) -> None:
+    receive, step, steps = exact.receive, Pipeline.step, itertools.count(1)
+    left: list[int] = []
+
+    def begin(self: Pipeline, *args: Any, **kwargs: Any) -> Any:
+        left[:] = [1] if next(steps) == spoiled else []
+        return step(self, *args, **kwargs)
+
+    def wrong(anchor: Tensor, buffer: Tensor) -> Any:
+        return receive(anchor, buffer.mul_(1.5) if left and left.pop() else buffer)
+
+    monkeypatch.setattr(Pipeline, "step", begin)
+    monkeypatch.setattr(exact, "receive", wrong)
+    report = verified(mlp())
+    assert {row.step for row in report.rows if not row.ok} == {spoiled}
+    assert {row.kind for row in report.rows if not row.ok} == {"output", "loss", "gradient"}
+
+
+# -- two models -------------------------------------------------------------------------------------------------------
+
+
+class ClosesOverItself(nn.Module):
+    """As minGPT's blocks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.both = lambda x: self.two(torch.relu(self.one(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.both(x)
+
+
+class Hooked(nn.Module):
+    """A hook that reads the module it was made by, not the one that it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+        self.layer.register_forward_hook(lambda module, args, output: output * self.gain)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class Shares(nn.Module):
+    """Copies, but for its weight, which all of them share."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def __deepcopy__(self, memo: Any) -> Shares:
+        return Shares(self.weight.data)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def twice(kind: Callable[[], nn.Module]) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(kind(), kind())
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (ClosesOverItself, r"shares module '1(\.\w+)?' with it, through Sequential\.1\.both: function 'ClosesOver"),
+        (Hooked, r"shares .*'1.* with it, through Sequential\.1\.layer\._forward_hooks: function 'Hooked"),
+        (partial(Shares, torch.eye(WIDTH)), r"shares the memory of '1\.weight' with it"),
+    ],
+)
+def test_a_copy_that_shares_state_is_refused(kind: Callable[[], nn.Module], words: str) -> None:
+    with pytest.raises(ArgumentError, match=f"the copy of this model {words}.*pass a function that makes the model"):
+        verified(twice(kind))
+
+
+@pytest.mark.parametrize("kind", [ClosesOverItself, Hooked])
+def test_a_function_that_makes_it_does(kind: Callable[[], nn.Module]) -> None:
+    report = verified(partial(twice, kind))
+    assert report.ok, report.summary()
+
+
+def normed() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return nn.Sequential(nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH))
+
+
+def test_a_model_that_cannot_be_copied_is_made_twice() -> None:
+    used = normed()
+    used(torch.ones(2, WIDTH))  # its weight is now the result of a computation
+    with pytest.raises(ArgumentError, match=r"cannot be copied \(RuntimeError: .*pass a function that makes the model"):
+        verified(used)
+    report = verified(normed)
+    assert report.ok, report.summary()
+
+
+def test_bound_methods_and_partials_go_with_the_copy() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    model[0].again = partial(model[1].forward)  # type: ignore[assignment]
+    model[1].scale = model[0].extra_repr  # type: ignore[assignment]
+    assert verified(model).ok
+
+
+def test_a_function_that_keeps_its_model_is_copied() -> None:
+    model = mlp()
+    assert verified(lambda: model).ok
+    kept = twice(ClosesOverItself)
+    with pytest.raises(ArgumentError, match="pass a function that makes the model"):
+        verified(lambda: kept)
+
+
+def test_a_function_that_makes_another_model_each_time_is_told_from_a_difference() -> None:
+    seeds = itertools.count()
+    with pytest.raises(ArgumentError, match=r"another model when it is called again from the same seeds: '0.bias'"):
+        verified(lambda: mlp(seed=next(seeds)))
+    with pytest.raises(ArgumentError, match="returned a int; expected a module"):
+        verified(lambda: 3)
+
+
+def test_a_function_may_draw_from_any_generator_which_is_left_as_after_one_call() -> None:
+    def make() -> nn.Module:
+        import numpy
+
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        nn.init.constant_(model[0].weight, random.random() * numpy.random.rand())  # type: ignore[arg-type]
+        return model
+
+    random.seed(1)
+    torch.manual_seed(1)
+    assert verified(make).ok
+    left = random.random(), torch.rand(())
+    random.seed(1)
+    torch.manual_seed(1)
+    make()
+    assert left == (random.random(), torch.rand(()))
+
+
+@pytest.mark.parametrize("way", ["closure", "pair"])
+def test_a_loss_that_reads_the_model_reads_the_right_one(way: str) -> None:
+    def make() -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.Linear(WIDTH, WIDTH))
+        return model, lambda output: output.pow(2).mean() * len(model) + model[0].weight.detach().sum()
+
+    if way == "pair":
+        assert verified(make).ok
+    else:
+        model, loss = make()
+        assert verified(model, loss=loss).ok
+
+
+# -- buffers ----------------------------------------------------------------------------------------------------------
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("seen", torch.zeros(WIDTH, dtype=torch.bool))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        self.seen.logical_or_((x > 1).any(0))
+        return self.layer(x)
+
+
+def test_integers_and_booleans_are_compared() -> None:
+    report = verified(partial(twice, Counts))
+    assert report.ok, report.summary()
+    assert sum(row.kind == "buffer" for row in report.rows) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.uint8, torch.complex64, torch.float16])
+def test_a_spoiled_buffer_of_any_kind_differs(dtype: torch.dtype) -> None:
+    other = torch.tensor([0, 1, 1]).to(dtype)
+    assert compare("buffer", "b", (0,), other.clone(), other, exact=False, reordered="any").verdict == "equal"
+    row = compare("buffer", "b", (0,), torch.tensor([0, 1, 0]).to(dtype), other, exact=False, reordered="any")
+    assert (row.verdict, row.max_difference, row.max_reference) == ("different", 1, 1)
+
+
+class TrainedBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("gain", torch.ones(WIDTH, requires_grad=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.gain
+
+
+def test_gradients_of_buffers_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    make, leaves = partial(twice, TrainedBuffer), ["0", "1"]
+    report = verified(make, leaves=leaves)
+    assert report.ok, report.summary()
+    rows = {(row.kind, row.name) for row in report.rows}
+    assert {("gradient", "0.gain"), ("gradient", "1.gain"), ("buffer", "0.gain")} <= rows
+
+
+# -- the whole batch --------------------------------------------------------------------------------------------------
+
+
+class Sequence(nn.Module):
+    def __init__(self, kind: str, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed, self.dropout, self.head = nn.Linear(WIDTH, 8), nn.Dropout(dropout), nn.Linear(8, 4)
+        self.inner: nn.Module = nn.LSTM(8, 8)
+        if kind == "transformer":
+            self.inner = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 1, enable_nested_tensor=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.inner(self.embed(x))
+        return self.head(self.dropout(found[0] if isinstance(found, tuple) else found))
+
+
+def tokens(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+@pytest.mark.parametrize(("kind", "dropout"), [("lstm", 0.0), ("lstm", 0.5), ("transformer", 0.0)])
+@pytest.mark.parametrize("rows", [8, 12])
+def test_trap_28_a_batch_in_dimension_1_does_not_pass_in_silence(kind: str, dropout: float, rows: int) -> None:
+    x, y = torch.randn(8, rows, WIDTH), torch.randint(4, (8, rows))
+    report = verified(lambda: Sequence(kind, dropout), x, tokens, y)
+    assert not report.ok
+    assert not report.wrong  # bits are those of the microbatches, which are wrong
+    assert "along dimension 1 they do not: the batch is in dimension 1; pass batch_dims=1" in report.summary()
+    assert "batch_first=False" in report.summary()
+    told = verified(lambda: Sequence(kind, dropout), x, tokens, y, batch_dims=1)
+    assert told.ok, told.summary()
+    assert verified(lambda: Sequence(kind, dropout), x, tokens, y, whole_batch=False).ok
+
+
+class Mixes(nn.Module):
+    """Rows look at each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        return self.two(x - x.mean(0))
+
+
+class Random(nn.Module):
+    """Draws in any mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand_like(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "verdict", "words"),
+    [
+        (mlp, "close", "the microbatches' loss is that of the whole batch"),
+        (lambda: nn.Sequential(*mlp(2), nn.BatchNorm1d(WIDTH)), "explained", r"batch norm \(2\) takes its statistics"),
+        (lambda: nn.Sequential(*mlp(2), nn.Dropout(0.5)), "explained", r"random numbers \(2\) are drawn"),
+        (lambda: nn.Sequential(*mlp(2), Random()), "explained", "draws random numbers, which cannot be switched off"),
+        (Mixes, "warning", "rows of the batch depend on each other. Is the batch in dimension 1?"),
+        (
+            lambda: nn.Sequential(*mlp(2), nn.Dropout(0.5), nn.BatchNorm1d(WIDTH), Mixes()),
+            "warning",
+            "rows of the batch depend on each other",
+        ),
+    ],
+)
+def test_why_the_whole_batch_differs(make: Any, verdict: str, words: str) -> None:
+    report = verified(make)
+    assert not report.wrong
+    assert report.whole_batch is not None
+    assert report.whole_batch.verdict == verdict, report.whole_batch
+    assert re.search(words, report.whole_batch.text), report.whole_batch.text
+    assert report.ok
+    assert ("; warning: the microbatches' loss is" in report.summary()) == (verdict == "warning")
+    assert report.to_dict()["whole_batch"]["text"] == report.whole_batch.text
+
+
+def test_a_loss_that_is_no_mean_is_warned_of() -> None:
+    target = torch.tensor([0, -100, 1, 2, -100, 3, 1, -100, -100, 2, 1])
+    report = verified(mlp, loss=F.cross_entropy, target=target)
+    assert report.ok
+    assert "warning: the microbatches' loss is" in report.summary()
+    assert "the outputs agree, so that the loss is no mean over rows" in report.summary()
+    told = verified(mlp, loss=F.cross_entropy, target=target, reduction=lambda t: (t != -100).sum())
+    assert told.whole_batch is not None
+    assert told.whole_batch.verdict == "close"
+    summed = verified(mlp, loss=nn.CrossEntropyLoss(reduction="sum"), target=target)
+    assert "pass reduction='sum'" in summed.summary()
+
+
+def test_a_model_that_takes_no_more_than_a_microbatch() -> None:
+    class Small(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) > 3:
+                raise ValueError("too many rows")
+            return super().forward(x)
+
+    report = verified(lambda: Small(*mlp(2)))
+    assert report.ok
+    assert report.whole_batch is not None
+    assert "the model raised on the whole batch (ValueError: too many rows)" in report.whole_batch.text
+
+
+def test_large_sums_and_small_losses_are_no_difference() -> None:
+    """Rounding is told from a difference in double precision."""
+    loss = lambda output: (output * 1e4).mean() - (output * 1e4).mean() + output.mean()  # noqa: E731
+    report = verified(mlp, loss=loss)
+    assert report.whole_batch is not None
+    assert report.whole_batch.verdict == "close"
