@@ -112,7 +112,7 @@ class _Watched:
         self._aside.append(aside)
 
     def put_back(self, module: nn.Module, _args: Any, _result: Any) -> None:
-        """After a call in backward, whether or not it came to its end: checkpointing stops when it has what it needs."""
+        """After a call in backward, which checkpointing may have ended as soon as it had what it needs."""
         self._aside.pop().__exit__(None, None, None)
         self._again += self._first is not None
 

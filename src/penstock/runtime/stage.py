@@ -177,8 +177,9 @@ class StageRunner:
                 outputs = self._run(microbatch, args, runs_again=True)[1]
             extras.keeper.check(versions)
         else:
-            with extras.forward(microbatch), (
-                nullcontext() if extras.offload is None else extras.offload.packing(microbatch)
+            with (
+                extras.forward(microbatch),
+                nullcontext() if extras.offload is None else extras.offload.packing(microbatch),
             ):
                 saved, outputs = self._run(microbatch, args)
             if self._training:
