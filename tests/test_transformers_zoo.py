@@ -252,15 +252,6 @@ def test_a_head_that_asks_for_values_is_refused_and_runs_with_the_loss_outside()
     assert verify(model, (), CLASSES, classified, kwargs={"input_ids": ids}, **given).ok
 
 
-def test_draws_from_numpy_are_refused_with_the_remedy() -> None:
-    """BigBird chooses its sparse blocks so."""
-    model = transformers.BigBirdForMaskedLM(transformers.BigBirdConfig(**SMALL, block_size=2, num_random_blocks=1))
-    ids = torch.randint(3, SMALL["vocab_size"], (4, 32))
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-    with pytest.raises(PartitionError, match=r"draws from Python's or numpy's random numbers.* Draw them with torch"):
-        verify(model, (), kwargs=inputs, ranks=2, microbatches=2)
-
-
 def test_what_changes_activations_is_refused_with_the_remedy() -> None:
     """Wav2Vec2 sets `requires_grad` of an activation inside its forward."""
     torch.manual_seed(0)

@@ -10,16 +10,21 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, fx
 
 from penstock.errors import PartitionError
-from penstock.partition import source
+from penstock.partition import foreign, source
 from penstock.partition._compat import FakeTensor
+from penstock.partition.foreign import States
 
 if TYPE_CHECKING:
     from penstock.partition.recorder import Recorder
@@ -109,6 +114,9 @@ class DrawnArray:
     def __repr__(self) -> str:
         return f"<an array of random numbers, {self.node.name}>"
 
+    def astype(self, dtype: Any) -> DrawnArray:
+        return self.chance.of_array(self, "astype", dtype)
+
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -135,10 +143,15 @@ class Chance:
 
     def __init__(self, recorder: Recorder, choices: Mapping[int, bool]) -> None:
         self._recorder, self._choices = recorder, choices
+        self._thread = threading.get_ident()
+        self._generators = States(recorder.model)
+        self._noted = False
         self._answers: dict[fx.Node, bool] = {}
         self.asks: list[Ask] = []
         self.held = False
         """Whether a `Drawn` was handed out, so that one may come back as an argument."""
+        self.is_foreign = False
+        """Whether any of it, or a unit, draws from Python's or numpy's generators."""
 
     def read(self, function: Any, args: Any) -> tuple[bool, Any]:
         """Whether a call asks for the value of what chance alone decides, and then what it gets."""
@@ -186,12 +199,128 @@ class Chance:
             self.refuse("a random number inside of a module that runs as a whole")
         return self._number("call_function", function, tuple(a.node if isinstance(a, Drawn) else a for a in args))
 
+    def of_array(self, array: DrawnArray, method: str, dtype: Any) -> DrawnArray:
+        """What a method gives of an array."""
+        node = self._recorder.write_number("call_method", method, (array.node, self._recorder.argument(dtype)))
+        return DrawnArray(self, node, sys.modules["numpy"].empty(array.shape, dtype))
+
     def _number(self, op: str, target: Any, args: tuple[Any, ...]) -> Drawn:
         self.held = True
         return Drawn(self, self._recorder.write_number(op, target, args))
 
+    # -- Python's and numpy's random numbers ------------------------------------------------------------------------
+
+    @contextmanager
+    def replaced(self, whole: Collection[FunctionType]) -> Iterator[None]:
+        """Around the forward. `whole`: functions that are recorded as one call."""
+
+        def from_numpy(array: Any) -> Any:
+            if isinstance(array, DrawnArray):
+                return self._recorder.call(real, (array,), {})
+            return real(array)
+
+        real = torch.from_numpy
+        functions = {function: partial(self._call_whole, function) for function in whole}
+        own: str | None = None
+        try:
+            with foreign.replaced(self._recorder.model, self._draw, functions, from_numpy):
+                yield
+            self.check_generators()
+        finally:
+            own = self._generators.take_back()
+        if own is not None:
+            raise PartitionError(
+                f"the forward draws from {own!r}, a random generator of its own, which ranks cannot keep equal. Draw "
+                "from torch, numpy.random or random itself, which give the same for any number of ranks, or switch it "
+                "off"
+            )
+
+    def check_generators(self) -> None:
+        """Refuse what was drawn outside of the units and was not recorded: a recording would freeze it."""
+        if self._generators.moved():
+            raise PartitionError(
+                f"the forward seeds Python's or numpy's random numbers, or draws from them in a way that was not seen, "
+                f"before {self._recorder.here()} which a recording would freeze. Draw them as random.f or "
+                "numpy.random.f, or with torch (torch.rand), inside of a block if they are seeded; or switch it off"
+            )
+
+    def after_unit(self) -> bool:
+        """Whether the unit that ran has moved Python's or numpy's generators, and it was not seen which part of it."""
+        moved, noted, self._noted = self._generators.moved(), self._noted, False
+        if moved:
+            self._generators.accept()
+        self.is_foreign |= moved
+        return moved and not noted
+
+    def _draw(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if threading.get_ident() != self._thread:
+            return function(*args, **kwargs)
+        if name == foreign.FRESH and (args or kwargs) and (*args, *kwargs.values())[0] is not None:
+            return function(*args, **kwargs)  # has a seed of its own
+        if name == foreign.FRESH:
+            self.refuse("a generator that has no seed (numpy.random.default_rng())")
+        if self._recorder.is_paused:
+            self._recorder.observer.draw()
+            self._noted = True
+            return function(*args, **kwargs)
+        self.check_generators()
+        if not all(isinstance(a, (bool, int, float, str, tuple, type(None))) for a in (*args, *kwargs.values())):
+            self.refuse(f"{name} of objects")
+        value = function(*args, **kwargs)
+        self._generators.accept()
+        return self._stand_in(value, "call_function", foreign.draw, (name, *args), kwargs, *_range(name, args, kwargs))
+
+    def _call_whole(self, function: FunctionType, *args: Any, **kwargs: Any) -> Any:
+        recorder = self._recorder
+        if threading.get_ident() != self._thread or recorder.is_paused:
+            return function(*args, **kwargs)
+        self.check_generators()
+        if holds_drawn((args, kwargs)):
+            self.refuse(f"a random number as an argument of {function.__name__}")
+        given, named = recorder.arguments(args, kwargs)
+        value = recorder.run_known(function, args, kwargs)
+        self._generators.accept()
+        return self._stand_in(value, "call_function", function, given, named)
+
+    def _stand_in(
+        self,
+        value: Any,
+        op: str,
+        target: Any,
+        args: Any,
+        kwargs: Any,
+        low: float | None = None,
+        high: float | None = None,
+    ) -> Any:
+        """What stands for a number or an array that was drawn, of which only the kind is taken."""
+        numpy = sys.modules.get("numpy")
+        self.is_foreign = self.held = True
+        if numpy and isinstance(value, numpy.ndarray):
+            if value.dtype.kind not in "biufc":
+                self.refuse("a random choice among objects")
+            if target is foreign.draw and (function := foreign.enclosing_function()) is not None:
+                raise foreign.WholeFunction(function, f"{self._recorder.here()} draws an array")
+            return DrawnArray(self, self._recorder.write_number(op, target, args, kwargs, draws=True), value)
+        if isinstance(value, (bool, int, float)) or (numpy and isinstance(value, numpy.generic)):
+            return Drawn(self, self._recorder.write_number(op, target, args, kwargs, draws=True), low, high)
+        return self.refuse(f"{getattr(target, '__name__', target)}, which gives something else than random numbers")
+
     def refuse(self, what: str) -> NoReturn:
-        raise PartitionError(f"{self._recorder.here()} uses {what}, which a recording cannot follow. {REMEDY}")
+        refusal = f"{self._recorder.here()} uses {what}, which a recording cannot follow. {REMEDY}"
+        if (function := foreign.enclosing_function()) is not None and not self._recorder.is_paused:
+            raise foreign.WholeFunction(function, refusal)
+        raise PartitionError(refusal)
+
+
+def _range(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    """Between which bounds a number lies, where that may decide what is asked of it (a rate of 0)."""
+    if name.rpartition(".")[2] in ("random", "rand", "random_sample", "ranf", "sample"):
+        return 0.0, 1.0
+    if name.endswith(".uniform"):
+        bounds = [*args, *kwargs.values()] or [0.0, 1.0]
+        if len(bounds) == 2 and all(isinstance(b, (int, float)) for b in bounds):
+            return min(bounds), max(bounds)
+    return None, None
 
 
 def stand_ins(tree: Any) -> Any:

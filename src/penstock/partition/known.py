@@ -98,6 +98,10 @@ class Known:
             self._uniform[id(result)] = result
         return Outcome(result, drew, writes)
 
+    def are_known(self, args: Any, kwargs: Any) -> bool:
+        """Whether the values of all tensors among some arguments are known."""
+        return all(id(leaf) in self._real for leaf in flatten((args, kwargs)).leaves if isinstance(leaf, Tensor))
+
     def _decided(self, function: Callable[..., Any], args: Any) -> Tensor | None:
         """What comparing uniform numbers in [0, 1) with a bound gives, if that is certain: layer drop at rate 0."""
         if len(args) != 2 or id(args[0]) not in self._uniform or not isinstance(args[1], (int, float)):

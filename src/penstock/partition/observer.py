@@ -80,6 +80,10 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._inside_function = before
 
+    def draw(self) -> None:
+        """To be called where the running module draws what is no operator's: Python's or numpy's random numbers."""
+        self._drew.append(next((m for m in reversed(self.stack) if self._is_registered(m)), None))
+
     def _is_registered(self, module: nn.Module) -> bool:
         return self._registered is None or id(module) in self._registered
 

@@ -45,6 +45,7 @@ class Partition:
         work: of each stage, its backward included; see `work_of`.
         notes: what the user should know about the recording.
         origins: for each value that enters or leaves a stage, by name: where it was made.
+        is_foreign: the forward draws from Python's or numpy's generators.
         guards: what the forward read from the values of integer inputs; the partition holds where they read the same.
     """
 
@@ -56,6 +57,7 @@ class Partition:
     notes: tuple[str, ...]
     origins: Mapping[str, Origin]
     guards: tuple[Guard, ...]
+    is_foreign: bool
     input_structure: Any
     input_paths: tuple[str, ...]
     input_leaves: tuple[Leaf, ...]

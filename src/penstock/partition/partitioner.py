@@ -17,9 +17,11 @@ from penstock.partition.chain import as_module, known_names
 from penstock.partition.complete import check_complete, unused_note
 from penstock.partition.cut import Balance, balanced_cuts, cut_positions
 from penstock.partition.objects import input_path
+from penstock.partition.obstacle import Obstacle
 from penstock.partition.partition import Origin, Partition, describe
 from penstock.partition.record import record
 from penstock.partition.recording import RandomSource, Recording
+from penstock.partition.remedies import explained
 from penstock.partition.split import Split
 from penstock.partition.stage import Stage, build_stage
 from penstock.partition.units import Grain, find_units
@@ -98,7 +100,7 @@ class Partitioner:
             guard = variants[-1].guards[-1]
             raise PartitionError(
                 f"the forward reads values of its inputs at {guard.source_line}, and got another result for each of "
-                f"{VARIANTS} microbatches (now not {guard.expected!r}). Name an enclosing module in leaves=[...]"
+                f"{VARIANTS} microbatches (now not {guard.expected!r}). Do it outside of the model"
             )
         partition = self._partition(args, kwargs)
         key = (*signature, self._state())  # it may have opened blocks
@@ -145,10 +147,21 @@ class Partitioner:
             torch.is_autocast_enabled() and torch.get_autocast_dtype("cuda"),
         )
 
+    def _record(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Recording:
+        try:
+            return record(self.model, args, kwargs, self._leaves, self._grain)
+        except Obstacle as obstacle:
+
+            def again(leaves: Sequence[str], given: Mapping[str, Any]) -> Recording:
+                return record(self.model, args, given, leaves, self._grain)
+
+            text = explained(obstacle, again, self.model, self._leaves, kwargs, self.stages)
+            raise PartitionError(text) from obstacle
+
     def _partition(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Partition:
         model = self.model
         defaults = default_kwargs(model, args, kwargs)
-        recording = record(model, args, {**kwargs, **defaults}, self._leaves, self._grain)
+        recording = self._record(args, {**kwargs, **defaults})
         if recording.grain != self._grain:
             self._grain = recording.grain
             self._opened = _opened(model, find_units(model, self._leaves, self._grain))
@@ -169,6 +182,7 @@ class Partitioner:
             notes=(*recording.notes, *unused_note(recording, stages)),
             origins=_origins(recording, stages),
             guards=recording.guards,
+            is_foreign=recording.is_foreign,
             input_structure=given.structure,
             input_paths=tuple(map(input_path, given.paths)),
             input_leaves=tuple(describe(leaf) for leaf in given.leaves),

@@ -96,9 +96,15 @@ def _make(fake: Tensor, original: Tensor | None, device: torch.device) -> Tensor
     with torch.no_grad():
         if original is not None and original.device == device:
             return original if isinstance(original, nn.Parameter) else original.clone()
-        tensor = torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device=fake.device)
+        reach = 1 + sum(step * (size - 1) for step, size in zip(fake.stride(), fake.size(), strict=True))
+        memory = torch.empty(reach if fake.numel() else 0, dtype=fake.dtype, device=fake.device)
         if fake.is_floating_point() or fake.is_complex():
-            tensor.normal_(std=1.0 if original is None else 0.02)
+            memory.normal_(std=1.0 if original is None else 0.02)
         else:
-            tensor.fill_(fake.dtype == torch.bool)  # a mask that is all False would leave nothing to attend to
-    return tensor.requires_grad_(fake.requires_grad)
+            memory.fill_(fake.dtype == torch.bool)  # a mask that is all False would leave nothing to attend to
+        tensor = memory.as_strided(fake.size(), fake.stride()).detach()
+    if fake.is_leaf or not fake.requires_grad:
+        return tensor.requires_grad_(fake.requires_grad)
+    with torch.enable_grad():
+        copy = tensor.requires_grad_().clone()  # no leaf, so that it may be updated in place
+        return copy if copy.stride() == tensor.stride() else tensor.view_as(tensor)

@@ -13,21 +13,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from penstock.errors import PartitionError
-from penstock.partition._compat import DATA_DEPENDENT, UNSUPPORTED, fake_mode, flatten, storage_of, unflatten
+from penstock.partition._compat import DATA_DEPENDENT, UNSUPPORTED, fake_mode, flatten, quiet, storage_of, unflatten
 from penstock.partition.branches import with_branches
 from penstock.partition.chain import Chain
 from penstock.partition.chance import node_of_drawn
 from penstock.partition.complete import leaves_of
+from penstock.partition.foreign import WholeFunction
 from penstock.partition.guards import is_integer
 from penstock.partition.known import Restart
 from penstock.partition.modes import Entry
 from penstock.partition.objects import hides_tensors, holds_tensors, input_path
+from penstock.partition.obstacle import Obstacle, rates_read
 from penstock.partition.recorder import Recorder
 from penstock.partition.recording import Constant, Recording
 from penstock.partition.source import raising_line
@@ -48,12 +51,16 @@ def record(
 
     Raises PartitionError, with the line of the user's code, for what a stage could not replay.
     """
-    reason = ""
+    reason, functions = "", frozenset[FunctionType]()
     while True:
-        one_way = partial(_one_way, model, args, kwargs, find_units(model, leaves, grain))
+        one_way = partial(_one_way, model, args, kwargs, find_units(model, leaves, grain), functions)
         try:
             recording = one_way({})
             return replace(with_branches(recording, one_way) if recording.asks else recording, grain=grain)
+        except WholeFunction as whole:
+            if whole.function in functions:
+                raise PartitionError(whole.refusal) from None
+            functions |= {whole.function}
         except Leak as leak:
             if leak.kind in grain.exposed:
                 raise PartitionError(leak.refusal) from None
@@ -65,6 +72,8 @@ def record(
         except PartitionError as error:
             if not reason:
                 raise
+            if isinstance(error, Obstacle):
+                raise error.because(reason) from error
             raise PartitionError(f"{reason}. To record it call by call does not help: {error}") from error
 
 
@@ -73,13 +82,14 @@ def _one_way(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     units: dict[int, Unit],
+    functions: frozenset[FunctionType],
     choices: Mapping[int, bool],
 ) -> Recording:
     """The way that the forward takes with these answers where it branches by chance."""
     fake_calls: frozenset[int] = frozenset()
     while True:
         try:
-            return _record(model, args, kwargs, units, fake_calls, choices)
+            return _record(model, args, kwargs, units, functions, fake_calls, choices)
         except Restart as restart:
             fake_calls = restart.fake_calls  # calls are numbered anew in each way
 
@@ -100,6 +110,7 @@ def _record(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     units: dict[int, Unit],
+    functions: frozenset[FunctionType],
     fake_calls: frozenset[int],
     choices: Mapping[int, bool],
 ) -> Recording:
@@ -125,7 +136,8 @@ def _record(
                         "objects of tensors"
                     )
             try:
-                result = _run(model, recorder, mode, inputs, given.structure)
+                with recorder.chance.replaced(functions):
+                    result = _run(model, recorder, mode, inputs, given.structure)
             except (PartitionError, Leak, Regroup):
                 recorder.sideways.check_units(recorder.on_memory)  # which may be why
                 raise
@@ -141,19 +153,17 @@ def _run(model: nn.Module, recorder: Recorder, mode: Any, inputs: list[Any], str
     observer = recorder.observer
     modules = [u.module for u in recorder.units.values()]
     try:
-        with mode, observer, observer.following_modules(), _autograd_functions(recorder), _quiet_about_hooks():
+        with mode, observer, observer.following_modules(), _autograd_functions(recorder), _quiet_about_hooks(), quiet():
             with intercepted(modules, recorder.call_unit), recorder:
                 return model(*args, **kwargs)
     except DATA_DEPENDENT as error:
-        raise PartitionError(_depends_on_values(recorder, error)) from error
+        raise _depends_on_values(recorder, error) from error
     except UNSUPPORTED as error:
-        raise PartitionError(
-            f"{raising_line(error)} in {_module(recorder)} cannot run on fake tensors: {error}. Name an enclosing "
-            "module in leaves=[...], so that it runs as a whole"
-        ) from error
+        why = f"{raising_line(error)} in {_module(recorder)} cannot run on fake tensors: {error}"
+        raise Obstacle(why, recorder.enclosing) from error
     except RuntimeError as error:
         if "subclasses" in str(error) or "fake tensor" in str(error).lower():  # .numpy(), .data_ptr()
-            raise PartitionError(_depends_on_values(recorder, error)) from error
+            raise _depends_on_values(recorder, error) from error
         raise
 
 
@@ -165,19 +175,13 @@ def _quiet_about_hooks() -> Iterator[None]:
         yield
 
 
-def _depends_on_values(recorder: Recorder, error: Exception) -> str:
+def _depends_on_values(recorder: Recorder, error: Exception) -> Obstacle:
     where = f"the forward depends on the values of a tensor at {raising_line(error)} in {_module(recorder)}"
-    remedy = "Name an enclosing module in leaves=[...], so that it runs as a whole"
-    if not recorder.scope:  # no module but the model encloses it
-        remedy = "Do it outside of the model (where it makes the loss, leave out labels and give loss=...)"
-    return (
-        f"{where}, which a recording cannot follow. {remedy}, or make the branch constant (for layer drop: rate 0 or "
-        "eval mode)"
-    )
+    return Obstacle(f"{where}, which a recording cannot follow", recorder.enclosing, rates_read(error))
 
 
 def _module(recorder: Recorder) -> str:
-    return f"module {recorder.scope!r}" if recorder.scope else "the model's own forward"
+    return f"module {recorder.enclosing!r}" if recorder.enclosing else "the model's own forward"
 
 
 @contextmanager
@@ -263,6 +267,7 @@ def _finish(recorder: Recorder, loan: Loan, units: Any, result: Any) -> Recordin
         guards=tuple(recorder.guards),
         notes=tuple(dict.fromkeys(recorder.notes)),
         asks=tuple(recorder.chance.asks),
+        is_foreign=recorder.chance.is_foreign,
         needed=frozenset(needed),
         touched=frozenset(recorder.observer.provenance.touched),
     )

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.errors import PartitionError
 from penstock.partition import calls, source
-from penstock.partition._compat import FakeTensor, FakeTensorMode, flatten, quiet, storage_of
+from penstock.partition._compat import FakeTensor, FakeTensorMode, flatten, quiet, storage_of, unset_fake_temporarily
 from penstock.partition.chance import Chance, holds_drawn, node_of_drawn, stand_ins
 from penstock.partition.guards import Guard, make_guard
 from penstock.partition.known import Known
@@ -36,6 +36,7 @@ from penstock.partition.objects import (
     tensors_in,
 )
 from penstock.partition.observer import Observer
+from penstock.partition.obstacle import Obstacle
 from penstock.partition.passed import Passed, kept_by
 from penstock.partition.provenance import Call as Running
 from penstock.partition.real import run_for_real
@@ -112,10 +113,7 @@ class Recorder(TorchFunctionMode):
                 return function(*args, **kwargs)
             why = calls.refusal(function, args)
             if why is not None:
-                raise PartitionError(
-                    f"{self._here()} {why}, which cannot be replayed on a stage. Do it outside of the model, or name "
-                    "an enclosing module in leaves=[...], so that it runs as a whole"
-                )
+                raise Obstacle(f"{self._here()} {why}, which cannot be replayed on a stage", self.enclosing)
             stale = self._stale_gradient(args, kwargs)
             by_chance = self.chance.held and holds_drawn((args, kwargs))
             plain = stand_ins((args, kwargs)) if by_chance else (args, kwargs)
@@ -151,10 +149,13 @@ class Recorder(TorchFunctionMode):
                     raise Regroup(refusal, opened=[unit.name])
             self.known.expose(leaf for leaf in leaves if isinstance(leaf, Tensor))
             given = Passed(args, kwargs, self._kept)
+            self.chance.check_generators()
             first_call = len(self.observer.calls)
             with self._running(args, kwargs, unit):
                 result, drew, writes = self._run_unit(original, unit, args, kwargs)
                 self.observer.provenance.read(list(tensors_in((result, given.containers))))
+            if self.chance.after_unit():
+                drew = [*drew, module]
             self.known.refuse_writes(writes)
             for inner in drew:
                 inner = inner or module
@@ -247,9 +248,11 @@ class Recorder(TorchFunctionMode):
                     self.facts[known].updates.append((fact.index, tensor_meta(tensor)))
         return fact
 
-    def write_number(self, op: str, target: Any, args: tuple[Any, ...], *, draws: bool = False) -> fx.Node:
+    def write_number(
+        self, op: str, target: Any, args: tuple[Any, ...], kwargs: Any = None, *, draws: bool = False
+    ) -> fx.Node:
         """A call that gives a number (or an array) by chance, which every stage that needs it makes for itself."""
-        node = self.graph.create_node(op, target, args)
+        node = self.graph.create_node(op, target, args, kwargs or {})
         fact = self._fact(node, "call", None)
         fact.draws, fact.is_anywhere = draws, True
         return node
@@ -371,7 +374,7 @@ class Recorder(TorchFunctionMode):
         if id(value) in self._opaque:
             return self._opaque[id(value)][1]
         if (refusal := self._hidden(value)) is not None:
-            raise PartitionError(refusal)
+            raise Obstacle(refusal, self.enclosing)
         return self._constant(value, kind.__name__ if not isinstance(value, type) else value.__name__)
 
     def _hidden(self, value: Any) -> str | None:
@@ -380,10 +383,7 @@ class Recorder(TorchFunctionMode):
             return None
         if not hasattr(type(value), "__next__") and not hides_tensors(value, fake_only=True):
             return None
-        return (
-            f"{self._here()} passes on a {type(value).__name__}, from which tensors cannot be taken out. Pass the "
-            "tensors themselves, or name an enclosing module in leaves=[...], so that it runs as a whole"
-        )
+        return f"{self._here()} passes on a {type(value).__name__}, from which tensors cannot be taken out"
 
     def node_of(self, tensor: Tensor) -> fx.Node:
         """The node that stands for a tensor. Raises PartitionError for one whose origin was not recorded."""
@@ -397,12 +397,12 @@ class Recorder(TorchFunctionMode):
             refusal = (
                 f"{self._here()} uses a tensor of shape {tuple(tensor.shape)} that no recorded call made: "
                 f"{self._holder_of(tensor) or 'a block left it in an attribute, or compiled code made it'}. "
-                "Return it from the block, or name an enclosing module in leaves=[...], so that it runs as a whole"
+                "Return it from the block"
             )
             if id(tensor) in self.observer.returned:
                 raise Leak(type(self.observer.returned[id(tensor)][1]), refusal)
             self.sideways.open_maker(tensor, refusal)
-            raise PartitionError(refusal)
+            raise Obstacle(refusal, self.enclosing)
         if tensor.requires_grad:
             raise PartitionError(
                 f"{self._here()} uses a tensor of shape {tuple(tensor.shape)} that requires a gradient but is no "
@@ -426,6 +426,28 @@ class Recorder(TorchFunctionMode):
             self._fact(node, kind, value if isinstance(value, Tensor) else None)
         return self._attributes[path]
 
+    call = _call
+
+    def arguments(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A call's arguments as those of a node."""
+        return self._arguments(args, kwargs)
+
+    def argument(self, value: Any) -> Any:
+        return self._argument(value)
+
+    def run_known(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The result of a function that draws, run for real. Raises PartitionError if it takes values not known."""
+        with self._pause():
+            if not self.known.are_known(args, kwargs):
+                raise PartitionError(
+                    f"{self._here()} calls {function.__name__}, which draws random numbers, with a tensor whose values "
+                    "are not known when the forward is recorded. Switch it off, or do it outside of the model"
+                )
+            with unset_fake_temporarily():
+                value = function(*args, **kwargs)
+            self.observer.take(keep=False)
+            return value
+
     def is_seen(self, tensor: Tensor) -> bool:
         return id(tensor) in self._seen
 
@@ -443,8 +465,13 @@ class Recorder(TorchFunctionMode):
     def scope(self) -> str:
         return self.module_names.get(id(self.observer.stack[-1]), "") if self.observer.stack else ""
 
+    @property
+    def enclosing(self) -> str:
+        """The name of the innermost running module that is the model's: a forward may make others."""
+        return next((self.module_names[id(m)] for m in reversed(self.observer.stack) if id(m) in self.module_names), "")
+
     def _here(self) -> str:
-        return f"{source.current_line()}, in {f'module {self.scope!r}' if self.scope else 'the model'},"
+        return f"{source.current_line()}, in {f'module {self.enclosing!r}' if self.enclosing else 'the model'},"
 
     def _holder_of(self, tensor: Tensor) -> str:
         for name, module in self.model.named_modules():

@@ -137,6 +137,7 @@ class Recording:
             forward.
         touched: canonical names of the parameters and buffers that any operator took.
         asks: where the forward asked for the outcome of something random.
+        is_foreign: it draws from Python's or numpy's generators.
     """
 
     graph: fx.Graph
@@ -158,6 +159,7 @@ class Recording:
     needed: frozenset[str] = frozenset()
     touched: frozenset[str] = frozenset()
     asks: tuple[Ask, ...] = ()
+    is_foreign: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,7 +207,16 @@ class Split:
             for storage in touched:
                 stages.setdefault(storage, set()).add(stage)
         for storage in names:
-            if storage in self.written and len(stages.get(storage, ())) > 1:
+            if len(stages.get(storage, ())) < 2:
+                continue
+            held = self.recording.held.get(names[storage])
+            if held is not None and held.requires_grad and not isinstance(held, nn.Parameter):
+                raise PartitionError(
+                    f"{names[storage]!r} is a buffer that requires a gradient, and is used on stages "
+                    f"{sorted(stages[storage])}: its gradients would not be added up. Register it as an nn.Parameter, "
+                    "or move the cut so that all its uses are on one stage"
+                )
+            if storage in self.written:
                 writer = next(f for f in self.facts.values() if storage in f.writes)
                 raise PartitionError(
                     f"{names[storage]!r} is updated in place by {self._name(writer)} but used on stages "

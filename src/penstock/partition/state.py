@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import PartitionError
 from penstock.partition._compat import FakeTensor, FakeTensorMode, flatten, unflatten
 
 CONTAINERS = (dict, OrderedDict, list, set)
@@ -121,37 +120,20 @@ def map_tensors(function: Any, tree: Any) -> Any:
 
 @contextmanager
 def untouched_generators() -> Iterator[None]:
-    """Put torch's generators back; refuse what draws from Python's or numpy's, which a recording would freeze."""
+    """Put torch's, Python's and numpy's generators back."""
     cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     torch_states = torch.get_rng_state(), torch.cuda.get_rng_state_all() if cuda else None
     numpy = sys.modules.get("numpy")
     before = random.getstate(), numpy.random.get_state() if numpy else None
     random.seed()  # something new, so that a forward that seeds them is seen, whatever the state was before
-    python_state = random.getstate()
-    numpy_state = ""
     if numpy:
         numpy.random.seed()
-        numpy_state = _text(numpy.random.get_state())
     try:
         yield
     finally:
         torch.set_rng_state(torch_states[0])
         if torch_states[1] is not None:
             torch.cuda.set_rng_state_all(torch_states[1])
-        drawn = random.getstate() != python_state
         random.setstate(before[0])
         if numpy:
-            drawn = drawn or _text(numpy.random.get_state()) != numpy_state
             numpy.random.set_state(before[1])
-    if drawn:
-        raise PartitionError(
-            "the forward draws from Python's or numpy's random numbers, which differ between ranks and which a "
-            "recording would freeze. Draw them with torch (torch.rand), or switch them off (models of transformers: "
-            "mask_time_prob=0 and layerdrop=0 in the configuration, or eval mode)"
-        )
-
-
-def _text(state: tuple[Any, ...]) -> str:
-    """Numpy's state in a form that can be compared: its keys, its position in them, and a second normal draw."""
-    kind, keys, *rest = state
-    return f"{kind} {keys.tobytes().hex()} {rest}"

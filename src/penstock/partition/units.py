@@ -117,12 +117,17 @@ def _encloses(module: nn.Module, kinds: Collection[type[nn.Module]]) -> bool:
 
 def _is_opened(child: nn.Module, parent: nn.Module) -> bool:
     """Whether to descend into a child that would be a unit by its place, since it only wraps what is repeated."""
-    if isinstance(child, LISTS):
+    if not has_forward(child):
         return True
     if isinstance(child, nn.Sequential):
         return not isinstance(parent, (nn.ModuleList, Chain))
     alone = sum(type(sibling) is type(child) for sibling in parent.children()) == 1
     return isinstance(parent, (nn.Sequential, nn.ModuleDict)) and alone and _has_repeated_blocks(child)
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called: lists and what only holds others cannot."""
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
 def _has_repeated_blocks(module: nn.Module) -> bool:

@@ -137,6 +137,7 @@ class Engine:
             check_alike(first, other)
         for partition in partitions:
             self.streams.watch(partition.drawing_modules)
+            self.streams.seeds_foreign |= partition.is_foreign
         head = LossHead(loss, [partition.build_output for partition in partitions], self.streams, needed=training)
         rank_of = schedule.placement.rank_of
         here = [stage for stage in first.stages if rank_of[stage.meta.index] in self.ranks]

@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import ArgumentError
 from penstock.partition import INPUT_OVERWRITTEN, Stage
+from penstock.partition._compat import flatten, unflatten
+from penstock.partition.state import map_tensors
 from penstock.runtime import exact
 from penstock.runtime.recompute import BufferCopies, Buffers, updated_buffers
 
@@ -66,10 +68,15 @@ class _Again(nn.Module):
         names = tuple(kwargs)
         call = _Call(self.layer, names, self._buffers_of_layer.copy())
         given = (*args, *kwargs.values())
-        if not self._copies:
+        flat = flatten(given, empty=True)
+        if not self._copies and len(flat.leaves) == len(given):  # tensors and plain values
             return checkpoint(call, *given, use_reentrant=False, context_fn=call.contexts)
-        call.first, call.takes_gradient = given, [isinstance(a, Tensor) and a.requires_grad for a in given]
-        kept = [exact.copy_as(exact.Layout.of(a), a) if isinstance(a, Tensor) else a for a in given]
+        call.first = given  # objects that the first run may change are handed over as they are
+        if self._copies:
+            tensors = [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
+            call.takes_gradient = [tensor.requires_grad for tensor in tensors]
+            flat = flat._replace(leaves=[_copy(x) if isinstance(x, Tensor) else x for x in flat.leaves])
+        kept = unflatten(flat.leaves, flat.structure)
         return checkpoint(call, *kept, use_reentrant=False, context_fn=call.contexts)
 
 
@@ -78,7 +85,7 @@ class _Call:
 
     Attributes:
         first: what the first run takes in place of the copies that are kept.
-        takes_gradient: of each argument, where copies are kept.
+        takes_gradient: of each tensor among the arguments, where copies are kept.
     """
 
     def __init__(self, layer: nn.Module, names: Sequence[str], before: BufferCopies) -> None:
@@ -90,7 +97,8 @@ class _Call:
         if self.first is not None:
             given, self.first = tuple(self.first), None
         elif self.takes_gradient is not None:
-            given = tuple(map(_received, given, self.takes_gradient))
+            flags = iter(self.takes_gradient)
+            given = map_tensors(lambda tensor: _received(tensor, next(flags)), given)
         positional = len(given) - len(self._names)
         return self._layer(*given[:positional], **dict(zip(self._names, given[positional:], strict=True)))
 
@@ -99,7 +107,11 @@ class _Call:
         return nullcontext(), self._before.in_place()
 
 
-def _received(value: Any, takes_gradient: bool) -> Any:
+def _copy(tensor: Tensor) -> Tensor:
+    return exact.copy_as(exact.Layout.of(tensor), tensor)
+
+
+def _received(value: Tensor, takes_gradient: bool) -> Tensor:
     """A copy as what it was: a value of a graph, which may be updated in place."""
     if not takes_gradient:
         return value

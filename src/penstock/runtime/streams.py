@@ -8,6 +8,8 @@ recomputation must draw the same mask again. With no pipeline step in progress t
 from __future__ import annotations
 
 import hashlib
+import random
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -50,6 +52,8 @@ class Streams:
         self.seed = seed
         self.first_microbatch = 0
         """Of this replica in the whole batch: each replica draws what one device would for its part of the batch."""
+        self.seeds_foreign = False
+        """Whether Python's and numpy's generators are set as torch's are: if a model that is bound draws from them."""
         self._keys: dict[str, int] = {}
         self._calls: dict[str, int] = {}
         self._drawn: dict[tuple[str, int], int] = {}
@@ -81,11 +85,17 @@ class Streams:
         self._generators = tuple(dict.fromkeys([torch.default_generator, *map(generator_of, devices)]))
         self._drawn.clear()
         states = [generator.get_state() for generator in self._generators]
+        numpy = sys.modules.get("numpy")
+        foreign = random.getstate(), numpy.random.get_state() if numpy else None
         self._step = step
         try:
             yield
         finally:
             self._base = None
+            if self.seeds_foreign:
+                random.setstate(foreign[0])
+                if numpy:
+                    numpy.random.set_state(foreign[1])
             for generator, state in zip(self._generators, states, strict=True):
                 generator.set_state(state)
 
@@ -136,6 +146,10 @@ class Streams:
     def _seed(self, seed: int) -> None:
         for generator in self._generators:
             generator.manual_seed(seed)
+        if self.seeds_foreign:
+            random.seed(seed)
+            if (numpy := sys.modules.get("numpy")) is not None:
+                numpy.random.seed((seed & 0xFFFFFFFF, seed >> 32))
 
 
 class _Hook:

@@ -1,0 +1,182 @@
+"""Python's and numpy's random numbers while a forward is recorded: who draws them, and whether any are overlooked.
+
+Their functions are replaced meanwhile, also under the names by which the modules of the model's classes have imported
+them. What reaches the generators in another way is seen by their state.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from types import FrameType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.partition.source import OURS
+
+Handler = Callable[[str, Callable[..., Any], Any, Any], Any]
+"""Takes the name of a function that draws, the function, and its arguments."""
+
+SEEDING = ("seed", "getstate", "setstate", "get_state", "set_state")
+FRESH = "numpy.random.default_rng"
+"""Makes a generator of its own; without a seed, another one each time."""
+
+
+class WholeFunction(BaseException):
+    """A function of the model's library draws in a way that can only be recorded as one call: record again so.
+
+    No Exception, so that the model's own `except` clauses do not take it.
+    """
+
+    def __init__(self, function: FunctionType, refusal: str) -> None:
+        super().__init__(refusal)
+        self.function, self.refusal = function, refusal
+
+
+@cache
+def sources() -> Mapping[str, Callable[..., Any]]:
+    """By qualified name, the functions that draw from Python's and numpy's global generators."""
+    found: dict[str, Callable[..., Any]] = {}
+    for name in random.__all__:
+        function = getattr(random, name)
+        if name not in SEEDING and isinstance(getattr(function, "__self__", None), random.Random):
+            found[f"random.{name}"] = function
+    if (numpy := sys.modules.get("numpy")) is not None:
+        for name in dir(numpy.random):
+            function = getattr(numpy.random, name)
+            if name not in SEEDING and isinstance(getattr(function, "__self__", None), numpy.random.RandomState):
+                found[f"numpy.random.{name}"] = function
+        found[FRESH] = numpy.random.default_rng
+    return found
+
+
+def draw(name: str, *args: Any, **kwargs: Any) -> Any:
+    """A recorded draw, as a stage makes it again."""
+    return sources()[name](*args, **kwargs)
+
+
+@contextmanager
+def replaced(
+    model: nn.Module, drawing: Handler, whole: Mapping[FunctionType, Callable[..., Any]], from_numpy: Callable[..., Any]
+) -> Iterator[None]:
+    """Meanwhile what draws goes to `drawing`, what is in `whole` to its value, and `torch.from_numpy` to another."""
+    new: dict[int, Any] = {id(function): value for function, value in whole.items()}
+    for name, function in sources().items():
+        new[id(function)] = _through(drawing, name, function)
+    changed: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for namespace in _namespaces(model, whole):
+            for name, value in list(namespace.items()):
+                if id(value) in new:
+                    changed.append((namespace, name, value))
+                    namespace[name] = new[id(value)]
+        changed.append((torch.__dict__, "from_numpy", torch.from_numpy))
+        torch.__dict__["from_numpy"] = from_numpy
+        yield
+    finally:
+        for namespace, name, value in changed:
+            namespace[name] = value
+
+
+def _through(drawing: Handler, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def through(*args: Any, **kwargs: Any) -> Any:
+        return drawing(name, function, args, kwargs)
+
+    return through
+
+
+def _namespaces(model: nn.Module, whole: Mapping[FunctionType, Any]) -> Iterator[dict[str, Any]]:
+    """The globals of `random`, of `numpy.random` and of every module that a class of the model comes from."""
+    names = {"random", "numpy.random", *(function.__module__ for function in whole)}
+    for kind in {type(module) for module in model.modules()}:
+        names |= {base.__module__ for base in kind.__mro__}
+    for name in sorted(names):
+        if name in sys.modules and not name.startswith("torch.") and name != "builtins":
+            yield vars(sys.modules[name])
+
+
+def enclosing_function() -> FunctionType | None:
+    """The outermost global function between the line that runs and the module in whose forward that is."""
+    found: FunctionType | None = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if not code.co_filename.startswith(OURS):
+            first = frame.f_locals.get(code.co_varnames[0]) if code.co_varnames else None
+            if isinstance(first, nn.Module):
+                return found
+            function = frame.f_globals.get(code.co_name)
+            function = getattr(function, "__wrapped__", function)
+            if isinstance(function, FunctionType) and function.__code__ is code:
+                found = function
+        frame = frame.f_back
+    return None
+
+
+class States:
+    """The states of Python's and numpy's generators, and of those that the model holds, to be compared with."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._own = dict(_own_generators(model))
+        self._before = {name: _state_of(generator) for name, generator in self._own.items()}
+        self._known = self._now()
+
+    def moved(self) -> bool:
+        """Whether a global one is not as it was at `accept`."""
+        return self._now() != self._known
+
+    def accept(self) -> None:
+        """Take the present state as the one to compare with."""
+        self._known = self._now()
+
+    def take_back(self) -> str | None:
+        """The name of one of the model's own generators that was drawn from; all of them are as before then."""
+        moved = [
+            name for name, generator in self._own.items() if repr(_state_of(generator)) != repr(self._before[name])
+        ]
+        for name in moved:
+            _set_state(self._own[name], self._before[name])
+        return moved[0] if moved else None
+
+    def _now(self) -> tuple[Any, ...]:
+        numpy = sys.modules.get("numpy")
+        if numpy is None:
+            return (random.getstate(),)
+        kind, keys, *rest = numpy.random.get_state()
+        return random.getstate(), kind, keys.tobytes(), *rest
+
+
+def _own_generators(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Generators of Python and numpy in the attributes of modules, and in the globals of the modules they come from."""
+    numpy = sys.modules.get("numpy")
+    kinds = (random.Random, *((numpy.random.Generator, numpy.random.RandomState) if numpy else ()))
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            for item in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(item, kinds) and not isinstance(item, random.SystemRandom):
+                    yield f"{path}.{name}".lstrip("."), item
+    for namespace in _namespaces(model, {}):
+        if namespace["__name__"] not in ("random", "numpy.random"):
+            for name, value in namespace.items():
+                if isinstance(value, kinds) and not isinstance(value, random.SystemRandom):
+                    yield f"{namespace['__name__']}.{name}", value
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.get_state() if hasattr(generator, "get_state") else generator.bit_generator.state
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif hasattr(generator, "set_state"):
+        generator.set_state(state)
+    else:
+        generator.bit_generator.state = state

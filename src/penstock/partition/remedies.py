@@ -1,0 +1,160 @@
+"""Tries what may help where a forward cannot be recorded, before a message says so; tells what is then left to split.
+
+The module around an obstacle is run as a whole, and the model is recorded again, until nothing else is in the way. So
+the message has all obstacles at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from penstock.errors import PartitionError
+from penstock.partition.cut import candidates
+from penstock.partition.obstacle import Obstacle, Rate
+from penstock.partition.recording import Recording
+from penstock.partition.units import has_forward
+
+TRIALS = 12
+"""How often a model is recorded again at most."""
+
+SECONDS = 30.0
+"""For how long new trials are begun."""
+
+LISTED = 8
+"""How many leaves a message lists by name."""
+
+Record = Callable[[Sequence[str], Mapping[str, Any]], Recording]
+"""Records with these leaves and keyword arguments."""
+
+
+@dataclass
+class _Search:
+    """What was found so far."""
+
+    record: Record
+    model: nn.Module
+    kwargs: Mapping[str, Any]
+    leaves: list[str]
+    given: Sequence[str]
+    found: list[Obstacle]
+    recording: Recording | None = None
+    failure: str = ""
+    trials: int = 0
+    started: float = field(default_factory=time.monotonic)
+
+    def may_try(self) -> bool:
+        self.trials += 1
+        return self.trials <= TRIALS and time.monotonic() - self.started < SECONDS
+
+    def run(self) -> None:
+        """Runs modules as a whole until the model is recorded, or nothing helps."""
+        scope = self.found[-1].scope
+        while scope and self.may_try():
+            leaves = self._with(scope)
+            try:
+                self.recording = self.record(leaves, self.kwargs)
+                self.leaves = leaves
+                return
+            except Obstacle as obstacle:
+                if obstacle.scope not in leaves:  # another one
+                    self.leaves, scope = leaves, obstacle.scope
+                    self.found.append(obstacle)
+                    continue
+                self.failure = str(obstacle)
+            except PartitionError as error:
+                self.failure = f"leaves={leaves!r} does not help: {error}"
+            scope = scope.rpartition(".")[0]
+            while scope and not has_forward(self.model.get_submodule(scope)):
+                scope = scope.rpartition(".")[0]
+
+    def _with(self, scope: str) -> list[str]:
+        """The leaves with another one; with all of its kind, where the second of a kind is in the way."""
+        kind = type(self.model.get_submodule(scope))
+        again = any(type(self.model.get_submodule(leaf)) is kind for leaf in self.leaves)
+        new = [n for n, m in self.model.named_modules() if type(m) is kind] if again else [scope]
+        every = dict.fromkeys((*self.leaves, *new))
+        return [n for n in every if not any(n.startswith(f"{other}.") for other in every)]
+
+
+def explained(
+    error: Obstacle, record: Record, model: nn.Module, leaves: Sequence[str], kwargs: Any, stages: int
+) -> str:
+    """What to tell of an obstacle: all that is in the way, and what was found to help."""
+    search = _Search(record, model, kwargs, list(leaves), leaves, [error])
+    search.run()
+    why = list(dict.fromkeys(obstacle.why for obstacle in search.found))
+    text = why[0]
+    if len(why) > 1:
+        text = f"{len(why)} things are in the way: " + "; ".join(f"({n}) {one}" for n, one in enumerate(why, 1))
+    remedies = []
+    if search.recording is not None:
+        it = "it runs as a whole" if len(search.found) == 1 else "they run as wholes"
+        given = _listed(search.leaves, model)
+        left = _left(search.recording, model, search.leaves, stages)
+        remedies.append(f"Give leaves={given}, so that {it} (tried: {left})")
+    if len(search.found) == 1:
+        remedies += [f"set {name} to 0, now {rate.value:g} (tried)" for name, rate in _rates(search, error)]
+        if (
+            "labels" in kwargs
+            and search.may_try()
+            and _records(search, {k: v for k, v in kwargs.items() if k != "labels"})
+        ):
+            remedies.append("leave out labels and give loss=... (tried)")
+    if not remedies:
+        failed = f" {search.failure[:1].upper()}{search.failure[1:]}" if search.failure else ""
+        return f"{text}.{failed} Do it outside of the model"
+    first, *others = remedies
+    return f"{text}. {', or '.join([first[:1].upper() + first[1:], *others])}"
+
+
+def _rates(search: _Search, error: Obstacle) -> Iterator[tuple[str, Rate]]:
+    """The rates that help where they are 0."""
+    names = {id(module): name for name, module in search.model.named_modules()}
+    for rate in error.rates:
+        if id(rate.module) in names and search.may_try():
+            with _set(rate, 0.0):
+                if _records(search, search.kwargs):
+                    yield f"{names[id(rate.module)]}.{rate.name}".lstrip("."), rate
+
+
+def _records(search: _Search, kwargs: Mapping[str, Any]) -> bool:
+    try:
+        search.record(search.given, kwargs)
+    except PartitionError:
+        return False
+    return True
+
+
+@contextmanager
+def _set(rate: Rate, value: float) -> Iterator[None]:
+    setattr(rate.module, rate.name, value)
+    try:
+        yield
+    finally:
+        setattr(rate.module, rate.name, rate.value)
+
+
+def _left(recording: Recording, model: nn.Module, leaves: Sequence[str], stages: int) -> str:
+    """What can still be shared among stages."""
+    pieces = candidates(recording, model, "flops")
+    whole = sum(piece.weight for piece in pieces) or 1
+    if len(pieces) < stages:
+        return f"only {len(pieces)} modules are left to share among {stages} stages"
+    largest = max(pieces, key=lambda piece: piece.weight)
+    share = f"{largest.weight / whole:.0%} of the work"
+    if largest.name in leaves:
+        return f"{largest.name!r} is {share}, all of it on one stage"
+    return f"the largest piece is then {largest.name!r}, with {share}"
+
+
+def _listed(leaves: Sequence[str], model: nn.Module) -> str:
+    kinds = {type(model.get_submodule(leaf)) for leaf in leaves}
+    if len(leaves) <= LISTED or len(kinds) > 1:
+        return repr(list(leaves))
+    return f"[n for n, m in model.named_modules() if type(m).__name__ == {kinds.pop().__name__!r}]"

@@ -1,0 +1,118 @@
+"""What a message sends into `leaves=` works there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from chained import NoStreams, assert_same, run_chained, run_unsplit
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from models import Case, squared_error
+from penstock.errors import PartitionError
+from penstock.partition import Partitioner
+
+WIDTH = 6
+
+
+class Expands(nn.Module):
+    """Takes and returns tensors, some strides of which are 0, and reads values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, token: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        if token.sum() > 1e9:
+            x = x * 2
+        return self.linear(x + token[:, :1]).expand(-1, 4, -1), token.expand(-1, 4, -1)
+
+
+class Expanded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(WIDTH, WIDTH), Expands(), nn.Linear(WIDTH, WIDTH)
+        self.token = nn.Parameter(torch.randn(1, 1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        token = self.token.expand(len(x), 4, WIDTH)
+        y, z = self.second(token, self.first(x))
+        return self.last(y) + z + token
+
+
+class Weighs(nn.Module):
+    """Has a buffer that requires a gradient, and reads values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.randn(WIDTH).requires_grad_())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight if x.sum() < 1e9 else x
+
+
+class Overwrites(nn.Module):
+    """Updates what it is given in place, and reads values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2) if x.sum() < 1e9 else x
+
+
+class Packs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return pad_packed_sequence(self.recurrent(packed)[0], batch_first=True, total_length=x.shape[1])[0]
+
+
+class Around(nn.Module):
+    """Linear layers around something."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(WIDTH, WIDTH), inner, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, *more: Any) -> Tensor:
+        return self.last(self.second(self.first(x), *more))
+
+
+CASES = {
+    "expanded": (Expanded, torch.zeros(3, 1, WIDTH), ()),
+    "buffer with a gradient": (lambda: Around(Weighs()), torch.randn(3, WIDTH), ()),
+    "update in place": (lambda: Around(Overwrites()), torch.randn(3, WIDTH), ()),
+    "packed sequence": (lambda: Around(Packs()), torch.randn(3, 5, WIDTH), (torch.tensor([3, 5, 1]),)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_remedy_that_the_message_gives_works(name: str) -> None:
+    torch.manual_seed(0)
+    make, x, more = CASES[name]
+    model = make()
+    target = torch.randn(3, 4, WIDTH) if name == "expanded" else torch.randn(x.shape)
+    case = Case(model, (x, *more), {}, target, squared_error)
+    with pytest.raises(PartitionError, match=r"leaves=\['second'\]"):
+        Partitioner(model, 3, streams=NoStreams())(case.args)
+    partition = Partitioner(model, 3, ["second", "last"], ["second"], streams=NoStreams())(case.args)
+    output = run_chained(partition, case)
+    grads = {n: t.grad.clone() for n, t in (*model.named_parameters(), *model.named_buffers())}
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.grad = None
+    assert_same(output, run_unsplit(model, case))
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        assert torch.equal(grads[name], tensor.grad), name
+
+
+def test_a_buffer_with_a_gradient_on_two_stages_is_refused() -> None:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
+    scale = torch.randn(WIDTH).requires_grad_()
+    for layer in model:
+        layer.register_buffer("scale", scale)
+        layer.forward = lambda x, layer=layer: nn.functional.linear(x, layer.weight) * layer.scale
+    with pytest.raises(PartitionError, match=r"'0\.scale' is a buffer that requires a gradient, .* stages \[0, 1\]"):
+        Partitioner(model, 2, streams=NoStreams())((torch.randn(3, WIDTH),))

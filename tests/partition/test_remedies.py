@@ -1,0 +1,165 @@
+"""A message that says what helps has tried it, has all that is in the way, and offers nothing that does not apply."""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Any
+
+import pytest
+import torch
+from chained import NoStreams
+from torch import Tensor, nn
+
+from penstock.errors import PartitionError
+from penstock.partition import Partitioner
+
+WIDTH = 4
+
+
+class Reads(nn.Module):
+    """Branches on values."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, width)
+        self.back = nn.Linear(width, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.back(self.linear(x)) if x.sum() < 1e9 else x
+
+
+class ReadsOtherwise(Reads):
+    def forward(self, x: Tensor) -> Tensor:
+        x.register_hook(print)
+        return self.linear(x)
+
+
+class Model(nn.Module):
+    def __init__(self, *inner: nn.Module) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.part = nn.Module()
+        for index, module in enumerate(inner):
+            setattr(self.part, f"m{index}", module)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for module in self.part.children():
+            x = module(x)
+        return self.last(x)
+
+
+def refusal(model: nn.Module, stages: int = 2, kwargs: Any = None, **options: Any) -> str:
+    with pytest.raises(PartitionError) as caught:
+        Partitioner(model, stages, streams=NoStreams(), **options)((torch.randn(2, WIDTH),), kwargs)
+    return str(caught.value)
+
+
+def leaves_of(said: str) -> list[str]:
+    """The leaves that a message gives."""
+    found = re.search(r"leaves=(\[.*?\])", said)
+    assert found is not None, said
+    leaves: list[str] = ast.literal_eval(found[1])
+    return leaves
+
+
+def follow(model: nn.Module, said: str) -> None:
+    """Does what a message says."""
+    Partitioner(model, 2, None, leaves_of(said), streams=NoStreams())((torch.randn(2, WIDTH),))
+
+
+def test_one_thing_in_the_way_and_what_is_left_to_split() -> None:
+    said = refusal(Model(Reads(width=100)))
+    assert re.search(r"test_remedies\.py:\d+: .* in module 'part\.m0', which a recording cannot follow\. Give", said)
+    assert "leaves=['part.m0'], so that it runs as a whole (tried: 'part.m0' is 95% of the work, all of it on" in said
+    assert "eval" not in said
+    assert "labels" not in said
+    assert (
+        len(Partitioner(Model(Reads()), 2, None, leaves_of(said), streams=NoStreams())((torch.randn(2, WIDTH),)).stages)
+        == 2
+    )
+
+
+def test_all_that_is_in_the_way_at_once() -> None:
+    model = Model(Reads(), nn.Linear(WIDTH, WIDTH), ReadsOtherwise(WIDTH))
+    said = refusal(model)
+    assert said.startswith("2 things are in the way: (1) the forward depends on the values")
+    assert "(2) " in said
+    assert "registers a hook on an activation" in said
+    assert leaves_of(said) == ["part.m0", "part.m2"]
+    assert "so that they run as wholes (tried: 'part.m0' is 45% of the work" in said
+    follow(model, said)
+
+
+def test_many_of_one_kind_are_named_together() -> None:
+    model = Model(*(Reads() for _ in range(20)))
+    said = refusal(model)
+    assert "leaves=[n for n, m in model.named_modules() if type(m).__name__ == 'Reads']" in said
+    leaves = [n for n, m in model.named_modules() if type(m).__name__ == "Reads"]
+    Partitioner(model, 4, None, leaves, streams=NoStreams())((torch.randn(2, WIDTH),))
+
+
+def test_leaves_that_were_given_already_are_kept() -> None:
+    said = refusal(Model(Reads(), ReadsOtherwise(WIDTH)), leaves=["part.m1"])
+    assert sorted(leaves_of(said)) == ["part.m0", "part.m1"]
+
+
+def test_too_few_modules_are_left() -> None:
+    assert "(tried: only 3 modules are left to share among 4 stages)" in refusal(Model(Reads()), stages=4)
+
+
+def test_what_runs_as_a_whole_and_fails_is_not_offered() -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            assert x.sum() != x.sum()
+            return x
+
+    said = refusal(Model(Fails()))
+    assert "Leaves=['part.m0'] does not help: 'part.m0' fails" in said
+    assert said.endswith("Do it outside of the model")
+
+
+def test_a_rate_that_leads_there_is_named() -> None:
+    class Drops(nn.Linear):
+        rate, other = 0.25, 0.5
+
+        def __init__(self) -> None:
+            super().__init__(WIDTH, WIDTH)
+            self.rate = 0.25
+            self.other = 0.5
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.rate and x.abs().mean() * self.other < self.rate:
+                return x
+            return super().forward(x)
+
+    model = Model(Drops())
+    said = refusal(model)
+    assert "or set part.m0.rate to 0, now 0.25 (tried)" in said
+    assert "other" not in said.partition("recording cannot follow.")[2]
+    assert model.part.m0.rate == 0.25
+    model.part.m0.rate = 0.0
+    Partitioner(model, 2, streams=NoStreams())((torch.randn(2, WIDTH),))
+
+
+def test_labels_are_named_where_they_are_in_the_way() -> None:
+    class Own(Model):
+        def forward(self, x: Tensor, labels: Tensor | None = None, scale: int = 1) -> Tensor:
+            x = super().forward(x) * scale
+            return x if labels is None or (x - labels).sum() > 0 else -x
+
+    said = refusal(Own(), kwargs={"labels": torch.randn(2, WIDTH)})
+    assert said.endswith("Leave out labels and give loss=... (tried)")
+    with_value = Own()
+    with_value.forward = lambda x: x if x.sum() > 0 else -x
+    assert refusal(with_value).endswith("Do it outside of the model")
+
+
+def test_nothing_is_logged(capfd: pytest.CaptureFixture[str]) -> None:
+    class Unknown(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[torch.tensor([True, False]) & (x.sum(1) > 0)]
+
+    refusal(Model(Unknown(), nn.Linear(3, 3)))
+    assert capfd.readouterr().err == ""
