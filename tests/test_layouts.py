@@ -141,6 +141,7 @@ def test_the_most_particular_statement_holds() -> None:
     inputs, target, output = parse({"args": 1, "kwargs": {"a": {"b": 2}, "c": None}, "output": {"x": "sum"}})
     assert [inputs.of(path) for path in ("[0][0]['x']", "[1]['a']['b'][3]", "[1]['a']", "[1]['c']")] == [1, 2, 0, None]
     assert (target.of("[0]"), output.of(".x"), output.of(".xy")) == (0, "sum", 0)
+    assert parse({"a": None, "kwargs": {"b": 1}})[0].stated == (("[1]['b']", 1), ("[1]['a']", None))
 
 
 @pytest.mark.parametrize(
@@ -148,7 +149,9 @@ def test_the_most_particular_statement_holds() -> None:
     [
         ("first", r"batch_dims='first': expected a dimension for all, or a dict"),
         ((1, 0), r"batch_dims=\(1, 0\): expected a dimension for all, or a dict"),
-        ({"inputs": 1}, "expected a dimension for all, or a dict with any of 'args'"),
+        ({"inputs": 1}, r"batch_dims speaks of input\[1\]\['inputs'\], but there is only input\[0\]\[0\]"),
+        ({"kwargs": 1, "scale": None}, "expected a dimension for all, or a dict with any of 'args'"),
+        ({1: 1}, "expected a dimension for all, or a dict with any of 'args'"),
         ({"args": ("one",)}, r"batch_dims\['args'\]\[0\] is 'one'; expected a dimension, or None"),
         ({"args": True}, r"batch_dims\['args'\] is True; expected a dimension"),
         ({"kwargs": {"x": "mean"}}, r"batch_dims\['kwargs'\]\['x'\] is 'mean'; expected a dimension"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +56,12 @@ def options_case() -> dict[str, Callable[[], None]]:
         assert "self.inner.layers" in made(model=whole).code
         assert "self.inner.layers" not in made(model=whole, leaves=["inner"]).code
         refused(PartitionError, r"leaves: .*'iner'.*'inner'", model=whole, leaves=["iner"])
+
+    def opens() -> None:
+        model = nn.Sequential(OrderedDict(inner=SkipsTwice(WIDTH), head=nn.Linear(WIDTH, WIDTH)))
+        assert "self.inner.layers" not in made(model=model).code
+        assert "self.inner.layers" in made(model=model, opens=["inner"]).code
+        refused(PartitionError, r"opens: .*'iner'.*'inner'", model=model, opens=["iner"])
 
     def materialize() -> None:
         with torch.device("meta"):
@@ -130,6 +137,7 @@ def options_case() -> dict[str, Callable[[], None]]:
         "reduction": lambda: refused_in(lambda: step(reduction="median"), "reduction='median'"),
         "cuts": lambda: assert_equal(made(cuts=["4"]).cuts, ("4",)),
         "leaves": leaves,
+        "opens": opens,
         "balance": balance,
         "mesh": lambda: refused(ArgumentError, "ranks=2, but the mesh has 1", mesh=one_rank_mesh()),
         "devices": lambda: refused(

@@ -278,9 +278,8 @@ def tokens(output: Tensor, target: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("kind", "dropout"), [("lstm", 0.0), ("lstm", 0.5), ("transformer", 0.0)])
-@pytest.mark.parametrize("rows", [8, 12])
-def test_trap_28_a_batch_in_dimension_1_does_not_pass_in_silence(kind: str, dropout: float, rows: int) -> None:
-    x, y = torch.randn(8, rows, WIDTH), torch.randint(4, (8, rows))
+def test_trap_28_a_batch_in_dimension_1_does_not_pass_in_silence(kind: str, dropout: float) -> None:
+    x, y = torch.randn(8, 8, WIDTH), torch.randint(4, (8, 8))  # rows and times cannot be told by their number
     report = verified(lambda: Sequence(kind, dropout), x, tokens, y)
     assert not report.ok
     assert not report.wrong  # bits are those of the microbatches, which are wrong

@@ -61,6 +61,7 @@ def pipeline(
     merge: Merge | None = None,
     cuts: Sequence[str] | None = None,
     leaves: Sequence[str] | None = None,
+    opens: Sequence[str] | None = None,
     balance: Balance = "flops",
     mesh: DeviceMesh | None = None,
     devices: Sequence[torch.device | str] | torch.device | str | None = None,
@@ -104,6 +105,7 @@ def pipeline(
         merge: `merge(outputs)` makes the whole batch's output of a list of the microbatches', for `predict`.
         cuts: the name of each module that begins a new stage; None: balanced.
         leaves: modules to take as one piece, besides those found automatically.
+        opens: modules to take apart, so that cuts can fall inside, besides those found automatically.
         balance: what automatic cuts make even: "flops" (the work of forward and backward), "parameters" or "layers".
         mesh: the processes to use, by dimensions: "pp" for the pipeline; "dp" (or "dp_replicate", "dp_shard", "fsdp")
             for replicas that train on other data; "tp" for layers that `parallelize` divides. None: all, one pipeline.
@@ -139,7 +141,7 @@ def pipeline(
     cutting = Cutting.of(batch_dims, split, merge)
     if not callable(reduction) and reduction not in ("mean", "sum"):
         raise ArgumentError(f"reduction={reduction!r}: expected 'mean', 'sum' or a function of the target")
-    for name, value in {"cuts": cuts, "leaves": leaves}.items():
+    for name, value in {"cuts": cuts, "leaves": leaves, "opens": opens}.items():
         if isinstance(value, str):
             raise ArgumentError(f"{name}={value!r}: expected a list of names, such as [{value!r}]")
     if transport not in get_args(TransportChoice):
@@ -168,6 +170,7 @@ def pipeline(
             cutting=cutting,
             cuts=cuts,
             leaves=leaves,
+            opens=opens,
             balance=balance,
             devices=devices,
             share_loss=share_loss,
@@ -217,6 +220,7 @@ def build(
             engine,
             cuts=options.cuts,
             leaves=options.leaves,
+            opens=options.opens,
             balance=options.balance,
             rule=options.materialize,
             parallelize=options.parallelize,

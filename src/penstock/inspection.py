@@ -135,6 +135,7 @@ def inspect(
     merge: Merge | None = None,
     cuts: Sequence[str] | None = None,
     leaves: Sequence[str] | None = None,
+    opens: Sequence[str] | None = None,
     balance: Balance = "flops",
 ) -> Inspection:
     """Records a model's forward for one batch and cuts it, as `penstock.pipeline` would.
@@ -142,15 +143,15 @@ def inspect(
     Args:
         model, args, kwargs: a module, or a list of layers, and its inputs.
         stages: how many.
-        batch_dims, split, merge, cuts, leaves, balance: as `penstock.pipeline` takes them. `split` is asked for one
-            microbatch; of a batch that is cut already, the first is recorded.
+        batch_dims, split, merge, cuts, leaves, opens, balance: as `penstock.pipeline` takes them. `split` is asked for
+            one microbatch; of a batch that is cut already, the first is recorded.
 
     Raises:
         ArgumentError: an argument is wrong by itself.
         PartitionError: the model cannot be recorded or cut; the text names the module, the line and the remedy.
     """
     args, kwargs = _batch(tuple(args), dict(kwargs or {}), Cutting.of(batch_dims, split, merge))
-    partitioner = Partitioner(model, stages, cuts, leaves, streams=_NoStreams(), balance=balance)
+    partitioner = Partitioner(model, stages, cuts, leaves, opens=opens, streams=_NoStreams(), balance=balance)
     with torch.enable_grad():
         partition = partitioner(args, kwargs)
     every = list(partitioner.model.parameters())

@@ -29,6 +29,7 @@ class Options:
     cutting: Cutting = field(default_factory=lambda: Cutting.of(None))
     cuts: Sequence[str] | None = None
     leaves: Sequence[str] | None = None
+    opens: Sequence[str] | None = None
     balance: Balance = "flops"
     devices: Sequence[torch.device | str] | torch.device | str | None = None
     share_loss: bool = True

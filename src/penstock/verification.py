@@ -144,6 +144,7 @@ def _reference(
             reduction=reduction,
             cutting=Cutting.of(None, split=lambda *_: pieces),
             leaves=options.get("leaves"),
+            opens=options.get("opens"),
             devices=pipe.device,
             materialize=options.get("materialize"),
             seed=pipe.seed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import pairwise
 
 import torch
@@ -172,6 +173,28 @@ def plain_arguments() -> Case:
     return Case(Adjustable(), (noise(WIDTH), 0.5), {"mirror": True, "kind": "sigmoid"}, noise(WIDTH), squared_error)
 
 
+# -- chance -----------------------------------------------------------------------------------------------------------
+
+
+class LayerDrop(nn.Module):
+    """Leaves blocks out, as torch draws it, and scales by a number that Python draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            if number % 2 and self.training and torch.rand([]) < 0.3:
+                continue
+            x = x + block(x).tanh()
+        return x * (0.5 + random.random())
+
+
+def layer_drop() -> Case:
+    return _numbers(LayerDrop())
+
+
 # -- what is trained --------------------------------------------------------------------------------------------------
 
 
@@ -267,6 +290,7 @@ NETWORKS = (
     Entry(in_place, "updates in place after a cut", 9),
     Entry(dicts, "dict inputs, dict of targets", 9),
     Entry(plain_arguments, "a number, a flag and text among the inputs", 8),
+    Entry(layer_drop, "blocks left out by chance, a number that Python draws", 8),
     Entry(frozen_first, "a frozen first layer", 10),
     Entry(frozen_base, "adapters on a frozen base", 8),
     Entry(no_parameters, "stages without parameters", 8),

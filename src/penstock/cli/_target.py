@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 TargetName = Annotated[str, typer.Argument(metavar="TARGET", help="module:function or file.py:function.")]
 Cuts = Annotated[str | None, typer.Option(help="The modules that begin a new stage, a,b,c; by default balanced.")]
+Opens = Annotated[
+    str | None, typer.Option(help="Modules to take apart, so that cuts can fall inside, a,b,c; others are found.")
+]
 Leaves = Annotated[
     str | None, typer.Option(help="Modules that run as a whole, a,b,c: for what a recording cannot follow.")
 ]

@@ -48,6 +48,7 @@ class TrafficOptions:
     factor: Annotated[float | None, _option("From one size of a sweep to the next; 2 if nothing is said.")] = None
     collective: Annotated[CollectiveName | None, _option("Of sizes and sweeps; all_reduce if nothing is said.")] = None
     cuts: Annotated[str | None, _of_model("The modules that begin a new stage, a,b,c; by default balanced.")] = None
+    opens: Annotated[str | None, _of_model("Modules to take apart, so that cuts can fall inside, a,b,c.")] = None
     ranks: Annotated[
         int | None, _of_model("Ranks of a pipeline; the hosts divided by it are its replicas. 1 if nothing is said.")
     ] = None
@@ -103,7 +104,7 @@ class TrafficOptions:
         belongs = {
             "--sizes": ("collective",),
             "--from and --to": ("factor", "collective", "first", "last"),
-            "--model": ("cuts", "ranks", "schedule", "microbatches", "traffic", "sharded", "compute"),
+            "--model": ("cuts", "opens", "ranks", "schedule", "microbatches", "traffic", "sharded", "compute"),
             "--preset": ("preset_name",),
             "--like": ("like",),
         }
@@ -138,6 +139,7 @@ class TrafficOptions:
                 hosts=hosts,
                 ranks=ranks,
                 cuts=names(self.cuts),
+                opens=names(self.opens),
                 schedule="1f1b" if self.schedule is None else self.schedule,
                 microbatches=len(sizes),
                 traffic=self.traffic or ("gradients" if ranks == 1 else "pipeline"),
@@ -155,7 +157,7 @@ class TrafficOptions:
             raise ArgumentError(f"--ranks {ranks}: a pipeline has 1 or more")
         if hosts % ranks:
             raise ArgumentError(f"--hosts {hosts} is no multiple of --ranks {ranks}: replicas are whole pipelines")
-        for name in ("cuts", "schedule"):
+        for name in ("cuts", "opens", "schedule"):
             if ranks == 1 and getattr(self, name) is not None:
                 raise ArgumentError(f"--{name} is of a pipeline's stages, and --ranks is 1: give more, or leave it out")
         return ranks

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli._spread import Json
-from penstock.cli._target import Cuts, Leaves, TargetName, loaded, names
+from penstock.cli._target import Cuts, Leaves, Opens, TargetName, loaded, names
 
 if TYPE_CHECKING:
     from penstock.inspection import Crossing, Inspection, StageFound
@@ -24,6 +24,7 @@ def inspect(
     stages: Annotated[int, typer.Option("--stages", "-n", help="Into how many stages.")] = 2,
     cuts: Cuts = None,
     leaves: Leaves = None,
+    opens: Opens = None,
     balance: Annotated[
         Literal["flops", "parameters", "layers"], typer.Option(help="What the stages share evenly.")
     ] = "flops",
@@ -35,7 +36,7 @@ def inspect(
     `penstock verify`. Nothing is computed: the forward is recorded with fake
     tensors. If that fails, the module, the source line and the remedy are named.
     """
-    found = find(target, stages, names(cuts), names(leaves), balance)
+    found = find(target, stages, names(cuts), names(leaves), names(opens), balance)
     if as_json:
         print(json.dumps(found.to_dict()))
     else:
@@ -47,6 +48,7 @@ def find(
     stages: int,
     cuts: list[str] | None,
     leaves: list[str] | None,
+    opens: list[str] | None,
     balance: Literal["flops", "parameters", "layers"],
 ) -> Inspection:
     """Loads TARGET and inspects its model. What it prints goes to stderr.
@@ -64,6 +66,7 @@ def find(
             stages=stages,
             cuts=cuts,
             leaves=leaves,
+            opens=opens,
             balance=balance,
             **given.cutting,
         )

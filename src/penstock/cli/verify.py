@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli._spread import OUTPUT_PANEL, Json
-from penstock.cli._target import Cuts, Leaves, TargetName, loaded, names
+from penstock.cli._target import Cuts, Leaves, Opens, TargetName, loaded, names
 from penstock.errors import ArgumentError, PenstockError, PipelineFailure, VerificationError
 from penstock.launch import launch
 from penstock.schedule import generate
@@ -60,6 +60,7 @@ class Case:
     recompute: str | int = "never"
     whole_batch: bool = True
     leaves: Sequence[str] | None = None
+    opens: Sequence[str] | None = None
 
 
 def verify(
@@ -75,6 +76,7 @@ def verify(
     ] = "mean",
     cuts: Cuts = None,
     leaves: Leaves = None,
+    opens: Opens = None,
     recompute: Annotated[
         str, typer.Option(help="What is run again in backward: never, except_last, always, or n for every n-th layer.")
     ] = "never",
@@ -112,6 +114,7 @@ def verify(
     case = Case(
         *(target, ranks, chunks, microbatches, schedule, reduction, names(cuts), exact, again),
         leaves=names(leaves),
+        opens=names(opens),
         whole_batch=whole_batch,
     )
     generate(schedule, ranks, microbatches, chunks)  # says what is wrong before anything is loaded
@@ -156,6 +159,7 @@ def prove(case: Case) -> dict[str, Any]:
             chunks=case.chunks,
             microbatches=case.microbatches,
             cuts=case.cuts,
+            opens=case.opens,
             recompute=case.recompute,
             leaves=case.leaves,
             whole_batch=case.whole_batch,

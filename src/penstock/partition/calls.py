@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.overrides import is_tensor_method_or_property
 
 BINARY = (
@@ -55,14 +56,25 @@ def name_of(function: Any) -> str:
     return str(name)
 
 
-def refusal(function: Any, args: tuple[Any, ...]) -> str | None:
+def gradient_wanted(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> bool | None:
+    """Whether a tensor shall take a gradient, where a call says so: `x.requires_grad_()`, `x.requires_grad = True`."""
+    if getattr(function, "__name__", "") == "requires_grad_":
+        return bool(args[1] if len(args) > 1 else (kwargs or {}).get("requires_grad", True))
+    return bool(args[1]) if name_of(function) == "requires_grad" and len(args) == 2 else None
+
+
+def taking_gradient(tensor: Tensor) -> Tensor:
+    """The values of a tensor that takes no gradient, as one that does."""
+    return tensor.detach().requires_grad_()
+
+
+def refusal(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
     """Why a call is refused, or None."""
     name = getattr(function, "__name__", "")
+    if (wanted := gradient_wanted(function, args, kwargs)) is not None:
+        return REFUSED["requires_grad_"] if args[0].requires_grad and not wanted else None
     if name == "__set__":
         return f"assigns to `.{name_of(function)}` of an activation"
-    if name == "requires_grad_":
-        wanted = args[1] if len(args) > 1 else True
-        return REFUSED[name] if args and args[0].requires_grad != wanted else None
     if name == "grad":
         return REFUSED[name] if function is torch.autograd.grad else None
     return REFUSED.get(name)

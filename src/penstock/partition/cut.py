@@ -76,10 +76,14 @@ def balanced_cuts(recording: Recording, model: nn.Module, stages: int, balance: 
         kind = "repeated blocks" if balance == "layers" and recording.blocks else "layers"
         raise PartitionError(
             f"stages={stages}, but the model has only {len(units)} {kind} to share among them. Use at most "
-            f"{len(units)} stages"
+            f"{len(units)} stages, or take some apart with opens=[{_heaviest(units)!r}, ...]"
         )
     starts = linear_partition([unit.weight for unit in units], stages)
     return tuple(units[start].name for start in starts[1:])
+
+
+def _heaviest(units: Sequence[Candidate]) -> str:
+    return max(units, key=lambda unit: unit.weight).name if units else "..."
 
 
 def linear_partition(weights: Sequence[int], parts: int) -> list[int]:

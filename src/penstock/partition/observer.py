@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.partition._compat import flatten, storage_of
 from penstock.partition.provenance import Provenance, tensors_of
-from penstock.partition.repeats import Repeats
 from penstock.partition.work import work_of
 
 RUNNING = ("running_mean", "running_var")
@@ -32,7 +31,6 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         position: set by the owner; the index of the node that is being recorded.
         work: of the calls since the owner last set it to 0; see `work_of`.
         provenance: where tensors come from.
-        repeats: what runs again in backward.
     """
 
     supports_higher_order_operators = True
@@ -48,7 +46,6 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.work = 0
         self._inside_function = False
         self.provenance = Provenance()
-        self.repeats = Repeats()
         self._log: list[Any] | None = None
         self._drew: list[nn.Module | None] = []
         self._written: dict[int, Tensor] = {}
@@ -104,6 +101,10 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._drew, self._written = [], {}
         return drew, written
 
+    def place_calls(self, first: int, position: int) -> None:
+        """Have the calls from number `first` on be made by the node of that index."""
+        self.calls[first:] = [(module, position) for module, _ in self.calls[first:]]
+
     @contextmanager
     def logging(self) -> Iterator[list[Any]]:
         """Collect every operator with its arguments, those that are tensors by their shapes."""
@@ -121,7 +122,6 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def enter(module: nn.Module, _args: Any) -> None:
             if threading.get_ident() == thread:
-                self.repeats.enter(module)
                 self.stack.append(module)
                 self.calls.append((module, self.position))
 

@@ -16,8 +16,10 @@ from penstock.partition._compat import autocast_state, flatten
 from penstock.partition.chain import as_module, known_names
 from penstock.partition.complete import check_complete, unused_note
 from penstock.partition.cut import Balance, balanced_cuts, cut_positions
+from penstock.partition.hierarchy import more_to_open, opening_for
 from penstock.partition.objects import input_path
 from penstock.partition.obstacle import Obstacle
+from penstock.partition.opening import Opening
 from penstock.partition.partition import Origin, Partition, describe
 from penstock.partition.record import record
 from penstock.partition.recording import RandomSource, Recording
@@ -25,6 +27,9 @@ from penstock.partition.remedies import explained
 from penstock.partition.split import Split
 from penstock.partition.stage import Stage, build_stage
 from penstock.partition.units import Grain, find_units
+
+Division = tuple[tuple[str, ...], Opening]
+"""Where a model is cut, and what is opened for that."""
 
 VARIANTS = 32
 """How many recordings one signature may have, if the forward branches on the values of its integer inputs."""
@@ -43,6 +48,7 @@ class Partitioner:
         stages: how many.
         cuts: names of the modules at which stages 1.. begin, in program order; chosen by `balance` if not given.
         leaves: names of modules to run as a whole, for what a recording cannot follow.
+        opens: names of modules to record call by call, so that cuts can fall inside of them; see `Opening`.
         streams: sets the generator for recorded random calls; see `RandomSource`.
         balance: what the stages share evenly, `"flops"` (see `work_of`), `"parameters"` or (repeated) `"layers"`.
 
@@ -57,6 +63,7 @@ class Partitioner:
         cuts: Sequence[str] | None = None,
         leaves: Sequence[str] | None = None,
         *,
+        opens: Sequence[str] | None = None,
         streams: RandomSource,
         balance: Balance = "flops",
     ) -> None:
@@ -77,7 +84,8 @@ class Partitioner:
         self._keep_alive: dict[Hashable, list[object]] = {}
         self._modules = list(self.model.modules())
         self._grain = Grain()
-        self._opened = _opened(self.model, find_units(self.model, self._leaves))
+        self._opening = opening_for(self.model, self._leaves, tuple(opens or ()), self.cuts, stages)
+        self._opened = self._find_opened()
         self._slots = [(slots, name) for m in self._modules for slots in (m._parameters, m._buffers) for name in slots]
 
     def __call__(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Partition:
@@ -118,9 +126,15 @@ class Partitioner:
         self._partitions.clear()
         self._keep_alive.clear()
 
-    def cut_at(self, cuts: Sequence[str]) -> None:
-        """Decides on other cuts than those of the first call, and forgets what was recorded."""
-        self.cuts = tuple(cuts)
+    @property
+    def division(self) -> Division:
+        """What the first call decided."""
+        return self.cuts or (), self._opening
+
+    def divide(self, division: Division) -> None:
+        """Decides otherwise than the first call did, and forgets what was recorded."""
+        self.cuts, self._opening = division
+        self._opened = self._find_opened()
         self.forget()
 
     def attributes(self) -> tuple[tuple[str, object], ...]:
@@ -136,6 +150,10 @@ class Partitioner:
         """For every name of a parameter or buffer in the model, tied ones' too, the name by which stages know it."""
         return known_names(self.model)
 
+    def _find_opened(self) -> list[nn.Module]:
+        units = find_units(self.model, self._leaves, self._grain, self._opening.names)
+        return _opened(self.model, units)
+
     def _state(self) -> Hashable:
         held = [slots.get(name) for slots, name in self._slots]
         return (
@@ -147,13 +165,13 @@ class Partitioner:
             torch.is_autocast_enabled() and torch.get_autocast_dtype("cuda"),
         )
 
-    def _record(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Recording:
+    def _record(self, args: Sequence[Any], kwargs: dict[str, Any], opening: Opening) -> Recording:
         try:
-            return record(self.model, args, kwargs, self._leaves, self._grain)
+            return record(self.model, args, kwargs, self._leaves, self._grain, opening)
         except Obstacle as obstacle:
 
             def again(leaves: Sequence[str], given: Mapping[str, Any]) -> Recording:
-                return record(self.model, args, given, leaves, self._grain)
+                return record(self.model, args, given, leaves, self._grain, opening)
 
             text = explained(obstacle, again, self.model, self._leaves, kwargs, self.stages)
             raise PartitionError(text) from obstacle
@@ -161,22 +179,19 @@ class Partitioner:
     def _partition(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Partition:
         model = self.model
         defaults = default_kwargs(model, args, kwargs)
-        recording = self._record(args, {**kwargs, **defaults})
-        if recording.grain != self._grain:
-            self._grain = recording.grain
-            self._opened = _opened(model, find_units(model, self._leaves, self._grain))
-        if self.cuts is None:
-            self.cuts = balanced_cuts(recording, model, self.stages, self._balance)
-        starts = cut_positions(recording, model, self.cuts)
-        split = Split(recording, model, self.cuts, starts)
-        stages = tuple(build_stage(split, plan, index, self._streams) for index, plan in enumerate(split.plans()))
+        recording, split = self._divide(args, {**kwargs, **defaults})
+        if (recording.grain, recording.opening) != (self._grain, self._opening):
+            self._grain, self._opening = recording.grain, recording.opening
+            self._opened = self._find_opened()
+        self.cuts = tuple(split.cuts)
+        stages = tuple(build_stage(split, plan, index, self._streams) for index, plan in enumerate(split.plans))
         check_complete(recording, model, stages)
         given = flatten((tuple(args), kwargs))
         placeholders = {node.name: position for node, position in recording.inputs.items()}
         return Partition(
             stages=stages,
             drawing_modules=recording.drawing,
-            draw_offsets=_draw_offsets(recording, starts),
+            draw_offsets=_draw_offsets(recording, split.starts),
             cuts=self.cuts,
             work=_work(recording, split),
             notes=(*recording.notes, *unused_note(recording, stages)),
@@ -189,10 +204,35 @@ class Partitioner:
             input_order=tuple(placeholders[i.name] for i in stages[0].meta.inputs),
             result_structure=recording.result_structure,
             result_leaves=recording.result_leaves,
-            repeats=recording.repeats,
             elsewhere=_elsewhere(recording, stages),
             left=tuple(entry for entry in recording.left if not split.last_has(entry.units)),
+            other_way=_other_way(model),
         )
+
+    def _divide(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Recording, Split]:
+        """The recording, and where it is cut. Until the cuts are decided, modules may be opened for balance."""
+        opening = self._opening
+        while True:
+            recording = self._record(args, kwargs, opening)
+            if self.cuts is None:
+                more = more_to_open(recording, self.model, self._leaves, self.stages, self._balance)
+                if more.names != recording.opening.names:
+                    opening = more
+                    continue
+            try:
+                return recording, self._cut(recording)
+            except PartitionError:
+                if self.cuts is not None or not recording.opening.tried:
+                    raise
+                opening = recording.opening.without(recording.opening.tried)
+
+    def _cut(self, recording: Recording) -> Split:
+        cuts = self.cuts
+        if cuts is None:
+            cuts = balanced_cuts(recording, self.model, self.stages, self._balance)
+        split = Split(recording, self.model, cuts, cut_positions(recording, self.model, cuts))
+        _ = split.plans  # raises here, where something else can be tried
+        return split
 
 
 def _elsewhere(recording: Recording, stages: Sequence[Stage]) -> dict[str, Tensor]:
@@ -228,7 +268,7 @@ def default_kwargs(
 ) -> dict[str, Any]:
     """Keyword arguments that a pipeline adds to the caller's: `use_cache=False` for models of `transformers`.
 
-    A key-value cache is of no use in training, and an object that every block writes into cannot cross a cut. Give the
+    A key-value cache is of no use in training, and would send what every block writes into it over each cut. Give the
     same to the unsplit model to compare with it.
     """
     if "use_cache" in (kwargs or {}) or not hasattr(model, "config") or not _keeps_a_cache(model):
@@ -240,6 +280,12 @@ def default_kwargs(
     # A wrapper, as that of `peft` or of a language model that sees, hands keyword arguments on to the model inside.
     hands_on = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     return {"use_cache": False} if hands_on else {}
+
+
+def _other_way(model: nn.Module) -> str:
+    """What keeps a model of `transformers` from branching on masks, if it is one and has not been given that yet."""
+    found = (getattr(getattr(m, "config", None), "_attn_implementation", None) for m in model.modules())
+    return " (attn_implementation='eager')" if any(name not in (None, "eager") for name in found) else ""
 
 
 def _keeps_a_cache(model: nn.Module) -> bool:

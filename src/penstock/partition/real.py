@@ -5,11 +5,12 @@ A mixture of experts, for example, asks which experts the values chose. Inside a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from penstock.errors import PartitionError
 from penstock.partition._compat import FakeTensor, storage_of, unset_fake_temporarily
@@ -74,6 +75,13 @@ def run_for_real(
     left = map_tensors(back, (result, given.containers))
     Passed(args, kwargs).write_back(given.changed(), left[1])
     return left[0], drew, frozenset(written)
+
+
+def may_draw(unit: nn.Module, drew: Sequence[nn.Module | None]) -> list[nn.Module | None]:
+    """What drew, and what would for other values: a mixture has called some of its experts and not others."""
+    kinds = {type(module) for module in drew if module is not None}
+    others = (m for m in unit.modules() if type(m) in kinds or (isinstance(m, _DropoutNd) and m.training and m.p > 0))
+    return list(dict.fromkeys([*drew, *others]))
 
 
 def _back_to_fakes(made: list[tuple[Tensor, Tensor]], mode: Any, device: torch.device) -> Callable[[Tensor], Tensor]:

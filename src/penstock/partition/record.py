@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -41,13 +41,15 @@ from penstock.partition.left import EVERY, Behind, gather
 from penstock.partition.modes import Entry
 from penstock.partition.objects import hides_tensors, holds_tensors, input_path
 from penstock.partition.obstacle import Obstacle, rates_read
+from penstock.partition.opening import NOTHING, Opening, StayWhole
 from penstock.partition.reach import Reach
 from penstock.partition.recorder import Recorder
 from penstock.partition.recording import Constant, Recording
 from penstock.partition.source import raising_line
 from penstock.partition.state import Loan, Snapshot, fake_like, fake_value, untouched_generators
-from penstock.partition.strays import empty_caches, refuse_strays
-from penstock.partition.units import NO_GRAIN, Grain, Leak, Regroup, Unit, find_units, intercepted
+from penstock.partition.strays import empty_caches
+from penstock.partition.units import NO_GRAIN, Grain, Leak, Regroup, Unit, canonical_names, find_units, intercepted
+from penstock.partition.validation import without_validation
 
 
 def record(
@@ -56,48 +58,58 @@ def record(
     kwargs: Mapping[str, Any],
     leaves: Sequence[str] = (),
     grain: Grain = NO_GRAIN,
+    opening: Opening = NOTHING,
 ) -> Recording:
     """Record `model(*args, **kwargs)`. Parameters may be on `meta`: they are taken to be where the first input is.
 
-    `leaves` and `grain`: see `find_units`; what the forward taught besides is in the recording's grain.
+    `leaves`, `grain` and `opening`: see `find_units`; what the forward taught besides, and what was opened, is in the
+    recording.
 
     Raises PartitionError, with the line of the user's code, for what a stage could not replay.
     """
-    reason, without, functions = "", None, frozenset[FunctionType]()
+    reason, taught, without, functions = "", False, None, frozenset[FunctionType]()
     made: list[WeakStorage] = []
     while True:
-        units = find_units(model, leaves, grain)
-        one_way = partial(_one_way, model, args, kwargs, units, grain, made, functions)
+        units = find_units(model, leaves, grain, opening.names)
+        one_way = partial(_one_way, model, args, kwargs, units, opening, grain, made, functions)
         try:
-            recording = one_way({})
-            refuse_strays(made)
-            if recording.asks and any(entry.is_carried for entry in recording.left):
+            found = one_way({})
+            empty_caches(made)
+            if found.asks and any(entry.is_carried for entry in found.left):
                 grain, without, reason = replace(without or grain, shut=grain.shut | {EVERY}), None, ""
                 continue  # a way that leaves a module out has no value to carry
-            return with_branches(recording, one_way) if recording.asks else recording
+            return replace(with_branches(found, one_way) if found.asks else found, opening=opening)
         except WholeFunction as whole:
             if whole.function in functions:
                 raise PartitionError(whole.refusal) from None
             functions |= {whole.function}
-        except Leak as leak:
-            if leak.kind in grain.exposed:
-                raise PartitionError(leak.refusal) from None
-            reason = leak.refusal
-            grain = replace(grain, exposed=grain.exposed | {leak.kind})
-        except Regroup as regroup:
-            reason = regroup.refusal
-            if not regroup.needed:
-                without = replace(without or grain, shut=grain.shut | regroup.opened)
-            grain = _regrouped(grain, regroup, leaves)
+        except StayWhole as refusal:
+            opening = opening.without(_alike(model, refusal.name, opening.tried))
+        except (Leak, Regroup) as wish:
+            if opening.names == opening.asked:
+                if isinstance(wish, Regroup) and not wish.needed:
+                    without = replace(without or grain, shut=grain.shut | wish.opened)
+                try:
+                    reason, grain = wish.refusal, _regrouped(grain, wish, leaves)
+                except PartitionError:
+                    if without is None:
+                        raise
+                    grain, without, reason = without, None, ""
+            elif not taught:  # what a model teaches must not depend on its cuts
+                grain, taught = record(model, args, kwargs, leaves, grain, Opening(opening.asked)).grain, True
+            elif opening.tried:
+                opening = opening.without(opening.tried)
+            else:
+                raise PartitionError(opening.refusal(sorted(opening.for_cuts)[0], wish.refusal)) from None
         except Exception as error:
             if without is not None:
                 grain, without, reason = without, None, ""
-            elif reason and isinstance(error, Obstacle):
-                raise error.because(reason) from error
-            elif reason and isinstance(error, PartitionError):
-                raise PartitionError(f"{reason}. To record it call by call does not help: {error}") from error
-            else:
+            elif not reason or not isinstance(error, PartitionError):
                 raise
+            elif isinstance(error, Obstacle):
+                raise error.because(reason) from error
+            else:
+                raise PartitionError(f"{reason}. To record it call by call does not help: {error}") from error
         empty_caches(made)  # of what the next attempt would meet
         made.clear()
 
@@ -107,6 +119,7 @@ def _one_way(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     units: dict[int, Unit],
+    opening: Opening,
     grain: Grain,
     made: list[WeakStorage],
     functions: frozenset[FunctionType],
@@ -116,13 +129,17 @@ def _one_way(
     fake_calls: frozenset[int] = frozenset()
     while True:
         try:
-            return _record(model, args, kwargs, units, functions, fake_calls, grain, made, choices)
+            return _record(model, args, kwargs, units, functions, fake_calls, opening, grain, made, choices)
         except Restart as restart:
             fake_calls = restart.fake_calls  # calls are numbered anew in each way
 
 
-def _regrouped(grain: Grain, wish: Regroup, leaves: Sequence[str]) -> Grain:
+def _regrouped(grain: Grain, wish: Leak | Regroup, leaves: Sequence[str]) -> Grain:
     """With other modules opened, or run as a whole. Raises PartitionError for what was asked to be the opposite."""
+    if isinstance(wish, Leak):
+        if wish.kind in grain.exposed:
+            raise PartitionError(wish.refusal)
+        return replace(grain, exposed=grain.exposed | {wish.kind})
     opened, whole = grain.opened | wish.opened, grain.whole | wish.whole
     kept = sorted(wish.opened & {*leaves})
     if kept:
@@ -132,6 +149,11 @@ def _regrouped(grain: Grain, wish: Regroup, leaves: Sequence[str]) -> Grain:
     return replace(grain, opened=opened, whole=whole)
 
 
+def _alike(model: nn.Module, name: str, tried: Collection[str]) -> Collection[str]:
+    """What cannot be recorded call by call either: modules of one kind with the named one; all, if none is named."""
+    return [n for n in tried if not name or type(model.get_submodule(n)) is type(model.get_submodule(name))]
+
+
 def _record(
     model: nn.Module,
     args: Sequence[Any],
@@ -139,19 +161,20 @@ def _record(
     units: dict[int, Unit],
     functions: frozenset[FunctionType],
     fake_calls: frozenset[int],
+    opening: Opening,
     grain: Grain,
     made: list[WeakStorage],
     choices: Mapping[int, bool],
 ) -> Recording:
     given = flatten((tuple(args), dict(kwargs)))
     device = next((x.device for x in given.leaves if isinstance(x, Tensor)), torch.device("cpu"))
-    names = {id(m): name for name, m in reversed(list(model.named_modules()))}
+    names = canonical_names(model)
     mode, snapshot, reach = fake_mode(), Snapshot(model), None
     try:
         with untouched_generators():
             loan = Loan(model, mode, device)
             reach = Reach(model)
-            recorder = Recorder(model, units, loan, Entry(device), names, mode, fake_calls, reach, choices)
+            recorder = Recorder(model, units, loan, Entry(device), names, mode, fake_calls, reach, choices, opening)
             recorder.observer.provenance.numbers = made
             inputs = list(given.leaves)
             for index, leaf in enumerate(given.leaves):
@@ -166,20 +189,37 @@ def _record(
                         "tensors that cannot be taken out of it. Pass tensors, or tuples, lists, dicts or plain "
                         "objects of tensors"
                     )
-            try:
-                with recorder.chance.replaced(functions):
-                    result = _run(model, recorder, mode, inputs, given.structure)
-            except (PartitionError, Leak, Regroup):
-                recorder.sideways.check_units(recorder.on_memory)  # which may be why
-                raise
-            recorder.sideways.check_units(recorder.on_memory)
-            _check_leftovers(snapshot, loan, recorder, names)
-            left = gather(reach, recorder.seen, loan.names, recorder.observer.provenance, grain, units.values())
-            return _finish(recorder, loan, units, result, left, grain)
+            with _staying_whole(recorder):
+                try:
+                    with recorder.chance.replaced(functions):
+                        result = _run(model, recorder, mode, inputs, given.structure)
+                except (PartitionError, Leak, Regroup):
+                    recorder.sideways.check_units(recorder.on_memory)  # which may be why
+                    raise
+                recorder.sideways.check_units(recorder.on_memory)
+                _check_leftovers(snapshot, loan, recorder, names)
+                left = gather(reach, recorder.seen, loan.names, recorder.observer.provenance, grain, units.values())
+                return _finish(recorder, loan, units, result, left, grain)
     finally:
         if reach is not None:
             reach.restore()
         snapshot.restore()
+
+
+@contextmanager
+def _staying_whole(recorder: Recorder) -> Iterator[None]:
+    """What was opened for the sake of balance or of a cut is to blame for what is raised inside of it."""
+    opening = recorder.opening
+    try:
+        yield
+    except Exception as error:
+        if opening.tried:
+            raise StayWhole(opening.around(recorder.scope)) from error
+        name = opening.cut_inside(recorder.scope)
+        if name and isinstance(error, PartitionError):
+            why = error.why if isinstance(error, Obstacle) else str(error)
+            raise PartitionError(opening.refusal(name, why)) from error
+        raise
 
 
 def _run(model: nn.Module, recorder: Recorder, mode: Any, inputs: list[Any], structure: Any) -> Any:
@@ -188,13 +228,13 @@ def _run(model: nn.Module, recorder: Recorder, mode: Any, inputs: list[Any], str
     modules = [u.module for u in recorder.units.values()]
     try:
         with mode, observer, observer.following_modules(), _autograd_functions(recorder), _quiet_about_hooks(), quiet():
-            with intercepted(modules, recorder.call_unit), recorder:
+            with without_validation(recorder.note_unchecked), intercepted(modules, recorder.call_unit), recorder:
                 return model(*args, **kwargs)
     except DATA_DEPENDENT as error:
         raise _depends_on_values(recorder, error) from error
     except UNSUPPORTED as error:
         why = f"{raising_line(error)} in {_module(recorder)} cannot run on fake tensors: {error}"
-        raise Obstacle(why, recorder.enclosing) from error
+        raise Obstacle(why, recorder.scope) from error
     except RuntimeError as error:
         if "subclasses" in str(error) or "fake tensor" in str(error).lower():  # .numpy(), .data_ptr()
             raise _depends_on_values(recorder, error) from error
@@ -211,11 +251,11 @@ def _quiet_about_hooks() -> Iterator[None]:
 
 def _depends_on_values(recorder: Recorder, error: Exception) -> Obstacle:
     where = f"the forward depends on the values of a tensor at {raising_line(error)} in {_module(recorder)}"
-    return Obstacle(f"{where}, which a recording cannot follow", recorder.enclosing, rates_read(error))
+    return Obstacle(f"{where}, which a recording cannot follow", recorder.scope, rates_read(error))
 
 
 def _module(recorder: Recorder) -> str:
-    return f"module {recorder.enclosing!r}" if recorder.enclosing else "the model's own forward"
+    return f"module {recorder.scope!r}" if recorder.scope else "the model's own forward"
 
 
 @contextmanager
@@ -235,19 +275,32 @@ def _autograd_functions(recorder: Recorder) -> Iterator[None]:
 
 def _check_leftovers(snapshot: Snapshot, loan: Loan, recorder: Recorder, names: Mapping[int, str]) -> None:
     """Refuse buffers that were replaced; note tensors and numbers that the forward leaves in attributes."""
-    for name in loan.rebound():
+    for name, new in loan.rebound():
+        if _is_cache(recorder, name, new):
+            continue
         raise PartitionError(
             f"the forward replaces {name!r} by a new tensor, which a stage cannot replay. Update it in place: "
-            f"self.{name.rpartition('.')[2]}.copy_(...)"
+            f"self.{name.rpartition('.')[2]}.copy_(...); if it is a cache of constants, register it with "
+            "persistent=False"
         )
     inside = {id(m) for unit in recorder.units.values() for m in unit.module.modules()}
     for module, attribute, value in snapshot.changed():
         path = f"{names[id(module)]}.{attribute}".lstrip(".")
+        if id(module) not in inside and (name := recorder.opening.around(names[id(module)])):
+            raise StayWhole(name)
         if id(module) not in inside and not attribute.startswith("_") and attribute != "training":
             if holds_tensors(value, fake_only=True):
                 recorder.notes.append(f"the forward leaves a tensor in {path}; a stage does not set it")
             elif isinstance(value, (int, float)):
                 recorder.notes.append(f"the forward changes {path}; a stage keeps the value it had when recorded")
+
+
+def _is_cache(recorder: Recorder, name: str, value: Tensor | None) -> bool:
+    """Whether a replaced buffer holds nothing but what every forward makes alike, as a table of positions."""
+    path, _, field = name.rpartition(".")
+    module = recorder.model.get_submodule(path)
+    saved = field not in module._non_persistent_buffers_set
+    return value is not None and not saved and recorder.observer.provenance.is_fixed(value)
 
 
 def _finish(recorder: Recorder, loan: Loan, units: Any, result: Any, left: Sequence[Behind], grain: Grain) -> Recording:
@@ -294,7 +347,6 @@ def _finish(recorder: Recorder, loan: Loan, units: Any, result: Any, left: Seque
         notes=tuple(dict.fromkeys(recorder.notes)),
         grain=replace(grain, carried=grain.carried | texts),
         left=tuple(carried),
-        repeats=recorder.observer.repeats.found() if recorder.entry.grad_enabled else {},
         asks=tuple(recorder.chance.asks),
         is_foreign=recorder.chance.is_foreign,
         needed=frozenset(needed),

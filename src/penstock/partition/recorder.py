@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import operator
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import count
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointFunction
 
 from penstock.errors import PartitionError
 from penstock.partition import calls, source
@@ -38,10 +38,11 @@ from penstock.partition.objects import (
 )
 from penstock.partition.observer import Observer
 from penstock.partition.obstacle import Obstacle
+from penstock.partition.opening import Opening
 from penstock.partition.passed import Passed, kept_by
 from penstock.partition.provenance import Call as Running
 from penstock.partition.reach import Reach
-from penstock.partition.real import run_for_real
+from penstock.partition.real import may_draw, run_for_real
 from penstock.partition.recording import Fact, Kind, tensor_meta
 from penstock.partition.sideways import Sideways
 from penstock.partition.state import Loan
@@ -70,8 +71,10 @@ class Recorder(TorchFunctionMode):
         fake_calls: frozenset[int],
         reach: Reach,
         choices: Mapping[int, bool],
+        opening: Opening,
     ) -> None:
         super().__init__()
+        self.opening = opening
         self.model, self.units, self.loan, self.entry, self.module_names = model, units, loan, entry, names
         self.graph = fx.Graph()
         self.facts: dict[fx.Node, Fact] = {}
@@ -90,6 +93,7 @@ class Recorder(TorchFunctionMode):
         self._attributes: dict[str, fx.Node] = {}
         self._constants = free_name(model, "constants")
         self._constant_ids: dict[int, str] = {}
+        self._draws: Counter[str] = Counter()
         self._kept = kept_by(model)
         self._passed: dict[int, fx.Node] = {}  # for the call that is being written: id of what it is given -> its node
         self._opaque: dict[int, tuple[object, fx.Node]] = {}  # what a call made that hides tensors, by its id
@@ -114,9 +118,11 @@ class Recorder(TorchFunctionMode):
         with self._pause():
             if getattr(function, "__name__", "") == "__get__" and calls.name_of(function) in self.READS:
                 return function(*args, **kwargs)
-            why = calls.refusal(function, args)
+            why = calls.refusal(function, args, kwargs)
             if why is not None:
-                raise Obstacle(f"{self._here()} {why}, which cannot be replayed on a stage", self.enclosing)
+                raise Obstacle(f"{self._here()} {why}, which cannot be replayed on a stage", self.scope)
+            if calls.gradient_wanted(function, args, kwargs) is not None:
+                return self._take_gradient(function, args, kwargs)
             stale = self._stale_gradient(args, kwargs)
             by_chance = self.chance.held and holds_drawn((args, kwargs))
             plain = stand_ins((args, kwargs)) if by_chance else (args, kwargs)
@@ -134,6 +140,19 @@ class Recorder(TorchFunctionMode):
                 target = calls.Target(*target[:2], *self._arguments(*target[2:]))
                 self.guards.append(make_guard(target, result, self.facts, self.inputs, source.current_line()))
             return result
+
+    def _take_gradient(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An activation shall take a gradient from here on: a value of its own, which the same tensor stands for."""
+        tensor, before = args[0], args[0].requires_grad
+        if not before and id(tensor) not in self._seen:  # a parameter or buffer, or what only the forward holds
+            raise Obstacle(f"{self._here()} {calls.REFUSED['requires_grad_']}", self.scope)
+        result = function(*args, **kwargs)
+        if tensor.requires_grad != before:
+            old = self._seen[id(tensor)][1]
+            node = self.graph.call_function(calls.taking_gradient, (old,))
+            self._fact(node, "call", tensor)
+            self._see(tensor, node)
+        return result
 
     def call_unit(self, original: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """A module's `__call__` during the recording: a unit becomes one node."""
@@ -153,6 +172,7 @@ class Recorder(TorchFunctionMode):
             self.known.expose(leaf for leaf in leaves if isinstance(leaf, Tensor))
             given = Passed(args, kwargs, self._kept)
             self.chance.check_generators()
+            first_call = len(self.observer.calls)
             with self._running(args, kwargs, unit):
                 result, drew, writes = self.sideways.run_unit(
                     unit, args, kwargs, lambda a, k: self._run_unit(original, unit, a, k)
@@ -166,15 +186,14 @@ class Recorder(TorchFunctionMode):
                 self.drawing.setdefault(self.module_names[id(inner)], inner)
             with self._passing(given, unit):
                 target = calls.Target("call_module", unit.name, *self._arguments(args, kwargs))
-                self._write(target, "unit", result, False, writes)
+                fact = self._write(target, "unit", result, False, writes)
+            self.observer.place_calls(first_call, fact.index)  # nodes for its arguments stand before it
             return result
 
     def call_autograd_function(self, original: Callable[..., Any], cls: type, args: Any, kwargs: Any) -> Any:
         """`Function.apply` during the recording: outside the units it is one call."""
         if threading.get_ident() != self._thread:
             return original(*args, **kwargs)
-        if issubclass(cls, CheckpointFunction):
-            return self._checkpoint(original, args)
         if self._paused:
             with self.observer.in_function():
                 return original(*args, **kwargs)
@@ -184,19 +203,6 @@ class Recorder(TorchFunctionMode):
             self.sideways.check_call(call)
             self._write(calls.Target("call_method", "apply", (cls, *args), kwargs), "call", result, bool(drew), writes)
             return result
-
-    def _checkpoint(self, original: Callable[..., Any], args: Any) -> Any:
-        """A checkpoint of the reentrant kind: outside of the units what is in it is recorded, and run once.
-
-        As ever, nothing in it takes a gradient unless something that enters it does.
-        """
-        function, _, *given = args
-        again = any(tensor.requires_grad for tensor in tensors_in(given))
-        with nullcontext() if again else self.observer.repeats.without():
-            if self._paused:
-                return original(*args)
-            with torch.set_grad_enabled(torch.is_grad_enabled() and again):
-                return function(*given)
 
     @contextmanager
     def _running(self, args: Any, kwargs: Any, unit: Unit | None = None) -> Iterator[Running]:
@@ -242,7 +248,7 @@ class Recorder(TorchFunctionMode):
                 f"block {unit.name!r} ran once for real, on made-up inputs, since it cannot run on fake tensors "
                 f"({type(error).__name__}: {reason})"
             )
-            return (result, drew, writes), False
+            return (result, may_draw(unit.module, drew), writes), False
 
     # -- writing nodes ----------------------------------------------------------------------------------------------
 
@@ -253,13 +259,15 @@ class Recorder(TorchFunctionMode):
         self._see(tensor, node)
         self.observer.provenance.add_input(tensor)
 
-    def _write(self, target: calls.Target, kind: Kind, result: Any, draws: bool, writes: frozenset[int]) -> None:
+    def _write(self, target: calls.Target, kind: Kind, result: Any, draws: bool, writes: frozenset[int]) -> Fact:
         args, kwargs = target.args, target.kwargs
         if kind != "unit":
             args, kwargs = self._arguments(args, kwargs)
         node = self.graph.create_node(target.op, target.function, args, kwargs)
         fact = self._fact(node, kind, result)
         fact.writes, fact.draws = writes, draws
+        if draws:
+            fact.stream = self._stream(fact)
         if kind == "unit":
             fact.scope = str(target.function)
         self._bind(result, node, writes, alone=True)
@@ -269,6 +277,7 @@ class Recorder(TorchFunctionMode):
                 self._seen[key] = (tensor, known, tensor.requires_grad)
                 if known is not node:
                     self.facts[known].updates.append((fact.index, tensor_meta(tensor)))
+        return fact
 
     def write_number(
         self, op: str, target: Any, args: tuple[Any, ...], kwargs: Any = None, *, draws: bool = False
@@ -277,6 +286,8 @@ class Recorder(TorchFunctionMode):
         node = self.graph.create_node(op, target, args, kwargs or {})
         fact = self._fact(node, "call", None)
         fact.draws, fact.is_anywhere = draws, True
+        if draws:
+            fact.stream = self._stream(fact)
         return node
 
     def _fact(self, node: fx.Node, kind: Kind, result: Any) -> Fact:
@@ -295,6 +306,12 @@ class Recorder(TorchFunctionMode):
         self.observer.position += 1
         self.observer.work = 0
         return fact
+
+    def _stream(self, fact: Fact) -> str:
+        """The stream of a draw in a module's own forward: numbered there, so that it is the same whatever is opened."""
+        self.opening.refuse_draw(fact.scope, fact.source_line)
+        self._draws[fact.scope] += 1
+        return f"{fact.scope}()#{self._draws[fact.scope] - 1}"
 
     def _bind(self, result: Any, node: fx.Node, writes: frozenset[int], alone: bool = False) -> None:
         """Remember which tensors a node made; those inside its result get a node of their own.
@@ -396,7 +413,7 @@ class Recorder(TorchFunctionMode):
         if id(value) in self._opaque:
             return self._opaque[id(value)][1]
         if (refusal := self._hidden(value)) is not None:
-            raise Obstacle(refusal, self.enclosing)
+            raise Obstacle(refusal, self.scope)
         return self._constant(value, kind.__name__ if not isinstance(value, type) else value.__name__)
 
     def seen(self, tensor: Tensor) -> bool:
@@ -428,7 +445,7 @@ class Recorder(TorchFunctionMode):
             if id(tensor) in self.observer.returned:
                 raise Leak(type(self.observer.returned[id(tensor)][1]), refusal)
             self.sideways.open_maker(tensor, refusal)
-            raise Obstacle(refusal, self.enclosing)
+            raise Obstacle(refusal, self.scope)
         if tensor.requires_grad:
             raise PartitionError(
                 f"{self._here()} uses a tensor of shape {tuple(tensor.shape)} that requires a gradient but is no "
@@ -485,19 +502,24 @@ class Recorder(TorchFunctionMode):
         """The line that runs, and its module."""
         return self._here()
 
+    def note_unchecked(self) -> None:
+        """Tell that a distribution's arguments are not checked, where it is made outside of the units."""
+        if not self._paused:
+            self.notes.append(
+                f"the distribution at {source.current_line()} is recorded as if validate_args=False, since its checks "
+                "read values"
+            )
+
     # -- messages ---------------------------------------------------------------------------------------------------
 
     @property
     def scope(self) -> str:
-        return self.module_names.get(id(self.observer.stack[-1]), "") if self.observer.stack else ""
-
-    @property
-    def enclosing(self) -> str:
         """The name of the innermost running module that is the model's: a forward may make others."""
-        return next((self.module_names[id(m)] for m in reversed(self.observer.stack) if id(m) in self.module_names), "")
+        registered = (self.module_names.get(id(module)) for module in reversed(self.observer.stack))
+        return next((name for name in registered if name is not None), "")
 
     def _here(self) -> str:
-        return f"{source.current_line()}, in {f'module {self.enclosing!r}' if self.enclosing else 'the model'},"
+        return f"{source.current_line()}, in {f'module {self.scope!r}' if self.scope else 'the model'},"
 
     def _holder_of(self, tensor: Tensor) -> str:
         for name, module in self.model.named_modules():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock.partition.left import Left
+from penstock.partition.opening import NOTHING, Opening
 from penstock.partition.units import NO_GRAIN, Grain
 from penstock.stages import TensorMeta
 
@@ -56,6 +57,7 @@ class Fact:
         writes: the memory that it updated in place.
         takes_gradient: whether any tensor of its result requires a gradient.
         draws: a torch call outside the units that draws random numbers.
+        stream: the name of the stream that it draws from.
         modes: see `Modes`.
         source_line: `file:line` of the call in the user's code, for messages.
         is_anywhere: a number by chance, or what a decision rests on: every stage that needs it makes it for itself.
@@ -72,6 +74,7 @@ class Fact:
     writes: frozenset[int] = frozenset()
     takes_gradient: bool = False
     draws: bool = False
+    stream: str = ""
     modes: Modes = Modes()
     source_line: str = ""
     is_anywhere: bool = False
@@ -134,8 +137,8 @@ class Recording:
         guards: what the forward read from the values of its integer inputs; it holds where they read the same.
         notes: things to tell the user.
         grain: what the forward taught about which modules run as a whole.
-        repeats: batch norms that run inside of `torch.utils.checkpoint`, and how often they will run again in backward.
         left: what the forward leaves in attributes and shared objects.
+        opening: which modules were opened for the sake of cuts.
         needed: canonical names of the parameters on which the result depends, by the autograd graph of the unsplit
             forward.
         touched: canonical names of the parameters and buffers that any operator took.
@@ -160,7 +163,7 @@ class Recording:
     notes: tuple[str, ...]
     grain: Grain = NO_GRAIN
     left: tuple[Left, ...] = ()
-    repeats: Mapping[nn.Module, int] = field(default_factory=dict)
+    opening: Opening = NOTHING
     needed: frozenset[str] = frozenset()
     touched: frozenset[str] = frozenset()
     asks: tuple[Ask, ...] = ()

@@ -46,7 +46,9 @@ class Split:
         self.writers = [fact for fact in self.facts.values() if fact.writes]
         self.written = {storage for fact in self.writers for storage in fact.writes}
 
+    @cached_property
     def plans(self) -> tuple[Plan, ...]:
+        """The stages. Raises PartitionError as the class says."""
         for stage in range(self.count if self.count > 1 else 0):
             if not self._own(stage):
                 raise PartitionError(

@@ -203,7 +203,7 @@ def _write_calls(
     def copy(node: fx.Node) -> None:
         if facts[node].draws:
             streams = graph.create_node("get_attr", streams_name)
-            graph.call_method("enter", (streams, node.name))
+            graph.call_method("enter", (streams, facts[node].stream))
         args = fx.map_arg(node.args, new.__getitem__)
         kwargs = fx.map_arg(node.kwargs, new.__getitem__)
         new[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)

@@ -2,8 +2,7 @@
 
 Everything else is descended into, and its torch calls are recorded one by one. A module whose result is used outside of
 the unit that it is in (a router's logits, which a hook collects for an auxiliary loss) is a unit by itself, and what
-encloses it is opened. The set follows from the model and its options, never from the cuts, because random streams are
-keyed by what is recorded.
+encloses it is opened. `opening.py` says which others are opened for the sake of cuts, and why streams do not mind.
 """
 
 from __future__ import annotations
@@ -86,15 +85,19 @@ class Leak(BaseException):
         self.kind, self.refusal = kind, refusal
 
 
-def find_units(model: nn.Module, leaves: Sequence[str] = (), grain: Grain = NO_GRAIN) -> dict[int, Unit]:
+def find_units(
+    model: nn.Module, leaves: Sequence[str] = (), grain: Grain = NO_GRAIN, apart: Collection[str] = ()
+) -> dict[int, Unit]:
     """The units of a model, by `id` of the module.
 
     Args:
         leaves: names of modules that are units whatever they hold.
         grain: see `Grain`.
+        apart: names of more modules that are no units; see `Opening`.
 
     Raises PartitionError for a name in `leaves` that is no module.
     """
+    opens = {id(model.get_submodule(name)) for name in apart}
     named = {id(resolve(model, name, "leaves")) for name in (*leaves, *sorted(grain.whole))}
     units: dict[int, Unit] = {}
     seen: set[int] = {id(model)}
@@ -108,7 +111,7 @@ def find_units(model: nn.Module, leaves: Sequence[str] = (), grain: Grain = NO_G
             seen.add(id(child))
             of_torch = type(child).__module__.startswith("torch.nn") and not isinstance(child, STACKS)
             whole = (in_block or container or of_torch) and not _is_opened(child, parent)
-            opened = name in grain.opened or _encloses(child, grain.exposed)
+            opened = id(child) in opens or name in grain.opened or _encloses(child, grain.exposed)
             if id(child) in named or (whole and not opened):
                 units[id(child)] = Unit(name, child, block=container)
             else:
@@ -144,6 +147,11 @@ def _has_repeated_blocks(module: nn.Module) -> bool:
             if any(count > 1 for count in kinds.values()):
                 return True
     return False
+
+
+def canonical_names(model: nn.Module) -> dict[int, str]:
+    """The first name of each module, by its `id`."""
+    return {id(module): name for name, module in reversed(list(model.named_modules()))}
 
 
 def resolve(model: nn.Module, name: str, argument: str) -> nn.Module:

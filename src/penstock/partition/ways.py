@@ -7,6 +7,7 @@ number, and the one in which all are turned over. All of them must be the base w
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -204,7 +205,7 @@ def _arguments(mine: Any, theirs: Any, base: Recording, other: Recording) -> Ite
     elif isinstance(mine, slice) and isinstance(theirs, slice):
         yield from _arguments(_parts(mine), _parts(theirs), base, other)
     elif type(mine) is not type(theirs) or not (mine is theirs or mine == theirs):
-        raise UnlikeError(f"{theirs!r} is passed where it else is {mine!r}")
+        raise UnlikeError(f"{reprlib.repr(theirs)} is passed where it else is {reprlib.repr(mine)}")
 
 
 def _parts(value: slice) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ REDUCED = ("mean", "sum")
 
 class BatchDims(TypedDict, total=False):
     """What `batch_dims=` states. Each mirrors what it speaks of, or holds one `Dim` for a whole part of it; what is not
-    mentioned has the batch in its first dimension."""
+    mentioned has the batch in its first dimension. Keys besides these are names of inputs by keyword."""
 
     args: Any
     kwargs: Any
@@ -95,7 +95,7 @@ FIRST = Dims("input")
 """Every leaf has the batch in its first dimension."""
 
 
-def parse(given: Any) -> tuple[Dims, Dims, Dims]:
+def parse(given: BatchDims | Mapping[str, Any] | Dim) -> tuple[Dims, Dims, Dims]:
     """The dimensions of (args, kwargs), of the target and of the output, from what the user gave as `batch_dims`.
 
     Raises:
@@ -104,12 +104,16 @@ def parse(given: Any) -> tuple[Dims, Dims, Dims]:
     """
     if given is None:
         return FIRST, Dims("target"), Dims("output")
-    parts = given if isinstance(given, Mapping) else dict.fromkeys(BatchDims.__optional_keys__, given)
-    unknown = [key for key in parts if key not in BatchDims.__optional_keys__]
-    if unknown or (not isinstance(given, Mapping) and isinstance(_dim(given), _Wrong)):
+    known = BatchDims.__optional_keys__
+    parts: dict[Any, Any] = dict(given) if isinstance(given, Mapping) else dict.fromkeys(known, given)
+    named = {key: parts.pop(key) for key in [*parts] if isinstance(key, str) and key not in known}
+    if named and isinstance(parts.get("kwargs", {}), Mapping):
+        parts["kwargs"] = {**parts.get("kwargs", {}), **named}
+        named = {}
+    if named or not parts.keys() <= known or (not isinstance(given, Mapping) and isinstance(_dim(given), _Wrong)):
         raise ArgumentError(
-            f"batch_dims={given!r}: expected a dimension for all, or a dict with any of 'args', 'kwargs', 'target' and "
-            "'output', such as {'args': (1, None), 'target': 1, 'output': 1}"
+            f"batch_dims={given!r}: expected a dimension for all, or a dict with any of 'args', 'kwargs', 'target', "
+            "'output' and names of inputs by keyword, such as {'args': (1, 0), 'mask': None, 'target': 1, 'output': 1}"
         )
     inputs = {f"[{index}]": parts[key] for index, key in enumerate(("args", "kwargs")) if key in parts}
     stated = [pair for prefix, tree in inputs.items() for pair in _stated(tree, prefix, ("args", "kwargs"))]

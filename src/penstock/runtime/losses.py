@@ -17,7 +17,7 @@ class OutputLoss:
     """A loss of the model's output alone, which needs no target."""
 
     def __init__(self, function: Callable[[Any], Tensor]) -> None:
-        update_wrapper(self, function)
+        update_wrapper(self, function, updated=())
         self._function = function
 
     def __call__(self, output: Any, target: Any) -> Tensor:
@@ -67,6 +67,7 @@ def saying_what_is_missing(loss: Loss | None) -> Loss | None:
                 "pipe.needs_targets is true"
             ) from error
 
+    update_wrapper(call, loss, updated=())  # for who looks at what the loss reads
     return call
 
 

@@ -45,6 +45,7 @@ class SplitModel:
         *,
         cuts: Sequence[str] | None,
         leaves: Sequence[str] | None,
+        opens: Sequence[str] | None = None,
         balance: Balance,
         rule: Materialize | None,
         parallelize: Parallelize | None = None,
@@ -54,7 +55,13 @@ class SplitModel:
         self._engine = engine
         self._placement = placement
         self._partitioner = Partitioner(
-            model, stages=placement.depth, cuts=cuts, leaves=leaves, balance=balance, streams=engine.streams
+            model,
+            stages=placement.depth,
+            cuts=cuts,
+            leaves=leaves,
+            opens=opens,
+            balance=balance,
+            streams=engine.streams,
         )
         self.model = self._partitioner.model
         self._modules = list(self.model.modules())
@@ -182,10 +189,10 @@ class SplitModel:
     def _agree(self) -> None:
         """Cuts where the first process does: what a block's work depends on may differ from process to process."""
         self._record(training=True)
-        cuts = self._engine.control.give_all(self.cuts)
-        if cuts != self.cuts:
+        division = self._engine.control.give_all(self._partitioner.division)
+        if division != self._partitioner.division:
             self._copied.clear()
-            self._partitioner.cut_at(cuts)
+            self._partitioner.divide(division)
 
     def _is_here(self, stage: Stage) -> bool:
         return self._placement.rank_of[stage.meta.index] in self._engine.ranks

@@ -1,6 +1,7 @@
 """For those who build on Penstock, the checks and the surroundings that its own tests use.
 
 check_transport   conformance of a transport of your own
+nccl_rules        NCCL's rules imposed on gloo: what GPUs would make of the messages that processes exchange
 bad_network       hosts joined by links with delay, jitter, loss and stalls, to run jobs of torchrun over (no torch)
 
 As pytest fixtures: `pytest_plugins = ["penstock.testing.fixtures"]`.
@@ -12,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.testing.nccl import nccl_rules as nccl_rules
     from penstock.testing.network import BadNetwork as BadNetwork
     from penstock.testing.network import Finished as Finished
     from penstock.testing.network import bad_network as bad_network
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "check_transport": "transports",
+    "nccl_rules": "nccl",
     "BadNetwork": "network",
     "Finished": "network",
     "bad_network": "network",

@@ -45,6 +45,7 @@ def from_model(
     chunks: int | None = None,
     cuts: Sequence[str] | None = None,
     leaves: Sequence[str] | None = None,
+    opens: Sequence[str] | None = None,
     balance: Balance = "flops",
     sharded: bool = False,
     bucket_bytes: int | None = None,
@@ -67,8 +68,8 @@ def from_model(
         hosts: ranks * replicas. Replica d has the hosts d * ranks to (d + 1) * ranks - 1, as a mesh (dp, pp) has them.
         ranks: of each pipeline.
         replicas: None: hosts / ranks.
-        schedule, microbatches, chunks, cuts, leaves, balance: as `penstock.pipeline` takes them. Without a pipeline,
-            microbatches (1 by default) are those whose gradients are accumulated before they are sent.
+        schedule, microbatches, chunks, cuts, leaves, opens, balance: as `penstock.pipeline` takes them. Without a
+            pipeline, microbatches (1 by default) are those whose gradients are accumulated before they are sent.
         sharded: the replicas divide parameters among themselves, as FSDP2 does (`fully_shard`).
         bucket_bytes: the most that is summed over replicas at once. "gradients": None sends layer by layer,
             `DDP_BUCKET_BYTES` as DistributedDataParallel does. "pipeline": None is 25 MiB.
@@ -85,7 +86,7 @@ def from_model(
     _check_compute(compute)
     whole = as_module(model)
     order = _schedule(schedule, ranks, microbatches, chunks)
-    options = {"cuts": cuts, "leaves": leaves, "balance": balance}
+    options = {"cuts": cuts, "leaves": leaves, "opens": opens, "balance": balance}
     recorded = record(whole, args, kwargs, order.placement.depth, **options)
     if traffic == "pipeline":
         job = pipeline.Job(recorded.partition, order, hosts, sharded, bucket_bytes or DDP_BUCKET_BYTES)

@@ -1,0 +1,96 @@
+"""Activations that shall take a gradient from some line on, and distributions that would check their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from chained import NoStreams, assert_same, run_chained, run_unsplit
+from torch import Tensor, nn
+from torch.distributions import Distribution, Normal, kl_divergence
+
+import penstock
+from models import Case, squared_error
+from penstock.partition import Partitioner
+
+WIDTH = 4
+
+
+def assign(x: Tensor) -> Tensor:
+    x.requires_grad = True
+    return x
+
+
+class Switches(nn.Module):
+    """As the feature extractor of wav2vec2: what comes of its inputs takes a gradient, for checkpointing's sake."""
+
+    def __init__(self, switch: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.switch = switch
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = x[:, None]
+        y = self.switch(before)
+        assert y.requires_grad
+        first = self.layers[0](y)
+        return (self.layers[2](self.layers[1](first)) + before * first.detach())[:, 0]
+
+
+@pytest.mark.parametrize(
+    "switch",
+    [assign, Tensor.requires_grad_, lambda x: x.requires_grad_(requires_grad=True)],
+    ids=["assigned", "called", "by name"],
+)
+def test_an_activation_that_shall_take_a_gradient(switch: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    model = Switches(switch)
+    case = Case(model, (torch.randn(3, WIDTH),), {}, torch.randn(3, WIDTH), squared_error)
+    partition = Partitioner(model, 3, ["layers.1", "layers.2"], streams=NoStreams())(case.args)
+    output = run_chained(partition, case)
+    grads = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    assert_same(output, run_unsplit(model, case))
+    for mine, parameter in zip(grads, model.parameters(), strict=True):
+        assert torch.equal(mine, parameter.grad)
+
+
+def test_it_holds_for_what_crosses_cuts_in_a_run() -> None:
+    torch.manual_seed(0)
+    report = penstock.verify(
+        Switches(assign), (torch.randn(4, WIDTH),), torch.randn(4, WIDTH), squared_error, ranks=3, microbatches=2
+    )
+    assert report.ok, report.summary()
+
+
+class Sampler(nn.Module):
+    """Draws what it hands on from a distribution, as variational autoencoders do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        mean, scale = self.encoder(x).chunk(2, -1)
+        drawn = Normal(mean, scale.exp())
+        return self.decoder(drawn.rsample()), kl_divergence(drawn, Normal(0.0, 1.0))
+
+
+def test_distributions_are_not_checked_and_a_note_says_so() -> None:
+    torch.manual_seed(0)
+    init, checks = Distribution.__init__, Distribution._validate_args
+    found = penstock.inspect(Sampler(), (torch.randn(4, WIDTH),))
+    assert (Distribution.__init__, Distribution._validate_args) == (init, checks)
+    notes = [note for note in found.notes if "validate_args=False" in note]
+    assert notes
+    assert "test_gradient_switches.py:" in notes[0]
+    report = penstock.verify(
+        Sampler(),
+        (torch.randn(4, WIDTH),),
+        torch.randn(4, WIDTH),
+        lambda output, target: squared_error(output[0], target) + output[1].mean(),
+        ranks=2,
+        microbatches=2,
+    )
+    assert report.ok, report.summary()
