@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -31,7 +33,7 @@ def test_adapters_have_the_gradients_of_one_device(name: str, ranks: int, schedu
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_stages_without_adapters_have_no_backward(schedule: str) -> None:
     case = adapted("gpt2", layers_to_transform=[2])
-    options = {"ranks": 4, "microbatches": 4, "schedule": schedule}
+    options: dict[str, Any] = {"ranks": 4, "microbatches": 4, "schedule": schedule, "balance": "parameters"}
     with penstock.pipeline(case.model, (), case.kwargs, **options) as pipe:
         backward = {action.stage for row in pipe.schedule.rows for action in row if action.op.value in "BIW"}
         assert backward == {2, 3}  # the last one hands the gradient on

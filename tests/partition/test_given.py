@@ -129,7 +129,7 @@ def test_an_input_that_is_a_plain_object_may_change() -> None:
         first = float(pipe.step(x, config, target=y).loss)
         config.scale = 3.0
         second = float(pipe.step(x, config, target=y).loss)
-        assert second == pytest.approx(float(F.mse_loss(model(x, config), y)))
+        assert second == pytest.approx(F.mse_loss(model(x, config), y).item())
         assert first != second
 
 

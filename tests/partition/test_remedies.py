@@ -11,6 +11,7 @@ import torch
 from chained import NoStreams
 from torch import Tensor, nn
 
+from models import llama
 from penstock.errors import PartitionError
 from penstock.partition import Partitioner
 
@@ -163,3 +164,11 @@ def test_nothing_is_logged(capfd: pytest.CaptureFixture[str]) -> None:
 
     refusal(Model(Unknown(), nn.Linear(3, 3)))
     assert capfd.readouterr().err == ""
+
+
+def test_another_attention_is_offered_where_there_is_one() -> None:
+    mlp = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    assert Partitioner(mlp, 2, streams=NoStreams())((torch.randn(2, WIDTH),)).other_way == ""
+    case = llama()
+    made = Partitioner(case.model, 2, streams=NoStreams())(case.args, case.kwargs)
+    assert made.other_way == " (attn_implementation='eager')"

@@ -1,9 +1,9 @@
 """What a forward that is recorded call by call finds when it begins, besides its inputs.
 
-A recording takes it as given: attributes and what plain objects hold, class attributes, numbers in globals and closures,
-hooks, the modules inside. Where any of it changes between two steps (an annealed temperature, a block that was swapped)
-the model is recorded again. What the steps themselves change (a counter that a block keeps in a shared object) stands for
-what it was: units run as they are, and see it.
+A recording takes it as given: attributes and what plain objects hold, class attributes, numbers in globals and
+closures, hooks, the modules inside. Where any of it changes between two steps (an annealed temperature, a block that was
+swapped) the model is recorded again. What the steps themselves change (a counter that a block keeps in a shared object)
+stands for what it was: units run as they are, and see it.
 """
 
 from __future__ import annotations

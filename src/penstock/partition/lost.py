@@ -52,7 +52,7 @@ class Seeds:
             raise Obstacle(f"{here} draws random numbers after the forward has seeded torch's generator", scope)
 
     def check_generator(self, generator: object, unit: str, scope: str) -> None:
-        """Raises PartitionError if operators outside of the units, or in two of them, draw from a generator of their own.
+        """Raises PartitionError if operators outside of the units, or in two of them, draw from a given generator.
 
         Args:
             generator: what the operator was given, if anything.
@@ -67,6 +67,5 @@ class Seeds:
         if self._users.setdefault(id(generator), unit) != unit:
             raise PartitionError(
                 f"{where} draws from the same torch.Generator as {self._users[id(generator)]!r}: on stages of their "
-                "own they would draw in another order. Give each a generator of its own, or none, so that they draw from "
-                "torch's"
+                "own they would draw in another order. Give each a generator of its own, or none"
             )

@@ -104,6 +104,10 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._drew, self._written = [], {}
         return drew, written
 
+    def place_calls(self, first: int, position: int) -> None:
+        """Have the calls from number `first` on be made by the node of that index."""
+        self.calls[first:] = [(module, position) for module, _ in self.calls[first:]]
+
     @contextmanager
     def following_modules(self) -> Iterator[None]:
         """Keep `stack` and `calls` up to date with this thread's module calls."""

@@ -65,6 +65,8 @@ class Partition:
     input_order: tuple[int, ...]
     result_structure: Any
     result_leaves: tuple[int | Constant, ...]
+    other_way: str = ""
+    """How this model can be told not to branch on masks, in brackets; empty where there is no switch."""
 
     def flatten_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensors that stage 0 receives, in its order.
@@ -111,7 +113,7 @@ class Partition:
                     f"the model's forward branches on values of its inputs at {guard.source_line}: the recording holds "
                     f"where that reads {guard.expected!r}, and this microbatch reads otherwise. Give the pipeline an "
                     "example that takes the same branch as the batches do, make a pipeline for each kind of batch, or "
-                    "have the model not branch (models of transformers: attn_implementation='eager')"
+                    f"have the model not branch{self.other_way}"
                 )
         return self.arrange(leaves)
 
@@ -155,8 +157,7 @@ def check_alike(one: Partition, other: Partition) -> None:
             raise PartitionError(
                 f"stage {index} is not the same for all microbatches of the batch: their sizes or values lead "
                 "the model's forward along different branches; give batches that divide evenly by the number of "
-                "microbatches and take one branch each, or have the model not branch (models of transformers with "
-                "padding: attn_implementation='eager')"
+                f"microbatches and take one branch each, or have the model not branch{one.other_way}"
             )
 
 

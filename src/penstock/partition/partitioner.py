@@ -207,6 +207,7 @@ class Partitioner:
             input_order=tuple(placeholders[i.name] for i in stages[0].meta.inputs),
             result_structure=recording.result_structure,
             result_leaves=recording.result_leaves,
+            other_way=_other_way(model),
         )
 
     def _divide(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Recording, Split]:
@@ -268,6 +269,12 @@ def default_kwargs(
     # A wrapper, as that of `peft` or of a language model that sees, hands keyword arguments on to the model inside.
     hands_on = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     return {"use_cache": False} if hands_on else {}
+
+
+def _other_way(model: nn.Module) -> str:
+    """What keeps a model of `transformers` from branching on masks, if it is one and has not been given that yet."""
+    found = (getattr(getattr(m, "config", None), "_attn_implementation", None) for m in model.modules())
+    return " (attn_implementation='eager')" if any(name not in (None, "eager") for name in found) else ""
 
 
 def _keeps_a_cache(model: nn.Module) -> bool:

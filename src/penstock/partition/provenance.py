@@ -88,6 +88,7 @@ class Provenance:
     foreign: dict[tuple[int, int], Foreign] = field(default_factory=dict)
     _made: dict[int, Made] = field(default_factory=dict)
     _same: dict[int, int] = field(default_factory=dict)
+    _fixed: set[int] = field(default_factory=set)
     _numbers: list[WeakStorage] = field(default_factory=list)  # so that no number is given twice
     _call: Call | None = None
 
@@ -116,6 +117,10 @@ class Provenance:
     def maker(self, tensor: Tensor) -> Made | None:
         """What made a tensor during this forward; None for what was there before."""
         return self._made.get(self.root(tensor))
+
+    def is_fixed(self, tensor: Tensor) -> bool:
+        """Whether a tensor was made of numbers in the program alone, and so is the same in every forward."""
+        return self.root(tensor) in self._fixed
 
     @contextmanager
     def calling(self, call: Call) -> Iterator[None]:
@@ -147,8 +152,10 @@ class Provenance:
 
     def wrote(self, operator: Any, roots: list[int], results: Iterable[Tensor]) -> None:
         """Notes what an operator that took `roots` returned."""
+        fixed = torch.Tag.nondeterministic_seeded not in operator.tags and self._fixed.issuperset(roots)
         for tensor in results:
             root = self.root(tensor)
+            (self._fixed.add if fixed else self._fixed.discard)(root)
             if root in roots:
                 continue
             if (roots and _returns_alias(operator)) or self._is_cached_cast(operator, roots):

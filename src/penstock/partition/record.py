@@ -239,10 +239,13 @@ def _autograd_functions(recorder: Recorder) -> Iterator[None]:
 
 def _check_leftovers(snapshot: Snapshot, loan: Loan, recorder: Recorder, names: Mapping[int, str]) -> None:
     """Refuse buffers that were replaced; note tensors and numbers that the forward leaves in attributes."""
-    for name in loan.rebound():
+    for name, new in loan.rebound():
+        if _is_cache(recorder, name, new):
+            continue
         raise PartitionError(
             f"the forward replaces {name!r} by a new tensor, which a stage cannot replay. Update it in place: "
-            f"self.{name.rpartition('.')[2]}.copy_(...)"
+            f"self.{name.rpartition('.')[2]}.copy_(...); if it is a cache of constants, register it with "
+            "persistent=False"
         )
     inside = {id(m) for unit in recorder.units.values() for m in unit.module.modules()}
     for module, attribute, value in snapshot.changed():
@@ -254,6 +257,14 @@ def _check_leftovers(snapshot: Snapshot, loan: Loan, recorder: Recorder, names: 
                 recorder.notes.append(f"the forward leaves a tensor in {path}; a stage does not set it")
             elif isinstance(value, (int, float)):
                 recorder.notes.append(f"the forward changes {path}; a stage keeps the value it had when recorded")
+
+
+def _is_cache(recorder: Recorder, name: str, value: Tensor | None) -> bool:
+    """Whether a replaced buffer holds nothing but what every forward makes alike, as a table of positions."""
+    path, _, field = name.rpartition(".")
+    module = recorder.model.get_submodule(path)
+    saved = field not in module._non_persistent_buffers_set
+    return value is not None and not saved and recorder.observer.provenance.is_fixed(value)
 
 
 def _finish(recorder: Recorder, loan: Loan, units: Any, result: Any) -> Recording:

@@ -173,12 +173,12 @@ class Recorder(TorchFunctionMode):
             self.known.expose(leaf for leaf in leaves if isinstance(leaf, Tensor))
             given = Passed(args, kwargs, self._kept)
             self.chance.check_generators()
-            seeded = self.seeds.were_set
+            seeded, first_call = self.seeds.were_set, len(self.observer.calls)
             with self._running(args, kwargs, unit):
                 result, drew, writes = self._run_unit(original, unit, args, kwargs)
+                self.observer.provenance.read(list(tensors_in((result, given.containers))))
             if self.chance.after_unit():
                 drew = [*drew, module]
-                self.observer.provenance.read(list(tensors_in((result, given.containers))))
             self.seeds.check(drew if seeded else (), f"{unit.name!r}", self.scope)
             self.known.refuse_writes(writes)
             for inner in drew:
@@ -186,7 +186,8 @@ class Recorder(TorchFunctionMode):
                 self.drawing.setdefault(self.module_names[id(inner)], inner)
             with self._passing(given, unit):
                 target = calls.Target("call_module", unit.name, *self._arguments(args, kwargs))
-                self._write(target, "unit", result, False, writes)
+                fact = self._write(target, "unit", result, False, writes)
+            self.observer.place_calls(first_call, fact.index)  # nodes for its arguments stand before it
             return result
 
     def call_autograd_function(self, original: Callable[..., Any], cls: type, args: Any, kwargs: Any) -> Any:
@@ -254,7 +255,7 @@ class Recorder(TorchFunctionMode):
         self._see(tensor, node)
         self.observer.provenance.add_input(tensor)
 
-    def _write(self, target: calls.Target, kind: Kind, result: Any, draws: bool, writes: frozenset[int]) -> None:
+    def _write(self, target: calls.Target, kind: Kind, result: Any, draws: bool, writes: frozenset[int]) -> Fact:
         args, kwargs = target.args, target.kwargs
         if kind != "unit":
             args, kwargs = self._arguments(args, kwargs)
@@ -272,6 +273,7 @@ class Recorder(TorchFunctionMode):
                 self._seen[key] = (tensor, known, tensor.requires_grad)
                 if known is not node:
                     self.facts[known].updates.append((fact.index, tensor_meta(tensor)))
+        return fact
 
     def write_number(
         self, op: str, target: Any, args: tuple[Any, ...], kwargs: Any = None, *, draws: bool = False

@@ -80,11 +80,11 @@ class Loan:
             if isinstance(module, nn.RNNBase):  # which keeps a second list of its parameters
                 module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
 
-    def rebound(self) -> Iterator[str]:
-        """Names of the parameters and buffers that the forward replaced by another tensor."""
+    def rebound(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Names of the parameters and buffers that the forward replaced by another tensor, and that tensor."""
         for slots, name, fake, full in self._installed:
             if slots.get(name) is not fake:
-                yield full
+                yield full, slots.get(name)
 
 
 def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from penstock.errors import ArgumentError
 from penstock.partition import Partition, Stage
+from penstock.runtime.between import Between
 from penstock.runtime.compiled import OwnGradients, any_compiled, forward_of
 from penstock.runtime.deferred_norm import DeferredNorms
 from penstock.runtime.finite import FiniteStage
@@ -23,6 +24,7 @@ from penstock.runtime.loss import LossHead
 from penstock.runtime.offload import Offload
 from penstock.runtime.recompute import Keeper, microbatches_to_recompute, overwritten
 from penstock.runtime.recomputed_layers import with_recomputed_layers
+from penstock.runtime.repeated_updates import RepeatedUpdates
 from penstock.runtime.split_backward import SplitBackward
 from penstock.runtime.stage import Extras
 from penstock.schedule import Action, Op
@@ -111,7 +113,7 @@ def assemble(
     return Parts(
         runs,
         _split(stage, row, device, sharded, can_wait=not keeping.offload),
-        _extras(stages, partitions[0], row, device, keeping, choices.norms, sharded),
+        _extras(stages, partitions[0], row, device, keeping, choices, sharded) if training else Extras(),
         arounds,
         finite,
     )
@@ -145,7 +147,7 @@ def _extras(
     row: Sequence[Action],
     device: torch.device,
     keeping: Keeping,
-    norms: DeferredNorms | None,
+    choices: Choices,
     sharded: Sharded | None,
 ) -> Extras:
     """What the stage does beside its forward and backward."""
@@ -160,7 +162,13 @@ def _extras(
     again = microbatches_to_recompute(keeping.recompute, row, stage.meta.index)
     keeper = Keeper(stages, overwritten(stage.meta, metas), offload) if again else None
     last = None if sharded is None else _last_backward(row, stage.meta.index)
-    return Extras(keeper, again, offload, norms, sharded, last)
+    between = repeated = None
+    if choices.compile is None:
+        modules = [module for each in stages for module in each.module.modules()]
+        between = Between(modules)
+        if stage.meta.updated and choices.norms is None and keeping.every is None:  # which see to these updates too
+            repeated = RepeatedUpdates(modules, [stage.buffers[n] for n in stage.meta.updated if n in stage.buffers])
+    return Extras(keeper, again, offload, choices.norms, sharded, last, between, repeated)
 
 
 def _last_backward(row: Sequence[Action], stage: int) -> int | None:

@@ -7,8 +7,8 @@ Values and gradients are dropped as soon as they are handed on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +18,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.errors import ArgumentError, PartitionError
 from penstock.runtime import exact
+from penstock.runtime.between import Between
 from penstock.runtime.deferred_norm import DeferredNorms
 from penstock.runtime.distribution import is_distributed
 from penstock.runtime.loss import LossHead
 from penstock.runtime.offload import Offload
 from penstock.runtime.recompute import Keeper, Rerun
+from penstock.runtime.repeated_updates import RepeatedUpdates
 from penstock.runtime.routes import Root, Route, Routes
 from penstock.runtime.split_backward import SplitBackward
 from penstock.runtime.streams import Streams
@@ -47,6 +49,8 @@ class Extras:
         offload: keeps what other forwards save for backward on the host.
         norms: takes the statistics of batch norms.
         sharded: what `fully_shard` was applied to; its gradients are reduced in the backward of microbatch `last`.
+        between: keeps what modules leave in their attributes for their own backward.
+        repeated: orders the updates of modules that run themselves again in backward.
     """
 
     keeper: Keeper | None = None
@@ -55,6 +59,21 @@ class Extras:
     norms: DeferredNorms | None = None
     sharded: Sharded | None = None
     last: int | None = None
+    between: Between | None = None
+    repeated: RepeatedUpdates | None = None
+
+    @contextmanager
+    def forward(self, microbatch: int) -> Iterator[None]:
+        """Around a forward, when it is run first."""
+        with (
+            nullcontext() if self.between is None else self.between.forward(microbatch),
+            nullcontext() if self.repeated is None else self.repeated.forward(microbatch),
+        ):
+            yield
+
+    def in_backward(self, microbatch: int) -> AbstractContextManager[None]:
+        """Around autograd's backward of a microbatch."""
+        return nullcontext() if self.repeated is None else self.repeated.backward(microbatch)
 
 
 @dataclass(slots=True)
@@ -130,8 +149,9 @@ class StageRunner:
         self._grads.mail.clear()
         if self.split is not None:
             self.split.begin_step()
-        if self._extras.offload is not None:
-            self._extras.offload.begin_step()
+        for extra in (self._extras.offload, self._extras.between, self._extras.repeated):
+            if extra is not None:
+                extra.begin_step()
 
     def gather(self, microbatch: int) -> list[Any]:
         """Waits for everything that the forward of a microbatch needs."""
@@ -153,10 +173,14 @@ class StageRunner:
         if extras.keeper is not None and microbatch in extras.again:
             self._kept[microbatch] = extras.keeper.keep(microbatch, args)
             versions = extras.keeper.stray_versions()
-            outputs = self._run(microbatch, args, runs_again=True)[1]
+            with extras.forward(microbatch):
+                outputs = self._run(microbatch, args, runs_again=True)[1]
             extras.keeper.check(versions)
         else:
-            with nullcontext() if extras.offload is None else extras.offload.packing(microbatch):
+            with (
+                extras.forward(microbatch),
+                nullcontext() if extras.offload is None else extras.offload.packing(microbatch),
+            ):
                 saved, outputs = self._run(microbatch, args)
             if self._training:
                 self._saved[microbatch] = saved
@@ -216,6 +240,11 @@ class StageRunner:
 
     def backward(self, microbatch: int, grads: list[Tensor | None]) -> None:
         """Runs B or I; hands the gradients of the inputs on."""
+        between = self._extras.between
+        with nullcontext() if between is None else between.backward(microbatch):
+            self._backward(microbatch, grads)
+
+    def _backward(self, microbatch: int, grads: list[Tensor | None]) -> None:
         if self._extras.norms is not None:
             self._extras.norms.pause()
         if self._extras.offload is not None:
@@ -227,10 +256,10 @@ class StageRunner:
         grads.clear()
         split = self._split_of(microbatch)
         if present and split is None:
-            with self._reducing(microbatch):
+            with self._reducing(microbatch), self._extras.in_backward(microbatch):
                 exact.backward([root for root, _ in present], [grad for _, grad in present])
         elif present and split is not None:
-            with split.input_gradients(microbatch):
+            with split.input_gradients(microbatch), self._extras.in_backward(microbatch):
                 exact.backward([root for root, _ in present], [grad for _, grad in present])
         slots = saved.slots
         given = [exact.settled(slots[p][0]) if slots.get(p) else None for p in range(len(self.meta.inputs))]

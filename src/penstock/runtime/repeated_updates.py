@@ -1,0 +1,155 @@
+"""Batch norm within a module that runs itself again in backward, as `torch.utils.checkpoint` does.
+
+In plain torch the second run updates the running statistics once more, at once after the first. In a pipeline the
+forwards of other microbatches may come between the two, and an average depends on the order of what goes into it. So a
+module's forward makes all its updates at once, as often as its microbatch will, and what runs in backward makes none.
+How often that is, is learned from the first backward; the updates until then are made again in their right order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import PartitionError
+from penstock.runtime.kept import Kept
+from penstock.runtime.recompute import BufferCopies, Buffers
+
+Hook = Callable[[nn.Module, Any], None]
+
+
+class _Call(NamedTuple):
+    """One call of a module in a forward: its microbatch and arguments, to make the same updates again."""
+
+    microbatch: int
+    args: Sequence[Any]
+
+
+class RepeatedUpdates:
+    """The modules of one stage that update buffers of their own.
+
+    Args:
+        modules: whose forward the stage runs.
+        updated: buffers that the stage's forward updates.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], updated: Iterable[Tensor]) -> None:
+        wanted = {id(buffer) for buffer in updated}
+        self._watched = [
+            _Watched(module)
+            for module in dict.fromkeys(modules)
+            if any(id(buffer) in wanted for buffer in module._buffers.values())
+        ]
+        self._learning = True
+
+    @contextmanager
+    def forward(self, microbatch: int) -> Iterator[None]:
+        """Around a forward of the stage."""
+
+        def entered(each: _Watched) -> Hook:
+            return partial(each.note, microbatch) if self._learning else each.update_again
+
+        with ExitStack() as stack:
+            for each in self._watched:
+                stack.enter_context(each.module.register_forward_pre_hook(entered(each)))
+            yield
+
+    @contextmanager
+    def backward(self, microbatch: int) -> Iterator[None]:
+        """Around a backward of the stage, not around a forward that the pipeline itself runs again."""
+        with ExitStack() as stack:
+            for each in self._watched:
+                stack.enter_context(each.module.register_forward_pre_hook(each.put_aside))
+                stack.enter_context(each.module.register_forward_hook(each.put_back, always_call=True))
+            yield
+        if self._learning:
+            self._learning = False
+            self._watched = [each for each in self._watched if each.learn(microbatch)]
+
+    def begin_step(self) -> None:
+        """Forgets what a step that raised may have left."""
+        if self._learning:
+            for each in self._watched:
+                each.forget()
+
+
+class _Watched:
+    """One module. Its hooks are there while the stage runs; called after the first backward, it is run again in all."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._buffers = Buffers([module], [buffer for buffer in module._buffers.values() if buffer is not None])
+        self._first: BufferCopies | None = None
+        self._calls: list[_Call] = []
+        self._again = 0
+        self._aside: list[AbstractContextManager[None]] = []
+
+    def forget(self) -> None:
+        """As if nothing had run."""
+        self._first, self._again = None, 0
+        self._calls.clear()
+
+    def note(self, microbatch: int, module: nn.Module, args: Any) -> None:
+        """Before a call in a forward, while it is not known whether backward runs it again."""
+        if module.training:
+            self._first = self._first or self._buffers.copy()
+            self._calls.append(_Call(microbatch, [Kept.of(arg) if isinstance(arg, Tensor) else arg for arg in args]))
+
+    def update_again(self, module: nn.Module, args: Any) -> None:
+        """Before a call in a forward: makes the updates that backward will not make."""
+        if module.training:
+            self._update(args, self._again)
+
+    def put_aside(self, module: nn.Module, _args: Any) -> None:
+        """Before a call in backward, which then updates copies."""
+        aside = self._buffers.copy().in_place()
+        aside.__enter__()
+        self._aside.append(aside)
+
+    def put_back(self, module: nn.Module, _args: Any, _result: Any) -> None:
+        """After a call in backward, which checkpointing may have ended as soon as it had what it needs."""
+        self._aside.pop().__exit__(None, None, None)
+        self._again += self._first is not None
+
+    def learn(self, microbatch: int) -> bool:
+        """Puts right what the forwards before the first backward have left; whether the module is run again at all."""
+        calls, self._calls = self._calls, []
+        in_forward = sum(call.microbatch == microbatch for call in calls)
+        if not self._again:
+            return False
+        if in_forward != 1:
+            raise PartitionError(
+                f"a {type(self.module).__name__} that updates buffers is called {in_forward} times in a forward that "
+                "runs itself again in backward; in which order its updates would be made is not known. Switch gradient "
+                "checkpointing off in the model, and choose recompute='always' instead"
+            )
+        assert self._first is not None
+        with torch.no_grad():
+            for (part, name), copy in zip(self._first.places, self._first.copies, strict=True):
+                buffer = part._buffers[name]
+                assert buffer is not None
+                buffer.copy_(copy)
+        self._first = None
+        for call in calls:
+            self._update([self._given(arg) if isinstance(arg, Kept) else arg for arg in call.args], 1 + self._again)
+        return True
+
+    def _given(self, arg: Kept) -> Tensor:
+        if arg.is_changed:
+            raise PartitionError(
+                f"what enters a {type(self.module).__name__}, which runs again in backward, is updated in place later, "
+                "so that its updates cannot be made in their right order. Switch gradient checkpointing off in the "
+                "model, and choose recompute='always' instead"
+            )
+        return arg.tensor
+
+    def _update(self, args: Sequence[Any], times: int) -> None:
+        detached = [arg.detach() if isinstance(arg, Tensor) else arg for arg in args]
+        with torch.no_grad():
+            for _ in range(times):
+                self.module.forward(*detached)

@@ -1,0 +1,162 @@
+"""What a module keeps from its forward for its own backward, and what it does once more in backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from penstock import PartitionError, verify
+
+ORDERS = pytest.mark.parametrize(("schedule", "ranks"), [("gpipe", 2), ("1f1b", 4)])
+X, TARGET = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)), torch.zeros(8, 6)
+
+
+class Recalls(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
+        ctx.module = module
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.module.scale, None
+
+
+class KeepsForBackward(nn.Module):
+    """As a reversible block keeps the state of the random generators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale = 1 + x.detach().abs().mean()
+        return Recalls.apply(self.linear(x), self)
+
+
+@ORDERS
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_what_a_forward_keeps_is_there_in_its_own_backward(schedule: str, ranks: int, recompute: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(KeepsForBackward() for _ in range(4)))
+    verify(model, (X,), TARGET, F.mse_loss, ranks=ranks, schedule=schedule, microbatches=4, recompute=recompute).check()
+
+
+class RunsAgain(nn.Module):
+    """As the layers of timm's DenseNet with memory_efficient=True."""
+
+    def __init__(self, times: int = 1, reentrant: bool = False) -> None:
+        super().__init__()
+        self.norm, self.linear, self.times, self.reentrant = nn.BatchNorm1d(6), nn.Linear(6, 6), times, reentrant
+
+    def body(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = self.linear(self.norm(x))
+        return x.tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.body, x, use_reentrant=self.reentrant)
+
+
+@ORDERS
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_batch_norm_that_runs_again_in_backward_ends_with_the_statistics_of_plain_torch(
+    schedule: str, ranks: int, reentrant: bool
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), *(RunsAgain(reentrant=reentrant) for _ in range(3)), nn.BatchNorm1d(6))
+    report = verify(model, (X,), TARGET, F.mse_loss, ranks=ranks, schedule=schedule, microbatches=4)
+    report.check()
+    assert any(row.kind == "buffer" and "num_batches" in row.name for row in report.rows)
+
+
+def test_batch_norm_that_runs_again_leaves_no_hooks_behind() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), RunsAgain(), RunsAgain())
+    verify(model, (X,), TARGET, F.mse_loss, ranks=2, schedule="gpipe", microbatches=4).check()
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+def test_a_norm_called_twice_in_what_runs_again_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), RunsAgain(times=2), RunsAgain(times=2))
+    with pytest.raises(PartitionError, match=r"BatchNorm1d that updates .* is called 2 times .* recompute='always'"):
+        verify(model, (X,), TARGET, F.mse_loss, ranks=2, schedule="gpipe", microbatches=4)
+
+
+class Positions(nn.Module):
+    """As ConViT's table of relative positions, made anew when the number of patches changes."""
+
+    def __init__(self, persistent: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("table", torch.zeros(1), persistent=persistent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table.shape[0] != x.shape[1]:
+            self.table = torch.arange(x.shape[1]).square().to(x.dtype) / 10
+        return self.linear(x + self.table)
+
+
+def test_a_cache_of_constants_may_be_replaced() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Positions() for _ in range(4)))
+    verify(model, (X,), TARGET, F.mse_loss, ranks=2, schedule="gpipe", microbatches=4).check()
+
+
+def test_a_cache_that_is_saved_is_refused_with_the_remedy() -> None:
+    model = nn.Sequential(Positions(persistent=True), Positions(persistent=True))
+    with pytest.raises(PartitionError, match=r"replaces '0.table' by a new tensor.*persistent=False"):
+        verify(model, (X,), TARGET, F.mse_loss, ranks=2, microbatches=4)
+
+
+class Remembers(Positions):
+    """Its buffer is no constant: what one microbatch leaves there, the next one reads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x + self.table)
+        self.table = y.detach().mean(0)
+        return y
+
+
+def test_a_buffer_replaced_by_what_depends_on_the_batch_is_refused() -> None:
+    with pytest.raises(PartitionError, match=r"replaces '0.table' by a new tensor"):
+        verify(nn.Sequential(Remembers(), Remembers()), (X,), TARGET, F.mse_loss, ranks=2, microbatches=4)
+
+
+class Pair:
+    """An object of tensors, which the recorder takes apart before the block that it enters."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+
+class Drops(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(6, 6), nn.Dropout(0.5)
+
+    def forward(self, pair: Pair) -> Pair:
+        return Pair(self.drop(self.linear(pair.x)) + pair.y, pair.y)
+
+
+class OfPairs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(Drops() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        pair = Pair(self.first(x), x)
+        for block in self.blocks:
+            pair = block(Pair(pair.x * 1.0, pair.y))
+        return pair.x
+
+
+@pytest.mark.parametrize("cut", [f"blocks.{k}" for k in range(4)])
+def test_dropout_behind_an_object_that_was_taken_apart_draws_the_same_wherever_the_cut_is(cut: str) -> None:
+    torch.manual_seed(0)
+    verify(OfPairs(), (X,), TARGET, F.mse_loss, ranks=2, microbatches=4, cuts=[cut]).check()
