@@ -1,9 +1,9 @@
 """What a forward that is recorded call by call finds when it begins, besides its inputs.
 
 A recording takes it as given: attributes and what plain objects hold, class attributes, numbers in globals and
-closures, hooks, the modules inside. Where any of it changes between two steps (an annealed temperature, a block that was
-swapped) the model is recorded again. What the steps themselves change (a counter that a block keeps in a shared object)
-stands for what it was: units run as they are, and see it.
+closures, hooks, the modules inside. Where any of it changes between two steps (an annealed temperature, a block that
+was swapped) the model is recorded again. What the steps themselves change (a counter that a block keeps in a shared
+object) stands for what it was: units run as they are, and see it.
 """
 
 from __future__ import annotations
@@ -162,11 +162,8 @@ def _parts(value: Any) -> list[tuple[str, Any]] | None:
         return [(str(i), part) for i, part in enumerate(value)] if len(value) <= LENGTH else None
     if type(value) in (dict, OrderedDict):
         return [(repr(key) if isinstance(key, PLAIN) else str(type(key)), part) for key, part in value.items()][:LENGTH]
-    if isinstance(value, (Tensor, nn.Module, type, FunctionType)) or type(value).__module__.partition(".")[0] in (
-        "torch",
-        "_thread",
-        "_io",
-    ):
+    package = type(value).__module__.partition(".")[0]
+    if isinstance(value, (Tensor, nn.Module, type, FunctionType)) or package in ("torch", "_thread", "_io"):
         return None
     held = getattr(value, "__dict__", None)
     return [(str(key), part) for key, part in held.items()] if isinstance(held, dict) else None
