@@ -38,6 +38,7 @@ from penstock.partition.foreign import WholeFunction
 from penstock.partition.guards import is_integer
 from penstock.partition.known import Restart
 from penstock.partition.left import EVERY, Behind, gather
+from penstock.partition.lost import refuse_backward_hooks
 from penstock.partition.modes import Entry
 from penstock.partition.objects import hides_tensors, holds_tensors, input_path
 from penstock.partition.obstacle import Obstacle, rates_read
@@ -172,6 +173,7 @@ def _record(
     mode, snapshot, reach = fake_mode(), Snapshot(model), None
     try:
         with untouched_generators():
+            refuse_backward_hooks(model, units)
             loan = Loan(model, mode, device)
             reach = Reach(model)
             recorder = Recorder(model, units, loan, Entry(device), names, mode, fake_calls, reach, choices, opening)
