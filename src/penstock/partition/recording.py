@@ -19,6 +19,7 @@ from penstock.stages import TensorMeta
 if TYPE_CHECKING:
     from penstock.partition.chance import Ask
     from penstock.partition.guards import Guard
+    from penstock.partition.returned import Pattern
 
 
 class RandomSource(Protocol):
@@ -63,6 +64,7 @@ class Fact:
         branch: what runs only if a decision says so; see `Branch`.
         work: how much work it is, its backward included; see `work_of`.
         updates: the index of each node that updated the result in place, and its meta from then on.
+        returned: of a unit, what its results must look like; None where there is nothing to check.
     """
 
     index: int
@@ -80,6 +82,7 @@ class Fact:
     branch: Branch | None = None
     work: int = 0
     updates: list[tuple[int, TensorMeta]] = field(default_factory=list)
+    returned: Pattern | None = None
 
     @property
     def units(self) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from penstock.partition.gate import Gate
 from penstock.partition.modes import enter_autocast, leave_autocast
 from penstock.partition.objects import free_name
 from penstock.partition.recording import Branch, Fact, Modes, RandomSource
+from penstock.partition.returned import check_returned
 from penstock.partition.split import Plan, Split
 from penstock.stages import StageMeta
 
@@ -208,6 +209,8 @@ def _write_calls(
         kwargs = fx.map_arg(node.kwargs, new.__getitem__)
         new[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)
         new[node].meta["where"] = facts[node].scope, facts[node].source_line
+        if facts[node].returned is not None:
+            graph.call_function(check_returned, (new[node], facts[node].scope, facts[node].returned))
 
     for modes, group in groupby(nodes, lambda n: facts[n].modes):
         leave = list(_enter(graph, modes, device))
