@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from by_hand import assert_same_gradients, step_by_hand
 from models import squared_error
 from penstock import PartitionError, pipeline
+from penstock.partition import real
 
 WIDTH = 6
 X = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -117,3 +119,56 @@ def check(model: nn.Module, rows: int = 7, **options: Any) -> None:
             assert_same_gradients(model, reference)
     for ours, other in zip(model.buffers(), reference.buffers(), strict=True):
         assert torch.equal(ours, other)
+
+
+class Does(nn.Module):
+    """Does something to its input or buffer only where its first value is positive."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.linear, self.what = nn.Linear(WIDTH, WIDTH), what
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        if float(x.detach()[0, 0]) > 0:
+            if self.what == "draw":
+                return functional.dropout(y, 0.5)
+            self.count.add_(1)
+        return y
+
+
+def doing(what: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Does(what) for _ in range(4)))
+
+
+@pytest.fixture(params=[1, -1], ids=["seen", "unseen"])
+def made_up(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sign of the values with which a block is recorded: it does it then, or not."""
+    make = real._make
+
+    def making(fake: Tensor, original: Tensor | None, device: torch.device) -> Tensor:
+        made = make(fake, original, device)
+        with torch.no_grad():
+            return made if original is not None else made.copy_(made.abs() * request.param)
+
+    monkeypatch.setattr(real, "_make", making)
+
+
+@pytest.mark.usefixtures("made_up")
+@pytest.mark.parametrize("options", [{"recompute": "always"}, {"recompute": 1}, {"schedule": "zb-h1"}], ids=str)
+def test_a_buffer_that_is_updated_for_some_values_is_updated_once(options: dict[str, Any]) -> None:
+    check(doing("update"), ranks=2, **options)
+
+
+@pytest.mark.usefixtures("made_up")
+@pytest.mark.parametrize("options", [{}, {"recompute": "always"}, {"recompute": 1}, {"schedule": "zb-h1"}], ids=str)
+def test_draws_made_for_some_values_do_not_depend_on_the_stages(options: dict[str, Any]) -> None:
+    losses = []
+    for ranks, given in ((1, {}), (2, options), (4, {})):
+        model = doing("draw")
+        with pipeline(model, (X,), ranks=ranks, microbatches=4, loss=squared_error, seed=3, **given) as pipe:
+            losses.append(pipe.step(X, target=TARGET).loss)
+        losses.append(model[0].linear.weight.grad.sum())
+    assert losses[:2] == losses[2:4] == losses[4:]

@@ -190,7 +190,8 @@ class Recorder(TorchFunctionMode):
                 target = calls.Target("call_module", unit.name, *self._arguments(args, kwargs))
                 fact = self._write(target, "unit", result, False, writes)
             self.observer.place_calls(first_call, fact.index)  # nodes for its arguments stand before it
-            self.returned.note(fact, result, ran_for_real=unit.name in self.real)
+            fact.depends_on_values = unit.name in self.real
+            self.returned.note(fact, result)
             return result
 
     def call_autograd_function(self, original: Callable[..., Any], cls: type, args: Any, kwargs: Any) -> Any:

@@ -64,6 +64,7 @@ class Fact:
         branch: what runs only if a decision says so; see `Branch`.
         work: how much work it is, its backward included; see `work_of`.
         updates: the index of each node that updated the result in place, and its meta from then on.
+        depends_on_values: a unit that ran for real: what it writes and draws may be something else in other calls.
         returned: of a unit, what its results must look like; None where there is nothing to check.
     """
 
@@ -82,6 +83,7 @@ class Fact:
     branch: Branch | None = None
     work: int = 0
     updates: list[tuple[int, TensorMeta]] = field(default_factory=list)
+    depends_on_values: bool = False
     returned: Pattern | None = None
 
     @property

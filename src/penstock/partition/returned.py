@@ -58,8 +58,9 @@ class Returned:
         self.shapes_read: list[fx.Node] = []
         self._ran_for_real: list[Fact] = []
 
-    def note(self, fact: Fact, result: Any, *, ran_for_real: bool) -> None:
+    def note(self, fact: Fact, result: Any) -> None:
         """Has a unit's result checked, if it holds more than tensors or values may have decided about it."""
+        ran_for_real = fact.depends_on_values
         pattern = pattern_of(result, shapes=ran_for_real)
         if ran_for_real and _holds_values(pattern) and (around := self._opening.around(fact.scope)):
             raise StayWhole(around)  # where nothing is a constant

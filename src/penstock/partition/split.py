@@ -231,6 +231,12 @@ class Split:
         """Canonical names of the parameters and buffers that the forward updates in place."""
         return {name for storage, name in self.recording.memory.items() if storage in self.written}
 
+    def depends_on_values(self, node: fx.Node) -> bool:
+        """Whether a call may write something else than was seen."""
+        fact = self.facts[node]
+        inside = () if fact.branch is None else fact.branch.facts.values()
+        return fact.depends_on_values or any(one.depends_on_values for one in inside)
+
     def overwrites_input(self, node: fx.Node) -> bool:
         """Whether an input of a call is updated in place by that call or by a later one."""
         given = {storage for argument in node.all_input_nodes for storage in self.facts[argument].storages}

@@ -45,6 +45,7 @@ class Stage:
         module: `module(*inputs)` returns the tuple of outputs, both in the order of `meta`. Its blocks are the model's
             own modules, not copies.
         parameters, buffers: the model's own tensors that live here, by the names in `meta`.
+        may_update: of the buffers, those that the forward may update for some values, besides those in `meta`.
         device: where it was recorded; calls that make tensors make them there. See `retarget`.
         frame: called with the stage's forward and its arguments; None where nothing is to be done around it.
     """
@@ -55,6 +56,7 @@ class Stage:
     buffers: Mapping[str, Tensor]
     device: torch.device
     frame: Surroundings | None = None
+    may_update: tuple[str, ...] = ()
 
     @property
     def forward(self) -> Callable[..., Sequence[Tensor]]:
@@ -129,7 +131,9 @@ def build_stage(split: Split, plan: Plan, index: int, streams: RandomSource) -> 
     graph = _graph(split, plan, streams_name)
     module = fx.GraphModule(root, graph, f"submod_{index}")
     _keep_persistence(model, module)
-    return Stage(meta, module, parameters, buffers, recording.device)
+    uncertain = {name for node in plan.run if split.depends_on_values(node) for name in split.held_by(node)}
+    may_update = tuple(public[n] for n in names if n in uncertain and n not in split.updated and public[n] in buffers)
+    return Stage(meta, module, parameters, buffers, recording.device, may_update=may_update)
 
 
 class _Root(nn.Module):
