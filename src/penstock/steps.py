@@ -120,7 +120,8 @@ class Steps:
             if self.has_outputs:
                 targets = self._targets(known, target, kwargs, divided)
                 feed = Feed(inputs, targets, self._weights(known, targets), outputs is not False, loss_scale)
-            moments = self._engine.run(known.job, feed, number, timed=timeline)
+            with self._split.settling():
+                moments = self._engine.run(known.job, feed, number, timed=timeline)
             return self._result(known, feed, call, moments)
         except BaseException as error:
             cause = self._engine.control.fail(error)

@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.partition._compat import flatten, storage_of
+from penstock.partition.lost import Seeds
 from penstock.partition.provenance import Provenance, tensors_of
 from penstock.partition.work import work_of
 
@@ -35,10 +36,13 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    def __init__(self, registered: Collection[int] | None = None) -> None:
-        """`registered`: ids of the model's modules; what is drawn in one made by the forward is its caller's."""
+    def __init__(self, registered: Collection[int] | None = None, seeds: Seeds | None = None) -> None:
+        """`registered`: ids of the model's modules; what is drawn in one made by the forward is its caller's.
+
+        `seeds`: is told of the generators that operators are given.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
-        self._registered = registered
+        self._registered, self._seeds = registered, seeds
         self.stack: list[nn.Module] = []
         self.calls: list[tuple[nn.Module, int]] = []
         self.returned: dict[int, tuple[Tensor, nn.Module]] = {}
@@ -57,6 +61,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             drops = "dropout_p" not in names or given.get("dropout_p")
             if torch.Tag.nondeterministic_seeded in func.tags and drops:
+                if self._seeds is not None and (generator := given.get("generator")) is not None:
+                    self._seeds.check_generator(generator, *self.provenance.place)
                 self._drew.append(next((m for m in reversed(self.stack) if self._is_registered(m)), None))
             for name in written_arguments(func):
                 value = given.get(name)

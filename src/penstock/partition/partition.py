@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from penstock.errors import PartitionError, ShapeError
 from penstock.partition._compat import Flat, flatten, unflatten
+from penstock.partition.given import contents_of
 from penstock.partition.guards import Guard
 from penstock.partition.objects import input_path
 from penstock.partition.recording import Constant
@@ -139,8 +140,8 @@ def describe(leaf: object) -> Leaf:
     try:
         hash(leaf)
     except TypeError:
-        return "object", type(leaf), id(leaf)
-    return "constant", type(leaf), leaf
+        return "object", type(leaf), id(leaf), contents_of(leaf)
+    return "constant", type(leaf), leaf, contents_of(leaf)
 
 
 def _text(leaf: Leaf) -> str:

@@ -16,6 +16,7 @@ from penstock.partition._compat import autocast_state, flatten
 from penstock.partition.chain import as_module, known_names
 from penstock.partition.complete import check_complete, unused_note
 from penstock.partition.cut import Balance, balanced_cuts, cut_positions
+from penstock.partition.given import Attributes, Given, chances_of, opened_by_name
 from penstock.partition.hierarchy import more_to_open, opening_for
 from penstock.partition.objects import input_path
 from penstock.partition.obstacle import Obstacle
@@ -82,11 +83,10 @@ class Partitioner:
         self._leaves, self._streams, self._balance = tuple(leaves or ()), streams, balance
         self._partitions: dict[Hashable, list[Partition]] = {}
         self._keep_alive: dict[Hashable, list[object]] = {}
-        self._modules = list(self.model.modules())
         self._grain = Grain()
         self._opening = opening_for(self.model, self._leaves, tuple(opens or ()), self.cuts, stages)
-        self._opened = self._find_opened()
-        self._slots = [(slots, name) for m in self._modules for slots in (m._parameters, m._buffers) for name in slots]
+        self._given = Given()
+        self._look_around()
 
     def __call__(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Partition:
         """The stages for one microbatch's arguments, recorded when their signature is new.
@@ -134,25 +134,28 @@ class Partitioner:
     def divide(self, division: Division) -> None:
         """Decides otherwise than the first call did, and forgets what was recorded."""
         self.cuts, self._opening = division
-        self._opened = self._find_opened()
+        self._look_around()
         self.forget()
 
-    def attributes(self) -> tuple[tuple[str, object], ...]:
-        """Plain attributes that a forward, recorded call by call, may read, and that a recording takes as given."""
-        return tuple(
-            (name, value)
-            for module in self._opened
-            for name, value in vars(module).items()
-            if isinstance(value, (bool, int, float, str))
-        )
+    def attributes(self) -> Attributes:
+        """What a forward, recorded call by call, finds besides its inputs, and a recording takes as given."""
+        return self._given.read()
+
+    def settle(self, attributes: Attributes) -> None:
+        """To be called behind a step, with what `attributes` was before: what the step has changed is no news."""
+        self._given.settle(attributes)
 
     def names(self) -> dict[str, str]:
         """For every name of a parameter or buffer in the model, tied ones' too, the name by which stages know it."""
         return known_names(self.model)
 
-    def _find_opened(self) -> list[nn.Module]:
+    def _look_around(self) -> None:
+        """Finds the modules anew: some may have been opened, and the user may have put in others."""
+        self._modules = list(self.model.modules())
+        self._slots = [(slots, name) for m in self._modules for slots in (m._parameters, m._buffers) for name in slots]
         units = find_units(self.model, self._leaves, self._grain, self._opening.names)
-        return _opened(self.model, units)
+        self._given.opened = opened_by_name(self.model, _opened(self.model, units))
+        self._given.chances = chances_of(self.model)
 
     def _state(self) -> Hashable:
         held = [slots.get(name) for slots, name in self._slots]
@@ -182,7 +185,7 @@ class Partitioner:
         recording, split = self._divide(args, {**kwargs, **defaults})
         if (recording.grain, recording.opening) != (self._grain, self._opening):
             self._grain, self._opening = recording.grain, recording.opening
-            self._opened = self._find_opened()
+        self._look_around()
         self.cuts = tuple(split.cuts)
         stages = tuple(build_stage(split, plan, index, self._streams) for index, plan in enumerate(split.plans))
         check_complete(recording, model, stages)

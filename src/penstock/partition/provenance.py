@@ -92,6 +92,12 @@ class Provenance:
     _numbers: list[WeakStorage] = field(default_factory=list)  # so that no number is given twice
     _call: Call | None = None
 
+    @property
+    def place(self) -> tuple[str, str]:
+        """The unit that runs now, and the module; empty where there is none."""
+        call = self._call
+        return ("", "") if call is None else (call.scope if call.unit else "", call.scope)
+
     def root(self, tensor: Tensor) -> int:
         """The number of a tensor's memory; where fakes stand in for a real tensor, that of the real one."""
         number = storage_of(tensor)

@@ -28,6 +28,7 @@ from penstock.partition.complete import leaves_of
 from penstock.partition.foreign import WholeFunction
 from penstock.partition.guards import is_integer
 from penstock.partition.known import Restart
+from penstock.partition.lost import refuse_backward_hooks
 from penstock.partition.modes import Entry
 from penstock.partition.objects import hides_tensors, holds_tensors, input_path
 from penstock.partition.obstacle import Obstacle, rates_read
@@ -139,6 +140,7 @@ def _record(
     mode, snapshot = fake_mode(), Snapshot(model)
     try:
         with untouched_generators():
+            refuse_backward_hooks(model, units)
             loan = Loan(model, mode, device)
             recorder = Recorder(model, units, loan, Entry(device), names, mode, fake_calls, choices, opening)
             inputs = list(given.leaves)

@@ -24,6 +24,7 @@ from penstock.partition._compat import FakeTensor, FakeTensorMode, flatten, quie
 from penstock.partition.chance import Chance, holds_drawn, node_of_drawn, stand_ins
 from penstock.partition.guards import Guard, make_guard
 from penstock.partition.known import Known
+from penstock.partition.lost import Seeds
 from penstock.partition.modes import Entry
 from penstock.partition.objects import (
     CONSTANTS,
@@ -77,7 +78,8 @@ class Recorder(TorchFunctionMode):
         self.model, self.units, self.loan, self.entry, self.module_names = model, units, loan, entry, names
         self.graph = fx.Graph()
         self.facts: dict[fx.Node, Fact] = {}
-        self.observer = Observer(names)
+        self.seeds = Seeds()
+        self.observer = Observer(names, self.seeds)
         self.observer.provenance.held = {storage_of(fake): name for name, fake in loan.fakes.items()}
         self.sideways = Sideways(model, units, loan, self.observer)
         self.known = Known(self.observer, mode, fake_calls)
@@ -132,6 +134,7 @@ class Recorder(TorchFunctionMode):
                 result, drew, writes, reads_inputs = self.known.run(function, *plain, is_unknown=by_chance)
             if not isinstance(result, Tensor):
                 self._shapes_read(args, kwargs)
+            self.seeds.check(drew, self._here(), self.scope)
             self.sideways.check_call(call)
             target = calls.target_of(function, args, kwargs)
             if by_chance and not holds_tensors(result):
@@ -176,12 +179,13 @@ class Recorder(TorchFunctionMode):
             self.known.expose(leaf for leaf in leaves if isinstance(leaf, Tensor))
             given = Passed(args, kwargs, self._kept)
             self.chance.check_generators()
-            first_call = len(self.observer.calls)
+            seeded, first_call = self.seeds.were_set, len(self.observer.calls)
             with self._running(args, kwargs, unit):
                 result, drew, writes = self._run_unit(original, unit, args, kwargs)
                 self.observer.provenance.read(list(tensors_in((result, given.containers))))
             if self.chance.after_unit():
                 drew = [*drew, module]
+            self.seeds.check(drew if seeded else (), f"{unit.name!r}", self.scope)
             self.known.refuse_writes(writes)
             for inner in drew:
                 inner = inner or module
@@ -204,6 +208,7 @@ class Recorder(TorchFunctionMode):
         with self._pause(), self.observer.in_function():
             with self._running(args, kwargs) as call:
                 result, drew, writes, _ = self.known.run(original, args, kwargs)
+            self.seeds.check(drew, self._here(), self.scope)
             self.sideways.check_call(call)
             self._write(calls.Target("call_method", "apply", (cls, *args), kwargs), "call", result, bool(drew), writes)
             return result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -113,6 +113,13 @@ class SplitModel:
             tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")),
             self._partitioner.attributes(),
         )
+
+    @contextmanager
+    def settling(self) -> Iterator[None]:
+        """Around the run of a step: what it changes of the model's attributes by itself is nothing new to record."""
+        before = self._partitioner.attributes()
+        yield
+        self._partitioner.settle(before)
 
     def modules(self) -> list[nn.Module]:
         """Every module, once."""

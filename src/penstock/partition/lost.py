@@ -1,0 +1,71 @@
+"""What a forward does that a recording of it, call by call, would lose: refused, with the place."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import PartitionError
+from penstock.partition.obstacle import Obstacle
+
+BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+
+
+def refuse_backward_hooks(model: nn.Module, units: Collection[int]) -> None:
+    """Raises Obstacle if a module that does not run as a whole has hooks on its gradients."""
+    pending = [("", model)]
+    while pending:
+        name, module = pending.pop(0)
+        if any(getattr(module, hooks) for hooks in BACKWARD_HOOKS):
+            what = f"module {name!r}" if name else "the model"
+            raise Obstacle(
+                f"{what} has a backward hook, but does not run as a whole, so that nothing would call the hook", name
+            )
+        inside = ((f"{name}.{n}" if name else n, child) for n, child in module.named_children())
+        pending += [(n, child) for n, child in inside if id(child) not in units]
+
+
+class Seeds:
+    """Watches torch's generators while a forward is recorded: a forward that seeds them wants certain numbers.
+
+    Recorded draws come from keyed streams, which would give others.
+    """
+
+    def __init__(self) -> None:
+        """To be made where the generators' states are put back afterwards."""
+        self._seed = random.SystemRandom().getrandbits(62)
+        torch.default_generator.manual_seed(self._seed)
+        self._users: dict[int, str] = {}
+
+    @property
+    def were_set(self) -> bool:
+        """Whether the forward seeds the generator, or has set its state."""
+        return torch.default_generator.initial_seed() != self._seed
+
+    def check(self, drew: Collection[Any], here: str, scope: str) -> None:
+        """Raises Obstacle if a recorded call drew after the forward had seeded the generator."""
+        if drew and self.were_set:
+            raise Obstacle(f"{here} draws random numbers after the forward has seeded torch's generator", scope)
+
+    def check_generator(self, generator: object, unit: str, scope: str) -> None:
+        """Raises PartitionError if operators outside of the units, or in two of them, draw from a given generator.
+
+        Args:
+            generator: what the operator was given, if anything.
+            unit: the unit that it runs in; empty outside of the units.
+            scope: the name of the module that it runs in.
+        """
+        if not isinstance(generator, torch.Generator) or generator is torch.default_generator:
+            return
+        where = f"module {scope!r}" if scope else "the model's own forward"
+        if not unit:
+            raise Obstacle(f"{where} draws from a torch.Generator of its own, which stages cannot keep in step", scope)
+        if self._users.setdefault(id(generator), unit) != unit:
+            raise PartitionError(
+                f"{where} draws from the same torch.Generator as {self._users[id(generator)]!r}: on stages of their "
+                "own they would draw in another order. Give each a generator of its own, or none"
+            )

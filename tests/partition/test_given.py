@@ -1,0 +1,245 @@
+"""What a recording takes as given and a user changes between steps, and what a recording would lose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock import PartitionError, pipeline
+from penstock.partition.given import Given
+
+WIDTH = 6
+FACTOR = 1.0
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(WIDTH, WIDTH), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x))
+
+
+class Model(nn.Module):
+    factor_of_class = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.factors, self.factor = [1.0], torch.ones(())
+        self.config = SimpleNamespace(inner=SimpleNamespace(factor=1.0))
+        self.act = torch.tanh
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) * block.scale
+        x = self.act(x * self.factors[0] * self.config.inner.factor * self.factor * self.factor_of_class)
+        return x * FACTOR
+
+
+def in_list(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model.factors[0] = 3.0
+
+
+def in_config(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model.config.inner.factor = 3.0
+
+
+def tensor(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model.factor = torch.tensor(3.0)
+
+
+def function(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model.act = torch.sigmoid
+
+
+def of_class(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Model, "factor_of_class", 3.0)
+
+
+def of_block(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model.blocks[1].scale = 3.0
+
+
+def in_global(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "FACTOR", 3.0)
+
+
+def hook(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model.register_forward_hook(lambda _, __, output: output * 3)
+
+
+def forward(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model.forward = lambda x, own=model.forward: own(x) * 3
+
+
+def swapped(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    model.blocks[2] = Block()
+
+
+def appended(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    model.blocks.append(Block())
+
+
+CHANGES = [in_list, in_config, tensor, function, of_class, of_block, in_global, hook, forward, swapped, appended]
+
+
+def plain_gradients(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor | None]:
+    for x_k, y_k in zip(x.chunk(2), y.chunk(2), strict=True):
+        (F.mse_loss(model(x_k.clone()), y_k) / 2).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_between_steps_takes_effect(
+    change: Callable[[Any, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model, x, y = Model(), torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+    other = deepcopy(model)
+    with pipeline(model, (x,), loss=F.mse_loss, ranks=2, schedule="gpipe", microbatches=2) as pipe:
+        pipe.step(x, target=y)
+        model.zero_grad()
+        change(model, monkeypatch)
+        pipe.step(x, target=y)
+    change(other, monkeypatch)
+    expected = plain_gradients(other, x, y)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad, expected[name]), name
+
+
+def test_an_input_that_is_a_plain_object_may_change() -> None:
+    class Scaled(Model):
+        def forward(self, x: Tensor, config: Any) -> Tensor:  # type: ignore[override]
+            return super().forward(x) * config.scale
+
+    torch.manual_seed(0)
+    model, x, y, config = Scaled(), torch.randn(4, WIDTH), torch.randn(4, WIDTH), SimpleNamespace(scale=1.0)
+    with pipeline(model, (x, config), loss=F.mse_loss, ranks=2, microbatches=2) as pipe:
+        first = float(pipe.step(x, config, target=y).loss)
+        config.scale = 3.0
+        second = float(pipe.step(x, config, target=y).loss)
+        assert second == pytest.approx(F.mse_loss(model(x, config), y).item())
+        assert first != second
+
+
+def test_what_steps_change_themselves_is_not_recorded_again() -> None:
+    class Counting(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            self.state.steps += 1
+            return super().forward(x)
+
+    class Shared(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.state = SimpleNamespace(steps=0)
+            self.blocks = nn.ModuleList(Counting() for _ in range(4))
+            for block in self.blocks:
+                block.state = self.state
+
+    model, x, y = Shared(), torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+    with pipeline(model, (x,), loss=F.mse_loss, ranks=2, microbatches=2) as pipe:
+        for _ in range(3):
+            pipe.step(x, target=y)
+        assert len(list(pipe._steps.jobs)) == 1
+
+
+def test_a_rate_that_is_no_longer_0_draws_from_keyed_streams() -> None:
+    gradients = []
+    for ranks in (1, 2):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0)) for _ in range(4)])
+        x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+        with pipeline(model, (x,), loss=F.mse_loss, ranks=ranks, schedule="gpipe", microbatches=2) as pipe:
+            pipe.step(x, target=y)
+            for block in model:
+                block[1].p = 0.5
+            pipe.step(x, target=y)
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *gradients))
+
+
+def test_objects_that_take_the_place_of_others_in_memory_are_told_apart() -> None:
+    model = Model()
+    given = Given({"": model})
+    seen = set()
+    for value in range(20):
+        model.factor = torch.tensor(float(value))  # often where the one before it was
+        seen.add(given.read())
+    assert len(seen) == 20
+
+
+class Noisy(Model):
+    def __init__(self, noise: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.noise = noise
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.noise(x))
+
+
+def seeded(x: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(x.shape)
+
+
+def forked(x: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return torch.randn(x.shape)
+
+
+def own_generator() -> Callable[[Tensor], Tensor]:
+    generator = torch.Generator()
+    return lambda x: torch.randn(x.shape, generator=generator)
+
+
+def make_shared_generator() -> nn.Module:
+    noise = own_generator()
+    model = nn.Sequential(*(Block() for _ in range(4)))
+    for block in model:
+        block.noise = noise
+        block.forward = lambda x, own=block: torch.tanh(own.layer(x + own.noise(x)))
+    return model
+
+
+def with_backward_hook(where: str) -> nn.Module:
+    model = Model()
+    model.get_submodule(where).register_full_backward_pre_hook(lambda _, grads: (grads[0] * 2,))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: Noisy(seeded), "seeded torch's generator"),
+        (lambda: Noisy(forked), "seeded torch's generator"),
+        (lambda: Noisy(own_generator()), r"a torch\.Generator of its own"),
+        (make_shared_generator, r"the same torch\.Generator as '0'"),
+        (lambda: with_backward_hook(""), "the model has a backward hook"),
+    ],
+)
+def test_what_a_recording_would_lose_is_refused(make: Callable[[], nn.Module], match: str) -> None:
+    with pytest.raises(PartitionError, match=match):
+        pipeline(make(), (torch.randn(4, WIDTH),), loss=F.mse_loss, ranks=2, microbatches=2)
+
+
+def test_a_backward_hook_on_a_block_is_called() -> None:
+    torch.manual_seed(0)
+    model, x, y = with_backward_hook("blocks.2"), torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+    with pipeline(model, (x,), loss=F.mse_loss, ranks=2, schedule="gpipe", microbatches=2) as pipe:
+        pipe.step(x, target=y)
+    found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    expected = plain_gradients(model, x, y)
+    assert all(map(torch.equal, found, [g for g in expected.values() if g is not None]))
