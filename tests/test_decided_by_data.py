@@ -69,13 +69,12 @@ CHANGING = {
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("case", CHANGING)
-def test_what_a_block_returns_beside_tensors_is_checked(case: str, ranks: int) -> None:
+def test_what_a_block_returns_beside_tensors_is_checked(case: str) -> None:
     torch.manual_seed(0)
     and_else, uses, message = CHANGING[case]
     model = Uses(and_else, uses)
-    with pipeline(model, (X,), ranks=ranks, microbatches=4, loss=squared_error) as pipe:
+    with pipeline(model, (X,), ranks=1, microbatches=4, loss=squared_error) as pipe:
         with pytest.raises(PartitionError, match=rf"'blocks\.\d' {message}") as caught:
             pipe.step(X, target=TARGET)
     assert "leaves=" in str(caught.value)
@@ -166,9 +165,9 @@ def test_a_buffer_that_is_updated_for_some_values_is_updated_once(options: dict[
 @pytest.mark.parametrize("options", [{}, {"recompute": "always"}, {"recompute": 1}, {"schedule": "zb-h1"}], ids=str)
 def test_draws_made_for_some_values_do_not_depend_on_the_stages(options: dict[str, Any]) -> None:
     losses = []
-    for ranks, given in ((1, {}), (2, options), (4, {})):
+    for ranks, given in ((1, {}), (3, options)):
         model = doing("draw")
         with pipeline(model, (X,), ranks=ranks, microbatches=4, loss=squared_error, seed=3, **given) as pipe:
             losses.append(pipe.step(X, target=TARGET).loss)
         losses.append(model[0].linear.weight.grad.sum())
-    assert losses[:2] == losses[2:4] == losses[4:]
+    assert losses[:2] == losses[2:]
