@@ -63,6 +63,7 @@ class Fact:
         is_anywhere: a number by chance, or what a decision rests on: every stage that needs it makes it for itself.
         branch: what runs only if a decision says so; see `Branch`.
         work: how much work it is, its backward included; see `work_of`.
+        runs_again: a unit that checkpointing around it would run again in backward, which a stage does not.
         updates: the index of each node that updated the result in place, and its meta from then on.
         depends_on_values: a unit that ran for real: what it writes and draws may be something else in other calls.
         returned: of a unit, what its results must look like; None where there is nothing to check.
@@ -82,6 +83,7 @@ class Fact:
     is_anywhere: bool = False
     branch: Branch | None = None
     work: int = 0
+    runs_again: bool = False
     updates: list[tuple[int, TensorMeta]] = field(default_factory=list)
     depends_on_values: bool = False
     returned: Pattern | None = None
