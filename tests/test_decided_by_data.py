@@ -129,11 +129,11 @@ class Does(nn.Module):
         self.register_buffer("count", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = torch.tanh(self.linear(x))
+        y = torch.tanh(self.linear(x.clone()))
         if float(x.detach()[0, 0]) > 0:
             if self.what == "draw":
                 return functional.dropout(y, 0.5)
-            self.count.add_(1)
+            (x if self.what == "input" else self.count).add_(1)
         return y
 
 
@@ -171,3 +171,31 @@ def test_draws_made_for_some_values_do_not_depend_on_the_stages(options: dict[st
             losses.append(pipe.step(X, target=TARGET).loss)
         losses.append(model[0].linear.weight.grad.sum())
     assert losses[:2] == losses[2:]
+
+
+class Over(nn.Module):
+    """The result of the first layer skips the block that updates it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), Does("input"), *(nn.Linear(WIDTH, WIDTH) for _ in "ab"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, does, *others = self.layers
+        y = first(x)
+        z = does(y)
+        for layer in others:
+            z = layer(z)
+        return z + y
+
+
+@pytest.mark.usefixtures("made_up")
+def test_an_input_that_is_updated_for_some_values_is_kept_equal_or_refused(request: pytest.FixtureRequest) -> None:
+    torch.manual_seed(0)
+    check(copy.deepcopy(model := Over()), ranks=1)
+    if "unseen" not in request.node.name:
+        check(model, ranks=4, schedule="1f1b")
+        return
+    with pipeline(model, (X,), ranks=4, schedule="1f1b", microbatches=4, loss=squared_error) as pipe:
+        with pytest.raises(PartitionError, match=r"'layers\.1' updates an input in place"):
+            pipe.step(X, target=TARGET)

@@ -18,7 +18,7 @@ from penstock.partition.gate import Gate
 from penstock.partition.modes import enter_autocast, leave_autocast
 from penstock.partition.objects import free_name
 from penstock.partition.recording import Branch, Fact, Modes, RandomSource
-from penstock.partition.returned import check_returned
+from penstock.partition.returned import check_returned, check_unchanged, versions_of
 from penstock.partition.split import Plan, Split
 from penstock.stages import StageMeta
 
@@ -187,6 +187,11 @@ def _graph(split: Split, plan: Plan, streams_name: str) -> fx.Graph:
     for node in plan.run:
         if split.facts[node].kind == "unit":
             new[node].meta[INPUT_OVERWRITTEN] = split.overwrites_input(node)
+            if split.facts[node].depends_on_values and (watched := [new[a] for a in split.passed_over(node)]):
+                with graph.inserting_before(new[node]):
+                    before = graph.call_function(versions_of, (watched,))
+                with graph.inserting_after(new[node]):
+                    graph.call_function(check_unchanged, (watched, before, split.facts[node].scope))
             new[node].meta[RUNS_AGAIN] = split.facts[node].runs_again
     graph.output(tuple(new[node] for node in plan.returned))
     return graph
