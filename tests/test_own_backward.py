@@ -75,6 +75,27 @@ def test_batch_norm_that_runs_again_in_backward_ends_with_the_statistics_of_plai
     assert any(row.kind == "buffer" and "num_batches" in row.name for row in report.rows)
 
 
+class Checkpointed(nn.Module):
+    """As a model of timm after set_grad_checkpointing(): the model itself runs its stages in checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parts = (nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()) for _ in range(4))
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.parts[0](x)
+        for part in self.parts[1:]:
+            x = checkpoint(part, x, use_reentrant=False)
+        return x
+
+
+@ORDERS
+def test_batch_norm_in_a_checkpoint_around_blocks(schedule: str, ranks: int) -> None:
+    torch.manual_seed(0)
+    verify(Checkpointed(), (X,), TARGET, F.mse_loss, ranks=ranks, schedule=schedule, microbatches=4).check()
+
+
 def test_batch_norm_that_runs_again_leaves_no_hooks_behind() -> None:
     model = nn.Sequential(nn.Linear(6, 6), RunsAgain(), RunsAgain())
     verify(model, (X,), TARGET, F.mse_loss, ranks=2, schedule="gpipe", microbatches=4).check()

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from penstock.partition import _compat as compat
 
@@ -46,3 +47,18 @@ def test_structures() -> None:
     assert compat.unflatten(flat.leaves, flat.structure) == tree
     assert compat.flatten({"a": [1, Pair(4, (3,))], "b": None}).structure == flat.structure
     hash(flat.structure)
+
+
+def test_a_checkpoint_is_seen_from_inside() -> None:
+    seen = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        seen.append(compat.in_checkpoint())
+        return x * 2
+
+    x = torch.ones(2, requires_grad=True)
+    forward(x)
+    checkpoint(forward, x, use_reentrant=False)
+    with torch.autograd.graph.save_on_cpu():
+        forward(x)
+    assert seen == [False, True, False]

@@ -12,7 +12,7 @@ from chained import NoStreams
 from torch import Tensor, nn
 
 from models import gpt
-from penstock import inspect
+from penstock import inspect, pipeline
 from penstock.partition import Balance, Partitioner
 from penstock.partition.record import record
 from penstock.partition.work import OPERATIONS_PER_BYTE as PER_BYTE
@@ -140,3 +140,17 @@ def test_a_batch_of_another_shape_leaves_the_cuts_as_they_are() -> None:
 
     assert cuts([1]) != cuts([9])
     assert cuts([1, 9]) == cuts([1])
+
+
+def test_a_pipeline_balances_work_unless_it_is_told_otherwise() -> None:
+    model = nn.Sequential(nn.Embedding(5000, 8), *(nn.Linear(8, 8) for _ in range(7)))  # parameters in front
+    ids = torch.zeros(64, 16, dtype=torch.long)
+    cuts = {}
+    for name, options in {
+        "default": {},
+        "flops": {"balance": "flops"},
+        "parameters": {"balance": "parameters"},
+    }.items():
+        with pipeline(model, (ids,), loss=lambda y: y.mean(), ranks=2, microbatches=2, **options) as pipe:
+            cuts[name] = pipe.cuts
+    assert cuts["default"] == cuts["flops"] != cuts["parameters"]

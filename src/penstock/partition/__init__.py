@@ -5,11 +5,12 @@ from penstock.partition.gate import gates_of
 from penstock.partition.partition import Origin, Partition, check_alike
 from penstock.partition.partitioner import KEPT_PARTITIONS, Partitioner, default_kwargs
 from penstock.partition.recording import RandomSource
-from penstock.partition.stage import INPUT_OVERWRITTEN, Stage, retarget
+from penstock.partition.stage import INPUT_OVERWRITTEN, RUNS_AGAIN, Stage, retarget
 
 __all__ = [
     "INPUT_OVERWRITTEN",
     "KEPT_PARTITIONS",
+    "RUNS_AGAIN",
     "Balance",
     "Origin",
     "Partition",

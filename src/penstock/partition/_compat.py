@@ -113,3 +113,9 @@ class WeakStorage:
 def autocast_state(device: torch.device) -> tuple[bool, torch.dtype]:
     """Whether autocast is on for the device, and to which dtype."""
     return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+
+
+def in_checkpoint() -> bool:
+    """Whether what runs now will be run again in backward by torch's checkpointing (`use_reentrant=False`)."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"

@@ -20,7 +20,15 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.errors import PartitionError
 from penstock.partition import calls, source
-from penstock.partition._compat import FakeTensor, FakeTensorMode, flatten, quiet, storage_of, unset_fake_temporarily
+from penstock.partition._compat import (
+    FakeTensor,
+    FakeTensorMode,
+    flatten,
+    in_checkpoint,
+    quiet,
+    storage_of,
+    unset_fake_temporarily,
+)
 from penstock.partition.chance import Chance, holds_drawn, node_of_drawn, stand_ins
 from penstock.partition.guards import Guard, make_guard
 from penstock.partition.known import Known
@@ -187,6 +195,7 @@ class Recorder(TorchFunctionMode):
             with self._passing(given, unit):
                 target = calls.Target("call_module", unit.name, *self._arguments(args, kwargs))
                 fact = self._write(target, "unit", result, False, writes)
+            fact.runs_again = in_checkpoint()
             self.observer.place_calls(first_call, fact.index)  # nodes for its arguments stand before it
             return result
 

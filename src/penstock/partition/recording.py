@@ -62,6 +62,7 @@ class Fact:
         is_anywhere: a number by chance, or what a decision rests on: every stage that needs it makes it for itself.
         branch: what runs only if a decision says so; see `Branch`.
         work: how much work it is, its backward included; see `work_of`.
+        runs_again: a unit that checkpointing around it would run again in backward, which a stage does not.
         updates: the index of each node that updated the result in place, and its meta from then on.
     """
 
@@ -79,6 +80,7 @@ class Fact:
     is_anywhere: bool = False
     branch: Branch | None = None
     work: int = 0
+    runs_again: bool = False
     updates: list[tuple[int, TensorMeta]] = field(default_factory=list)
 
     @property

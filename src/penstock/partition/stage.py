@@ -24,6 +24,9 @@ from penstock.stages import StageMeta
 INPUT_OVERWRITTEN = "input overwritten"
 """In the `meta` of a stage's node that calls a module: an input of that call is updated in place by it, or later."""
 
+RUNS_AGAIN = "runs again"
+"""In the `meta` of such a node: plain torch would run the module again in backward, since it is in a checkpoint."""
+
 
 class Surroundings(Protocol):
     """What a stage's code is run in."""
@@ -179,6 +182,7 @@ def _graph(split: Split, plan: Plan, streams_name: str) -> fx.Graph:
     for node in plan.run:
         if split.facts[node].kind == "unit":
             new[node].meta[INPUT_OVERWRITTEN] = split.overwrites_input(node)
+            new[node].meta[RUNS_AGAIN] = split.facts[node].runs_again
     graph.output(tuple(new[node] for node in plan.returned))
     return graph
 

@@ -11,10 +11,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
-from penstock.partition import Partition, Stage
+from penstock.partition import RUNS_AGAIN, Partition, Stage
 from penstock.runtime.between import Between
 from penstock.runtime.compiled import OwnGradients, any_compiled, forward_of
 from penstock.runtime.deferred_norm import DeferredNorms
@@ -167,8 +167,15 @@ def _extras(
         modules = [module for each in stages for module in each.module.modules()]
         between = Between(modules)
         if stage.meta.updated and choices.norms is None and keeping.every is None:  # which see to these updates too
-            repeated = RepeatedUpdates(modules, [stage.buffers[n] for n in stage.meta.updated if n in stage.buffers])
+            updated = [stage.buffers[n] for n in stage.meta.updated if n in stage.buffers]
+            repeated = RepeatedUpdates(modules, updated, _checkpointed(stage))
     return Extras(keeper, again, offload, choices.norms, sharded, last, between, repeated)
+
+
+def _checkpointed(stage: Stage) -> list[nn.Module]:
+    """The modules that checkpointing around them would run again; as often as they are called there."""
+    calls = [node for node in stage.module.graph.nodes if node.op == "call_module" and node.meta.get(RUNS_AGAIN)]
+    return [module for node in calls for module in stage.module.get_submodule(str(node.target)).modules()]
 
 
 def _last_backward(row: Sequence[Action], stage: int) -> int | None:

@@ -36,12 +36,15 @@ class RepeatedUpdates:
     Args:
         modules: whose forward the stage runs.
         updated: buffers that the stage's forward updates.
+        checkpointed: modules that plain torch would run again, though the stage does not; as often as they are called.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], updated: Iterable[Tensor]) -> None:
+    def __init__(
+        self, modules: Iterable[nn.Module], updated: Iterable[Tensor], checkpointed: Sequence[nn.Module] = ()
+    ) -> None:
         wanted = {id(buffer) for buffer in updated}
         self._watched = [
-            _Watched(module)
+            _Watched(module, checkpointed.count(module))
             for module in dict.fromkeys(modules)
             if any(id(buffer) in wanted for buffer in module._buffers.values())
         ]
@@ -52,7 +55,7 @@ class RepeatedUpdates:
         """Around a forward of the stage."""
 
         def entered(each: _Watched) -> Hook:
-            return partial(each.note, microbatch) if self._learning else each.update_again
+            return partial(each.note, microbatch) if self._learning and not each.known else each.update_again
 
         with ExitStack() as stack:
             for each in self._watched:
@@ -81,17 +84,20 @@ class RepeatedUpdates:
 class _Watched:
     """One module. Its hooks are there while the stage runs; called after the first backward, it is run again in all."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, checkpointed: int) -> None:
+        if checkpointed > 1:
+            raise _unknown_order(module, checkpointed)
         self.module = module
+        self.known = bool(checkpointed)
         self._buffers = Buffers([module], [buffer for buffer in module._buffers.values() if buffer is not None])
         self._first: BufferCopies | None = None
         self._calls: list[_Call] = []
-        self._again = 0
+        self._again = checkpointed
         self._aside: list[AbstractContextManager[None]] = []
 
     def forget(self) -> None:
         """As if nothing had run."""
-        self._first, self._again = None, 0
+        self._first, self._again = None, int(self.known)
         self._calls.clear()
 
     def note(self, microbatch: int, module: nn.Module, args: Any) -> None:
@@ -120,14 +126,10 @@ class _Watched:
         """Puts right what the forwards before the first backward have left; whether the module is run again at all."""
         calls, self._calls = self._calls, []
         in_forward = sum(call.microbatch == microbatch for call in calls)
-        if not self._again:
-            return False
+        if self.known or not self._again:
+            return self.known
         if in_forward != 1:
-            raise PartitionError(
-                f"a {type(self.module).__name__} that updates buffers is called {in_forward} times in a forward that "
-                "runs itself again in backward; in which order its updates would be made is not known. Switch gradient "
-                "checkpointing off in the model, and choose recompute='always' instead"
-            )
+            raise _unknown_order(self.module, in_forward)
         assert self._first is not None
         with torch.no_grad():
             for (part, name), copy in zip(self._first.places, self._first.copies, strict=True):
@@ -153,3 +155,11 @@ class _Watched:
         with torch.no_grad():
             for _ in range(times):
                 self.module.forward(*detached)
+
+
+def _unknown_order(module: nn.Module, calls: int) -> PartitionError:
+    return PartitionError(
+        f"a {type(module).__name__} that updates buffers is called {calls} times in a forward that runs itself "
+        "again in backward; in which order its updates would be made is not known. Switch gradient checkpointing "
+        "off in the model, and choose recompute='always' instead"
+    )
