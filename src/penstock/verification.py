@@ -259,6 +259,8 @@ def _compare(
     shared = ties(pipe.stages)
     holders = {name: (stage.index,) for stage in pipe.stages for name in (*stage.parameters, *stage.buffers)} | shared
     over = "terms of several replicas, added in another order" if pipe.world.data_parallel > 1 else ""
+    if not over and pipe.reorders_gradients:
+        over = "a branch may be passed by, so that two values that cross a cut are one: terms added in another order"
     why = "terms of several stages, added in another order"
     for name, parameter in _trained(pipe.named_parameters(), pipe):
         rows.append(

@@ -71,8 +71,10 @@ class Whole:
         try:
             whole = self._run([self.batch])
         except Exception as error:  # of the user's code: some models take no more than a microbatch
-            told = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            return WholeBatch(float("nan"), float("nan"), "explained", f"the model raised on the whole batch ({told})")
+            told = f"the model raised on the whole batch ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+            if self.cutting.split is not None:
+                told = "the model takes what split= makes of a batch, so that there is no whole batch to compare with"
+            return WholeBatch(float("nan"), float("nan"), "explained", told)
         parts = self._run(self.pieces)
         if _close(parts, whole, self._tolerance):
             return WholeBatch(parts.loss, whole.loss, "close")
