@@ -40,7 +40,7 @@ class Seeds:
     def __init__(self) -> None:
         """To be made where the generators' states are put back afterwards."""
         torch.default_generator.manual_seed(SEED)
-        self._users: dict[int, str] = {}
+        self._users: dict[int, tuple[object, str]] = {}  # each kept alive, so that its id stays its own
 
     @property
     def were_set(self) -> bool:
@@ -65,8 +65,9 @@ class Seeds:
         where = f"module {scope!r}" if scope else "the model's own forward"
         if not unit:
             raise Obstacle(f"{where} draws from a torch.Generator of its own, which stages cannot keep in step", scope)
-        if self._users.setdefault(id(generator), unit) != unit:
+        user = self._users.setdefault(id(generator), (generator, unit))[1]
+        if user != unit:
             raise PartitionError(
-                f"{where} draws from the same torch.Generator as {self._users[id(generator)]!r}: on stages of their "
+                f"{where} draws from the same torch.Generator as {user!r}: on stages of their "
                 "own they would draw in another order. Give each a generator of its own, or none"
             )
