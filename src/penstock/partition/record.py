@@ -283,6 +283,7 @@ def _finish(recorder: Recorder, loan: Loan, units: Any, result: Any) -> Recordin
             )
         else:
             leaves.append(Constant(leaf))
+    recorder.returned.settle(recorder.facts)
     tensors = [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
     needed = [loan.names[id(t)] for t in leaves_of(tensors) if id(t) in loan.names]
     drawing = recorder.drawing
