@@ -23,7 +23,7 @@ from penstock.pipe import Pipeline
 from penstock.runtime.batch import Microbatches, split
 from penstock.runtime.batch_dims import Dims
 from penstock.runtime.cutting import Cutting, Microbatch
-from penstock.runtime.loss import Loss, Reduction, own_loss, weighted_sum, weights
+from penstock.runtime.loss import Loss, Reduction, no_loss, own_loss, weighted_sum, weights
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5}
 """By how much losses may differ through rounding, over the largest of them; 2e-2 in half precision."""
@@ -233,7 +233,8 @@ class Whole:
                 output = alone.model(*args, **{**kwargs, **alone.default_kwargs(args, dict(kwargs))})
                 streams.begin_loss(stream + k)
                 value = own_loss(output) if loss is None else loss(output, target)
-                assert value is not None
+                if value is None:
+                    raise no_loss(output)
                 losses.append(value.detach().reshape(()))
                 outputs.append(_detached(output))
                 with torch.no_grad():
