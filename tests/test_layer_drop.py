@@ -216,3 +216,38 @@ def test_ways_that_differ_in_more_are_refused() -> None:
     for way in (both, constant, shape, in_place, few, nested):
         with pytest.raises(PartitionError, match=r"branches on a random number at .*test_layer_drop.py:\d+.*rate to 0"):
             check(way)
+
+
+class AllStates(nn.Module):
+    """Sums what entered each layer: where one is left out, the same tensor twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        states: tuple[Tensor, ...] = ()
+        for layer in self.layers:
+            states += (x,)
+            if torch.rand([]) < 0.4:
+                continue
+            x = x + torch.relu(layer(x))
+        return x + sum(states)
+
+
+@pytest.mark.parametrize("cuts", [["layers.2"], ["layers.2", "layers.4"]])
+def test_a_tensor_that_crosses_a_cut_twice_is_added_in_another_order(cuts: list[str]) -> None:
+    torch.manual_seed(0)
+    model, x, y = AllStates(), torch.randn(8, 8), torch.randn(8, 8)
+    report = verify(model, (x,), y, squared_error, cuts=cuts, ranks=len(cuts) + 1, microbatches=4)
+    assert report.ok, report.summary()
+    gradients = [row for row in report.rows if row.kind == "gradient"]
+    assert any(row.verdict == "close" for row in gradients)
+    assert all(row.verdict == "equal" for row in report.rows if row.kind == "output")
+
+
+def test_values_that_cross_once_keep_their_bits() -> None:
+    torch.manual_seed(0)
+    model, inputs = opt()
+    with pipeline(model, (), inputs, ranks=2, microbatches=2, schedule="1f1b") as pipe:
+        assert not pipe.reorders_gradients

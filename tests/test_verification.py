@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock import ArgumentError, Pipeline, Report, verify
+from penstock import ArgumentError, Microbatch, Pipeline, Report, verify
 from penstock.comparison import compare
 from penstock.runtime import exact
 from penstock.runtime.loss import LossHead
@@ -359,6 +359,26 @@ def test_a_model_that_takes_no_more_than_a_microbatch() -> None:
     assert report.ok
     assert report.whole_batch is not None
     assert "the model raised on the whole batch (ValueError: too many rows)" in report.whole_batch.text
+
+
+def test_a_model_that_takes_only_what_a_function_makes_of_the_batch() -> None:
+    class Stacks(nn.Sequential):
+        def forward(self, *rows: Tensor) -> Tensor:
+            return super().forward(torch.stack(rows))
+
+    def split(args: Any, kwargs: Any, target: Any, microbatches: int) -> list[Microbatch]:
+        return [Microbatch(tuple(half), rows=4) for half in (args[0][:4], args[0][4:])]
+
+    model, rows = Stacks(*mlp(2)), list(torch.randn(8, WIDTH))
+    report = verify(model, (rows,), None, squares, split=split, ranks=2, microbatches=2)
+    assert report.ok, report.summary()
+    assert report.whole_batch is not None
+    assert "split=" in report.whole_batch.text
+
+
+def test_a_model_without_a_loss_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"loss=None, and the model's output \(Tensor\) holds no scalar loss"):
+        verify(mlp, batch()[:1], **TWO)
 
 
 def test_large_sums_and_small_losses_are_no_difference() -> None:

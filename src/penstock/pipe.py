@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from penstock.errors import ArgumentError
 from penstock.groups import OptionsOf, parameter_groups
 from penstock.options import Options
+from penstock.partition.aliases import crosses_twice
 from penstock.result import StepResult
 from penstock.runtime import batch as batches
 from penstock.runtime import compiled
@@ -324,6 +325,11 @@ class Pipeline:
     def draws_in_glue(self) -> bool:
         """Whether the model draws random numbers outside of any module that is called."""
         return any(draws_in_glue(partition) for partition in self._split.partitions(training=True))
+
+    @property
+    def reorders_gradients(self) -> bool:
+        """Whether gradients of stages may be added in another order than in the unsplit model, beside those of ties."""
+        return any(crosses_twice(partition.stages) for partition in self._split.partitions(training=True))
 
     @property
     def drawing_modules(self) -> dict[str, nn.Module]:

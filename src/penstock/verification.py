@@ -23,7 +23,7 @@ from penstock.pipe import Pipeline
 from penstock.runtime import exact as exact_rules
 from penstock.runtime.cutting import Cutting, Microbatch
 from penstock.runtime.distribution import whole
-from penstock.runtime.loss import Loss, Reduction, own_loss, root_of, weighted_sum, weights
+from penstock.runtime.loss import Loss, Reduction, no_loss, own_loss, root_of, weighted_sum, weights
 from penstock.runtime.losses import checked_loss, saying_what_is_missing
 from penstock.runtime.world import World
 from penstock.schedule import Schedule, generate
@@ -220,7 +220,8 @@ def _run_unsplit(alone: Pipeline, loss: Loss | None, reduction: Reduction, repli
             output = alone.model(*args, **{**kwargs, **alone.default_kwargs(args, kwargs)})
             streams.begin_loss(k)
             value = own_loss(output) if loss is None else loss(output, target)
-            assert value is not None
+            if value is None:
+                raise no_loss(output)
             streams.begin(k, {}, again=True)
             if norms is not None:
                 norms.pause()
@@ -259,6 +260,8 @@ def _compare(
     shared = ties(pipe.stages)
     holders = {name: (stage.index,) for stage in pipe.stages for name in (*stage.parameters, *stage.buffers)} | shared
     over = "terms of several replicas, added in another order" if pipe.world.data_parallel > 1 else ""
+    if not over and pipe.reorders_gradients:
+        over = "a branch may be passed by, so that two values that cross a cut are one: terms added in another order"
     why = "terms of several stages, added in another order"
     for name, parameter in _trained(pipe.named_parameters(), pipe):
         rows.append(

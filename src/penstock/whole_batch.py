@@ -23,7 +23,7 @@ from penstock.pipe import Pipeline
 from penstock.runtime.batch import Microbatches, split
 from penstock.runtime.batch_dims import Dims
 from penstock.runtime.cutting import Cutting, Microbatch
-from penstock.runtime.loss import Loss, Reduction, own_loss, weighted_sum, weights
+from penstock.runtime.loss import Loss, Reduction, no_loss, own_loss, weighted_sum, weights
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5}
 """By how much losses may differ through rounding, over the largest of them; 2e-2 in half precision."""
@@ -71,8 +71,10 @@ class Whole:
         try:
             whole = self._run([self.batch])
         except Exception as error:  # of the user's code: some models take no more than a microbatch
-            told = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            return WholeBatch(float("nan"), float("nan"), "explained", f"the model raised on the whole batch ({told})")
+            told = f"the model raised on the whole batch ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+            if self.cutting.split is not None:
+                told = "the model takes what split= makes of a batch, so that there is no whole batch to compare with"
+            return WholeBatch(float("nan"), float("nan"), "explained", told)
         parts = self._run(self.pieces)
         if _close(parts, whole, self._tolerance):
             return WholeBatch(parts.loss, whole.loss, "close")
@@ -231,7 +233,8 @@ class Whole:
                 output = alone.model(*args, **{**kwargs, **alone.default_kwargs(args, dict(kwargs))})
                 streams.begin_loss(stream + k)
                 value = own_loss(output) if loss is None else loss(output, target)
-                assert value is not None
+                if value is None:
+                    raise no_loss(output)
                 losses.append(value.detach().reshape(()))
                 outputs.append(_detached(output))
                 with torch.no_grad():

@@ -269,3 +269,21 @@ def test_without_the_watch_a_block_that_reads_past_its_arguments_is_wrong(monkey
     except Exception:
         same = False
     assert not same
+
+
+def test_a_parameter_of_the_model_itself_is_refused_with_a_remedy_that_can_be_followed() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = torch.func.functional_call(layer, {"weight": layer.weight * self.scale}, (x,))
+            return x
+
+    with pytest.raises(PartitionError, match=r"uses 'scale'.*a module of its own"):
+        inspect(Scaled(), (torch.randn(4, 4),), stages=2)
+    within = nn.Sequential(nn.Linear(4, 4), Scaled(), nn.Linear(4, 4))  # as the message says
+    assert inspect(within, (torch.randn(4, 4),), stages=2, leaves=["1"])

@@ -38,9 +38,17 @@ def check_complete(recording: Recording, model: nn.Module, stages: Sequence[Stag
     if lost:
         raise PartitionError(
             f"the forward uses {shortened(lost)}, but no recorded call does, so that no stage would have "
-            f"{'it' if len(lost) == 1 else 'them'}. Name the module whose forward uses them in leaves=[...], so that "
-            "it runs as a whole"
+            f"{'it' if len(lost) == 1 else 'them'}. {_remedy(lost)}"
         )
+
+
+def _remedy(lost: Collection[str]) -> str:
+    if any("." not in name for name in lost):  # the model's own, and it cannot run as a whole
+        return (
+            "Give the part of the model that uses them a module of its own, with the layers that they are for in it, "
+            "and name it in leaves=[...]: it runs as a whole then"
+        )
+    return "Name the module whose forward uses them in leaves=[...], so that it runs as a whole"
 
 
 def unused_note(recording: Recording, stages: Sequence[Stage]) -> tuple[str, ...]:

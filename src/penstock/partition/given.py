@@ -73,7 +73,7 @@ class Given:
                     _look(found, (name, attribute), value, self._number, DEPTH, set())
             self._read_code(found, name, module)
         for name, module, attribute in self.chances:
-            value = vars(module).get(attribute)
+            value = getattr(module, attribute, None)
             found[name, attribute, "draws"] = bool(value) if isinstance(value, PLAIN) else True
         return found
 
@@ -131,13 +131,21 @@ def opened_by_name(model: nn.Module, opened: Collection[nn.Module]) -> dict[str,
 
 
 def chances_of(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
-    """The attributes by whose name a module drops something by chance: at a rate of 0 a recording sees no draw."""
+    """The attributes by whose name a module drops something by chance: at a rate of 0 a recording sees no draw. And
+    numbers of other names that are 0, in a module or its class: they may switch off what draws as well."""
     return [
         (name, module, attribute)
         for name, module in model.named_modules()
-        for attribute, value in vars(module).items()
-        if isinstance(value, (int, float)) and (attribute == "p" or "drop" in attribute)
+        for attribute, value in (_of_class(type(module)) | vars(module)).items()
+        if isinstance(value, (int, float)) and attribute not in OF_TORCH
+        if attribute == "p" or "drop" in attribute or (type(value) in (int, float) and not value)
     ]
+
+
+def _of_class(kind: type) -> dict[str, object]:
+    """What a module's own classes hold, without those of torch."""
+    own = [cls for cls in reversed(kind.__mro__) if cls.__module__.partition(".")[0] not in ("torch", "builtins")]
+    return {name: value for cls in own for name, value in vars(cls).items() if not name.startswith("__")}
 
 
 def _look(

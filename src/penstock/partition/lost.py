@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Collection
 from typing import Any
 
@@ -11,6 +10,9 @@ from torch import nn
 
 from penstock.errors import PartitionError
 from penstock.partition.obstacle import Obstacle
+
+SEED = 0x2D1B6A0F93C5E847
+"""No seed that a forward would set. The same for every recording, so that what is made up in one is, too."""
 
 BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
@@ -37,14 +39,13 @@ class Seeds:
 
     def __init__(self) -> None:
         """To be made where the generators' states are put back afterwards."""
-        self._seed = random.SystemRandom().getrandbits(62)
-        torch.default_generator.manual_seed(self._seed)
-        self._users: dict[int, str] = {}
+        torch.default_generator.manual_seed(SEED)
+        self._users: dict[int, tuple[object, str]] = {}  # each kept alive, so that its id stays its own
 
     @property
     def were_set(self) -> bool:
         """Whether the forward seeds the generator, or has set its state."""
-        return torch.default_generator.initial_seed() != self._seed
+        return torch.default_generator.initial_seed() != SEED
 
     def check(self, drew: Collection[Any], here: str, scope: str) -> None:
         """Raises Obstacle if a recorded call drew after the forward had seeded the generator."""
@@ -64,8 +65,9 @@ class Seeds:
         where = f"module {scope!r}" if scope else "the model's own forward"
         if not unit:
             raise Obstacle(f"{where} draws from a torch.Generator of its own, which stages cannot keep in step", scope)
-        if self._users.setdefault(id(generator), unit) != unit:
+        user = self._users.setdefault(id(generator), (generator, unit))[1]
+        if user != unit:
             raise PartitionError(
-                f"{where} draws from the same torch.Generator as {self._users[id(generator)]!r}: on stages of their "
+                f"{where} draws from the same torch.Generator as {user!r}: on stages of their "
                 "own they would draw in another order. Give each a generator of its own, or none"
             )

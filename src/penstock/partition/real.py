@@ -17,7 +17,7 @@ from penstock.partition._compat import FakeTensor, storage_of, unset_fake_tempor
 from penstock.partition.observer import Observer
 from penstock.partition.passed import Passed
 from penstock.partition.state import Loan, Snapshot, fake_value, map_tensors
-from penstock.partition.units import Call, Unit
+from penstock.partition.units import Call, Unit, has_forward
 
 
 def run_for_real(
@@ -78,10 +78,22 @@ def run_for_real(
 
 
 def may_draw(unit: nn.Module, drew: Sequence[nn.Module | None]) -> list[nn.Module | None]:
-    """What drew, and what would for other values: a mixture has called some of its experts and not others."""
+    """What drew, and what might for other values: a mixture has called some of its experts and not others.
+
+    What a forward that is not torch's does for other values is not known.
+    """
     kinds = {type(module) for module in drew if module is not None}
-    others = (m for m in unit.modules() if type(m) in kinds or (isinstance(m, _DropoutNd) and m.training and m.p > 0))
-    return list(dict.fromkeys([*drew, *others]))
+    return list(dict.fromkeys([*drew, *(m for m in unit.modules() if type(m) in kinds or _may_draw(m))]))
+
+
+def _may_draw(module: nn.Module) -> bool:
+    if isinstance(module, torch.jit.ScriptModule):
+        return False  # its hooks would have to be compiled
+    if not type(module).__module__.startswith("torch.nn."):
+        return has_forward(module)
+    if isinstance(module, _DropoutNd):
+        return module.training and module.p > 0
+    return isinstance(module, nn.RReLU) or bool(getattr(module, "dropout", 0.0))
 
 
 def _back_to_fakes(made: list[tuple[Tensor, Tensor]], mode: Any, device: torch.device) -> Callable[[Tensor], Tensor]:

@@ -321,6 +321,7 @@ def _finish(recorder: Recorder, loan: Loan, units: Any, result: Any, left: Seque
             )
         else:
             leaves.append(Constant(leaf))
+    recorder.returned.settle(recorder.facts)
     tensors = [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
     carried = [entry.to_carry(lambda t: outputs.setdefault(recorder.node_of(t), len(outputs))) for entry in left]
     tensors += [t for entry in left for t in entry.small]

@@ -53,6 +53,7 @@ from penstock.partition.provenance import Call as Running
 from penstock.partition.reach import Reach
 from penstock.partition.real import may_draw, run_for_real
 from penstock.partition.recording import Fact, Kind, tensor_meta
+from penstock.partition.returned import Returned
 from penstock.partition.sideways import Sideways
 from penstock.partition.state import Loan
 from penstock.partition.trees import LEAF, Flat
@@ -98,6 +99,8 @@ class Recorder(TorchFunctionMode):
         self.guards: list[Guard] = []
         self.inputs: dict[fx.Node, int] = {}  # placeholder -> its place among the leaves of (args, kwargs)
         self.drawing: dict[str, nn.Module] = {}
+        self.real: set[str] = set()  # units that ran for real, on made-up inputs
+        self.returned = Returned(opening)
         self._seen: dict[int, Seen] = {}
         self.on_memory: dict[int, list[int]] = {}  # storage -> ids of the tensors seen on it
         self._attributes: dict[str, fx.Node] = {}
@@ -127,6 +130,7 @@ class Recorder(TorchFunctionMode):
             return answer
         with self._pause():
             if getattr(function, "__name__", "") == "__get__" and calls.name_of(function) in self.READS:
+                self._shapes_read(args, kwargs)
                 return function(*args, **kwargs)
             why = calls.refusal(function, args, kwargs)
             if why is not None:
@@ -138,6 +142,8 @@ class Recorder(TorchFunctionMode):
             plain = stand_ins((args, kwargs)) if by_chance else (args, kwargs)
             with self._running(args, kwargs) as call:
                 result, drew, writes, reads_inputs = self.known.run(function, *plain, is_unknown=by_chance)
+            if not isinstance(result, Tensor):
+                self._shapes_read(args, kwargs)
             self.seeds.check(drew, self._here(), self.scope)
             self.sideways.check_call(call)
             target = calls.target_of(function, args, kwargs)
@@ -201,6 +207,8 @@ class Recorder(TorchFunctionMode):
                 fact = self._write(target, "unit", result, False, writes)
             fact.runs_again = in_checkpoint()
             self.observer.place_calls(first_call, fact.index)  # nodes for its arguments stand before it
+            fact.depends_on_values = unit.name in self.real
+            self.returned.note(fact, result)
             return result
 
     def call_autograd_function(self, original: Callable[..., Any], cls: type, args: Any, kwargs: Any) -> Any:
@@ -257,12 +265,18 @@ class Recorder(TorchFunctionMode):
             result, drew, writes = run_for_real(
                 original, unit, args, kwargs, self.loan, self.entry.device, self.observer, error
             )
+            self.real.add(unit.name)
             reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
             self.notes.append(
                 f"block {unit.name!r} ran once for real, on made-up inputs, since it cannot run on fake tensors "
                 f"({type(error).__name__}: {reason})"
             )
             return (result, may_draw(unit.module, drew), writes), False
+
+    def _shapes_read(self, args: Any, kwargs: Any) -> None:
+        if self.real:
+            tensors = (self._seen.get(id(tensor)) for tensor in tensors_in((args, kwargs)))
+            self.returned.shapes_read += [seen[1] for seen in tensors if seen is not None]
 
     # -- writing nodes ----------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from penstock.stages import TensorMeta
 if TYPE_CHECKING:
     from penstock.partition.chance import Ask
     from penstock.partition.guards import Guard
+    from penstock.partition.returned import Pattern
 
 
 class RandomSource(Protocol):
@@ -65,6 +66,8 @@ class Fact:
         work: how much work it is, its backward included; see `work_of`.
         runs_again: a unit that checkpointing around it would run again in backward, which a stage does not.
         updates: the index of each node that updated the result in place, and its meta from then on.
+        depends_on_values: a unit that ran for real: what it writes and draws may be something else in other calls.
+        returned: of a unit, what its results must look like; None where there is nothing to check.
     """
 
     index: int
@@ -83,6 +86,8 @@ class Fact:
     work: int = 0
     runs_again: bool = False
     updates: list[tuple[int, TensorMeta]] = field(default_factory=list)
+    depends_on_values: bool = False
+    returned: Pattern | None = None
 
     @property
     def units(self) -> tuple[str, ...]:

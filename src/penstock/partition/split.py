@@ -241,6 +241,28 @@ class Split:
         """Canonical names of the parameters and buffers that the forward updates in place."""
         return {name for storage, name in self.recording.memory.items() if storage in self.written}
 
+    def depends_on_values(self, node: fx.Node) -> bool:
+        """Whether a call may write something else than was seen."""
+        fact = self.facts[node]
+        inside = () if fact.branch is None else fact.branch.facts.values()
+        return fact.depends_on_values or any(one.depends_on_values for one in inside)
+
+    def passed_over(self, node: fx.Node) -> list[fx.Node]:
+        """Inputs of a call that a later stage, too, takes from an earlier one.
+
+        An update of those that was not seen when the call was recorded would not reach it.
+        """
+        fact, stage = self.facts[node], self.stage_of(self.facts[node].index)
+
+        def goes_on(value: fx.Node) -> bool:
+            later = any(u in self.live and self.stage_of(self.facts[u].index) > stage for u in value.users)
+            return later or (value in self.recording.outputs and stage < self.count - 1)
+
+        past = [f.storages for n, f in self.facts.items() if self.stage_of(f.index) < stage and goes_on(n)]
+        past += [f.storages for n, f in self.facts.items() if f.kind == "input" and stage and goes_on(n)]
+        over = frozenset().union(*past) - fact.writes
+        return [a for a in node.all_input_nodes if self.facts[a].kind not in HELD and self.facts[a].storages & over]
+
     def overwrites_input(self, node: fx.Node) -> bool:
         """Whether an input of a call is updated in place by that call or by a later one."""
         given = {storage for argument in node.all_input_nodes for storage in self.facts[argument].storages}

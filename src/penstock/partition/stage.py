@@ -18,6 +18,7 @@ from penstock.partition.gate import Gate
 from penstock.partition.modes import enter_autocast, leave_autocast
 from penstock.partition.objects import free_name
 from penstock.partition.recording import Branch, Fact, Modes, RandomSource
+from penstock.partition.returned import check_returned, check_unchanged, versions_of
 from penstock.partition.split import Plan, Split
 from penstock.stages import StageMeta
 
@@ -47,6 +48,7 @@ class Stage:
         module: `module(*inputs)` returns the tuple of outputs, both in the order of `meta`. Its blocks are the model's
             own modules, not copies.
         parameters, buffers: the model's own tensors that live here, by the names in `meta`.
+        may_update: of the buffers, those that the forward may update for some values, besides those in `meta`.
         device: where it was recorded; calls that make tensors make them there. See `retarget`.
         frame: called with the stage's forward and its arguments; None where nothing is to be done around it.
     """
@@ -57,6 +59,7 @@ class Stage:
     buffers: Mapping[str, Tensor]
     device: torch.device
     frame: Surroundings | None = None
+    may_update: tuple[str, ...] = ()
 
     @property
     def forward(self) -> Callable[..., Sequence[Tensor]]:
@@ -131,7 +134,9 @@ def build_stage(split: Split, plan: Plan, index: int, streams: RandomSource) -> 
     graph = _graph(split, plan, streams_name)
     module = fx.GraphModule(root, graph, f"submod_{index}")
     _keep_persistence(model, module)
-    return Stage(meta, module, parameters, buffers, recording.device)
+    uncertain = {name for node in plan.run if split.depends_on_values(node) for name in split.held_by(node)}
+    may_update = tuple(public[n] for n in names if n in uncertain and n not in split.updated and public[n] in buffers)
+    return Stage(meta, module, parameters, buffers, recording.device, may_update=may_update)
 
 
 class _Root(nn.Module):
@@ -182,6 +187,11 @@ def _graph(split: Split, plan: Plan, streams_name: str) -> fx.Graph:
     for node in plan.run:
         if split.facts[node].kind == "unit":
             new[node].meta[INPUT_OVERWRITTEN] = split.overwrites_input(node)
+            if split.facts[node].depends_on_values and (watched := [new[a] for a in split.passed_over(node)]):
+                with graph.inserting_before(new[node]):
+                    before = graph.call_function(versions_of, (watched,))
+                with graph.inserting_after(new[node]):
+                    graph.call_function(check_unchanged, (watched, before, split.facts[node].scope))
             new[node].meta[RUNS_AGAIN] = split.facts[node].runs_again
     graph.output(tuple(new[node] for node in plan.returned))
     return graph
@@ -212,6 +222,8 @@ def _write_calls(
         kwargs = fx.map_arg(node.kwargs, new.__getitem__)
         new[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)
         new[node].meta["where"] = facts[node].scope, facts[node].source_line
+        if facts[node].returned is not None:
+            graph.call_function(check_returned, (new[node], facts[node].scope, facts[node].returned))
 
     for modes, group in groupby(nodes, lambda n: facts[n].modes):
         leave = list(_enter(graph, modes, device))

@@ -114,6 +114,7 @@ class Jobs:
             ArgumentError: this rank calls for something else than the announcing one.
             PartitionError: the batch is of a new kind, and cannot be recorded.
         """
+        self._split.refuse_other_parameters()
         signature = self._split.signature()
         mode = (call.training, *signature)
         found = self._find(cut, mode) if cut is not None and self._announces else None

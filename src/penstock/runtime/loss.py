@@ -62,6 +62,14 @@ def weights(
     return exact.seeds(given, total)
 
 
+def no_loss(output: object) -> ArgumentError:
+    """What to raise where there is neither a loss function nor a loss of the model's own."""
+    return ArgumentError(
+        f"loss=None, and the model's output ({type(output).__name__}) holds no scalar loss; "
+        "pass loss=..., or give the model what it needs to compute its own (labels=...)"
+    )
+
+
 class LossHead:
     """What stands behind the last stage: the model's output, its loss, and the seed of backward.
 
@@ -127,10 +135,7 @@ class LossHead:
                 self._watched = True
         if loss is None:
             if self._needed:
-                raise ArgumentError(
-                    f"loss=None, and the model's output ({type(output).__name__}) holds no scalar loss; "
-                    "pass loss=..., or give the model what it needs to compute its own (labels=...)"
-                )
+                raise no_loss(output)
             return None
         if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.dim() > 1:
             given = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__

@@ -162,7 +162,7 @@ class Keeper:
 
 
 def updated_buffers(stage: Stage) -> list[Tensor]:
-    """The buffers that a stage's forward updates.
+    """The buffers that a stage's forward updates, or may update.
 
     Raises:
         PartitionError: it updates a parameter.
@@ -173,7 +173,7 @@ def updated_buffers(stage: Stage) -> list[Tensor]:
                 f"recompute: the forward of stage {stage.meta.index} updates parameter {name!r} in place, so that "
                 f"running it again would give something else; choose recompute={{{stage.meta.index}: 'never'}}"
             )
-    return [stage.buffers[name] for name in stage.meta.updated]
+    return [stage.buffers[name] for name in (*stage.meta.updated, *stage.may_update)]
 
 
 def overwritten(meta: StageMeta, stages: Sequence[StageMeta]) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,6 +79,7 @@ class SplitModel:
             self._parallelize(parallelize, shared)
         self.sharded_stages: frozenset[int] = frozenset().union(*engine.control.gather_line(set(self.sharded)))
         self._parameters = list(self.model.parameters())
+        self._names = [name for name, _ in self.model.named_parameters()]
         self._stages = self.partitions(training=True)[0].stages
         self.tie_groups = () if engine.world.is_local else tie_groups(shared, placement.rank_of)
         held = dict(self.held_parameters())
@@ -113,6 +115,24 @@ class SplitModel:
             tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")),
             self._partitioner.attributes(),
         )
+
+    def refuse_other_parameters(self) -> None:
+        """Raises ArgumentError if the model no longer holds the parameters that the pipeline was made with."""
+        if self._frames is not None:  # whose sharding puts others in their place
+            return
+        now = list(self.model.parameters())
+        if len(now) == len(self._parameters) and all(map(is_, now, self._parameters)):
+            return
+        known, left = {id(p) for p in self._parameters}, {id(p) for p in now}
+        new = [name for name, parameter in self.model.named_parameters() if id(parameter) not in known]
+        gone = [name for name, p in zip(self._names, self._parameters, strict=True) if id(p) not in left]
+        if new or gone:
+            raise ArgumentError(
+                "the model no longer holds the parameters that the pipeline was made with: "
+                f"{f'{new[0]!r} is new' if new else f'{gone[0]!r} is gone'}. What is put in the place of a module or a "
+                "parameter later belongs to no stage, and no optimizer of pipe.parameters() knows it: make a new "
+                "pipeline, and a new optimizer. Values can be changed in place (load_state_dict, copy_)"
+            )
 
     @contextmanager
     def settling(self) -> Iterator[None]:

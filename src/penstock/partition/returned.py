@@ -1,0 +1,178 @@
+"""What a unit returns beside the values of its tensors: a recording takes that as given, and stages check it.
+
+The calls between units are recorded with the numbers that they were made with: a count that a unit returns, the length
+of its list, or (where values decide about them) the shapes of its tensors. So a stage compares what a unit returns with
+what was recorded. A pattern is made of tuples and plain values only, so that it can stand in the stage's code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, fx
+
+from penstock.errors import PartitionError
+from penstock.partition._compat import flatten
+from penstock.partition.opening import Opening, StayWhole
+
+if TYPE_CHECKING:
+    from penstock.partition.recording import Fact
+
+Pattern = tuple[Any, ...]
+"""`("tensor", shape or None)`, `("value", v)`, `("any",)`, `("items", patterns)`, `("keys", keys, patterns)`, or, for
+an object, `("leaves", patterns)`."""
+
+CONTAINERS = ("items", "keys", "leaves")
+PLAIN = (bool, int, float, str, type(None))
+
+
+def pattern_of(result: Any, *, shapes: bool) -> Pattern:
+    """What a result must look like in each call. `shapes`: those of its tensors, too."""
+    kind = type(result)
+    if isinstance(result, Tensor):
+        return "tensor", tuple(result.shape) if shapes else None
+    if kind in PLAIN:
+        return "value", result
+    if isinstance(result, (tuple, list)):
+        return "items", tuple(pattern_of(item, shapes=shapes) for item in result)
+    if isinstance(result, dict):
+        if not all(type(key) in PLAIN for key in result):
+            return ("any",)
+        return "keys", tuple(result), tuple(pattern_of(item, shapes=shapes) for item in result.values())
+    leaves = flatten(result).leaves
+    if len(leaves) == 1 and leaves[0] is result:
+        return ("any",)
+    return "leaves", tuple(pattern_of(leaf, shapes=shapes) for leaf in leaves)
+
+
+class Returned:
+    """What the units of one recording return.
+
+    Attributes:
+        shapes_read: values whose shapes were asked for between units, or gave the number of a call's results.
+    """
+
+    def __init__(self, opening: Opening) -> None:
+        self._opening = opening
+        self.shapes_read: list[fx.Node] = []
+        self._ran_for_real: list[Fact] = []
+
+    def note(self, fact: Fact, result: Any) -> None:
+        """Has a unit's result checked, if it holds more than tensors or values may have decided about it."""
+        ran_for_real = fact.depends_on_values
+        pattern = pattern_of(result, shapes=ran_for_real)
+        if ran_for_real and _holds_values(pattern) and (around := self._opening.around(fact.scope)):
+            raise StayWhole(around)  # where nothing is a constant
+        if ran_for_real:
+            self._ran_for_real.append(fact)
+        if ran_for_real or _holds_values(pattern):
+            fact.returned = pattern
+
+    def settle(self, facts: Mapping[fx.Node, Fact]) -> None:
+        """At the end: shapes on which nothing rests may differ from call to call."""
+        rests_on = _before(self.shapes_read)
+        free = {id(fact) for node, fact in facts.items() if node not in rests_on}
+        for fact in self._ran_for_real:
+            if id(fact) in free and fact.returned is not None:
+                fact.returned = _without_shapes(fact.returned)
+
+
+def _holds_values(pattern: Pattern) -> bool:
+    """Whether anything but tensors is in it."""
+    if pattern[0] in CONTAINERS:
+        return any(map(_holds_values, pattern[-1]))
+    return bool(pattern[0] == "value")
+
+
+def _without_shapes(pattern: Pattern) -> Pattern:
+    if pattern[0] in CONTAINERS:
+        return *pattern[:-1], tuple(map(_without_shapes, pattern[-1]))
+    return ("tensor", None) if pattern[0] == "tensor" else pattern
+
+
+def _before(nodes: list[fx.Node]) -> set[fx.Node]:
+    """These nodes and all that they are computed from."""
+    found, stack = set(nodes), list(nodes)
+    while stack:
+        new = [node for node in stack.pop().all_input_nodes if node not in found]
+        found.update(new)
+        stack += new
+    return found
+
+
+def check_returned(result: Any, unit: str, pattern: Pattern) -> None:
+    """Raises PartitionError if a unit returns something else than was recorded."""
+    if _fits(result, pattern):
+        return
+    got, expected = _difference(result, pattern)
+    raise PartitionError(
+        f"{unit!r} returned {got} where the recording has {expected}: what a block returns beside the values of its "
+        "tensors is a constant of a recording, since the calls that follow were recorded with it. Return numbers as "
+        "tensors, or name the module that uses them in leaves=[...], so that it runs as a whole"
+    )
+
+
+def versions_of(values: Any) -> list[int]:
+    """How often each tensor was updated in place so far."""
+    return [t._version for t in flatten(values).leaves if isinstance(t, Tensor) and not t.is_inference()]
+
+
+def check_unchanged(values: Any, before: list[int], unit: str) -> None:
+    """Raises PartitionError if a unit has updated values in place that it left as they were when it was recorded."""
+    if versions_of(values) != before:
+        raise PartitionError(
+            f"{unit!r} updates an input in place, which it did not when it was recorded, and a later stage takes that "
+            "from where it was made: it would have the value from before. Make the update out of place, or move the cut"
+        )
+
+
+def _fits(value: Any, pattern: Pattern) -> bool:
+    kind = pattern[0]
+    if kind == "tensor":
+        return isinstance(value, Tensor) and (pattern[1] is None or value.shape == pattern[1])
+    if kind == "value":
+        expected = pattern[1]
+        if type(value) is not type(expected):
+            return False
+        return bool(value == expected or (value != value and expected != expected))  # NaN is NaN
+    if kind == "any":
+        return not isinstance(value, Tensor)
+    inside = _inside(value, pattern)
+    return inside is not None and all(map(_fits, inside, pattern[-1]))
+
+
+def _inside(value: Any, pattern: Pattern) -> list[Any] | None:
+    """What a container holds; None if it is not of the recorded kind and length."""
+    kind = pattern[0]
+    if kind == "items":
+        items = list(value) if isinstance(value, (tuple, list)) else None
+    elif kind == "keys":
+        items = list(value.values()) if isinstance(value, dict) and tuple(value) == pattern[1] else None
+    else:
+        items = flatten(value).leaves
+    return items if items is not None and len(items) == len(pattern[-1]) else None
+
+
+def _difference(value: Any, pattern: Pattern) -> tuple[str, str]:
+    """In words: the first thing in a value that differs, and what was recorded in its place."""
+    if pattern[0] in CONTAINERS:
+        inside = _inside(value, pattern)
+        if inside is None:
+            return _text(value), {"items": f"{len(pattern[-1])} items", "keys": f"keys {pattern[1]}"}.get(
+                pattern[0], f"an object with {len(pattern[-1])} values in it"
+            )
+        return next(_difference(v, p) for v, p in zip(inside, pattern[-1], strict=True) if not _fits(v, p))
+    if pattern[0] == "tensor":
+        return _text(value), "a tensor" if pattern[1] is None else f"a tensor of shape {pattern[1]}"
+    return _text(value), repr(pattern[1]) if pattern[0] == "value" else "an object that is no tensor"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, (tuple, list)):
+        return f"{len(value)} items"
+    if isinstance(value, dict):
+        return f"keys {tuple(value)}"
+    return repr(value) if type(value) in PLAIN else f"a {type(value).__name__}"
