@@ -49,7 +49,17 @@ from penstock.partition.recording import Constant, Recording
 from penstock.partition.source import raising_line
 from penstock.partition.state import Loan, Snapshot, fake_like, fake_value, untouched_generators
 from penstock.partition.strays import empty_caches
-from penstock.partition.units import NO_GRAIN, Grain, Leak, Regroup, Unit, canonical_names, find_units, intercepted
+from penstock.partition.units import (
+    NO_GRAIN,
+    Grain,
+    Leak,
+    LeavesTraces,
+    Regroup,
+    Unit,
+    canonical_names,
+    find_units,
+    intercepted,
+)
 from penstock.partition.validation import without_validation
 
 
@@ -84,6 +94,8 @@ def record(
             if whole.function in functions:
                 raise PartitionError(whole.refusal) from None
             functions |= {whole.function}
+        except LeavesTraces:
+            grain, without, reason = replace(grain, once=True), None, ""
         except StayWhole as refusal:
             opening = opening.without(_alike(model, refusal.name, opening.tried))
         except (Leak, Regroup) as wish:
@@ -176,7 +188,9 @@ def _record(
             refuse_backward_hooks(model, units)
             loan = Loan(model, mode, device)
             reach = Reach(model)
-            recorder = Recorder(model, units, loan, Entry(device), names, mode, fake_calls, reach, choices, opening)
+            recorder = Recorder(
+                model, units, loan, Entry(device), names, mode, fake_calls, reach, choices, opening, once=grain.once
+            )
             recorder.observer.provenance.numbers = made
             inputs = list(given.leaves)
             for index, leaf in enumerate(given.leaves):

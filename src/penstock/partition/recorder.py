@@ -82,6 +82,8 @@ class Recorder(TorchFunctionMode):
         reach: Reach,
         choices: Mapping[int, bool],
         opening: Opening,
+        *,
+        once: bool = False,
     ) -> None:
         super().__init__()
         self.opening = opening
@@ -91,7 +93,7 @@ class Recorder(TorchFunctionMode):
         self.seeds = Seeds()
         self.observer = Observer(names, self.seeds)
         self.observer.provenance.held = {storage_of(fake): name for name, fake in loan.fakes.items()}
-        self.sideways = Sideways(model, units, reach, self.observer)
+        self.sideways = Sideways(model, units, reach, self.observer, once=once)
         self.known = Known(self.observer, mode, fake_calls)
         self.chance = Chance(self, choices)
         self.constants: dict[str, object] = {}

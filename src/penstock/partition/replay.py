@@ -20,6 +20,7 @@ from penstock.partition.observer import Observer
 from penstock.partition.provenance import Call
 from penstock.partition.reach import Reach
 from penstock.partition.state import map_tensors
+from penstock.partition.units import LeavesTraces
 
 Operators = Sequence[Any]
 
@@ -36,6 +37,7 @@ def operators(
     now = [(place, place.copied()) for place in reach.changed()]
     depth, called, work = len(observer.stack), len(observer.calls), observer.work
     copies = map_tensors(Tensor.clone, (args, kwargs))
+    first, returned = len(observer.provenance.numbers), len(observer.returned)
     observer.take()
     if from_start:
         reach.restore()
@@ -44,9 +46,9 @@ def operators(
     try:
         with observer.provenance.calling(call), quiet(), observer.logging() as log:
             run(*copies)
-        return log
+        found: Operators | None = log
     except Exception:
-        return None
+        found = None
     finally:
         random.setstate(drawn[0])
         if drawn[1] is not None:
@@ -55,6 +57,12 @@ def operators(
         for place, entries in now:
             place.put(entries)
         del observer.stack[depth:], observer.calls[called:]
-        observer.take()
+        for key in list(observer.returned)[returned:]:
+            del observer.returned[key]
+        observer.take(keep=False)
         observer.work = work
         observer.provenance.forget(call)
+    del copies
+    if any(memory.is_alive for memory in observer.provenance.numbers[first:]):
+        raise LeavesTraces
+    return found

@@ -27,8 +27,11 @@ from penstock.partition.units import Regroup, Unit
 class Sideways:
     """The rules of one recording."""
 
-    def __init__(self, model: nn.Module, units: Mapping[int, Unit], reach: Reach, observer: Observer) -> None:
+    def __init__(
+        self, model: nn.Module, units: Mapping[int, Unit], reach: Reach, observer: Observer, *, once: bool = False
+    ) -> None:
         self._model, self._observer, self._reach = model, observer, reach
+        self._once = once
         self._swayed: dict[str, str] = {}
         self._writers: set[str] = set()
         self._units = {unit.name: unit for unit in units.values()}
@@ -63,7 +66,8 @@ class Sideways:
 
         Notes whether what has changed since the forward began makes the unit do something else.
         """
-        changed = self._reach.changed()
+        if self._once:
+            return run(args, kwargs)[0]
         objects = [leaf for leaf in flatten((args, kwargs)).leaves if not isinstance(leaf, Tensor)]
         if any(map(hides_tensors, objects)):  # which a second run could change
             return run(args, kwargs)[0]
