@@ -247,12 +247,12 @@ def test_a_head_that_asks_for_values_is_refused_and_runs_with_the_loss_outside()
     model = transformers.DebertaV2ForSequenceClassification(transformers.DebertaV2Config(**SMALL))
     ids = torch.randint(3, SMALL["vocab_size"], (4, 8))
     given: dict[str, Any] = {"ranks": 2, "microbatches": 2}
-    with pytest.raises(PartitionError, match=r"modeling_deberta_v2.py:\d+.* leave out labels and give loss="):
+    with pytest.raises(PartitionError, match=r"modeling_deberta_v2.py:\d+.* Leave out labels and give loss="):
         verify(model, (), kwargs={"input_ids": ids, "labels": CLASSES}, **given)
     assert verify(model, (), CLASSES, classified, kwargs={"input_ids": ids}, **given).ok
 
 
-def test_what_changes_activations_is_refused_with_the_remedy() -> None:
+def test_what_changes_activations_is_replayed() -> None:
     """Wav2Vec2 sets `requires_grad` of an activation inside its forward."""
     torch.manual_seed(0)
     config = transformers.Wav2Vec2Config(
@@ -261,5 +261,4 @@ def test_what_changes_activations_is_refused_with_the_remedy() -> None:
     )  # fmt: skip
     model = transformers.Wav2Vec2ForSequenceClassification(config)
     given: dict[str, Any] = {"kwargs": {"input_values": torch.randn(4, 800)}, "ranks": 2, "microbatches": 2}
-    with pytest.raises(PartitionError, match=r"modeling_wav2vec2.py:\d+, in module .*feature_extractor.*leaves=\["):
-        verify(model, (), torch.randint(5, (4,)), classified, **given)
+    verify(model, (), torch.randint(5, (4,)), classified, exact=True, **given).check()

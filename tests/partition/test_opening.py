@@ -168,7 +168,12 @@ def hooked(depth: int) -> nn.Module:
     return made
 
 
-@pytest.mark.parametrize("make", [Chooses, Counts, Talks, hooked])
+def test_what_hands_a_tensor_on_by_an_attribute_is_opened() -> None:
+    assert cuts_of(Whole(make=Talks), 4) == [f"stages.1.blocks.{k}" for k in (1, 3, 5)]
+    assert_equal(losses(4, Talks), losses(1, Talks))
+
+
+@pytest.mark.parametrize("make", [Chooses, Counts, hooked])
 def test_what_cannot_be_recorded_call_by_call_stays_whole(make: Callable[[int], nn.Module]) -> None:
     assert cuts_of(Whole(make=make), 4) == ["stages.1", "stages.2", "head"]
     assert_equal(losses(4, make), losses(1, make))

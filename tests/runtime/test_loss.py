@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,7 +97,11 @@ def test_own_loss(output: Any, found: bool) -> None:
 
 
 def head(loss: Any, *, needed: bool = True, microbatches: int = 2) -> LossHead:
-    return LossHead(loss, [lambda leaves: leaves[0]] * microbatches, Streams(0), needed=needed)
+    def leaving(leaves: Any) -> Any:
+        return nullcontext()
+
+    partition: Any = SimpleNamespace(build_output=lambda leaves: leaves[0], leaving=leaving, elsewhere={})
+    return LossHead(loss, [partition] * microbatches, Streams(0), needed=needed)
 
 
 def test_head_keeps_losses_and_outputs_by_microbatch() -> None:

@@ -1,7 +1,9 @@
 """Any model, unedited -> a list of stages."""
 
+from penstock.partition.complete import leaves_of
 from penstock.partition.cut import Balance
 from penstock.partition.gate import gates_of
+from penstock.partition.objects import tensors_in
 from penstock.partition.partition import Origin, Partition, check_alike
 from penstock.partition.partitioner import KEPT_PARTITIONS, Partitioner, default_kwargs
 from penstock.partition.recording import RandomSource
@@ -20,5 +22,7 @@ __all__ = [
     "check_alike",
     "default_kwargs",
     "gates_of",
+    "leaves_of",
     "retarget",
+    "tensors_in",
 ]

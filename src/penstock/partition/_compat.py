@@ -100,14 +100,20 @@ def storage_of(tensor: Tensor) -> int:
 class WeakStorage:
     """Keeps the number that `storage_of` gives from being given again, but not the memory."""
 
-    __slots__ = ("_reference",)
+    __slots__ = ("_reference", "number")
 
     def __init__(self, tensor: Tensor) -> None:
+        self.number = storage_of(tensor)
         self._reference: object
         try:
             self._reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         except (NotImplementedError, RuntimeError):  # a sparse tensor has none: its number is that of the object
             self._reference = tensor
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether any tensor has that memory."""
+        return isinstance(self._reference, StorageWeakRef) and not self._reference.expired()  # type: ignore[no-untyped-call]
 
 
 def autocast_state(device: torch.device) -> tuple[bool, torch.dtype]:

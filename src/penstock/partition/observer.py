@@ -50,6 +50,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.work = 0
         self._inside_function = False
         self.provenance = Provenance()
+        self._log: list[Any] | None = None
         self._drew: list[nn.Module | None] = []
         self._written: dict[int, Tensor] = {}
         self._kept: list[Tensor] = []
@@ -69,6 +70,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 for tensor in value if isinstance(value, (list, tuple)) else [value]:
                     if isinstance(tensor, Tensor) and (name not in RUNNING or given.get("training", True)):
                         self._written[storage_of(tensor)] = tensor
+        if self._log is not None and func.namespace != "prim":  # which asks for a device, once
+            self._log.append((func, described((*args, *kwargs.values()))))
         taken = self.provenance.read(tensors_of((*args, *kwargs.values())))
         result = func(*args, **kwargs)
         self.provenance.wrote(func, taken, tensors_of(result if isinstance(result, (list, tuple)) else (result,)))
@@ -109,6 +112,16 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls[first:] = [(module, position) for module, _ in self.calls[first:]]
 
     @contextmanager
+    def logging(self) -> Iterator[list[Any]]:
+        """Collect every operator with its arguments, those that are tensors by their shapes."""
+        log: list[Any] = []
+        self._log = log
+        try:
+            yield log
+        finally:
+            self._log = None
+
+    @contextmanager
     def following_modules(self) -> Iterator[None]:
         """Keep `stack` and `calls` up to date with this thread's module calls."""
         thread = threading.get_ident()
@@ -132,6 +145,15 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def described(value: Any) -> Any:
+    """An argument of an operator, for comparison: of a tensor its shape and dtype."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple(map(described, value))
+    return repr(value)
 
 
 @functools.cache

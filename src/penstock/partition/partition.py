@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from penstock.errors import PartitionError, ShapeError
 from penstock.partition._compat import Flat, flatten, unflatten
 from penstock.partition.given import contents_of
 from penstock.partition.guards import Guard
+from penstock.partition.left import Left, in_place
 from penstock.partition.objects import input_path
 from penstock.partition.recording import Constant
 from penstock.partition.stage import Stage
@@ -48,6 +50,8 @@ class Partition:
         origins: for each value that enters or leaves a stage, by name: where it was made.
         is_foreign: the forward draws from Python's or numpy's generators.
         guards: what the forward read from the values of integer inputs; the partition holds where they read the same.
+        left: what the forward leaves in attributes and shared objects, but for what the last stage itself leaves.
+        elsewhere: parameters, and buffers that the forward updates, that are not on the last stage.
     """
 
     stages: tuple[Stage, ...]
@@ -65,6 +69,8 @@ class Partition:
     input_order: tuple[int, ...]
     result_structure: Any
     result_leaves: tuple[int | Constant, ...]
+    left: tuple[Left, ...] = ()
+    elsewhere: Mapping[str, Tensor] = field(default_factory=dict)
     other_way: str = ""
     """How this model can be told not to branch on masks, in brackets; empty where there is no switch."""
 
@@ -124,6 +130,10 @@ class Partition:
             raise ShapeError(f"the model's result is made of {count} tensors, not {len(leaves)}")
         values = [leaf.value if isinstance(leaf, Constant) else leaves[leaf] for leaf in self.result_leaves]
         return unflatten(values, self.result_structure)
+
+    def leaving(self, leaves: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Around the loss function: what the forward leaves is in its places, from the last stage's outputs."""
+        return in_place(self.left, leaves) if self.left else nullcontext()
 
     @property
     def code(self) -> str:

@@ -207,6 +207,8 @@ class Partitioner:
             input_order=tuple(placeholders[i.name] for i in stages[0].meta.inputs),
             result_structure=recording.result_structure,
             result_leaves=recording.result_leaves,
+            elsewhere=_elsewhere(recording, stages),
+            left=tuple(entry for entry in recording.left if not split.last_has(entry.units)),
             other_way=_other_way(model),
         )
 
@@ -234,6 +236,18 @@ class Partitioner:
         split = Split(recording, self.model, cuts, cut_positions(recording, self.model, cuts))
         _ = split.plans  # raises here, where something else can be tried
         return split
+
+
+def _elsewhere(recording: Recording, stages: Sequence[Stage]) -> dict[str, Tensor]:
+    """The parameters, and the buffers that are updated, that are not on the last of several stages."""
+    last = {id(t) for t in (*stages[-1].parameters.values(), *stages[-1].buffers.values())}
+    updated = {id(stage.buffers[name]) for stage in stages for name in stage.meta.updated if name in stage.buffers}
+    every = recording.held.items() if len(stages) > 1 else ()
+    return {
+        name: tensor
+        for name, tensor in every
+        if id(tensor) not in last and (isinstance(tensor, nn.Parameter) or id(tensor) in updated)
+    }
 
 
 def _origins(recording: Recording, stages: Sequence[Stage]) -> dict[str, Origin]:

@@ -80,6 +80,7 @@ class Provenance:
     Attributes:
         held: the memory of each parameter and buffer -> its name.
         touched: names of those that any operator took.
+        numbers: of what was made, so that none is given twice.
         foreign: what was read past the arguments, once for each call and memory.
     """
 
@@ -88,8 +89,8 @@ class Provenance:
     foreign: dict[tuple[int, int], Foreign] = field(default_factory=dict)
     _made: dict[int, Made] = field(default_factory=dict)
     _same: dict[int, int] = field(default_factory=dict)
+    numbers: list[WeakStorage] = field(default_factory=list)
     _fixed: set[int] = field(default_factory=set)
-    _numbers: list[WeakStorage] = field(default_factory=list)  # so that no number is given twice
     _call: Call | None = None
 
     @property
@@ -131,6 +132,10 @@ class Provenance:
         finally:
             self._call = before
 
+    def forget(self, call: Call) -> None:
+        """Drops what a call read that was only tried."""
+        self.foreign = {key: foreign for key, foreign in self.foreign.items() if foreign.reader is not call}
+
     def read(self, tensors: Collection[Tensor]) -> list[int]:
         """Notes what an operator takes; returns the memory."""
         call, roots = self._call, []
@@ -165,13 +170,13 @@ class Provenance:
             number = storage_of(tensor)
             self._same.pop(number, None)
             self._made[number] = Made(self._call, *(_user_line() if unit else (None, 0)))
-            self._numbers.append(WeakStorage(tensor))
+            self.numbers.append(WeakStorage(tensor))
 
     def _alias(self, tensor: Tensor, root: int) -> None:
         number = storage_of(tensor)
         if number != root:
             self._same[number] = root
-            self._numbers.append(WeakStorage(tensor))
+            self.numbers.append(WeakStorage(tensor))
 
     def _is_cached_cast(self, operator: Any, roots: list[int]) -> bool:
         """Autocast keeps a parameter in half precision for whoever uses it next."""

@@ -20,7 +20,16 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock.errors import PartitionError
-from penstock.partition._compat import DATA_DEPENDENT, UNSUPPORTED, fake_mode, flatten, quiet, storage_of, unflatten
+from penstock.partition._compat import (
+    DATA_DEPENDENT,
+    UNSUPPORTED,
+    WeakStorage,
+    fake_mode,
+    flatten,
+    quiet,
+    storage_of,
+    unflatten,
+)
 from penstock.partition.branches import with_branches
 from penstock.partition.chain import Chain
 from penstock.partition.chance import node_of_drawn
@@ -28,16 +37,29 @@ from penstock.partition.complete import leaves_of
 from penstock.partition.foreign import WholeFunction
 from penstock.partition.guards import is_integer
 from penstock.partition.known import Restart
+from penstock.partition.left import EVERY, Behind, gather
 from penstock.partition.lost import refuse_backward_hooks
 from penstock.partition.modes import Entry
 from penstock.partition.objects import hides_tensors, holds_tensors, input_path
 from penstock.partition.obstacle import Obstacle, rates_read
 from penstock.partition.opening import NOTHING, Opening, StayWhole
+from penstock.partition.reach import Reach
 from penstock.partition.recorder import Recorder
 from penstock.partition.recording import Constant, Recording
 from penstock.partition.source import raising_line
 from penstock.partition.state import Loan, Snapshot, fake_like, fake_value, untouched_generators
-from penstock.partition.units import NO_GRAIN, Grain, Leak, Regroup, Unit, canonical_names, find_units, intercepted
+from penstock.partition.strays import empty_caches
+from penstock.partition.units import (
+    NO_GRAIN,
+    Grain,
+    Leak,
+    LeavesTraces,
+    Regroup,
+    Unit,
+    canonical_names,
+    find_units,
+    intercepted,
+)
 from penstock.partition.validation import without_validation
 
 
@@ -56,34 +78,53 @@ def record(
 
     Raises PartitionError, with the line of the user's code, for what a stage could not replay.
     """
-    reason, taught, functions = "", False, frozenset[FunctionType]()
+    reason, taught, without, functions = "", False, None, frozenset[FunctionType]()
+    made: list[WeakStorage] = []
     while True:
         units = find_units(model, leaves, grain, opening.names)
-        one_way = partial(_one_way, model, args, kwargs, units, opening, functions)
+        one_way = partial(_one_way, model, args, kwargs, units, opening, grain, made, functions)
         try:
             found = one_way({})
-            return replace(with_branches(found, one_way) if found.asks else found, grain=grain, opening=opening)
+            empty_caches(made)
+            if found.asks and any(entry.is_carried for entry in found.left):
+                grain, without, reason = replace(without or grain, shut=grain.shut | {EVERY}), None, ""
+                continue  # a way that leaves a module out has no value to carry
+            return replace(with_branches(found, one_way) if found.asks else found, opening=opening)
         except WholeFunction as whole:
             if whole.function in functions:
                 raise PartitionError(whole.refusal) from None
             functions |= {whole.function}
+        except LeavesTraces:
+            grain, without, reason = replace(grain, once=True), None, ""
         except StayWhole as refusal:
             opening = opening.without(_alike(model, refusal.name, opening.tried))
         except (Leak, Regroup) as wish:
             if opening.names == opening.asked:
-                reason, grain = wish.refusal, _regrouped(grain, wish, leaves)
+                if isinstance(wish, Regroup) and not wish.needed:
+                    without = replace(without or grain, shut=grain.shut | wish.opened)
+                try:
+                    reason, grain = wish.refusal, _regrouped(grain, wish, leaves)
+                except PartitionError:
+                    if without is None:
+                        raise
+                    grain, without, reason = without, None, ""
             elif not taught:  # what a model teaches must not depend on its cuts
                 grain, taught = record(model, args, kwargs, leaves, grain, Opening(opening.asked)).grain, True
             elif opening.tried:
                 opening = opening.without(opening.tried)
             else:
                 raise PartitionError(opening.refusal(sorted(opening.for_cuts)[0], wish.refusal)) from None
-        except PartitionError as error:
-            if not reason:
+        except Exception as error:
+            if without is not None:
+                grain, without, reason = without, None, ""
+            elif not reason or not isinstance(error, PartitionError):
                 raise
-            if isinstance(error, Obstacle):
+            elif isinstance(error, Obstacle):
                 raise error.because(reason) from error
-            raise PartitionError(f"{reason}. To record it call by call does not help: {error}") from error
+            else:
+                raise PartitionError(f"{reason}. To record it call by call does not help: {error}") from error
+        empty_caches(made)  # of what the next attempt would meet
+        made.clear()
 
 
 def _one_way(
@@ -92,6 +133,8 @@ def _one_way(
     kwargs: Mapping[str, Any],
     units: dict[int, Unit],
     opening: Opening,
+    grain: Grain,
+    made: list[WeakStorage],
     functions: frozenset[FunctionType],
     choices: Mapping[int, bool],
 ) -> Recording:
@@ -99,7 +142,7 @@ def _one_way(
     fake_calls: frozenset[int] = frozenset()
     while True:
         try:
-            return _record(model, args, kwargs, units, functions, fake_calls, opening, choices)
+            return _record(model, args, kwargs, units, functions, fake_calls, opening, grain, made, choices)
         except Restart as restart:
             fake_calls = restart.fake_calls  # calls are numbered anew in each way
 
@@ -132,17 +175,23 @@ def _record(
     functions: frozenset[FunctionType],
     fake_calls: frozenset[int],
     opening: Opening,
+    grain: Grain,
+    made: list[WeakStorage],
     choices: Mapping[int, bool],
 ) -> Recording:
     given = flatten((tuple(args), dict(kwargs)))
     device = next((x.device for x in given.leaves if isinstance(x, Tensor)), torch.device("cpu"))
     names = canonical_names(model)
-    mode, snapshot = fake_mode(), Snapshot(model)
+    mode, snapshot, reach = fake_mode(), Snapshot(model), None
     try:
         with untouched_generators():
             refuse_backward_hooks(model, units)
             loan = Loan(model, mode, device)
-            recorder = Recorder(model, units, loan, Entry(device), names, mode, fake_calls, choices, opening)
+            reach = Reach(model)
+            recorder = Recorder(
+                model, units, loan, Entry(device), names, mode, fake_calls, reach, choices, opening, once=grain.once
+            )
+            recorder.observer.provenance.numbers = made
             inputs = list(given.leaves)
             for index, leaf in enumerate(given.leaves):
                 if isinstance(leaf, Tensor):
@@ -165,8 +214,11 @@ def _record(
                     raise
                 recorder.sideways.check_units(recorder.on_memory)
                 _check_leftovers(snapshot, loan, recorder, names)
-                return _finish(recorder, loan, units, result)
+                left = gather(reach, recorder.seen, loan.names, recorder.observer.provenance, grain, units.values())
+                return _finish(recorder, loan, units, result, left, grain)
     finally:
+        if reach is not None:
+            reach.restore()
         snapshot.restore()
 
 
@@ -267,7 +319,7 @@ def _is_cache(recorder: Recorder, name: str, value: Tensor | None) -> bool:
     return value is not None and not saved and recorder.observer.provenance.is_fixed(value)
 
 
-def _finish(recorder: Recorder, loan: Loan, units: Any, result: Any) -> Recording:
+def _finish(recorder: Recorder, loan: Loan, units: Any, result: Any, left: Sequence[Behind], grain: Grain) -> Recording:
     flat = flatten(result)
     outputs: dict[fx.Node, int] = {}
     leaves: list[int | Constant] = []
@@ -285,6 +337,9 @@ def _finish(recorder: Recorder, loan: Loan, units: Any, result: Any) -> Recordin
             leaves.append(Constant(leaf))
     recorder.returned.settle(recorder.facts)
     tensors = [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
+    carried = [entry.to_carry(lambda t: outputs.setdefault(recorder.node_of(t), len(outputs))) for entry in left]
+    tensors += [t for entry in left for t in entry.small]
+    texts = frozenset(entry.text for entry in left if entry.small)
     needed = [loan.names[id(t)] for t in leaves_of(tensors) if id(t) in loan.names]
     drawing = recorder.drawing
     called: dict[int, list[int]] = {id(m): [] for m in drawing.values()}
@@ -307,6 +362,8 @@ def _finish(recorder: Recorder, loan: Loan, units: Any, result: Any) -> Recordin
         device=recorder.entry.device,
         guards=tuple(recorder.guards),
         notes=tuple(dict.fromkeys(recorder.notes)),
+        grain=replace(grain, carried=grain.carried | texts),
+        left=tuple(carried),
         asks=tuple(recorder.chance.asks),
         is_foreign=recorder.chance.is_foreign,
         needed=frozenset(needed),

@@ -50,6 +50,7 @@ from penstock.partition.obstacle import Obstacle
 from penstock.partition.opening import Opening
 from penstock.partition.passed import Passed, kept_by
 from penstock.partition.provenance import Call as Running
+from penstock.partition.reach import Reach
 from penstock.partition.real import may_draw, run_for_real
 from penstock.partition.recording import Fact, Kind, tensor_meta
 from penstock.partition.returned import Returned
@@ -78,8 +79,11 @@ class Recorder(TorchFunctionMode):
         names: dict[int, str],
         mode: FakeTensorMode,
         fake_calls: frozenset[int],
+        reach: Reach,
         choices: Mapping[int, bool],
         opening: Opening,
+        *,
+        once: bool = False,
     ) -> None:
         super().__init__()
         self.opening = opening
@@ -89,7 +93,7 @@ class Recorder(TorchFunctionMode):
         self.seeds = Seeds()
         self.observer = Observer(names, self.seeds)
         self.observer.provenance.held = {storage_of(fake): name for name, fake in loan.fakes.items()}
-        self.sideways = Sideways(model, units, loan, self.observer)
+        self.sideways = Sideways(model, units, reach, self.observer, once=once)
         self.known = Known(self.observer, mode, fake_calls)
         self.chance = Chance(self, choices)
         self.constants: dict[str, object] = {}
@@ -189,7 +193,9 @@ class Recorder(TorchFunctionMode):
             self.chance.check_generators()
             seeded, first_call = self.seeds.were_set, len(self.observer.calls)
             with self._running(args, kwargs, unit):
-                result, drew, writes = self._run_unit(original, unit, args, kwargs)
+                result, drew, writes = self.sideways.run_unit(
+                    unit, args, kwargs, lambda a, k: self._run_unit(original, unit, a, k)
+                )
                 self.observer.provenance.read(list(tensors_in((result, given.containers))))
             if self.chance.after_unit():
                 drew = [*drew, module]
@@ -241,12 +247,17 @@ class Recorder(TorchFunctionMode):
         finally:
             self._paused = False
 
-    def _run_unit(self, original: Call, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, list[Any], frozenset[int]]:
-        """The unit's result, what in it drew, and what it wrote. One that cannot run on fake tensors runs for real."""
+    def _run_unit(
+        self, original: Call, unit: Unit, args: Any, kwargs: Any
+    ) -> tuple[tuple[Any, list[Any], frozenset[int]], bool]:
+        """The unit's result, what in it drew, and what it wrote; and whether it could run on fake tensors.
+
+        One that cannot runs for real.
+        """
         depth, called, work = len(self.observer.stack), len(self.observer.calls), self.observer.work
         try:
             with quiet():
-                return original(unit.module, *args, **kwargs), *self.observer.take()
+                return (original(unit.module, *args, **kwargs), *self.observer.take()), True
         except PartitionError:
             raise
         except Exception as error:  # whatever a fake kernel raises; if the unit itself is wrong it raises again
@@ -262,7 +273,7 @@ class Recorder(TorchFunctionMode):
                 f"block {unit.name!r} ran once for real, on made-up inputs, since it cannot run on fake tensors "
                 f"({type(error).__name__}: {reason})"
             )
-            return result, may_draw(unit.module, drew), writes
+            return (result, may_draw(unit.module, drew), writes), False
 
     def _shapes_read(self, args: Any, kwargs: Any) -> None:
         if self.real:
@@ -434,6 +445,10 @@ class Recorder(TorchFunctionMode):
         if (refusal := self._hidden(value)) is not None:
             raise Obstacle(refusal, self.scope)
         return self._constant(value, kind.__name__ if not isinstance(value, type) else value.__name__)
+
+    def seen(self, tensor: Tensor) -> bool:
+        """Whether a node stands for a tensor."""
+        return id(tensor) in self._seen
 
     def _hidden(self, value: Any) -> str | None:
         """Why a leaf cannot be passed on, if it is no plain value and no recorded call returned it: a closure."""

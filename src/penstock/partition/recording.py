@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor, fx, nn
 
+from penstock.partition.left import Left
 from penstock.partition.opening import NOTHING, Opening
 from penstock.partition.units import NO_GRAIN, Grain
 from penstock.stages import TensorMeta
@@ -143,6 +144,7 @@ class Recording:
         guards: what the forward read from the values of its integer inputs; it holds where they read the same.
         notes: things to tell the user.
         grain: what the forward taught about which modules run as a whole.
+        left: what the forward leaves in attributes and shared objects.
         opening: which modules were opened for the sake of cuts.
         needed: canonical names of the parameters on which the result depends, by the autograd graph of the unsplit
             forward.
@@ -167,6 +169,7 @@ class Recording:
     guards: tuple[Guard, ...]
     notes: tuple[str, ...]
     grain: Grain = NO_GRAIN
+    left: tuple[Left, ...] = ()
     opening: Opening = NOTHING
     needed: frozenset[str] = frozenset()
     touched: frozenset[str] = frozenset()

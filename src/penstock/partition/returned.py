@@ -113,14 +113,14 @@ def check_returned(result: Any, unit: str, pattern: Pattern) -> None:
     )
 
 
-def versions_of(values: Any) -> list[int]:
-    """How often each tensor was updated in place so far."""
-    return [t._version for t in flatten(values).leaves if isinstance(t, Tensor) and not t.is_inference()]
+def versions_of(values: Any) -> list[tuple[Tensor, int]]:
+    """The tensors that are there before a call, and how often each was updated in place so far."""
+    return [(t, t._version) for t in flatten(values).leaves if isinstance(t, Tensor) and not t.is_inference()]
 
 
-def check_unchanged(values: Any, before: list[int], unit: str) -> None:
+def check_unchanged(before: list[tuple[Tensor, int]], unit: str) -> None:
     """Raises PartitionError if a unit has updated values in place that it left as they were when it was recorded."""
-    if versions_of(values) != before:
+    if any(tensor._version != version for tensor, version in before):
         raise PartitionError(
             f"{unit!r} updates an input in place, which it did not when it was recorded, and a later stage takes that "
             "from where it was made: it would have the value from before. Make the update out of place, or move the cut"

@@ -7,25 +7,33 @@ layers) becomes part of the module around it, which runs as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
 from penstock.errors import PartitionError
 from penstock.partition import source
-from penstock.partition._compat import storage_of
+from penstock.partition._compat import flatten, storage_of
 from penstock.partition.complete import shortened
+from penstock.partition.objects import hides_tensors
 from penstock.partition.observer import Observer
 from penstock.partition.provenance import Call, Foreign
-from penstock.partition.state import Loan
+from penstock.partition.reach import Place, Reach
+from penstock.partition.replay import Operators, operators
 from penstock.partition.units import Regroup, Unit
 
 
 class Sideways:
     """The rules of one recording."""
 
-    def __init__(self, model: nn.Module, units: Mapping[int, Unit], loan: Loan, observer: Observer) -> None:
-        self._model, self._observer, self._loan = model, observer, loan
+    def __init__(
+        self, model: nn.Module, units: Mapping[int, Unit], reach: Reach, observer: Observer, *, once: bool = False
+    ) -> None:
+        self._model, self._observer, self._reach = model, observer, reach
+        self._once = once
+        self._swayed: dict[str, str] = {}
+        self._writers: set[str] = set()
         self._units = {unit.name: unit for unit in units.values()}
         self._held: dict[str, frozenset[int]] = {}
 
@@ -53,12 +61,51 @@ class Sideways:
             "module of its own, with these layers in it: it runs as a whole then"
         )
 
+    def run_unit(self, unit: Unit, args: Any, kwargs: Any, run: Callable[[Any, Any], tuple[Any, bool]]) -> Any:
+        """What `run(args, kwargs)` returns for a unit: the result first, and whether it was found on fake tensors.
+
+        Notes whether what has changed since the forward began makes the unit do something else.
+        """
+        if self._once:
+            return run(args, kwargs)[0]
+        objects = [leaf for leaf in flatten((args, kwargs)).leaves if not isinstance(leaf, Tensor)]
+        if any(map(hides_tensors, objects)):  # which a second run could change
+            return run(args, kwargs)[0]
+        changed = self._reach.changed()
+        now = {id(place): place.copied() for place in changed}
+        before = self._operators(unit, args, kwargs, from_start=True) if changed else None
+        with self._observer.logging() as log:
+            result, on_fakes = run(args, kwargs)
+        if not on_fakes:
+            return result
+        if changed and before != log:
+            names = [place.name(key) for place in changed for key, _ in place.changes()]
+            self._swayed[unit.name] = shortened(names or [place.text for place in changed])
+        own = [p for p in self._reach.changed() if p.differs(now.get(id(p), p.before)) and not _is_in(p, unit)]
+        if own:
+            self._writers.add(unit.name)
+            if self._operators(unit, args, kwargs, from_start=False) != log:
+                self._swayed.setdefault(unit.name, shortened([place.text for place in own]))
+        return result
+
+    def _operators(self, unit: Unit, args: Any, kwargs: Any, *, from_start: bool) -> Operators | None:
+        def run(args: Any, kwargs: Any) -> Any:
+            return unit.module(*args, **kwargs)
+
+        return operators(run, args, kwargs, self._reach, self._observer, from_start=from_start)
+
     def check_units(self, known: Collection[int]) -> None:
         """Raises Regroup if a unit read what it was not given. `known`: the memory of what has a node."""
         read = [f for f in self._observer.provenance.foreign.values() if f.reader.unit]
         if not read:
+            for name, places in self._swayed.items():
+                raise Regroup(
+                    f"{name!r} does something else once the forward has changed {places}, which its stage would not "
+                    "see. Pass what it needs as an argument",
+                    opened={*self._swayed, *self._writers},
+                )
             return
-        opened = {f.reader.scope for f in read}
+        opened = {f.reader.scope for f in read} | set(self._swayed) | (self._writers if self._swayed else set())
         opened |= {f.made.unit for f in read if f.made is not None and f.made.unit and f.storage not in known}
         raise Regroup("; ".join(dict.fromkeys(map(_refusal, read[:3]))), opened=opened)
 
@@ -80,6 +127,11 @@ def _refusal(read: Foreign) -> str:
         f"{read.at} uses a tensor of shape {read.shape} that was made in {made} and was not passed to it as an "
         "argument. Pass it as an argument and return it from where it is made"
     )
+
+
+def _is_in(place: Place, unit: Unit) -> bool:
+    """Whether a place is a module's of that unit."""
+    return place.module and f"{place.text}.".startswith(f"{unit.name}.")
 
 
 def _memory_of(module: nn.Module) -> frozenset[int]:

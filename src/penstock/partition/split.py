@@ -7,7 +7,7 @@ everything else is made once and travels from its maker, or from the last stage 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -73,6 +73,16 @@ class Split:
 
     def stage_of(self, index: int) -> int:
         return bisect_right(self.starts, index)
+
+    def last_has(self, units: Collection[str]) -> bool:
+        """Whether all of some units (none is not all) run on the last stage, each for the last time."""
+        ends = {
+            unit: self.stage_of(fact.index)
+            for fact in self.facts.values()
+            if fact.kind == "unit"
+            for unit in fact.units
+        }
+        return bool(units) and all(ends.get(unit) == self.count - 1 for unit in units)
 
     def source(self, node: fx.Node, consumer: int) -> int:
         """The stage from which `consumer` takes a value: the last before it that updated it in place, or its maker."""

@@ -191,7 +191,7 @@ def _graph(split: Split, plan: Plan, streams_name: str) -> fx.Graph:
                 with graph.inserting_before(new[node]):
                     before = graph.call_function(versions_of, (watched,))
                 with graph.inserting_after(new[node]):
-                    graph.call_function(check_unchanged, (watched, before, split.facts[node].scope))
+                    graph.call_function(check_unchanged, (before, split.facts[node].scope))
             new[node].meta[RUNS_AGAIN] = split.facts[node].runs_again
     graph.output(tuple(new[node] for node in plan.returned))
     return graph

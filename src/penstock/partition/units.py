@@ -43,11 +43,17 @@ class Grain:
         opened: names of modules that are no units, since they take or leave tensors by another way than their arguments
             and results; what is in them is.
         whole: names of modules that are units, since a call in them uses modules that it was given as constants.
+        shut: names of units that are not opened for what they leave behind, since they cannot be recorded call by call.
+        carried: names of the places of what is carried to the last stage for the loss function.
+        once: no unit may run a second time to see what it reads, since that leaves traces that cannot be taken back.
     """
 
     exposed: frozenset[type[nn.Module]] = frozenset()
     opened: frozenset[str] = frozenset()
     whole: frozenset[str] = frozenset()
+    shut: frozenset[str] = frozenset()
+    carried: frozenset[str] = frozenset()
+    once: bool = False
 
 
 NO_GRAIN = Grain()
@@ -60,11 +66,21 @@ class Regroup(BaseException):
 
     Args:
         refusal: what to say where that cannot be.
+        needed: whether the model is refused then; else it is recorded with these modules shut.
     """
 
-    def __init__(self, refusal: str, opened: Iterable[str] = (), whole: Iterable[str] = ()) -> None:
+    def __init__(
+        self, refusal: str, opened: Iterable[str] = (), whole: Iterable[str] = (), *, needed: bool = True
+    ) -> None:
         super().__init__(refusal)
-        self.refusal, self.opened, self.whole = refusal, frozenset(opened), frozenset(whole)
+        self.refusal, self.opened, self.whole, self.needed = refusal, frozenset(opened), frozenset(whole), needed
+
+
+class LeavesTraces(BaseException):
+    """A unit that ran a second time has left tensors where nobody can take them back: record again, without that.
+
+    No Exception, so that the model's own `except` clauses do not take it.
+    """
 
 
 class Leak(BaseException):

@@ -138,7 +138,7 @@ class Engine:
         for partition in partitions:
             self.streams.watch(partition.drawing_modules)
             self.streams.seeds_foreign |= partition.is_foreign
-        head = LossHead(loss, [partition.build_output for partition in partitions], self.streams, needed=training)
+        head = LossHead(loss, partitions, self.streams, needed=training)
         rank_of = schedule.placement.rank_of
         here = [stage for stage in first.stages if rank_of[stage.meta.index] in self.ranks]
         averages = self._averages(here) if training else {}

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from penstock.errors import ArgumentError
+from penstock.partition import Partition
 from penstock.runtime import exact
+from penstock.runtime.loss_reads import check_graph, watching
 from penstock.runtime.streams import Streams
 
 Loss = Callable[[Any, Any], Tensor]
@@ -74,7 +77,7 @@ class LossHead:
 
     Args:
         loss: the user's; None where the model computes its own.
-        build_outputs: for each microbatch, the model's output from the leaves that leave the last stage.
+        partitions: of each microbatch: what makes the model's output of what leaves the last stage.
         streams: random streams; the loss function has one for each microbatch.
         needed: whether a loss must come out.
     """
@@ -82,13 +85,13 @@ class LossHead:
     def __init__(
         self,
         loss: Loss | None,
-        build_outputs: Sequence[Callable[[Sequence[Tensor]], Any]],
+        partitions: Sequence[Partition],
         streams: Streams,
         *,
         needed: bool,
     ) -> None:
         self._loss = loss
-        self._build_outputs = build_outputs
+        self._partitions = partitions
         self._streams = streams
         self._needed = needed
         self._targets: Sequence[Any] | None = None
@@ -96,6 +99,8 @@ class LossHead:
         self._scale = 1.0
         self._seeds: dict[tuple[float, torch.dtype], Tensor] = {}
         self._keep_outputs = False
+        self._elsewhere = {id(tensor): name for name, tensor in partitions[0].elsewhere.items()}
+        self._watched = not self._elsewhere
         self.losses: list[Tensor | None] = []
         self.outputs: list[Any] = []
 
@@ -113,7 +118,8 @@ class LossHead:
 
     def __call__(self, microbatch: int, leaves: Sequence[Tensor]) -> Tensor | None:
         """What backward starts from, with its graph; None where neither a function nor the model gives a loss."""
-        build = self._build_outputs[microbatch]
+        partition = self._partitions[microbatch]
+        build = partition.build_output
         output = build(leaves)
         if self._keep_outputs:
             self.outputs[microbatch] = build([leaf.detach() for leaf in leaves])
@@ -122,7 +128,11 @@ class LossHead:
             loss = own_loss(output)
         else:
             self._streams.begin_loss(microbatch)
-            loss = None if self._targets is None else self._loss(output, self._targets[microbatch])
+            with partition.leaving(leaves), nullcontext() if self._watched else watching(self._elsewhere):
+                loss = None if self._targets is None else self._loss(output, self._targets[microbatch])
+            if isinstance(loss, Tensor) and not self._watched:
+                check_graph(loss, self._elsewhere)
+                self._watched = True
         if loss is None:
             if self._needed:
                 raise no_loss(output)

@@ -1,0 +1,204 @@
+"""What a forward leaves behind beside its result, for the loss function to read: `layer.l_aux`, a list of losses.
+
+Stages do not leave it: a value that was recorded call by call is set in no attribute, and another stage's modules are
+in another process. So while the loss function runs, small values that take a gradient stand in their places: they came
+to the last stage as outputs of their own. In the others' places stands something that raises when it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import PartitionError
+from penstock.partition.objects import CONSTANTS, tensors_in
+from penstock.partition.provenance import Provenance
+from penstock.partition.reach import Place, Reach
+from penstock.partition.units import Grain, Regroup, Unit
+
+SMALL = 1024
+"""The most elements of a value that is carried to the last stage in case the loss function reads it."""
+
+
+EVERY = "*"
+"""Among the units that are shut: nothing is carried at all."""
+
+PLAIN = (bool, int, float, str)
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """In the place of a value: the output at `index`."""
+
+    index: int
+
+
+class Absent(Tensor):
+    """In the place of a value that is not there."""
+
+    text: str
+
+    @classmethod
+    def at(cls, text: str) -> Absent:
+        absent = torch.empty(0).as_subclass(cls)
+        absent.__dict__["text"] = text
+        return absent
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"<{self.__dict__['text']}, which is not here>"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        text = next((t.__dict__["text"] for t in tensors_in((args, kwargs)) if isinstance(t, Absent)), "")
+        raise PartitionError(
+            f"the loss reads {text}, which the forward leaves there on another stage, or in the model's own forward; "
+            "return it from the model's forward, so that it is part of the output that the loss gets"
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Left:
+    """An entry of a place that the forward has changed.
+
+    Attributes:
+        value: what it was changed to, with `Carried` and `Absent` in place of tensors.
+        units: the modules that made it, where all of its tensors are from modules that run as a whole.
+    """
+
+    place: Place
+    key: Any
+    value: Any
+    units: frozenset[str] = frozenset()
+
+    @property
+    def is_carried(self) -> bool:
+        """Whether it is made of outputs."""
+        return _has_carried(self.value)
+
+
+def _has_carried(template: Any) -> bool:
+    if type(template) is dict:
+        template = list(template.values())
+    if type(template) in (list, tuple):
+        return any(map(_has_carried, template))
+    return isinstance(template, Carried)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Behind:
+    """An entry of a place that the forward has changed, with its own tensors; `small` are those to carry."""
+
+    place: Place
+    key: Any
+    value: Any
+    units: frozenset[str]
+    small: tuple[Tensor, ...] = ()
+
+    @property
+    def text(self) -> str:
+        return self.place.name(self.key)
+
+    def to_carry(self, index_of: Callable[[Tensor], int]) -> Left:
+        """The same with what stands for its tensors; `index_of` gives the outputs that carry them."""
+        wanted = {id(t) for t in self.small}
+        template = template_of(self.value, self.text, lambda t: Carried(index_of(t)) if id(t) in wanted else None)
+        return Left(self.place, self.key, template, self.units)
+
+
+def gather(
+    reach: Reach,
+    has_node: Callable[[Tensor], bool],
+    held: Mapping[int, str],
+    provenance: Provenance,
+    grain: Grain,
+    units: Iterable[Unit],
+) -> list[Behind]:
+    """What the forward left, as long as it is still there.
+
+    Args:
+        has_node: whether a tensor is recorded.
+        held: `id` of each of the model's own parameters and buffers.
+        provenance, grain, units: of the recording.
+
+    Raises Regroup if units have to be opened to carry what they left.
+    """
+    names = {unit.name for unit in units}
+    found, to_open = [], set()
+    for place in reach.changed():
+        for key, value in place.changes():
+            made = {id(t): m for t in tensors_in(value) if id(t) not in held and (m := provenance.maker(t)) is not None}
+            plain = type(value) in PLAIN
+            if not made and not plain:
+                continue
+            text = place.name(key)
+            owner = {name for name in names if place.module and f"{place.text}.".startswith(f"{name}.")}
+            makers = {m.unit for m in made.values()} if made else owner
+            wanted = [t for t in tensors_in(value) if id(t) in made and t.numel() <= SMALL and _nested(value, t)]
+            if EVERY in grain.shut or (text not in grain.carried and not any(t.requires_grad for t in wanted)):
+                wanted = []
+            small = [t for t in wanted if has_node(t)]
+            to_open |= {u for t in wanted if not has_node(t) and (u := made[id(t)].unit) in names - grain.shut}
+            whole = makers and all(makers)
+            found.append(Behind(place, key, value, frozenset(makers if whole else ()), tuple(small)))
+    if to_open:
+        texts = ", ".join(sorted(to_open)[:4])
+        raise Regroup(f"{texts} leave values that take a gradient for the loss", opened=to_open, needed=False)
+    return found
+
+
+def _nested(value: Any, tensor: Tensor) -> bool:
+    """Whether a tensor is in tuples, lists and dicts alone, which can be made again."""
+    if type(value) in (list, tuple):
+        return any(_nested(item, tensor) for item in value)
+    if type(value) is dict:
+        return any(_nested(item, tensor) for item in value.values())
+    return value is tensor
+
+
+@contextmanager
+def in_place(left: Sequence[Left], outputs: Sequence[Tensor]) -> Iterator[None]:
+    """Puts what the forward has left into its places, made of a microbatch's outputs; afterwards all is as before."""
+    before = [(entry.place, entry.place.copied()) for entry in left]
+    try:
+        for entry in left:
+            _set(entry, filled(entry.value, outputs))
+        yield
+    finally:
+        for place, entries in reversed(before):
+            place.put(entries)
+
+
+def _set(entry: Left, value: Any) -> None:
+    if entry.key is None:
+        entry.place.put(value)
+    else:
+        entry.place.entries[entry.key] = value
+
+
+def filled(template: Any, outputs: Sequence[Tensor]) -> Any:
+    """The value of a template."""
+    if isinstance(template, Carried):
+        return outputs[template.index]
+    if type(template) in (list, tuple, set):
+        return type(template)(filled(item, outputs) for item in template)
+    if type(template) is dict:
+        return {key: filled(item, outputs) for key, item in template.items()}
+    return template
+
+
+def template_of(value: Any, text: str, replace: Callable[[Tensor], Carried | None]) -> Any:
+    """A value with its tensors replaced: by what `replace` says, else by `Absent`."""
+    if isinstance(value, Tensor):
+        return replace(value) or Absent.at(text)
+    if type(value) in CONSTANTS or isinstance(value, nn.Module):
+        return value
+    if type(value) in (list, tuple):
+        return type(value)(template_of(v, f"{text}[{i}]", replace) for i, v in enumerate(value))
+    if type(value) is dict:
+        return {k: template_of(v, f"{text}[{k!r}]", replace) for k, v in value.items()}
+    return Absent.at(text) if any(True for _ in tensors_in(value)) else value

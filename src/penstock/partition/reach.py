@@ -1,0 +1,199 @@
+"""What a forward can reach beside tensors that are passed on: attributes, shared objects, closures, globals.
+
+A snapshot of it is put back after a recording, so that no fake tensor stays behind. What has changed in the meantime is
+how blocks may talk behind the model's back.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.partition.objects import CONSTANTS
+
+LISTS, DICTS, SETS = (list, deque), (dict, OrderedDict, defaultdict), (set,)
+LARGEST = 1000
+"""Containers with more entries are tables, not what a forward leaves something in."""
+
+PLAIN_OBJECTS = {"__main__", "argparse", "collections", "types"}
+"""Modules of the standard library whose objects are made to hold what users put there."""
+
+DEPTH = 5
+INTERNAL = frozenset(vars(nn.Module())) - {"training"}
+_EMPTY = object()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """Something with entries: a module's or an object's attributes, globals, a list, a dict, a set, a closure's cell.
+
+    Attributes:
+        text: how a user finds it.
+        entries: a dict, list, deque, set or cell; attributes and globals as the dict that they are in.
+        before: a copy.
+        attributes: whether the entries are attributes (of a module, where `module` is set) or globals.
+    """
+
+    text: str
+    entries: Any
+    before: Any
+    attributes: bool = False
+    module: bool = False
+
+    def is_changed(self) -> bool:
+        """Whether an entry is another object than before."""
+        return self.differs(self.before)
+
+    def differs(self, before: Any) -> bool:
+        """Whether an entry is another object than in a copy."""
+        now = self.entries
+        if isinstance(now, CellType):
+            return _contents(now) is not before
+        if len(now) != len(before):
+            return True
+        if isinstance(now, DICTS):
+            same = all(map(operator.is_, now.values(), before.values())) and all(map(operator.eq, now, before))
+            return not same
+        if isinstance(now, SETS):
+            return {id(item) for item in now} != {id(item) for item in before}
+        return not all(map(operator.is_, now, before))
+
+    def changes(self) -> Iterator[tuple[Any, Any]]:
+        """Key and new value of each entry that is another object than before, or new."""
+        if isinstance(self.entries, DICTS):
+            for key, value in self.entries.items():
+                hidden = self.module and key in INTERNAL
+                if not hidden and (key not in self.before or self.before[key] is not value):
+                    yield key, value
+        elif self.is_changed():
+            yield None, _contents(self.entries) if isinstance(self.entries, CellType) else self.entries
+
+    def put(self, entries: Any) -> None:
+        """Replaces all entries."""
+        now = self.entries
+        if isinstance(now, CellType):
+            now.cell_contents = entries
+        elif isinstance(now, LISTS):
+            now.clear()
+            now.extend(entries)
+        else:
+            now.clear()
+            now.update(entries)
+
+    def copied(self) -> Any:
+        """The entries as they are now."""
+        return _contents(self.entries) if isinstance(self.entries, CellType) else self.entries.copy()
+
+    def name(self, key: Any) -> str:
+        if key is None:
+            return self.text
+        return f"{self.text}.{key}".lstrip(".") if self.attributes else f"{self.text}[{key!r}]"
+
+
+class Reach:
+    """The places that a model's forward can reach, as they were when this was made."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.places: list[Place] = []
+        self._seen: set[int] = set()
+        modules: dict[str, Any] = dict(model.named_modules())
+        self._seen |= {id(module) for module in modules.values()}
+        for name, module in modules.items():
+            self._add_module(name, module, DEPTH)
+        for kind in dict.fromkeys(map(type, modules.values())):
+            self._visit(vars(kind).get("forward"), kind.__name__, 2)
+        del self._seen
+
+    def changed(self) -> list[Place]:
+        return [place for place in self.places if place.is_changed()]
+
+    def restore(self) -> None:
+        for place in self.changed():
+            if place.before is not _EMPTY:
+                place.put(place.before)
+
+    def _add(self, text: str, entries: Any, **kind: bool) -> None:
+        before = _contents(entries) if isinstance(entries, CellType) else entries.copy()
+        self.places.append(Place(text, entries, before, **kind))
+
+    def _add_module(self, name: str, module: nn.Module, depth: int) -> None:
+        attributes = vars(module)
+        self._add(name, attributes, attributes=True, module=True)
+        for key, value in attributes.items():
+            if "_hooks" in key and isinstance(value, dict):
+                for hook in value.values():
+                    self._visit(hook, f"{name}.{key}".lstrip("."), depth)
+            elif key not in INTERNAL:
+                self._visit(value, f"{name}.{key}".lstrip("."), depth)
+
+    def _visit(self, value: Any, text: str, depth: int) -> None:
+        if depth == 0 or type(value) in CONSTANTS or isinstance(value, (Tensor, type, ModuleType)):
+            return
+        if id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, nn.Module):
+            self._add_module(text, value, depth - 1)
+        elif isinstance(value, FunctionType):
+            self._visit_function(value, depth)
+        elif isinstance(value, MethodType):
+            self._visit(value.__func__, text, depth)
+            self._visit(value.__self__, text, depth)
+        elif isinstance(value, functools.partial):
+            for part in (value.func, *value.args, *value.keywords.values()):
+                self._visit(part, text, depth)
+        elif type(value) in (*LISTS, *DICTS, *SETS, tuple):
+            self._visit_container(value, text, depth)
+        elif isinstance(getattr(value, "__dict__", None), dict) and not _is_of_others(type(value).__module__):
+            self._add(text, vars(value), attributes=True)
+            for key, item in list(vars(value).items()):
+                self._visit(item, f"{text}.{key}", depth - 1)
+
+    def _visit_container(self, value: Any, text: str, depth: int) -> None:
+        if len(value) > LARGEST:
+            return
+        if type(value) is not tuple:
+            self._add(text, value)
+        items = value.items() if type(value) in DICTS else enumerate(value)
+        for key, item in list(items):
+            self._visit(item, f"{text}[{key!r}]", depth - 1)
+
+    def _visit_function(self, function: FunctionType, depth: int) -> None:
+        function = getattr(function, "__wrapped__", function)
+        if not isinstance(function, FunctionType):
+            return
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+            if id(cell) not in self._seen:
+                self._seen.add(id(cell))
+                text = f"{name}, a variable around {function.__qualname__}"
+                self._add(text, cell)
+                self._visit(_contents(cell), text, depth - 1)
+        known = function.__globals__
+        module = str(known.get("__name__", ""))
+        if id(known) not in self._seen and not _is_of_others(module):
+            self._seen.add(id(known))
+            self._add(module, known, attributes=True)
+            for key, item in list(known.items()):
+                if not key.startswith("__") and not isinstance(item, FunctionType):
+                    self._visit(item, f"{module}.{key}", min(depth, 2))
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing was assigned yet
+        return _EMPTY
+
+
+def _is_of_others(module: str) -> bool:
+    """Whether a Python module is torch's, numpy's or the standard library's."""
+    first = module.partition(".")[0]
+    return first in ("torch", "numpy", "penstock", "") or first in sys.stdlib_module_names - PLAIN_OBJECTS

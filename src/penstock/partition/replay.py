@@ -1,0 +1,68 @@
+"""Finds units that do something else because of what Python code before them in the forward has set.
+
+A flag, a length or a counter in an attribute, a shared object or a global is no tensor, and leaves no trace in a
+recording. On a stage of its own, a unit finds what was there before the forward, or what it has itself left there for
+another microbatch. So where something has changed, a unit runs once more as if nothing had, and where it changes
+something itself, once more behind that; the operators are compared.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from penstock.partition._compat import flatten, quiet
+from penstock.partition.observer import Observer
+from penstock.partition.provenance import Call
+from penstock.partition.reach import Reach
+from penstock.partition.state import map_tensors
+from penstock.partition.units import LeavesTraces
+
+Operators = Sequence[Any]
+
+
+def operators(
+    run: Callable[[Any, Any], Any], args: Any, kwargs: Any, reach: Reach, observer: Observer, *, from_start: bool
+) -> Operators | None:
+    """The operators of `run(args, kwargs)`, of which nothing stays; None if it raises.
+
+    Args:
+        from_start: as if nothing had been changed since the forward began; else in the present state.
+    """
+    drawn = random.getstate(), sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+    now = [(place, place.copied()) for place in reach.changed()]
+    depth, called, work = len(observer.stack), len(observer.calls), observer.work
+    copies = map_tensors(Tensor.clone, (args, kwargs))
+    first, returned = len(observer.provenance.numbers), len(observer.returned)
+    observer.take()
+    if from_start:
+        reach.restore()
+    given = observer.provenance.roots(t for t in flatten(copies).leaves if isinstance(t, Tensor))
+    call = Call(-1, "", True, given)
+    try:
+        with observer.provenance.calling(call), quiet(), observer.logging() as log:
+            run(*copies)
+        found: Operators | None = log
+    except Exception:
+        found = None
+    finally:
+        random.setstate(drawn[0])
+        if drawn[1] is not None:
+            sys.modules["numpy"].random.set_state(drawn[1])
+        reach.restore()
+        for place, entries in now:
+            place.put(entries)
+        del observer.stack[depth:], observer.calls[called:]
+        for key in list(observer.returned)[returned:]:
+            del observer.returned[key]
+        observer.take(keep=False)
+        observer.work = work
+        observer.provenance.forget(call)
+    del copies
+    if any(memory.is_alive for memory in observer.provenance.numbers[first:]):
+        raise LeavesTraces
+    return found

@@ -1,0 +1,306 @@
+"""What a forward sets beside its result: values that a loss function reads, flags that later blocks read."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock
+from penstock import PartitionError, inspect, verify
+from penstock.partition._compat import FakeTensor
+from penstock.partition.record import record
+from penstock.partition.sideways import Sideways
+
+WIDTH = 6
+LOSSES: list[Tensor] = []
+STATE: dict[str, Any] = {"factor": 1.0}
+
+
+class Expert(nn.Module):
+    """Leaves an auxiliary loss in an attribute and in a global list, and a map that is too large to be carried."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.router = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.l_aux: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates = self.router(x).softmax(-1)
+        self.l_aux = gates.mean(0).square().sum()
+        self.parts = {"first": gates.mean(), "both": [gates.max(), gates.detach().min()]}
+        self.map = x.mean() * torch.ones(40, 40)
+        LOSSES.append(self.l_aux)
+        return x + self.layer(x) * gates[:, :1]
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Expert() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        LOSSES.clear()
+        self.count = 0
+        for block in self.blocks:
+            x = block(x)
+            self.count += 1
+        return x
+
+
+def from_attributes(model: Any) -> Tensor:
+    return sum(block.l_aux for block in model.blocks) / model.count
+
+
+def from_nested(model: Any) -> Tensor:
+    return sum(block.parts["first"] * block.parts["both"][0] * block.parts["both"][1] for block in model.blocks)
+
+
+def from_list(model: Any) -> Tensor:
+    assert len(LOSSES) == len(model.blocks)
+    return torch.stack(LOSSES).sum()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+
+
+def seeded(make: Callable[[], nn.Module]) -> Any:
+    torch.manual_seed(0)
+    return make()
+
+
+def plain(model: Any, extra: Callable[[Any], Tensor], microbatches: int) -> list[Tensor]:
+    """Loss and gradients by torch alone, in as many microbatches."""
+    x, y = batch()
+    total = torch.zeros(())
+    for a, b in zip(x.clone().chunk(microbatches), y.chunk(microbatches), strict=True):
+        loss = F.mse_loss(model(a.clone()), b) + extra(model)
+        loss.backward(torch.tensor(1 / microbatches))
+        total += loss.detach() / microbatches
+    return [total, *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("extra", [from_attributes, from_nested, from_list])
+def test_losses_that_blocks_leave(extra: Callable[[Any], Tensor], ranks: int, schedule: str) -> None:
+    model, (x, y) = seeded(Experts), batch()
+    before = [dict(vars(block)) for block in model.blocks]
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target) + extra(model)
+
+    with penstock.pipeline(model, (x,), loss=loss, ranks=ranks, microbatches=4, schedule=schedule) as pipe:
+        for _ in range(2):
+            model.zero_grad()
+            result = pipe.step(x, target=y)
+        found = [result.loss, *(p.grad for p in model.parameters())]
+    expected = plain(seeded(Experts), extra, 4)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    if ranks > 1:
+        assert model.blocks[0].l_aux is before[0]["l_aux"] is None, "outside of the loss nothing has changed"
+    assert not any(isinstance(t, FakeTensor) for t in LOSSES)
+
+
+def test_what_is_not_carried_raises_where_the_loss_uses_it() -> None:
+    model, (x, y) = seeded(Experts), batch()
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target) + model.blocks[0].map.mean()
+
+    with penstock.pipeline(model, (x,), loss=loss, ranks=2, microbatches=2) as pipe:
+        with pytest.raises(
+            PartitionError, match=r"the loss reads blocks\.0\.map, .*return it from the model's forward"
+        ):
+            pipe.step(x, target=y)
+        assert not hasattr(model.blocks[0], "map")
+
+
+class Choosing(Expert):
+    """Cannot be recorded call by call: which rows it takes depends on values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates = self.router(x).softmax(-1)
+        self.l_aux = gates.mean()
+        chosen = (gates[:, 0] > 0.3).nonzero()[:, 0]
+        return x.index_add(0, chosen, self.layer(x[chosen]))
+
+
+def test_a_block_that_cannot_be_opened_is_as_before_unless_the_loss_reads_what_it_leaves() -> None:
+    def make() -> Any:
+        model = Experts()
+        model.blocks = nn.ModuleList(Choosing() for _ in range(4))
+        return model
+
+    x, y = batch()
+    report = verify(seeded(make), (x,), y, F.mse_loss, ranks=2, microbatches=2, schedule="gpipe", exact=True)
+    assert report.ok, report.summary()
+    model = seeded(make)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target) + model.blocks[0].l_aux
+
+    with (
+        penstock.pipeline(model, (x,), loss=loss, ranks=2, microbatches=2) as pipe,
+        pytest.raises(PartitionError, match=r"the loss reads blocks\.0\.l_aux"),
+    ):
+        pipe.step(x, target=y)
+
+
+# -- flags and numbers ------------------------------------------------------------------------------------------------
+
+
+class Told(nn.Module):
+    def __init__(self, kind: str, context: Any) -> None:
+        super().__init__()
+        self.layer, self.kind, self.context, self.flag = nn.Linear(WIDTH, WIDTH), kind, context, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        if self.kind == "context":
+            y = y * self.context.scale
+            self.context.scale += 0.5
+        elif self.kind == "flag" and self.flag:
+            y = y.relu()
+        elif self.kind == "count":
+            self.context.count += 1
+            y = y * self.context.count
+        elif self.kind == "global":
+            STATE["factor"] *= 1.5
+            y = y * STATE["factor"]
+        return y
+
+
+class Telling(nn.Module):
+    """Sets plain values that its blocks read, and change."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        context = SimpleNamespace(scale=7.0, count=0)
+        self.blocks = nn.ModuleList(Told(kind, context) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.blocks[0].context.scale = float(x.shape[1])
+        self.blocks[0].context.count = 0
+        STATE["factor"] = 2.0
+        for index, block in enumerate(self.blocks):
+            block.flag = index % 2 == 0
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kind", ["context", "flag", "global", "count"])
+def test_plain_values_that_blocks_read(kind: str, ranks: int) -> None:
+    x, y = batch()
+    report = verify(seeded(lambda: Telling(kind)), (x,), y, F.mse_loss, ranks=ranks, microbatches=4, exact=True)
+    assert report.ok, report.summary()
+
+
+def test_a_unit_that_must_stay_whole_and_reads_a_flag_is_refused() -> None:
+    with pytest.raises(PartitionError, match=r"'blocks.0' does something else once .*blocks.0.flag.*out of leaves"):
+        inspect(Telling("flag"), (batch()[0],), leaves=["blocks.0"])
+
+
+def test_blocks_that_ignore_what_was_set_stay_whole() -> None:
+    assert not record(Telling("none"), (batch()[0],), {}).grain.opened
+
+
+# -- what must not be left behind -------------------------------------------------------------------------------------
+
+
+@functools.lru_cache
+def table(length: int) -> Tensor:
+    return torch.arange(length) / length
+
+
+class Caching(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + table(WIDTH)
+
+
+def chain(kind: type[nn.Module]) -> nn.Module:
+    return nn.Sequential(*(kind(WIDTH, WIDTH) for _ in range(4)))
+
+
+def test_a_cache_of_a_function_holds_no_fake_tensors() -> None:
+    table.cache_clear()
+    x, y = batch()
+    record(chain(Caching), (x,), {})
+    assert type(table(WIDTH)) is Tensor
+    table.cache_clear()
+    report = verify(seeded(lambda: chain(Caching)), (x,), y, F.mse_loss, ranks=2, microbatches=2, exact=True)
+    assert report.ok, report.summary()
+
+
+def test_a_failed_recording_leaves_no_fake_tensors() -> None:
+    model = Experts()
+    model.blocks.append(nn.Linear(2, 2))
+    LOSSES.clear()
+    with pytest.raises(PartitionError):
+        record(model, (batch()[0],), {})
+    assert not LOSSES
+
+
+def test_without_the_watch_a_flag_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests above can fail."""
+    monkeypatch.setattr(Sideways, "run_unit", lambda self, unit, args, kwargs, run: run(args, kwargs)[0])
+    x, y = batch()
+    assert not verify(seeded(lambda: Telling("context")), (x,), y, F.mse_loss, ranks=2, microbatches=4).ok
+
+
+# -- what the loss reads of the model's own ---------------------------------------------------------------------------
+
+
+class Distance(nn.Module):
+    """A loss with parameters of its own."""
+
+    def __init__(self, extra: Callable[[], Any]) -> None:
+        super().__init__()
+        self.scale, self.extra = nn.Parameter(torch.ones(())), extra
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target) * self.scale + self.extra()
+
+
+def step_with(extra: Callable[[nn.Module], Any], ranks: int = 2) -> tuple[nn.Module, Distance]:
+    model, (x, y) = seeded(lambda: chain(nn.Linear)), batch()
+    loss = Distance(lambda: extra(model))
+    with penstock.pipeline(model, (x,), loss=loss, ranks=ranks, microbatches=2) as pipe:
+        pipe.step(x, target=y)
+    return model, loss
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        lambda model: sum(p.square().sum() for p in model.parameters()),
+        lambda model: model[0].weight.detach().mean(),
+        lambda model: F.linear(torch.ones(WIDTH), model[0].weight).sum(),
+    ],
+)
+def test_a_parameter_of_another_stage_in_the_loss_is_refused_by_name(extra: Callable[[Any], Tensor]) -> None:
+    with pytest.raises(penstock.ArgumentError, match=r"the loss reads '0.weight' of the model, which is not on"):
+        step_with(extra)
+
+
+def test_the_loss_may_read_the_last_stage_and_its_own_parameters() -> None:
+    model, loss = step_with(lambda model: model[3].weight.square().sum() + 0 * model[0].weight.numel())
+    assert loss.scale.grad is not None
+    assert all(p.grad is not None for p in model.parameters())
+    step_with(lambda model: sum(p.square().sum() for p in model.parameters()), ranks=1)
+
+
+def test_a_gradient_that_no_call_shows_is_found_in_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.runtime.loss.watching", lambda elsewhere: contextlib.nullcontext())
+    with pytest.raises(penstock.ArgumentError, match=r"the loss reads '0.weight' of the model"):
+        step_with(lambda model: model[0].weight.sum())
