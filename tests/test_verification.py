@@ -200,7 +200,7 @@ def test_a_function_may_draw_from_any_generator_which_is_left_as_after_one_call(
 def test_a_loss_that_reads_the_model_reads_the_right_one(way: str) -> None:
     def make() -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.Linear(WIDTH, WIDTH))
-        return model, lambda output: output.pow(2).mean() * len(model) + model[0].weight.detach().sum()
+        return model, lambda output: output.pow(2).mean() * len(model) + model[-1].weight.detach().sum()
 
     if way == "pair":
         assert verified(make).ok

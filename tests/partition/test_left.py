@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -218,30 +217,6 @@ def test_blocks_that_ignore_what_was_set_stay_whole() -> None:
 # -- what must not be left behind -------------------------------------------------------------------------------------
 
 
-@functools.lru_cache
-def table(length: int) -> Tensor:
-    return torch.arange(length) / length
-
-
-class Caching(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + table(WIDTH)
-
-
-def chain(kind: type[nn.Module]) -> nn.Module:
-    return nn.Sequential(*(kind(WIDTH, WIDTH) for _ in range(4)))
-
-
-def test_a_cache_of_a_function_holds_no_fake_tensors() -> None:
-    table.cache_clear()
-    x, y = batch()
-    record(chain(Caching), (x,), {})
-    assert type(table(WIDTH)) is Tensor
-    table.cache_clear()
-    report = verify(seeded(lambda: chain(Caching)), (x,), y, F.mse_loss, ranks=2, microbatches=2, exact=True)
-    assert report.ok, report.summary()
-
-
 def test_a_failed_recording_leaves_no_fake_tensors() -> None:
     model = Experts()
     model.blocks.append(nn.Linear(2, 2))
@@ -273,7 +248,7 @@ class Distance(nn.Module):
 
 
 def step_with(extra: Callable[[nn.Module], Any], ranks: int = 2) -> tuple[nn.Module, Distance]:
-    model, (x, y) = seeded(lambda: chain(nn.Linear)), batch()
+    model, (x, y) = seeded(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))), batch()
     loss = Distance(lambda: extra(model))
     with penstock.pipeline(model, (x,), loss=loss, ranks=ranks, microbatches=2) as pipe:
         pipe.step(x, target=y)

@@ -23,7 +23,7 @@ from penstock.errors import PartitionError
 from penstock.partition._compat import (
     DATA_DEPENDENT,
     UNSUPPORTED,
-    WeakStorage,
+    Flat,
     fake_mode,
     flatten,
     quiet,
@@ -33,7 +33,7 @@ from penstock.partition._compat import (
 from penstock.partition.branches import with_branches
 from penstock.partition.chain import Chain
 from penstock.partition.chance import node_of_drawn
-from penstock.partition.complete import leaves_of
+from penstock.partition.complete import leaves_of, shortened
 from penstock.partition.foreign import WholeFunction
 from penstock.partition.guards import is_integer
 from penstock.partition.known import Restart
@@ -48,7 +48,7 @@ from penstock.partition.recorder import Recorder
 from penstock.partition.recording import Constant, Recording
 from penstock.partition.source import raising_line
 from penstock.partition.state import Loan, Snapshot, fake_like, fake_value, untouched_generators
-from penstock.partition.strays import empty_caches
+from penstock.partition.stateful import carried_over, same
 from penstock.partition.units import (
     NO_GRAIN,
     Grain,
@@ -79,13 +79,11 @@ def record(
     Raises PartitionError, with the line of the user's code, for what a stage could not replay.
     """
     reason, taught, without, functions = "", False, None, frozenset[FunctionType]()
-    made: list[WeakStorage] = []
     while True:
         units = find_units(model, leaves, grain, opening.names)
-        one_way = partial(_one_way, model, args, kwargs, units, opening, grain, made, functions)
+        one_way = partial(_one_way, model, args, kwargs, units, opening, grain, functions)
         try:
             found = one_way({})
-            empty_caches(made)
             if found.asks and any(entry.is_carried for entry in found.left):
                 grain, without, reason = replace(without or grain, shut=grain.shut | {EVERY}), None, ""
                 continue  # a way that leaves a module out has no value to carry
@@ -123,8 +121,6 @@ def record(
                 raise error.because(reason) from error
             else:
                 raise PartitionError(f"{reason}. To record it call by call does not help: {error}") from error
-        empty_caches(made)  # of what the next attempt would meet
-        made.clear()
 
 
 def _one_way(
@@ -134,7 +130,6 @@ def _one_way(
     units: dict[int, Unit],
     opening: Opening,
     grain: Grain,
-    made: list[WeakStorage],
     functions: frozenset[FunctionType],
     choices: Mapping[int, bool],
 ) -> Recording:
@@ -142,7 +137,7 @@ def _one_way(
     fake_calls: frozenset[int] = frozenset()
     while True:
         try:
-            return _record(model, args, kwargs, units, functions, fake_calls, opening, grain, made, choices)
+            return _record(model, args, kwargs, units, functions, fake_calls, opening, grain, choices)
         except Restart as restart:
             fake_calls = restart.fake_calls  # calls are numbered anew in each way
 
@@ -176,7 +171,6 @@ def _record(
     fake_calls: frozenset[int],
     opening: Opening,
     grain: Grain,
-    made: list[WeakStorage],
     choices: Mapping[int, bool],
 ) -> Recording:
     given = flatten((tuple(args), dict(kwargs)))
@@ -188,23 +182,9 @@ def _record(
             refuse_backward_hooks(model, units)
             loan = Loan(model, mode, device)
             reach = Reach(model)
-            recorder = Recorder(
-                model, units, loan, Entry(device), names, mode, fake_calls, reach, choices, opening, once=grain.once
-            )
-            recorder.observer.provenance.numbers = made
-            inputs = list(given.leaves)
-            for index, leaf in enumerate(given.leaves):
-                if isinstance(leaf, Tensor):
-                    inputs[index] = leaf.clone() if is_integer(leaf) else None
-                    if inputs[index] is None or not recorder.known.assume(inputs[index], index):
-                        inputs[index] = (fake_like if leaf.is_leaf else fake_value)(leaf, mode, leaf.device)
-                    recorder.add_input(_input_name(model, given.paths[index]), inputs[index], index)
-                elif hides_tensors(leaf):
-                    raise PartitionError(
-                        f"the model's input {input_path(given.paths[index])} is a {type(leaf).__name__}, which holds "
-                        "tensors that cannot be taken out of it. Pass tensors, or tuples, lists, dicts or plain "
-                        "objects of tensors"
-                    )
+            new = partial(Recorder, model, units, loan, Entry(device), names, mode, fake_calls, reach, choices, opening)
+            recorder = new(once=grain.once)
+            inputs = _inputs(model, recorder, mode, given)
             with _staying_whole(recorder):
                 try:
                     with recorder.chance.replaced(functions):
@@ -215,11 +195,58 @@ def _record(
                 recorder.sideways.check_units(recorder.on_memory)
                 _check_leftovers(snapshot, loan, recorder, names)
                 left = gather(reach, recorder.seen, loan.names, recorder.observer.provenance, grain, units.values())
-                return _finish(recorder, loan, units, result, left, grain)
+                recording = _finish(recorder, loan, units, result, left, grain)
+                changed = carried_over(reach, recorder.observer.provenance, [u.name for u in units.values()])
+                if changed:
+                    second = new(once=True)
+                    _check_stateless(recorder, second, mode, given, functions, changed)
+                return recording
     finally:
         if reach is not None:
             reach.restore()
         snapshot.restore()
+
+
+def _inputs(model: nn.Module, recorder: Recorder, mode: Any, given: Flat) -> list[Any]:
+    """The leaves of (args, kwargs) with fakes for tensors whose values are not taken to be known."""
+    inputs = list(given.leaves)
+    for index, leaf in enumerate(given.leaves):
+        if isinstance(leaf, Tensor):
+            inputs[index] = leaf.clone() if is_integer(leaf) else None
+            if inputs[index] is None or not recorder.known.assume(inputs[index], index):
+                inputs[index] = (fake_like if leaf.is_leaf else fake_value)(leaf, mode, leaf.device)
+            recorder.add_input(_input_name(model, given.paths[index]), inputs[index], index)
+        elif hides_tensors(leaf):
+            raise PartitionError(
+                f"the model's input {input_path(given.paths[index])} is a {type(leaf).__name__}, which holds "
+                "tensors that cannot be taken out of it. Pass tensors, or tuples, lists, dicts or plain "
+                "objects of tensors"
+            )
+    return inputs
+
+
+def _check_stateless(
+    recorder: Recorder,
+    second: Recorder,
+    mode: Any,
+    given: Flat,
+    functions: frozenset[FunctionType],
+    changed: Sequence[str],
+) -> None:
+    """Raises Obstacle if the forward, from where the recorded one has left the model, does something else."""
+    inputs = _inputs(second.model, second, mode, given)
+    try:
+        with second.chance.replaced(functions):
+            _run(second.model, second, mode, inputs, given.structure)
+        alike = same(recorder.graph, second.graph, (recorder.constants, second.constants))
+    except (Exception, Leak, Regroup, Restart, StayWhole, WholeFunction):  # it reads what cannot be known
+        alike = False
+    if not alike:
+        raise Obstacle(
+            f"the forward changes {shortened(changed)}, and does something else the next time, which a recording "
+            "cannot follow. Keep such state in a block, whose own code runs for every microbatch",
+            "",
+        )
 
 
 @contextmanager

@@ -1,0 +1,69 @@
+"""Finds forwards that carry something from one call to the next where they are recorded call by call.
+
+Within a unit the model's own code runs in every microbatch, and keeps its state as ever. Between the units a recording
+stands for that code, and what it found in an attribute or a shared object when it was made, it would find forever. So
+where such a place has changed, the forward is recorded once more from there, and the two recordings are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import Tensor, fx
+
+from penstock.partition.objects import tensors_in
+from penstock.partition.provenance import Provenance
+from penstock.partition.reach import Place, Reach
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+def carried_over(reach: Reach, provenance: Provenance, units: Collection[str]) -> list[str]:
+    """The names of the places outside of the units that the forward has changed, so that the next one may see it.
+
+    Puts back what only holds constants that every forward would make alike, as a table of positions does, with the
+    numbers beside it.
+    """
+    found = []
+    for place in reach.changed():
+        if any(place.text.startswith((f"{unit}.", f"{unit}[")) or place.text == unit for unit in units):
+            continue
+        changes = [(key, value) for key, value in place.changes() if key != "training"]
+        constant = [key for key, value in changes if _is_constant(value, provenance)]
+        if constant:
+            _put_back(place, {key for key, value in changes if key in constant or isinstance(value, PLAIN)})
+        found += [place.name(key) for key, _ in place.changes() if key != "training"]
+    return found
+
+
+def same(one: fx.Graph, other: fx.Graph, constants: tuple[Mapping[str, Any], Mapping[str, Any]]) -> bool:
+    """Whether two recordings make the same calls with the same constants."""
+    if [_text(node) for node in one.nodes] != [_text(node) for node in other.nodes]:
+        return False
+    mine, others = constants
+    return mine.keys() == others.keys() and all(_alike(mine[name], others[name]) for name in mine)
+
+
+def _text(node: fx.Node) -> tuple[str, str, str, str, str]:
+    return node.op, node.name, str(node.target), repr(node.args), repr(node.kwargs)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    return one is other or (not isinstance(one, Tensor) and type(one) is type(other))
+
+
+def _is_constant(value: Any, provenance: Provenance) -> bool:
+    tensors = list(tensors_in(value))
+    return bool(tensors) and all(provenance.is_fixed(tensor) for tensor in tensors)
+
+
+def _put_back(place: Place, keys: Collection[Any]) -> None:
+    if None in keys:
+        place.put(place.before)
+        return
+    for key in keys:
+        if key in place.before:
+            place.entries[key] = place.before[key]
+        else:
+            del place.entries[key]
