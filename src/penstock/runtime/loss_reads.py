@@ -59,6 +59,6 @@ def check_graph(loss: Tensor, elsewhere: Mapping[int, str]) -> None:
 def _refusal(name: str) -> ArgumentError:
     return ArgumentError(
         f"the loss reads {name!r} of the model, which is not on the last stage, where the loss is computed: its value "
-        "there would be an old one, and its gradient would be lost. Compute this term in the model's forward and return "
+        "there would be an old one, and its gradient would be lost. Compute this term in the forward and return "
         "it (or leave it in an attribute), or give the optimizer weight_decay=... for a penalty on weights"
     )
