@@ -74,6 +74,30 @@ class Tables(Chain):
         return super().forward(x) + self.memory[: self.calls]
 
 
+class Measures(nn.Linear):
+    """Leaves a number for others to read."""
+
+    def __init__(self, shared: SimpleNamespace) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.shared = shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.shared.calls = x.detach().abs().mean().item()
+        return super().forward(x)
+
+
+class Reads(Measures):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight) * self.shared.calls
+
+
+def test_a_number_found_from_data_does_not_leave_a_block() -> None:
+    shared = SimpleNamespace(calls=0)
+    model = nn.Sequential(Measures(shared), Reads(shared), Measures(shared), Reads(shared))
+    with pytest.raises(PartitionError, match=r"'0' leaves a number in .*shared\.calls"):
+        inspect(model, (torch.randn(4, WIDTH),), stages=2)
+
+
 @pytest.mark.parametrize(
     ("kind", "place"), [(Counts, "calls"), (CountsElsewhere, r"shared\.calls"), (Remembers, "memory")]
 )
