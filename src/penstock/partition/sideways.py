@@ -76,12 +76,13 @@ class Sideways:
         before = self._operators(unit, args, kwargs, from_start=True) if changed else None
         with self._observer.logging() as log:
             result, on_fakes = run(args, kwargs)
+        own = [p for p in self._reach.changed() if p.differs(now.get(id(p), p.before)) and not _is_in(p, unit)]
         if not on_fakes:
+            _refuse_numbers(unit, own)
             return result
         if changed and before != log:
             names = [place.name(key) for place in changed for key, _ in place.changes()]
             self._swayed[unit.name] = shortened(names or [place.text for place in changed])
-        own = [p for p in self._reach.changed() if p.differs(now.get(id(p), p.before)) and not _is_in(p, unit)]
         if own:
             self._writers.add(unit.name)
             if self._operators(unit, args, kwargs, from_start=False) != log:
@@ -127,6 +128,19 @@ def _refusal(read: Foreign) -> str:
         f"{read.at} uses a tensor of shape {read.shape} that was made in {made} and was not passed to it as an "
         "argument. Pass it as an argument and return it from where it is made"
     )
+
+
+def _refuse_numbers(unit: Unit, places: Collection[Place]) -> None:
+    """Raises PartitionError if a unit that ran on made-up inputs has left numbers that it found from them."""
+    for place in places:
+        for key, value in place.changes():
+            numbers = value if isinstance(value, (list, tuple)) else [value]
+            if numbers and all(isinstance(number, (bool, int, float, complex)) for number in numbers):
+                raise PartitionError(
+                    f"{unit.name!r} leaves a number in {place.name(key)}, found from the values of its inputs: on a "
+                    "stage of their own, other blocks would not see it. Return it as a tensor, or name a module that "
+                    "encloses all that use it in leaves=[...]"
+                )
 
 
 def _is_in(place: Place, unit: Unit) -> bool:

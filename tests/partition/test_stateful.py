@@ -1,0 +1,122 @@
+"""Forwards that carry something over from call to call, outside of their blocks, are refused; harmless ones are not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock.partition.record as recording
+from penstock import PartitionError, inspect, verify
+
+WIDTH = 4
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.memory: Any = None
+        self.calls = 0
+        self.shared = SimpleNamespace(calls=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+class Counts(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+class CountsElsewhere(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        self.shared.calls += 1
+        return super().forward(x) * self.shared.calls
+
+
+class Remembers(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        y = y if self.memory is None else y + self.memory
+        self.memory = y.detach().mean(0)
+        return y
+
+
+class OnlyCounts(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class Shows(Chain):
+    """Leaves something to look at, which it never reads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.memory = super().forward(x)
+        return self.memory * 2
+
+
+class Tables(Chain):
+    """Makes a table of constants once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.memory is None:
+            self.memory = torch.arange(WIDTH) / WIDTH
+            self.calls = WIDTH
+        return super().forward(x) + self.memory[: self.calls]
+
+
+class Measures(nn.Linear):
+    """Leaves a number for others to read."""
+
+    def __init__(self, shared: SimpleNamespace) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.shared = shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.shared.calls = x.detach().abs().mean().item()
+        return super().forward(x)
+
+
+class Reads(Measures):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight) * self.shared.calls
+
+
+def test_a_number_found_from_data_does_not_leave_a_block() -> None:
+    shared = SimpleNamespace(calls=0)
+    model = nn.Sequential(Measures(shared), Reads(shared), Measures(shared), Reads(shared))
+    with pytest.raises(PartitionError, match=r"'0' leaves a number in .*shared\.calls"):
+        inspect(model, (torch.randn(4, WIDTH),), stages=2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"), [(Counts, "calls"), (CountsElsewhere, r"shared\.calls"), (Remembers, "memory")]
+)
+def test_state_that_the_next_forward_sees_is_refused_by_name(kind: type[Chain], place: str) -> None:
+    with pytest.raises(PartitionError, match=f"forward changes '{place}', and does something else the next time"):
+        inspect(kind(), (torch.randn(4, WIDTH),), stages=2)
+
+
+@pytest.mark.parametrize("kind", [OnlyCounts, Shows, Tables])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_what_the_next_forward_does_not_see_is_kept_equal(kind: type[Chain], schedule: str) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(6, WIDTH), torch.randn(6, WIDTH)
+    verify(kind, (x,), y, F.mse_loss, ranks=2, microbatches=3, schedule=schedule, exact=True).check()
+
+
+def test_without_the_second_look_state_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above can fail."""
+    monkeypatch.setattr(recording, "carried_over", lambda *_: [])
+    torch.manual_seed(0)
+    x, y = torch.randn(6, WIDTH), torch.randn(6, WIDTH)
+    assert not verify(Counts, (x,), y, F.mse_loss, ranks=2, microbatches=3, whole_batch=False).ok
