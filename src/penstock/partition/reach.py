@@ -84,6 +84,12 @@ class Place:
         elif isinstance(now, LISTS):
             now.clear()
             now.extend(entries)
+        elif isinstance(now, DICTS):  # never empty in between: globals may be in use by other threads
+            for key in [key for key in now if key not in entries]:
+                del now[key]
+            for key, value in entries.items():
+                if key not in now or now[key] is not value:
+                    now[key] = value
         else:
             now.clear()
             now.update(entries)
