@@ -17,7 +17,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from penstock.partition.named import named_by
 from penstock.partition.objects import CONSTANTS
+from penstock.partition.tables import Tables
 
 LISTS, DICTS, SETS = (list, deque), (dict, OrderedDict, defaultdict), (set,)
 LARGEST = 1000
@@ -109,6 +111,8 @@ class Reach:
 
     def __init__(self, model: nn.Module) -> None:
         self.places: list[Place] = []
+        self.named = named_by(model)
+        self.tables = Tables(self.named)
         self._seen: set[int] = set()
         modules: dict[str, Any] = dict(model.named_modules())
         self._seen |= {id(module) for module in modules.values()}
@@ -125,6 +129,7 @@ class Reach:
         for place in self.changed():
             if place.before is not _EMPTY:
                 place.put(place.before)
+        self.tables.forget()
 
     def _add(self, text: str, entries: Any, **kind: bool) -> None:
         before = _contents(entries) if isinstance(entries, CellType) else entries.copy()

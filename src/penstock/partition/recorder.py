@@ -86,7 +86,7 @@ class Recorder(TorchFunctionMode):
         once: bool = False,
     ) -> None:
         super().__init__()
-        self.opening = opening
+        self.opening, self.reach = opening, reach
         self.model, self.units, self.loan, self.entry, self.module_names = model, units, loan, entry, names
         self.graph = fx.Graph()
         self.facts: dict[fx.Node, Fact] = {}

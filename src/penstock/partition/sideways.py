@@ -66,6 +66,13 @@ class Sideways:
 
         Notes whether what has changed since the forward began makes the unit do something else.
         """
+        self._reach.tables.forget()  # nor does it get them from others
+        try:
+            return self._run_unit(unit, args, kwargs, run)
+        finally:
+            self._reach.tables.forget()
+
+    def _run_unit(self, unit: Unit, args: Any, kwargs: Any, run: Callable[[Any, Any], tuple[Any, bool]]) -> Any:
         if self._once:
             return run(args, kwargs)[0]
         objects = [leaf for leaf in flatten((args, kwargs)).leaves if not isinstance(leaf, Tensor)]
