@@ -30,10 +30,8 @@ class Rate:
         return type(self.value)([number] * len(self.value)) if isinstance(self.value, (list, tuple)) else number
 
 
-OUTSIDE = (
-    "Do it outside of the model, or give the part of the model around it a module of its own and name that in "
-    "leaves=[...], so that it runs as a whole"
-)
+OUTSIDE = "Do it outside of the model"
+ELSEWHERE = f"{OUTSIDE}, or in a module of its own that leaves=[...] names, so that it runs as a whole"
 
 
 class Obstacle(PartitionError):  # noqa: N818  (it becomes a PartitionError with what was found to help)
@@ -46,7 +44,8 @@ class Obstacle(PartitionError):  # noqa: N818  (it becomes a PartitionError with
         otherwise: what to say where nothing that was tried has helped.
     """
 
-    def __init__(self, why: str, scope: str, rates: tuple[Rate, ...] = (), otherwise: str = OUTSIDE) -> None:
+    def __init__(self, why: str, scope: str, rates: tuple[Rate, ...] = (), otherwise: str = "") -> None:
+        otherwise = otherwise or (OUTSIDE if scope else ELSEWHERE)
         super().__init__(f"{why}. {f'Give leaves=[{scope!r}], so that it runs as a whole' if scope else otherwise}")
         self.why, self.scope, self.rates, self.otherwise = why, scope, rates, otherwise
 

@@ -128,10 +128,15 @@ def _rates(search: _Search) -> str | None:
     for rates, number in product(groups, (0.0, 1.0)):
         if rates and (not number or all(_KEPT.search(r.name) for r in rates)) and search.may_try():
             if _helps(search, rates, number):
-                paths = [f"{names[id(rate.module)]}.{rate.name}".lstrip(".") for rate in rates]
+                paths = [_path(rate, names) for rate in rates]
                 now = ", ".join(dict.fromkeys(_text(rate.value) for rate in rates))
                 return f"set {' and '.join(paths)} to {number:g}, now {now} (tried)"
     return None
+
+
+def _path(rate: Rate, names: Mapping[int, str]) -> str:
+    path = f"{names[id(rate.module)]}.{rate.name}".lstrip(".")
+    return f"all of {path}" if isinstance(rate.value, (list, tuple)) else path
 
 
 def _text(value: Any) -> str:
