@@ -88,6 +88,6 @@ def _rates(frame: FrameType) -> Iterator[Rate]:
     for name in frame.f_code.co_names:
         value = vars(owner).get(name)
         numbers = value if isinstance(value, (list, tuple)) else [value]
-        if all(isinstance(number, (int, float)) and 0 <= number <= 1 for number in numbers):
-            if any(isinstance(number, float) and number for number in numbers):
-                yield Rate(owner, name, value)
+        within = all(isinstance(number, (int, float)) and 0 <= number <= 1 for number in numbers)
+        if within and any(isinstance(number, float) and number for number in numbers):
+            yield Rate(owner, name, value)

@@ -105,13 +105,13 @@ def explained(
         remedies.append(f"Give leaves={given}, so that {it} (tried: {left})")
     if (rates := _rates(search)) is not None:
         remedies.append(rates)
-    if len(search.found) == 1:
-        if (
-            "labels" in kwargs
-            and search.may_try()
-            and _records(search, {k: v for k, v in kwargs.items() if k != "labels"})
-        ):
-            remedies.append("leave out labels and give loss=... (tried)")
+    if (
+        len(search.found) == 1
+        and "labels" in kwargs
+        and search.may_try()
+        and _records(search, {k: v for k, v in kwargs.items() if k != "labels"})
+    ):
+        remedies.append("leave out labels and give loss=... (tried)")
     if not remedies:
         failed = f" {search.failure[:1].upper()}{search.failure[1:]}" if search.failure else ""
         return f"{text}.{failed} {error.otherwise}"
@@ -126,11 +126,12 @@ def _rates(search: _Search) -> str | None:
     groups = [[rate] for rate in every.values()] if len(search.found) == 1 else []
     groups += [[*every.values()]] if len(groups) != 1 else []
     for rates, number in product(groups, (0.0, 1.0)):
-        if rates and (not number or all(_KEPT.search(r.name) for r in rates)) and search.may_try():
-            if _helps(search, rates, number):
-                paths = [_path(rate, names) for rate in rates]
-                now = ", ".join(dict.fromkeys(_text(rate.value) for rate in rates))
-                return f"set {' and '.join(paths)} to {number:g}, now {now} (tried)"
+        if not rates or (number and not all(_KEPT.search(rate.name) for rate in rates)) or not search.may_try():
+            continue
+        if _helps(search, rates, number):
+            paths = " and ".join(_path(rate, names) for rate in rates)
+            now = ", ".join(dict.fromkeys(_text(rate.value) for rate in rates))
+            return f"set {paths} to {number:g}, now {now} (tried)"
     return None
 
 
