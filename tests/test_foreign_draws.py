@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from models import squared_error
 from penstock import pipeline, verify
 from penstock.errors import PartitionError
+from penstock.partition._compat import flatten
 from penstock.runtime.streams import key_of, mix
 from test_layer_drop import Dropping, check
 
 SEED = 3
 own = np.random.default_rng(1)
-
-pytestmark = pytest.mark.long  # by themselves: behind other tests in one process the first of them has hung
 
 
 class Noisy(nn.Module):
@@ -228,3 +227,20 @@ def test_spec_augment_and_layer_drop(ranks: int) -> None:
     inputs = {"input_values": torch.randn(4, 400), "labels": torch.randint(5, (4,))}
     report = verify(model, (), kwargs=inputs, ranks=ranks, microbatches=2)
     assert report.ok, report.summary()
+
+
+def test_a_drawn_number_holds_no_tensors() -> None:
+    """What stands for a number knows the recording, whose tensors are no arguments of a call that takes the number."""
+
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            number = random.random()
+            assert flatten((number, x)).leaves[0] is number
+            return self.layers[1](self.layers[0](x) * number)
+
+    with pipeline(Looks(), (torch.randn(4, 7),), ranks=2, microbatches=2, seed=SEED, loss=squared_error) as pipe:
+        assert len(pipe.cuts) == 1

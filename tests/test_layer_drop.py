@@ -21,8 +21,6 @@ from penstock.stages import ties
 SEED, MICROBATCHES = 5, 4
 SMALL = {"vocab_size": 23, "dropout": 0.0, "max_position_embeddings": 16, "pad_token_id": 0}
 
-pytestmark = pytest.mark.long  # by themselves: behind other tests in one process the first of them has hung
-
 
 def opt() -> tuple[nn.Module, dict[str, Tensor]]:
     config = transformers.OPTConfig(

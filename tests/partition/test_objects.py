@@ -365,3 +365,14 @@ def test_what_owns_something_else_is_not_copied() -> None:
     for value in (Handle(), numbers(), nn.Linear(1, 1)):
         assert flatten(value).leaves == [value]
     assert fresh([Handle()])
+
+
+def test_what_is_shared_is_looked_at_once() -> None:
+    """Objects without tensors that refer to each other many times over do not use up the budget."""
+    shared = SimpleNamespace(left=None, right=None)
+    for _ in range(20):
+        shared = SimpleNamespace(left=shared, right=shared)
+    x = torch.ones(2)
+    flat = flatten((shared, SimpleNamespace(x=x)))
+    assert flat.leaves[0] is shared
+    assert flat.leaves[1] is x

@@ -87,6 +87,8 @@ class Outcome:
             "idle": [{cause.value: time for cause, time in by_cause.items()} for by_cause in self.idle],
             "critical_path": {"actions": len(path.spans), **on_path, "link": path.link_seconds},
         }
+        if self.costs.assumed:
+            found["assumed"] = dict(self.costs.assumed)
         if self.costs.has_memory:
             found["memory"] = [
                 {
@@ -152,7 +154,8 @@ def show(outcome: Outcome, console: Console, more: Mapping[str, str] | None = No
         console.print(f"{name:<15}{times(value):>{len(times(timeline.makespan_seconds))}}")
     console.print(f"{'bubble rate':<15}{timeline.bubble_rate:.2%} of the span")
     console.print(f"{'critical path':<15}{_path(outcome)}")
-    for name, text in (more or {}).items():
+    assumed = {"assumed": outcome.costs.assumption} if outcome.costs.assumed else {}
+    for name, text in {**assumed, **(more or {})}.items():
         console.print(f"{name:<15}{text}")
     console.print()
     print_unbroken(console, _ranks(outcome, times))

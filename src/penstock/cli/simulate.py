@@ -99,7 +99,10 @@ def show_all(outcomes: Sequence[Outcome], reasons: Mapping[str, str], console: C
     """A row a schedule, and below them those that do not work with the numbers, each with its reason."""
     schedule = outcomes[0].schedule
     numbers = f"p = {schedule.ranks:,} ranks, m = {schedule.microbatches:,} microbatches"
-    console.print(f"[bold]{numbers}; the shortest span first[/]\n")
+    console.print(f"[bold]{numbers}; the shortest span first[/]")
+    if assumption := outcomes[0].costs.assumption:
+        console.print(f"assumed: {assumption}")
+    console.print()
     causes = shown_causes(outcomes)
     made = table("schedule", "v", "makespan", "span", "bubble", "peak", *(HEADS[cause] for cause in causes))
     makespans = format_of([one.timeline.makespan_seconds for one in outcomes])

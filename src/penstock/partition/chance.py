@@ -25,6 +25,7 @@ from penstock.errors import PartitionError
 from penstock.partition import foreign, source
 from penstock.partition._compat import FakeTensor
 from penstock.partition.foreign import States
+from penstock.partition.trees import Leaf
 
 if TYPE_CHECKING:
     from penstock.partition.recorder import Recorder
@@ -44,7 +45,7 @@ class Ask:
     source_line: str
 
 
-class Drawn:
+class Drawn(Leaf):
     """Stands for a number that is drawn anew for each microbatch, or is calculated from such numbers."""
 
     def __init__(self, chance: Chance, node: fx.Node, low: float | None = None, high: float | None = None) -> None:
@@ -102,7 +103,7 @@ def _define_operators() -> None:
 _define_operators()
 
 
-class DrawnArray:
+class DrawnArray(Leaf):
     """Stands for an array of random numbers, of which the forward makes a tensor."""
 
     MADE_BY: ClassVar[tuple[Any, ...]] = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy)

@@ -115,7 +115,9 @@ class _Walk:
         self.paths: list[str] = []
         self._registry, self._empty, self._closed = registry, empty, closed
         self._numbers: dict[int, int] = {}  # id of an object, or of a list or dict in one -> its number
+        self._bare: dict[int, Any] = {}  # objects that hold no tensor, kept so that their ids stay their own
         self._held = 0  # tensors met, and references back
+        self._cut = 0  # values that were too deep to be looked at
         self._left = BUDGET
 
     def visit(self, value: Any, path: str, depth: int) -> Plan:
@@ -124,8 +126,10 @@ class _Walk:
         if isinstance(value, Tensor):
             self._held += 1
             return self._leaf(value, path)
-        if kind in PLAIN or self._left <= 0:
+        if kind in PLAIN:
             return self._leaf(value, path)
+        if self._left <= 0:
+            return self._leaf_unseen(value, path)
         self._left -= 1
         if kind is tuple:
             return Plan("tuple", None, self._items(value, path, depth))
@@ -151,9 +155,11 @@ class _Walk:
         if id(value) in self._numbers:
             return self._back("ref", self._numbers[id(value)])
         base = base_of(kind)
-        if base is None or depth >= DEPTH:
+        if base is None or id(value) in self._bare:
             return self._leaf(value, path)
-        leaves, numbers, held = len(self.leaves), len(self._numbers), self._held
+        if depth >= DEPTH:
+            return self._leaf_unseen(value, path)
+        leaves, numbers, held, cut = len(self.leaves), len(self._numbers), self._held, self._cut
         if base is not tuple:  # which is there only when all that it holds is there
             self._number(value)
         inside = (self._inside(value, base, path, depth + 1),)
@@ -162,7 +168,10 @@ class _Walk:
         wanted = self._empty and id(value) not in self._closed
         if held == self._held and not wanted:  # no tensor in it: an ordinary value
             del self.leaves[leaves:], self.paths[leaves:]
-            self._numbers = dict(list(self._numbers.items())[:numbers])
+            while len(self._numbers) > numbers:
+                self._numbers.popitem()
+            if cut == self._cut:
+                self._bare[id(value)] = value
             return self._leaf(value, path)
         return Plan("object", (kind, base, names), (*inside, *children))
 
@@ -182,6 +191,10 @@ class _Walk:
         self.leaves.append(value)
         self.paths.append(path)
         return LEAF
+
+    def _leaf_unseen(self, value: Any, path: str) -> Plan:
+        self._cut += 1
+        return self._leaf(value, path)
 
     def _number(self, value: Any) -> None:
         self._numbers[id(value)] = len(self._numbers)
