@@ -21,6 +21,7 @@ from penstock.partition.guards import is_integer
 from penstock.partition.objects import input_path
 from penstock.partition.state import map_tensors
 from penstock.runtime.batch import Cut
+from penstock.words import counted
 
 ONE_VALUE = "Expected more than 1 value per channel"
 """What torch says where batch norm could take no variance."""
@@ -93,9 +94,10 @@ def telling_rows(sizes: Sequence[int]) -> Iterator[None]:
             raise
         rows, count = sum(sizes), len(sizes)
         listed = f"{sizes[0]} each" if len({*sizes}) == 1 else ", ".join(map(str, sizes))
-        most = f"at most {rows // 2} microbatches, or " if rows > 1 else ""
+        most = f"at most {counted(rows // 2, 'microbatch')}, or " if rows > 1 else ""
         raise PartitionError(
-            f"batch norm needs more than one row of a batch in training, and {rows} rows in {count} microbatches are "
+            f"batch norm needs more than one row of a batch in training, and {counted(rows, 'row')} in "
+            f"{counted(count, 'microbatch')} are "
             f"{listed}: use {most}a larger batch ({' '.join(str(error).split())})"
         ) from error
 
