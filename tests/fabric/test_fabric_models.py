@@ -23,8 +23,6 @@ from penstock.fabric.models import (
     fit_link,
     known_algorithms,
     links_json,
-    lower_bound_seconds,
-    measured_link,
     predict,
     predictions,
     record_links,
@@ -197,13 +195,6 @@ def test_latency_rules_small_sizes_and_bandwidth_large_ones() -> None:
     assert first == pytest.approx(4e-4 / (4 - 15 / 8) / 8e-8)
 
 
-def test_the_bound_is_that_of_the_slowest_link() -> None:
-    slow = LinkFit(1e-4, 8e-7)
-    best = min(predict(slow, "all_reduce", name, 4, 1e6) for name in known_algorithms("all_reduce"))
-    assert lower_bound_seconds([LINK, slow, LINK], "all_reduce", 4, 1e6) == best
-    assert lower_bound_seconds([], "all_reduce", 4, 1e6) is None
-
-
 # -- links.json -------------------------------------------------------------------------------------------------------
 
 
@@ -231,20 +222,3 @@ def test_the_links_of_a_record_are_given_both_ways() -> None:
 
 def test_terms_add_up() -> None:
     assert Terms(3, 0.5).seconds(1000, 2, 0.01) == 11
-
-
-def test_a_bucket_does_not_bend_a_measured_link() -> None:
-    """100 Mbit/s, of which 8 KiB pass at once."""
-    points = [(size, 1e-4 + max(size - 8192, 0) / 12.5e6) for size in (64, 4096, 16384, 65536, 262144, 1048576)]
-    found = measured_link(points)
-    assert found.bytes_per_second == pytest.approx(12.5e6)
-    assert found.alpha_seconds == pytest.approx(1e-4, rel=0.06)
-    assert found.residuals[-1] == pytest.approx(-8192 / 12.5e6 / points[-1][1], rel=0.05)
-    assert fit_link(points).bytes_per_second > 14e6
-
-
-def test_a_link_that_is_faster_than_the_clock_has_the_rate_of_all_points() -> None:
-    points = [(64, 2e-5), (4096, 3e-5), (65536, 9e-5), (131072, 8e-5)]
-    assert measured_link(points) == fit_link(points)
-    with pytest.raises(ArgumentError, match="give two sizes or more"):
-        measured_link([(64, 1e-5)])

@@ -66,6 +66,13 @@ class Sideways:
 
         Notes whether what has changed since the forward began makes the unit do something else.
         """
+        self._reach.tables.forget()  # nor does it get them from others
+        try:
+            return self._run_unit(unit, args, kwargs, run)
+        finally:
+            self._reach.tables.forget()
+
+    def _run_unit(self, unit: Unit, args: Any, kwargs: Any, run: Callable[[Any, Any], tuple[Any, bool]]) -> Any:
         if self._once:
             return run(args, kwargs)[0]
         objects = [leaf for leaf in flatten((args, kwargs)).leaves if not isinstance(leaf, Tensor)]
@@ -76,7 +83,8 @@ class Sideways:
         before = self._operators(unit, args, kwargs, from_start=True) if changed else None
         with self._observer.logging() as log:
             result, on_fakes = run(args, kwargs)
-        own = [p for p in self._reach.changed() if p.differs(now.get(id(p), p.before)) and not _is_in(p, unit)]
+        own = [p for p in self._reach.changed() if p.differs(now.get(id(p), p.before))]
+        own = [p for p in own if not self._reach.belongs_to(p, unit.name)]
         if not on_fakes:
             _refuse_numbers(unit, own)
             return result
@@ -141,11 +149,6 @@ def _refuse_numbers(unit: Unit, places: Collection[Place]) -> None:
                     "stage of their own, other blocks would not see it. Return it as a tensor, or name a module that "
                     "encloses all that use it in leaves=[...]"
                 )
-
-
-def _is_in(place: Place, unit: Unit) -> bool:
-    """Whether a place is a module's of that unit."""
-    return place.module and f"{place.text}.".startswith(f"{unit.name}.")
 
 
 def _memory_of(module: nn.Module) -> frozenset[int]:
