@@ -42,7 +42,7 @@ def test_trap_12_a_batch_of_fewer_rows_than_microbatches(schedule: str) -> None:
             assert len(result.losses) == len(result.sizes) == min(8, rows)
             assert_same_gradients(model, reference, but=names if copies else ())
         if copies:
-            with pytest.raises(ArgumentError, match="1 rows, but the schedule needs at least 2"):
+            with pytest.raises(ArgumentError, match="1 row, but the schedule needs at least 2"):
                 pipe.step(x[:1], target=y[:1])
 
 
