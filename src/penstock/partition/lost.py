@@ -40,7 +40,7 @@ class Seeds:
     def __init__(self) -> None:
         """To be made where the generators' states are put back afterwards."""
         torch.default_generator.manual_seed(SEED)
-        self._users: dict[int, tuple[object, str]] = {}  # each kept alive, so that its id stays its own
+        self.users: dict[int, tuple[object, str]] = {}  # each kept alive, so that its id stays its own
 
     @property
     def were_set(self) -> bool:
@@ -65,7 +65,7 @@ class Seeds:
         where = f"module {scope!r}" if scope else "the model's own forward"
         if not unit:
             raise Obstacle(f"{where} draws from a torch.Generator of its own, which stages cannot keep in step", scope)
-        user = self._users.setdefault(id(generator), (generator, unit))[1]
+        user = self.users.setdefault(id(generator), (generator, unit))[1]
         if user != unit:
             raise PartitionError(
                 f"{where} draws from the same torch.Generator as {user!r}: on stages of their "

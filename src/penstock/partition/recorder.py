@@ -93,6 +93,7 @@ class Recorder(TorchFunctionMode):
         self.seeds = Seeds()
         self.observer = Observer(names, self.seeds)
         self.observer.provenance.held = {storage_of(fake): name for name, fake in loan.fakes.items()}
+        self.observer.provenance.own = frozenset(map(storage_of, loan.originals.values()))
         self.sideways = Sideways(model, units, reach, self.observer, once=once)
         self.known = Known(self.observer, mode, fake_calls)
         self.chance = Chance(self, choices)
