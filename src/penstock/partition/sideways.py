@@ -103,7 +103,7 @@ class Sideways:
         return operators(run, args, kwargs, self._reach, self._observer, from_start=from_start, **options)
 
     def _remembers(
-        self, unit: Unit, args: Any, kwargs: Any, run: Run, first: Operators, updates: Collection[int]
+        self, unit: Unit, args: Any, kwargs: Any, run: Run, first: Operators, updates: frozenset[int]
     ) -> bool:
         """Whether a unit that has just made these operators finds what it has left when it is called again.
 
@@ -116,11 +116,11 @@ class Sideways:
             if made is not None and made.unit == unit.name and not provenance.is_steady(foreign.storage):
                 stale.append(foreign)
 
-        def noting(args: Any, kwargs: Any) -> None:
-            nonlocal writes
-            writes = run(args, kwargs)[0][2]
+        writes: set[int] = set()
 
-        writes: frozenset[int] = frozenset()
+        def noting(args: Any, kwargs: Any) -> None:
+            writes.update(run(args, kwargs)[0][2])
+
         second = self._operators(noting, args, kwargs, from_start=False, takes=takes)
         if second is None or stale or writes & self.held_by(unit) - updates:
             return True
