@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from penstock.errors import PartitionError
+from penstock.partition._compat import has_global_backward_hooks
 from penstock.partition.obstacle import Obstacle
 
 SEED = 0x2D1B6A0F93C5E847
@@ -19,6 +20,12 @@ BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 def refuse_backward_hooks(model: nn.Module, units: Collection[int]) -> None:
     """Raises Obstacle if a module that does not run as a whole has hooks on its gradients."""
+    if has_global_backward_hooks() and id(model) not in units:
+        raise PartitionError(
+            "hooks on the gradients of all modules are registered (register_module_full_backward_hook), but a pipeline "
+            "does not call modules that it records call by call, the model itself among them, so that nothing would "
+            "call the hooks for those. Register them on the blocks: block.register_full_backward_hook(...)"
+        )
     pending = [("", model)]
     while pending:
         name, module = pending.pop(0)
