@@ -206,7 +206,7 @@ class SplitModel:
         return {} if self._frames is None else self._frames.sharded
 
     def _buffers_to_follow(self) -> list[tuple[str, nn.Module, str]]:
-        """Names and places of buffers, but for those of blocks that are not saved, such as tables: blocks make these."""
+        """Names and places of buffers, but for those of blocks that are not saved: tables, which blocks make."""
         opened = self._partitioner.opened_modules()
         return [
             (f"{name}.{key}".lstrip("."), module, key)
