@@ -90,6 +90,20 @@ def _same_draws() -> Iterator[None]:
             torch.set_rng_state(before)
 
 
+def on_other_values(run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """The same run, on other made-up values."""
+
+    def other(args: Any, kwargs: Any) -> Any:
+        before = torch.get_rng_state()
+        torch.default_generator.manual_seed(torch.initial_seed() ^ 1)
+        try:
+            return run(args, kwargs)
+        finally:
+            torch.set_rng_state(before)
+
+    return other
+
+
 def may_draw(unit: nn.Module, drew: Sequence[nn.Module | None]) -> list[nn.Module | None]:
     """What drew, and what might for other values: a mixture has called some of its experts and not others.
 
