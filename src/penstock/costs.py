@@ -7,6 +7,9 @@ from dataclasses import dataclass, fields
 
 from penstock.errors import ArgumentError
 
+BOUND = 1e100
+"""Costs are below it, and bandwidths above its inverse: sums, and sizes divided by bandwidths, stay finite."""
+
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
@@ -25,7 +28,7 @@ class StageCost:
             None: as long as one after the other.
 
     Raises:
-        ArgumentError: a cost is negative or not finite, or W needs more activations than there are.
+        ArgumentError: a cost is negative or beyond `BOUND`, or W needs more activations than there are.
     """
 
     forward_seconds: float
@@ -42,8 +45,8 @@ class StageCost:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is not None and not 0 <= value < math.inf:
-                raise ArgumentError(f"{field.name}={value}: expected a cost of 0 or more")
+            if value is not None:
+                _check(field.name, value)
         if self.weight_gradient_bytes > self.activation_bytes:
             raise ArgumentError(
                 f"weight_gradient_bytes={self.weight_gradient_bytes} of activation_bytes={self.activation_bytes}: "
@@ -61,18 +64,37 @@ class LinkCost:
     """What a message between two ranks costs.
 
     Raises:
-        ArgumentError: the latency is negative or not finite, or the bandwidth is not positive.
+        ArgumentError: the latency is negative, or one of the two is finite and beyond `BOUND`.
     """
 
     latency_seconds: float
     bytes_per_second: float = math.inf
 
     def __post_init__(self) -> None:
-        if not 0 <= self.latency_seconds < math.inf:
-            raise ArgumentError(f"latency_seconds={self.latency_seconds}: expected a latency of 0 or more")
+        _check("latency_seconds", self.latency_seconds)
         if not self.bytes_per_second > 0:
             raise ArgumentError(f"bytes_per_second={self.bytes_per_second}: expected a bandwidth above 0")
+        if self.bytes_per_second < math.inf:
+            refuse_extreme("bandwidth", self.bytes_per_second, f"bytes_per_second={self.bytes_per_second}")
 
     def seconds(self, message_bytes: float) -> float:
         """From the send of a message until it has arrived."""
         return self.latency_seconds + message_bytes / self.bytes_per_second
+
+
+def refuse_extreme(name: str, value: float, given: str) -> None:
+    """Refuses what could make a sum or a quotient infinite; `given` is the number as it was given.
+
+    Raises:
+        ArgumentError: a number is not below `BOUND`, or a "bandwidth" not above its inverse.
+    """
+    if value >= BOUND:
+        raise ArgumentError(f"{given}: expected a number below {BOUND:g}; give it in a larger unit")
+    if name == "bandwidth" and 0 < value <= 1 / BOUND:
+        raise ArgumentError(f"{given}: expected a bandwidth above {1 / BOUND:g}; give sizes in a smaller unit")
+
+
+def _check(name: str, value: float) -> None:
+    if not value >= 0:
+        raise ArgumentError(f"{name}={value}: expected a cost of 0 or more")
+    refuse_extreme(name, value, f"{name}={value}")

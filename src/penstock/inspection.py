@@ -16,6 +16,7 @@ from penstock.runtime.batch import Microbatches
 from penstock.runtime.batch_dims import BatchDims, Dim
 from penstock.runtime.cutting import Cutting, Merge, Split
 from penstock.stages import MODEL_INPUT, TensorMeta, gradient_routes, ties
+from penstock.words import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +158,7 @@ def inspect(
     every = list(partitioner.model.parameters())
     parameters = sum(p.numel() for p in every)
     return Inspection(
-        model=type(model).__name__ if isinstance(model, nn.Module) else f"{len(model)} layers",
+        model=type(model).__name__ if isinstance(model, nn.Module) else counted(len(model), "layer"),
         parameters=parameters,
         parameter_bytes=sum(p.numel() * p.element_size() for p in every),
         stages=tuple(_stage(partition, index, parameters) for index in range(len(partition.stages))),

@@ -171,7 +171,7 @@ def test_all_puts_neighbouring_stages_of_a_file_together(write: Any) -> None:
 
 def test_slices() -> None:
     made = as_json("simulate", "--schedule", "seq1f1b", *NUMBERS, "--slices", "4", "--forward", "8")
-    quarters = StageCost(2, 0.25, 0.25)
+    quarters = StageCost(2, 2, 2)
     assert made["slices"] == 4
     assert made["span"] == library(generate("seq1f1b", 8, 24, slices=4), quarters).span_seconds
 
@@ -205,6 +205,43 @@ def test_each_stage_has_its_own_costs(write: Any) -> None:
     text = output("simulate", "--schedule", "zb-h1", "--ranks", "2", "--microbatches", "6", "--costs", path)
     heads = ["memory", "of", "rank", "parameters", "gradients", "optimizer", "activations", "peak"]
     assert heads in [line.split() for line in text.splitlines()]
+
+
+WORK = ("forward", "backward_input", "backward_weight")
+
+
+@pytest.mark.parametrize(
+    ("given", "all_three", "says"),
+    [
+        ({"forward": 0.001}, (0.001, 0.001, 0.001), "I = W = F = 0.001, as I and W were not given"),
+        ({"backward_weight": 2}, (2, 2, 2), "F = I = W = 2, as F and I were not given"),
+        ({"forward": 3, "backward_weight": 2}, (3, 3, 2), "I = F = 3, as I was not given"),
+        ({"backward_input": 4, "backward_weight": 2}, (4, 4, 2), "F = I = 4, as F was not given"),
+        ({"comm": 0.5}, (1, 1, 1), "F = I = W = 1, as F, I and W were not given"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_costs_that_are_not_given_follow_from_those_that_are(
+    given: dict[str, float], all_three: tuple[float, ...], says: str
+) -> None:
+    """No 1 stands beside an F of 0.001, and whatever prints a time says what it assumed."""
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    which = ("--ranks", "2", "--microbatches", "4")
+    made = as_json("simulate", "--schedule", "zb-h1", *which, *options)
+    link = LinkCost(given.get("comm", 0.0))
+    assert made["makespan"] == library(generate("zb-h1", 2, 4), StageCost(*all_three), link).makespan_seconds
+    expected = {name: value for name, value in zip(WORK, all_three, strict=True) if name not in given}
+    for verb in (["simulate", "--schedule", "zb-h1"], ["show", "--schedule", "zb-h1"], ["search", "--seconds", "0.1"]):
+        assert as_json(*verb, *which, *options)["assumed"] == expected
+        assert says in output(*verb, *which, *options, columns=120)
+    assert says in output("simulate", "--schedule", "all", *which, *options, columns=120)
+
+
+def test_nothing_is_assumed_where_nothing_or_all_is_given() -> None:
+    which = ("simulate", "--schedule", "1f1b", *NUMBERS)
+    for options in ((), COSTS, ("--memory-activation", "3")):
+        assert "assumed" not in as_json(*which, *options)
+        assert "ssumed" not in output(*which, *options)
 
 
 def test_contended_links(write: Any) -> None:

@@ -11,8 +11,9 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 
+from penstock.errors import FabricError
 from penstock.fabric.algorithms import ENGINE, algorithms, generate
-from penstock.fabric.emulation import clock
+from penstock.fabric.emulation import clock, links, probe
 from penstock.fabric.emulation.collectives import Engine, Place, Stepwise, wrong
 from penstock.fabric.emulation.host import _check, _parts
 from penstock.fabric.emulation.joining import Members
@@ -153,6 +154,21 @@ def trials_of(rank: int, spec: Spec, count: int, spoils: bool = False) -> Any:
     found = [trials.one() for _ in range(count)]
     rows = [row for trial in found for row in trial.step_rows] + list(trials.last_steps())
     return began, time.monotonic_ns(), [trial.stamps.numpy() for trial in found], rows
+
+
+def probed(rank: int, spec: Spec) -> Any:
+    """The links as they are measured in little time, or what is wrong with them."""
+    names = ("HALF_SECONDS", "TRIPS_SECONDS", "MOST_BYTES")
+    before = [getattr(probe, name) for name in names]
+    probe.HALF_SECONDS, probe.TRIPS_SECONDS, probe.MOST_BYTES = 0.05, 0.05, 512 * 1024
+    wire: Wire = Plain() if spec.bytes_per_second is None else Delayed(spec.bytes_per_second)
+    try:
+        return links.measured(spec, wire, Members(rank, spec.hosts, None, None))
+    except FabricError as error:
+        return str(error)
+    finally:
+        for name, value in zip(names, before, strict=True):
+            setattr(probe, name, value)
 
 
 def pipeline(hosts: int) -> Workload:

@@ -92,7 +92,7 @@ def test_samples_and_rounds_agree(tmp_path: Path) -> None:
     assert Workload.from_dict(record["workload"]) == spec.workload
     assert (record["backend"], record["shared_machine"], record["machine_cores"]) == ("gloo", True, os.cpu_count())
     assert [len(record[key]) for key in ("clock", "cpu", "environment")] == [hosts] * 3
-    assert [(link["from"], link["to"]) for link in record["links"]] == [(0, 1)]
+    assert [(link["from"], link["to"]) for link in record["links"]] == [(0, 1), (1, 0)]
     assert processes(str(tmp_path)) == {}
 
 

@@ -24,7 +24,6 @@ from penstock.fabric.models import (
     known_algorithms,
     links_json,
     lower_bound_seconds,
-    measured_link,
     predict,
     predictions,
     record_links,
@@ -231,20 +230,3 @@ def test_the_links_of_a_record_are_given_both_ways() -> None:
 
 def test_terms_add_up() -> None:
     assert Terms(3, 0.5).seconds(1000, 2, 0.01) == 11
-
-
-def test_a_bucket_does_not_bend_a_measured_link() -> None:
-    """100 Mbit/s, of which 8 KiB pass at once."""
-    points = [(size, 1e-4 + max(size - 8192, 0) / 12.5e6) for size in (64, 4096, 16384, 65536, 262144, 1048576)]
-    found = measured_link(points)
-    assert found.bytes_per_second == pytest.approx(12.5e6)
-    assert found.alpha_seconds == pytest.approx(1e-4, rel=0.06)
-    assert found.residuals[-1] == pytest.approx(-8192 / 12.5e6 / points[-1][1], rel=0.05)
-    assert fit_link(points).bytes_per_second > 14e6
-
-
-def test_a_link_that_is_faster_than_the_clock_has_the_rate_of_all_points() -> None:
-    points = [(64, 2e-5), (4096, 3e-5), (65536, 9e-5), (131072, 8e-5)]
-    assert measured_link(points) == fit_link(points)
-    with pytest.raises(ArgumentError, match="give two sizes or more"):
-        measured_link([(64, 1e-5)])

@@ -35,7 +35,7 @@ class Block(nn.Module):
         return self.act(self, torch.tanh(self.linear(x)))
 
 
-def model(act: Callable[[Any, Tensor], Tensor], state: Any = lambda: None, **shared: Any) -> nn.Module:
+def model(act: Callable[[Any, Tensor], Tensor], state: Any = lambda: None, **shared: Any) -> Any:
     torch.manual_seed(0)
     given = SimpleNamespace(**shared)
     return nn.Sequential(*(Block(act, state, given) for _ in range(4)))
@@ -46,18 +46,18 @@ def prove(act: Callable[[Any, Tensor], Tensor], state: Any = lambda: None, **opt
     verify(lambda: model(act, state), (X,), TARGET, F.mse_loss, exact=True, **given).check()
 
 
-def adds_bank(self: Any, h: Tensor) -> Tensor:
+def adds_bank(self: Any, h: Any) -> Any:
     BANK.mul_(0.5).add_(h.detach().mean(0))
     return h + BANK
 
 
-def adds_shared(self: Any, h: Tensor) -> Tensor:
+def adds_shared(self: Any, h: Any) -> Any:
     h = h + self.shared.bank
     self.shared.bank.copy_(h.detach().mean(0))
     return h
 
 
-def writes_at_first(self: Any, h: Tensor) -> Tensor:
+def writes_at_first(self: Any, h: Any) -> Any:
     if not isinstance(self.state, int):  # one block writes, the others read
         self.shared.bank.copy_(h.detach().mean(0))
     return h + self.shared.bank
@@ -74,24 +74,24 @@ def test_a_tensor_that_units_share_by_writing_into_it_is_refused_with_both_place
     inspect(made, (X,), stages=1)
 
 
-def own_queue(self: Any, h: Tensor) -> Tensor:
+def own_queue(self: Any, h: Any) -> Any:
     h = h + self.state
     self.state.mul_(0.5).add_(h.detach().mean(0))
     return h
 
 
-def counts(self: Any, h: Tensor) -> Tensor:
+def counts(self: Any, h: Any) -> Any:
     self.state += 1
     return h * self.state
 
 
-def remembers(self: Any, h: Tensor) -> Tensor:
+def remembers(self: Any, h: Any) -> Any:
     y = h if self.state is None else h + self.state
     self.state = h.detach().mean(0)
     return y
 
 
-def remembers_number(self: Any, h: Tensor) -> Tensor:
+def remembers_number(self: Any, h: Any) -> Any:
     y = h + self.state
     self.state = h.mean().item()
     return y
@@ -144,18 +144,18 @@ def test_a_generator_of_a_units_own() -> None:
         run(recompute="always")
 
 
-def only_counts(self: Any, h: Tensor) -> Tensor:
+def only_counts(self: Any, h: Any) -> Any:
     self.state += 1
     return h
 
 
-def makes_a_table(self: Any, h: Tensor) -> Tensor:
+def makes_a_table(self: Any, h: Any) -> Any:
     if self.state is None:
         self.state = torch.ones_like(h[:1]) + torch.arange(WIDTH)
     return h * self.state
 
 
-def looks(self: Any, h: Tensor) -> Tensor:
+def looks(self: Any, h: Any) -> Any:
     self.state = h.detach()
     return h
 
@@ -166,13 +166,13 @@ def test_what_no_forward_depends_on_is_no_matter(act: Any, state: Any, options: 
     prove(act, state, **options)
 
 
-def leaves_in_array(self: Any, h: Tensor) -> Tensor:
+def leaves_in_array(self: Any, h: Any) -> Any:
     y = h + float(self.shared.found[0])
     self.shared.found[0] = h.mean().item()
     return y
 
 
-def leaves_an_array(self: Any, h: Tensor) -> Tensor:
+def leaves_an_array(self: Any, h: Any) -> Any:
     y = h + float(self.shared.found[0])
     self.shared.found = np.array([h.mean().item()])
     return y
@@ -197,7 +197,7 @@ def test_a_number_found_from_made_up_values_is_not_given_to_the_loss() -> None:
         pipe.step(X, target=TARGET)
 
 
-def takes_next(self: Any, h: Tensor) -> Tensor:
+def takes_next(self: Any, h: Any) -> Any:
     return h * next(self.state)
 
 
@@ -212,7 +212,7 @@ def test_an_iterator_that_a_forward_advances_is_refused_and_stays(state: Any) ->
     assert next(made[0].state) in (first, first + 1)
 
 
-def hooks(self: Any, h: Tensor) -> Tensor:
+def hooks(self: Any, h: Any) -> Any:
     def keep(gradient: Tensor) -> None:
         self.state = gradient.abs().mean() if isinstance(self.state, Tensor) else float(gradient.abs().mean())
 
@@ -222,7 +222,7 @@ def hooks(self: Any, h: Tensor) -> Tensor:
     return y
 
 
-def only_hooks(self: Any, h: Tensor) -> Tensor:
+def only_hooks(self: Any, h: Any) -> Any:
     if h.requires_grad:
         h.register_hook(lambda gradient: setattr(self, "state", float(gradient.mean())))
     return h

@@ -166,3 +166,13 @@ def test_a_copy_of_the_model_costs_what_the_model_costs() -> None:
     assert simulate(schedule, costs) == simulate(schedule, costs * 2)
     with pytest.raises(ArgumentError, match="3 costs for 4 stages"):
         simulate(schedule, [*costs, costs[0]])
+
+
+@pytest.mark.parametrize("number", [1e308, 1e100])
+def test_numbers_whose_sums_could_be_infinite_are_refused(number: float) -> None:
+    with pytest.raises(ArgumentError, match=r"forward_seconds=1e\+\d+: expected a number below 1e\+100"):
+        StageCost(number, 1, 1)
+    with pytest.raises(ArgumentError, match=r"latency_seconds=1e\+\d+: expected a number below 1e\+100"):
+        LinkCost(number)
+    with pytest.raises(ArgumentError, match=r"bytes_per_second=.*: expected a bandwidth above 1e-100"):
+        LinkCost(0, 1 / number)

@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.cli._costs import ANY_PAIR, Costs, MeasuredLinks
 from penstock.cli._order import read_text
-from penstock.costs import LinkCost, StageCost
+from penstock.costs import BOUND, LinkCost, StageCost, refuse_extreme
 from penstock.errors import ArgumentError
 from penstock.simulate import Links
 
@@ -27,8 +27,6 @@ _KEYS = {
     "optimizer": "optimizer_bytes",
     "overlapped": "overlapped_seconds",
 }
-_BOUND = 1e100
-"""Costs are below it, and bandwidths above its inverse: sums, and sizes divided by bandwidths, stay finite."""
 _NEEDED = ("forward", "backward_input", "backward_weight")
 _MEMORY = ("activation", "parameters", "gradients", "optimizer")
 
@@ -44,7 +42,7 @@ def _json(path: Path, option: str, expected: str) -> Any:
         raise ArgumentError(f"{option} {path}: too many lists or objects in each other; give {expected}") from None
     except ValueError:  # Python makes no int of thousands of digits
         raise ArgumentError(
-            f"{option} {path}: a number has too many digits; expected one below {_BOUND:g}, so give a larger unit"
+            f"{option} {path}: a number has too many digits; expected one below {BOUND:g}, so give a larger unit"
         ) from None
 
 
@@ -156,14 +154,6 @@ def _number(key: str, value: Any, where: str) -> float:
         number = math.inf
     refuse_extreme(key, number, given)
     return number
-
-
-def refuse_extreme(name: str, value: float, given: str) -> None:
-    """Refuses what could make a sum or a quotient infinite; `given` is the number as it was given."""
-    if value >= _BOUND:
-        raise ArgumentError(f"{given}: expected a number below {_BOUND:g}; give it in a larger unit")
-    if name == "bandwidth" and 0 < value <= 1 / _BOUND:
-        raise ArgumentError(f"{given}: expected a bandwidth above {1 / _BOUND:g}; give sizes in a smaller unit")
 
 
 def _refuse_unknown(entry: Mapping[str, Any], known: Sequence[str] | Mapping[str, str], where: str) -> None:

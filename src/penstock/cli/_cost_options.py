@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.cli._cost_files import read_costs, read_links, refuse_extreme
-from penstock.cli._costs import Costs
-from penstock.costs import LinkCost, StageCost
+from penstock.cli._cost_files import read_costs, read_links
+from penstock.cli._costs import WORK, Costs
+from penstock.costs import LinkCost, StageCost, refuse_extreme
 from penstock.errors import ArgumentError
 
 _PANEL = "Costs: of one microbatch on one stage, in any one unit"
@@ -40,12 +40,12 @@ def _option(text: str, *names: str, **more: Any) -> Any:
 class CostOptions:
     """What stages and links cost. None: not given."""
 
-    forward: Annotated[float | None, _option("F, the forward; 1 if nothing is said.")] = None
-    backward_input: Annotated[
-        float | None, _option("I, the backward that gives the input's gradient; 1 if nothing is said.")
+    forward: Annotated[
+        float | None, _option("F, the forward. Of F, I and W, those not given are as long as those given; else 1.")
     ] = None
+    backward_input: Annotated[float | None, _option("I, the backward that gives the input's gradient.")] = None
     backward_weight: Annotated[
-        float | None, _option("W, the backward that gives the weights' gradient; 1 if nothing is said. B is I + W.")
+        float | None, _option("W, the backward that gives the weights' gradient. B is I + W.")
     ] = None
     comm: Annotated[float | None, _option("What a message between two ranks takes; 0 if nothing is said.")] = None
     output_bytes: Annotated[
@@ -112,13 +112,15 @@ class CostOptions:
                 f"--memory-weight-grad {weight_gradient:g} of --memory-activation {activation:g}: what W needs is a "
                 "part of what F keeps; give no more than that"
             )
-        forward, backward_input, backward_weight = (
-            given.get(name, 1.0) for name in ("forward", "backward_input", "backward_weight")
-        )
+        said = [name for name in WORK if name in given]
+        usual = given[said[0]] if said else 1.0
+        forward, backward_input, backward_weight = (given.get(name, usual) for name in WORK)
         output = given.get("output_bytes", 0.0)
         stage = StageCost(forward, backward_input, backward_weight, output, activation, weight_gradient)
         link = LinkCost(given.get("comm", 0.0), given.get("bandwidth", math.inf))
-        return Costs(stage, link, has_memory="memory_activation" in given)
+        in_units = self.links is not None or any(name in given for name in (*WORK, "comm", "bandwidth"))
+        assumed = {name: usual for name in WORK if in_units and name not in given}
+        return Costs(stage, link, has_memory="memory_activation" in given, assumed=assumed)
 
 
 def _name(option: str) -> str:

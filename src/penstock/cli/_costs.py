@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from reprlib import repr as shortened
 from typing import Any
 
@@ -12,6 +12,9 @@ from penstock.costs import LinkCost, StageCost
 from penstock.errors import ArgumentError
 from penstock.schedule import Placement, Schedule
 from penstock.simulate import NO_COST, Links
+
+WORK = {"forward": "F", "backward_input": "I", "backward_weight": "W"}
+"""The options that say how long a stage works, and the words for them."""
 
 ANY_PAIR = '"all": {"latency": 1e-4, "bandwidth": 1e8}'
 """For messages: in a file of links, the one of every pair that is not named."""
@@ -68,6 +71,7 @@ class Costs:
         has_memory: whether anything was said about memory.
         contended: as `simulate` takes it.
         source: where the costs of each stage come from.
+        assumed: of `WORK` what was not given though other times were, and what it was taken for.
     """
 
     stages: StageCost | tuple[StageCost, ...]
@@ -75,6 +79,19 @@ class Costs:
     has_memory: bool = False
     contended: bool = False
     source: str = ""
+    assumed: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def assumption(self) -> str:
+        """What was assumed, in a line; empty if nothing was."""
+        if not self.assumed:
+            return ""
+        missing = [letter for name, letter in WORK.items() if name in self.assumed]
+        given = [letter for name, letter in WORK.items() if name not in self.assumed]
+        value = next(iter(self.assumed.values()))
+        which = " and ".join(filter(None, (", ".join(missing[:-1]), missing[-1])))
+        were = "was" if len(missing) == 1 else "were"
+        return f"{' = '.join([*missing, *given[:1]])} = {value:g}, as {which} {were} not given"
 
     def with_links(self, links: MeasuredLinks) -> Costs:
         """These costs, on a measured network. Raises ArgumentError where they have links, or messages have no size."""
@@ -103,7 +120,7 @@ class Costs:
         """
         stages = self.of_stages(schedule.placement, schedule.name)
         if schedule.slices > 1:
-            stages = [_divided(cost, schedule.slices, (*_WORK, "output_bytes")) for cost in stages]
+            stages = [_divided(cost, schedule.slices, (*_DIVIDED, "output_bytes")) for cost in stages]
         return stages
 
     def of_stages(self, placement: Placement, name: str) -> list[StageCost]:
@@ -137,7 +154,7 @@ class Costs:
         """
         depth = schedule.placement.depth
         if isinstance(self.stages, StageCost):
-            return replace(self, stages=_divided(self.stages, depth // schedule.ranks, _WORK))
+            return replace(self, stages=_divided(self.stages, depth // schedule.ranks, _DIVIDED))
         size, rest = divmod(len(self.stages), depth)
         if rest or not size:
             raise ArgumentError(f"{self.source} has {len(self.stages)} stages, which cannot be put together to {depth}")
@@ -145,7 +162,7 @@ class Costs:
         return replace(self, stages=tuple(joined))
 
 
-_WORK = (
+_DIVIDED = (
     "forward_seconds",
     "backward_input_seconds",
     "backward_weight_seconds",

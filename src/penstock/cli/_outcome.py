@@ -18,6 +18,7 @@ from penstock.costs import StageCost
 from penstock.schedule import Op, Placement, Schedule
 from penstock.simulate import Cause, Memory, critical_path, idle, memory, simulate
 from penstock.timeline import Timeline
+from penstock.words import counted
 
 HEADS = {
     Cause.WARM_UP: "warm\nup",
@@ -87,6 +88,8 @@ class Outcome:
             "idle": [{cause.value: time for cause, time in by_cause.items()} for by_cause in self.idle],
             "critical_path": {"actions": len(path.spans), **on_path, "link": path.link_seconds},
         }
+        if self.costs.assumed:
+            found["assumed"] = dict(self.costs.assumed)
         if self.costs.has_memory:
             found["memory"] = [
                 {
@@ -112,12 +115,8 @@ def chunks(schedule: Schedule) -> int:
 
 def title(schedule: Schedule) -> str:
     """What the schedule is, in a line."""
-    counts = [
-        (schedule.ranks, "rank", "s"),
-        (schedule.microbatches, "microbatch", "es"),
-        (chunks(schedule), "chunk", "s"),
-    ]
-    text = ", ".join(f"{count:,} {what}{plural if count > 1 else ''}" for count, what, plural in counts)
+    counts = {"rank": schedule.ranks, "microbatch": schedule.microbatches, "chunk": chunks(schedule)}
+    text = ", ".join(counted(count, what) for what, count in counts.items())
     slices = f", {schedule.slices} slices a microbatch" if schedule.slices > 1 else ""
     copies = ", two copies of the model" if schedule.placement.pipelines > 1 else ""
     return f"{schedule.name}: {text} a rank{slices}{copies}"
@@ -152,7 +151,8 @@ def show(outcome: Outcome, console: Console, more: Mapping[str, str] | None = No
         console.print(f"{name:<15}{times(value):>{len(times(timeline.makespan_seconds))}}")
     console.print(f"{'bubble rate':<15}{timeline.bubble_rate:.2%} of the span")
     console.print(f"{'critical path':<15}{_path(outcome)}")
-    for name, text in (more or {}).items():
+    assumed = {"assumed": outcome.costs.assumption} if outcome.costs.assumed else {}
+    for name, text in {**assumed, **(more or {})}.items():
         console.print(f"{name:<15}{text}")
     console.print()
     print_unbroken(console, _ranks(outcome, times))

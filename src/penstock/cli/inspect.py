@@ -14,6 +14,7 @@ from rich.text import Text
 
 from penstock.cli._spread import Json
 from penstock.cli._target import Cuts, Leaves, Opens, TargetName, loaded, names
+from penstock.words import counted
 
 if TYPE_CHECKING:
     from penstock.inspection import Crossing, Inspection, StageFound
@@ -75,7 +76,7 @@ def find(
 def show(found: Inspection, console: Console) -> None:
     """Prints the tables."""
     size = f"{found.parameters:,} parameters, {_size(found.parameter_bytes)}"
-    console.print(Text(f"{found.model}: {size}, {len(found.stages)} stages", "bold"), end="\n\n")
+    console.print(Text(f"{found.model}: {size}, {counted(len(found.stages), 'stage')}", "bold"), end="\n\n")
     table = _table(
         *(("stage", False), ("begins at", False), ("work", True)),
         *(("parameters", True), ("share", True), ("size", True)),

@@ -62,10 +62,12 @@ def show(
     width = console.width if width is None else width
     _check(schedule, width, zoom, has_costs=has_costs)
     if has_costs:
-        timeline = Outcome.of(schedule, costs.read()).timeline
+        known = costs.read()
+        timeline = Outcome.of(schedule, known).timeline
         picture = proportional(schedule, timeline, width, zoom or 1, palette)
         whole = format_of([timeline.makespan_seconds])(timeline.makespan_seconds)
-        note = f"The whole takes {whole}; time goes from left to right."
+        assumption = f"Assumed: {known.assumption}.\n" if known.assumed else ""
+        note = f"{assumption}The whole takes {whole}; time goes from left to right."
     else:
         picture, note = slots(schedule, width, palette), ""
     console.print(Text(title(schedule), "bold"), end="\n\n")
@@ -95,6 +97,7 @@ def describe(outcome: Outcome, written: Schedule) -> dict[str, Any]:
         }
         for track in outcome.timeline.tracks
     ]
+    assumed = {"assumed": dict(outcome.costs.assumed)} if outcome.costs.assumed else {}
     return {
         "name": written.name,
         "ranks": written.ranks,
@@ -104,4 +107,5 @@ def describe(outcome: Outcome, written: Schedule) -> dict[str, Any]:
         "makespan": outcome.timeline.makespan_seconds,
         "rows": rows,
         "text": str(written),
+        **assumed,
     }

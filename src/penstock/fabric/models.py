@@ -32,7 +32,6 @@ __all__ = [
     "known_algorithms",
     "links_json",
     "lower_bound_seconds",
-    "measured_link",
     "predict",
     "predictions",
     "record_links",
@@ -120,26 +119,6 @@ def _non_negative(columns: Any) -> Any:
 def fit_link(points: Iterable[tuple[float, float]]) -> LinkFit:
     """Of (bytes, seconds) of single messages one way. Raises ArgumentError as `fit` does."""
     return fit([(size, seconds, Terms(1, 1.0)) for size, seconds in points])
-
-
-def measured_link(points: Sequence[tuple[float, float]]) -> LinkFit:
-    """Of (bytes, seconds) one way, by growing size: beta is the slope between the two largest, alpha what the smallest
-    takes besides its bytes.
-
-    No least squares: a shaped link lets a bucket of bytes pass at once, so that sizes in between are faster than any
-    line, and would bend it.
-
-    Raises:
-        ArgumentError: fewer than two sizes, or a time is not above 0.
-    """
-    through_all = fit_link(points)
-    (size, seconds), (larger, longer) = points[-2:]
-    beta = (longer - seconds) / (larger - size)
-    if beta <= 0:  # faster than the clock tells, as over loopback
-        return through_all
-    alpha = max(points[0][1] - points[0][0] * beta, 0.0)
-    residuals = tuple((took - alpha - bytes_ * beta) / took for bytes_, took in points)
-    return LinkFit(alpha, beta, residuals, through_all.r2)
 
 
 def predict(
@@ -235,8 +214,8 @@ def lower_bound_seconds(
 def links_json(found: dict[str, Any] | LinkFit) -> dict[str, Any]:
     """What `penstock simulate --links` reads: of a run's record, or of one fit that stands for every pair.
 
-    A link was measured as half of a round trip, so it is given in both directions. Pairs that were not measured get
-    the slowest of those that were, as "all".
+    A direction that was not measured (as in records of old) is like the other one. Pairs that were not measured get the
+    slowest of those that were, as "all".
 
     Raises:
         ArgumentError: the record has no measured links.

@@ -57,6 +57,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "prim":  # which asks for a device: most of all calls
+            return func(*args, **kwargs)
         writing: list[Tensor] = []
         if isinstance(func, torch._ops.OpOverload):
             names = argument_names(func)
@@ -72,7 +74,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     if isinstance(tensor, Tensor) and (name not in RUNNING or given.get("training", True)):
                         self._written[storage_of(tensor)] = tensor
                         writing.append(tensor)
-        if self._log is not None and func.namespace != "prim":  # which asks for a device, once
+        if self._log is not None:
             self._log.append((func, described((*args, *kwargs.values())), numbers_given(func, args)))
         taken = self.provenance.read(tensors_of((*args, *kwargs.values())))
         for tensor in writing:

@@ -19,6 +19,7 @@ from penstock.partition.cut import candidates
 from penstock.partition.obstacle import Obstacle, Rate
 from penstock.partition.recording import Recording
 from penstock.partition.units import has_forward
+from penstock.words import counted
 
 TRIALS = 12
 """How often a model is recorded again at most."""
@@ -145,7 +146,8 @@ def _left(recording: Recording, model: nn.Module, leaves: Sequence[str], stages:
     pieces = candidates(recording, model, "flops")
     whole = sum(piece.weight for piece in pieces) or 1
     if len(pieces) < stages:
-        return f"only {len(pieces)} modules are left to share among {stages} stages"
+        are = "is" if len(pieces) == 1 else "are"
+        return f"only {counted(len(pieces), 'module')} {are} left to share among {counted(stages, 'stage')}"
     largest = max(pieces, key=lambda piece: piece.weight)
     share = f"{largest.weight / whole:.0%} of the work"
     if largest.name in leaves:

@@ -11,14 +11,13 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from penstock.errors import FabricError, PenstockError
 from penstock.fabric.algorithms import ENGINE, generate
-from penstock.fabric.emulation import clock, probe
+from penstock.fabric.emulation import clock, links
 from penstock.fabric.emulation.collectives import Engine, Place, Stepwise, check_backend, wrong
 from penstock.fabric.emulation.joining import Members
 from penstock.fabric.emulation.payload import DTYPES
@@ -27,7 +26,6 @@ from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.emulation.trials import Trials
 from penstock.fabric.emulation.watch import Watch
 from penstock.fabric.emulation.wires import Delayed, Plain, Wire
-from penstock.fabric.models import measured_link
 from penstock.fabric.network.record import cpu_usage
 from penstock.fabric.samples import HEAD, SAMPLES, SPEC, STEPS, STEPS_HEAD, SampleFile
 
@@ -46,7 +44,9 @@ def run(spec: Spec, folder: Path, watch: Watch | None = None) -> None:
     torch.set_num_threads(1)
     with recorded(spec, folder) as (members, record):
         wire: Wire = Plain() if spec.bytes_per_second is None else Delayed(spec.bytes_per_second)
-        record.add(links=_links(spec, wire, members), clock=gathered(asdict(clock.estimate(members.control)), members))
+        record.add(
+            links=links.measured(spec, wire, members), clock=gathered(asdict(clock.estimate(members.control)), members)
+        )
         parts = _parts(spec, members, wire)
         _check(spec, parts, members)
         trials = Trials(spec, parts, members)
@@ -58,32 +58,6 @@ def run(spec: Spec, folder: Path, watch: Watch | None = None) -> None:
                 trials.one()
             trials.last_steps()
         record.add(cpu=gathered(cpu_usage().since(began), members))
-
-
-def _links(spec: Spec, wire: Wire, members: Members) -> list[dict[str, Any]]:
-    """Of every pair of neighbours, measured one after the other; nothing where messages are not sent by ourselves."""
-    if not spec.measures_links or spec.backend != "gloo":
-        return []
-    found = []
-    for pair in probe.neighbours(spec.hosts):
-        points = probe.measure(pair, wire)
-        dist.barrier(group=members.control)
-        found.append({"from": pair[0], "to": pair[1], "points": points})
-    everyone = gathered(found, members)
-    links = []
-    for place, (source, target) in enumerate(probe.neighbours(spec.hosts)):
-        points = everyone[source][place]["points"]
-        fitted = measured_link([(size, seconds) for size, seconds in points])
-        links.append(
-            {
-                "from": source,
-                "to": target,
-                "latency_seconds": fitted.alpha_seconds,
-                "bytes_per_second": 1 / fitted.beta_seconds_per_byte if fitted.beta_seconds_per_byte else None,
-                "points": points,
-            }
-        )
-    return links
 
 
 def _parts(spec: Spec, members: Members, wire: Wire) -> list[tuple[Place, Stepwise | Engine] | None]:

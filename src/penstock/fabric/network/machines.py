@@ -31,6 +31,8 @@ from penstock.fabric.network.topology import Topology
 
 INTERFACE = "eth0"
 """The one that a host has beside lo."""
+MOST_WINDOW_BYTES = 64 * 1024 * 1024
+"""Of a host's TCP connection in each direction, at least: several times what 1 Gbit/s has under way in 100 ms."""
 MOST = 200
 """Hosts of one emulation: a subnet has addresses for 254."""
 
@@ -98,6 +100,7 @@ class Machines:
             if changes
             else None
         )
+        self._changes = changes
         self._switch: Switch | None = None
         self.slow = check_slow(slow or {}, hosts)
         self.id = ""
@@ -251,6 +254,7 @@ class Machines:
             "remarks": [] if shaper is None else list(shaper.remarks),
             "link": None if topology is None else str(topology.link),
             "own": {} if topology is None else {str(host): str(link) for host, link in topology.own.items()},
+            "rates": None if topology is None or self._changes else topology.rates(self._count),
             "seed": None if topology is None else topology.seed,
             "mtu": self._mtu,
             "background": list(self.background),
@@ -264,6 +268,7 @@ class Machines:
         for name in (*self.hosts, *(() if by_process else (f"{self.id}-switch",))):
             self._run("ip", "netns", "add", name)
             within(keeper.FOLDER / name, _without_ipv6)
+            within(keeper.FOLDER / name, _with_large_windows)
         if by_process:
             self._start_switch()
         else:
@@ -371,6 +376,18 @@ def _without_ipv6() -> None:
         setting = Path(f"/proc/sys/net/ipv6/conf/{where}/disable_ipv6")
         if setting.exists():
             setting.write_text("1")
+
+
+def _with_large_windows() -> None:
+    """In the namespace of the calling thread: TCP may have as much under way as a fast link far away takes.
+
+    As on hosts that are tuned for such links. The kernel's usual 4 MiB to send from would hold 1 Gbit/s over 100 ms
+    there and back to a third. No memory is taken before it is needed.
+    """
+    for name in ("tcp_wmem", "tcp_rmem"):
+        setting = Path("/proc/sys/net/ipv4") / name
+        least, usual, most = setting.read_text().split()
+        setting.write_text(f"{least} {usual} {max(int(most), MOST_WINDOW_BYTES)}")
 
 
 def _check_congestion_control(name: str) -> None:

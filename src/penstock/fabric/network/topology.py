@@ -58,6 +58,11 @@ class Topology:
         """From the switch to a host."""
         return self.up(host).down or self.up(host)
 
+    def rates(self, hosts: int) -> dict[str, list[float]]:
+        """Bytes a second by host, from it ("up") and towards it ("down")."""
+        ways = {"up": self.up, "down": self.down}
+        return {way: [link(host).bytes_per_second for host in range(hosts)] for way, link in ways.items()}
+
     def meets(self, source: int, target: int) -> tuple[Impairment, Impairment]:
         """What a frame meets on its way up from its source and on its way down to its target."""
         if source in self.own or target in self.own:

@@ -1,0 +1,63 @@
+"""The links of a run, measured before its trials, and held against what shapes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from penstock.errors import FabricError
+from penstock.fabric.emulation import probe
+from penstock.fabric.emulation.joining import Members
+from penstock.fabric.emulation.record import gathered
+from penstock.fabric.emulation.spec import Spec
+from penstock.fabric.emulation.wires import Wire
+
+TOLERANCE = 0.01
+"""By which share a measured rate may be above the shaper's: a bucket of bytes passes at once."""
+TRIES = 3
+
+
+def measured(spec: Spec, wire: Wire, members: Members) -> list[dict[str, Any]]:
+    """Both directions of every pair of neighbours, one after the other; nothing where messages are not ours to send.
+
+    Raises:
+        FabricError: a rate above the shaper's was measured again and again.
+    """
+    if not spec.measures_links or spec.backend != "gloo":
+        return []
+    links = []
+    for pair in probe.neighbours(spec.hosts):
+        for left in reversed(range(TRIES)):
+            found = probe.measure(pair, wire)
+            faults = [fault for ends, one in found.items() if (fault := above_shaper(spec, ends, one))]
+            if not faults:
+                break
+            if not left:
+                raise FabricError(faults[0])
+        links += [{"from": source, "to": target, **one._asdict()} for (source, target), one in found.items()]
+        dist.barrier(group=members.control)
+    by_ends = {(one["from"], one["to"]): one for mine in gathered(links, members) for one in mine}
+    return list(by_ends.values())
+
+
+def above_shaper(spec: Spec, ends: tuple[int, int], found: probe.Measured) -> str | None:
+    """What is wrong with a rate that no frame could have had; None where nothing is, or nobody knows the shaper's."""
+    rate = shaped_rate(spec, *ends)
+    if rate is None or (found.bytes_per_second or float("inf")) <= rate * (1 + TOLERANCE):
+        return None
+    said = "more than any" if found.bytes_per_second is None else f"{found.bytes_per_second * 8e-6:,.1f}"
+    return (
+        f"the link from host {ends[0]} to host {ends[1]} was measured at {said} Mbit/s, {TRIES} times above the "
+        f"{rate * 8e-6:,.1f} that its shaper lets pass: an error of ours, with which no figure would hold. Run it "
+        "again on a machine that does less meanwhile"
+    )
+
+
+def shaped_rate(spec: Spec, source: int, target: int) -> float | None:
+    """Bytes a second that the shapers between two hosts let pass; None where nobody knows."""
+    if spec.bytes_per_second is not None:
+        return spec.bytes_per_second
+    rates: Mapping[str, Any] | None = (spec.network or {}).get("rates")
+    return None if rates is None else float(min(rates["up"][source], rates["down"][target]))

@@ -1,0 +1,46 @@
+"""A model whose blocks cost another amount on each rank, as kernels that are chosen by the device do."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock
+from penstock.partition import Partitioner
+from small import batch
+
+
+class NoStreams:
+    """These models draw nothing."""
+
+    def enter(self, name: str) -> None:
+        raise AssertionError(name)
+
+
+class Block(nn.Module):
+    def __init__(self, is_slow: bool) -> None:
+        super().__init__()
+        self.layer, self.is_slow = nn.Linear(9, 9), is_slow
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_slow:
+            square = torch.ones(256, 256)
+            x = x + (square @ square)[0, 0] * 0
+        return torch.tanh(self.layer(x))
+
+
+def model(rank: int) -> nn.Module:
+    """On rank 0 the last block is slow, on the others the first two."""
+    torch.manual_seed(0)
+    slow = {5} if rank == 0 else {0, 1}
+    return nn.Sequential(*(Block(index in slow) for index in range(6)))
+
+
+def cuts(rank: int) -> tuple[tuple[str, ...], tuple[str, ...], float]:
+    """Where this rank would cut by itself, where it does, and the loss."""
+    x, y = batch(4)
+    own = Partitioner(model(rank), 2, streams=NoStreams())((x,)).cuts
+    with penstock.pipeline(model(rank), (x,), microbatches=2, loss=F.mse_loss) as pipe:
+        loss = pipe.step(x, target=y).loss
+        return own, pipe.cuts, float(loss)

@@ -1,0 +1,109 @@
+"""What a link is measured at: by a stream once it is steady, and never faster than what shapes it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import fabric_jobs as jobs
+import numpy as np
+import pytest
+
+from distributed.ranks import Ranks
+from penstock.fabric.emulation import links, probe
+from penstock.fabric.emulation.probe import CHUNKS, FIRST_BYTES, Measured, is_long, next_chunk, pace
+from penstock.fabric.emulation.spec import Spec
+from penstock.fabric.network.parse import parse_link
+from penstock.fabric.network.topology import Topology
+from penstock.fabric.workload import Workload
+
+SPEC = Spec(Workload.of_sizes([4]), 2)
+
+
+class Tcp:
+    """A connection that starts slowly: ten packets, twice as many each round trip, and the link's rate at the end."""
+
+    def __init__(self, bytes_per_second: float, delay_seconds: float) -> None:
+        self.rate, self.trip, self.delay = bytes_per_second, 2 * delay_seconds, delay_seconds
+        self.now, self.window = 0.0, 15_000.0
+
+    def stream(self, chunk_bytes: int) -> list[float]:
+        stamps, sent = [], 0.0
+        for end in chunk_bytes * np.arange(1, CHUNKS + 1):
+            while sent < end:
+                part = min(self.window, end - sent)
+                sent += part
+                if self.window < self.rate * self.trip:
+                    self.now += max(self.trip * part / self.window, part / self.rate)
+                    self.window *= 1 + part / self.window
+                else:
+                    self.now += part / self.rate
+            stamps.append(self.now + self.delay)
+        return stamps
+
+
+@pytest.mark.parametrize("mbit", [10, 100, 1000])
+@pytest.mark.parametrize("delay", [0.0, 0.001, 0.01, 0.05])
+def test_a_stream_is_measured_once_it_is_steady(mbit: float, delay: float) -> None:
+    rate = mbit * 125e3
+    tcp, chunk = Tcp(rate, delay), FIRST_BYTES // CHUNKS
+    while True:
+        found = pace(tcp.stream(chunk), chunk)
+        if is_long(found, 2 * delay) and found.steady:
+            break
+        assert tcp.now < 5, "it has to come to an end"
+        chunk = next_chunk(chunk, found, 2 * delay)
+    assert found.bytes_per_second == pytest.approx(rate, rel=0.01)
+
+
+def test_a_stream_that_still_grows_is_not_steady() -> None:
+    found = pace(Tcp(125e6, 0.05).stream(FIRST_BYTES), FIRST_BYTES)
+    assert not found.steady
+    assert found.bytes_per_second < 0.5 * 125e6
+
+
+def test_a_receiver_that_is_woken_late_now_and_then_changes_nothing() -> None:
+    stamps = [0.01 * n for n in range(CHUNKS)]
+    stamps[CHUNKS // 2] += 0.009
+    stamps[-3] += 0.008
+    assert pace(stamps, 1000).bytes_per_second == pytest.approx(1e5, rel=1e-6)
+    assert pace([1.0] * CHUNKS, 1000).bytes_per_second == float("inf")
+
+
+@pytest.mark.distributed
+def test_a_paced_link_is_measured_at_its_pace(ranks2: Ranks) -> None:
+    rate = 4e6
+    began = time.monotonic()
+    for found in ranks2.run(jobs.probed, replace(SPEC, bytes_per_second=rate)):
+        assert [(one["from"], one["to"]) for one in found] == [(0, 1), (1, 0)]
+        for one in found:
+            # What is paced cannot be faster. How much slower it is depends on what else the machine does.
+            assert 0 < one["bytes_per_second"] <= rate * (1 + links.TOLERANCE)
+            assert 0 <= one["latency_seconds"] < time.monotonic() - began
+
+
+@pytest.mark.distributed
+def test_a_rate_above_the_shapers_is_our_error(ranks2: Ranks) -> None:
+    rates = {"up": [2000.0, 1000.0], "down": [1500.0, 3000.0]}  # over loopback, which is faster
+    said = ranks2.run(jobs.probed, replace(SPEC, network={"rates": rates}))
+    assert said[0] == said[1]
+    assert "from host 0 to host 1 was measured at" in said[0]
+    assert "above the 0.0 that its shaper lets pass: an error of ours" in said[0]
+
+
+def test_which_rate_is_the_shapers() -> None:
+    link = parse_link("up 100mbit down 20mbit")
+    own = {1: parse_link("up 50mbit down 40mbit")}
+    spec = replace(SPEC, network={"rates": Topology(link, own).rates(2)})
+    assert links.shaped_rate(spec, 0, 1) == 40 * 125e3
+    assert links.shaped_rate(spec, 1, 0) == 20 * 125e3
+    assert links.above_shaper(spec, (0, 1), Measured(0.0, 40.2 * 125e3)) is None
+    assert links.above_shaper(spec, (0, 1), Measured(0.0, 41 * 125e3)) is not None
+    assert links.above_shaper(spec, (0, 1), Measured(0.0, None)) is not None
+    assert links.shaped_rate(SPEC, 0, 1) is None
+    assert links.above_shaper(SPEC, (0, 1), Measured(0.0, None)) is None
+
+
+def test_neighbours_are_those_of_a_ring() -> None:
+    assert probe.neighbours(2) == ((0, 1),)
+    assert probe.neighbours(4) == ((0, 1), (1, 2), (2, 3), (3, 0))
