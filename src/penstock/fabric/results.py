@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.fabric.bounds import lower_bound_seconds
 from penstock.fabric.forecast import forecasts
-from penstock.fabric.models import LinkFit, busbw_factor, lower_bound_seconds, record_links
+from penstock.fabric.models import LinkFit, busbw_factor, record_links
 from penstock.fabric.samples import Run
 from penstock.fabric.statistics import Saturation, Summary, log_histogram, order_interval, outliers, saturation
 from penstock.fabric.trials import TransferTimes, algorithm_of, computed_step, measured_step, rate_key
@@ -24,7 +25,7 @@ def results(run: Run) -> dict[str, Any]:
 
     `time_s`, `arrival_skew_s` and `transfer_s` (see `trials`) have min, p50, p90, p99, p999, max and mean, and beside
     them are the mean's 95 % interval and those of the percentiles. `ideal_percent` is the least that any algorithm
-    takes on the slowest of the measured links, over the median: above 100 where the network beats the measured links.
+    can take on the measured links (see `bounds`), over the median.
     `step` has the same figures of the whole trial. `model` is what `penstock fabric predict` makes of each collective
     that has sizes enough, of its largest.
     """
@@ -78,8 +79,8 @@ def _transfer(
 ) -> dict[str, Any]:
     ranks = len(times.ranks)
     summary = Summary.of(times.completion)
-    own = [link for ends, link in links if set(ends) <= set(times.ranks)] or [link for _, link in links]
-    bound = lower_bound_seconds(own, transfer.collective, ranks, transfer.bytes)
+    own = [one for one in links if set(one[0]) <= set(times.ranks)] or links
+    bound = lower_bound_seconds(own, transfer.collective, times.ranks, transfer.bytes)
     waiting = Summary.of(times.transfer)
     median = (waiting if rate_key(transfer.collective) == "transfer_s" else summary).p50
     return {

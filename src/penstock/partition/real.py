@@ -60,10 +60,9 @@ def run_for_real(
         except PartitionError:
             raise
         except Exception as error:
-            raise PartitionError(
-                f"{unit.name!r} fails on inputs like the given ones: {type(error).__name__}: {error} "
-                f"(on fake tensors: {type(reason).__name__}: {reason})"
-            ) from error
+            first, again = (f"{type(one).__name__}: {one}" for one in (error, reason))
+            fake = "" if first == again else f" (on fake tensors: {again})"
+            raise PartitionError(f"{unit.name!r} fails on inputs like the given ones: {first}{fake}") from error
         finally:
             snapshot.restore_tensors()
     drew, seen = observer.take(keep=False)  # batch norm updates its running statistics without a new version

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -317,10 +317,24 @@ def _autograd_functions(recorder: Recorder) -> Iterator[None]:
         return recorder.call_autograd_function(own.__get__(None, cls), cls, args, kwargs)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+    bound = list(_bound(own.__func__, recorder))
+    for names, name, method in bound:
+        names[name] = MethodType(apply, method.__self__)
     try:
         yield
     finally:
         torch.autograd.Function.apply = own  # type: ignore[method-assign]
+        for names, name, method in bound:
+            names[name] = method
+
+
+def _bound(function: Any, recorder: Recorder) -> Iterator[tuple[dict[str, Any], str, MethodType]]:
+    """Where a method was taken from its class beforehand: `swish = Swish.apply` in a file, or in a module."""
+    attributes = (vars(module) for module in recorder.model.modules())
+    for names in (*attributes, *(value for value in recorder.reach.named if type(value) is dict)):
+        for name, value in list(names.items()):
+            if type(value) is MethodType and value.__func__ is function:
+                yield names, name, value
 
 
 def remembered_by(recorder: Recorder, reach: Reach) -> tuple[Remembered, ...]:

@@ -87,7 +87,7 @@ class Recorder(TorchFunctionMode):
         once: bool = False,
     ) -> None:
         super().__init__()
-        self.opening = opening
+        self.opening, self.reach = opening, reach
         self.model, self.units, self.loan, self.entry, self.module_names = model, units, loan, entry, names
         self.graph = fx.Graph()
         self.facts: dict[fx.Node, Fact] = {}
@@ -282,7 +282,8 @@ class Recorder(TorchFunctionMode):
     def _shapes_read(self, args: Any, kwargs: Any) -> None:
         if self.real:
             tensors = (self._seen.get(id(tensor)) for tensor in tensors_in((args, kwargs)))
-            self.returned.shapes_read += [seen[1] for seen in tensors if seen is not None]
+            where = source.current_line(), self.scope
+            self.returned.shapes_read += [(seen[1], *where) for seen in tensors if seen is not None]
 
     # -- writing nodes ----------------------------------------------------------------------------------------------
 

@@ -69,6 +69,7 @@ class Fact:
         updates: the index of each node that updated the result in place, and its meta from then on.
         depends_on_values: a unit that ran for real: what it writes and draws may be something else in other calls.
         returned: of a unit, what its results must look like; None where there is nothing to check.
+        read_at: of such a unit, the line that rests on a shape of its results, and that line's module.
     """
 
     index: int
@@ -89,6 +90,7 @@ class Fact:
     updates: list[tuple[int, TensorMeta]] = field(default_factory=list)
     depends_on_values: bool = False
     returned: Pattern | None = None
+    read_at: tuple[str, str] = ("", "")
 
     @property
     def units(self) -> tuple[str, ...]:

@@ -74,6 +74,13 @@ class Sideways:
 
         Notes whether what has changed since the forward began makes the unit do something else.
         """
+        self._reach.tables.forget()  # nor does it get them from others
+        try:
+            return self._run_unit(unit, args, kwargs, run)
+        finally:
+            self._reach.tables.forget()
+
+    def _run_unit(self, unit: Unit, args: Any, kwargs: Any, run: Callable[[Any, Any], tuple[Any, bool]]) -> Any:
         if self._once:
             return run(args, kwargs)[0]
         objects = [leaf for leaf in flatten((args, kwargs)).leaves if not isinstance(leaf, Tensor)]
@@ -91,7 +98,7 @@ class Sideways:
             refuse_hooks(unit.name, hooks, lambda takes: again(takes=takes), self._reach, self._observer)
         updates = result[2] & self.held_by(unit)
         written = [p for p in self._reach.changed() if p.differs(now.get(id(p), p.before))]
-        own = [p for p in written if not _is_in(p, unit)]
+        own = [p for p in written if not self._reach.belongs_to(p, unit.name)]
         if not on_fakes:
             _refuse_numbers(unit, own)
         if written and unit.name not in self.remembered and self._remembers(unit, args, kwargs, run, log, updates):
@@ -200,11 +207,6 @@ def _holds_numbers(value: Any) -> bool:
     if isinstance(value, dict):
         return any(map(_holds_numbers, value.values()))
     return isinstance(value, (bool, int, float, complex)) or type(value).__module__ == "numpy"
-
-
-def _is_in(place: Place, unit: Unit) -> bool:
-    """Whether a place is a module's of that unit."""
-    return place.module and f"{place.text}.".startswith(f"{unit.name}.")
 
 
 def _memory_of(module: nn.Module) -> frozenset[int]:

@@ -227,7 +227,8 @@ def _write_calls(
         new[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)
         new[node].meta["where"] = facts[node].scope, facts[node].source_line
         if facts[node].returned is not None:
-            graph.call_function(check_returned, (new[node], facts[node].scope, facts[node].returned))
+            fact = facts[node]
+            graph.call_function(check_returned, (new[node], fact.scope, fact.returned, fact.read_at))
 
     for modes, group in groupby(nodes, lambda n: facts[n].modes):
         leave = list(_enter(graph, modes, device))

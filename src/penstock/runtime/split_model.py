@@ -17,7 +17,7 @@ from penstock.runtime.copies import with_copies
 from penstock.runtime.distribution import check_sharding
 from penstock.runtime.engine import Engine
 from penstock.runtime.materialize import Materialize, materialize
-from penstock.runtime.outline import Example, Outline
+from penstock.runtime.outline import Example, Outline, telling_rows
 from penstock.runtime.ties import tie_groups
 from penstock.schedule import Placement
 from penstock.stages import ties
@@ -68,7 +68,8 @@ class SplitModel:
         self._named = list(self.model.named_modules())
         self._modules = [module for _, module in self._named]
         # A forward may branch on values: all ranks record the same.
-        self._examples = engine.control.give(example).fill()
+        example = engine.control.give(example)
+        self._examples, self._sizes = example.fill(), example.sizes
         self._copied: dict[int, tuple[Partition, Partition]] = {}
         self._placed: dict[int, tuple[Partition, Partition]] = {}
         self._agree()
@@ -258,7 +259,8 @@ class SplitModel:
         plain = nullcontext() if self._frames is None else self._frames.off()
         with torch.set_grad_enabled(training), plain:
             given = self._examples if examples is None else examples
-            return [self._copy(self._partitioner(args, kwargs)) for args, kwargs in given]
+            with telling_rows(self._sizes if examples is None else ()):
+                return [self._copy(self._partitioner(args, kwargs)) for args, kwargs in given]
 
     def _refuse_what_is_elsewhere(self, partition: Partition) -> None:
         """Each process holds what the stages of the first recording need; a batch may take another branch."""
