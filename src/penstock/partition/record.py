@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from penstock.partition.chain import Chain
 from penstock.partition.chance import node_of_drawn
 from penstock.partition.complete import leaves_of, shortened
 from penstock.partition.foreign import WholeFunction
+from penstock.partition.functions import autograd_functions
 from penstock.partition.guards import is_integer
 from penstock.partition.known import Restart
 from penstock.partition.left import EVERY, Behind, gather
@@ -277,7 +278,7 @@ def _run(model: nn.Module, recorder: Recorder, mode: Any, inputs: list[Any], str
     observer = recorder.observer
     modules = [u.module for u in recorder.units.values()]
     try:
-        with mode, observer, observer.following_modules(), _autograd_functions(recorder), _quiet_about_hooks(), quiet():
+        with mode, observer, observer.following_modules(), autograd_functions(recorder), _quiet_about_hooks(), quiet():
             with without_validation(recorder.note_unchecked), intercepted(modules, recorder.call_unit), recorder:
                 return model(*args, **kwargs)
     except DATA_DEPENDENT as error:
@@ -306,35 +307,6 @@ def _depends_on_values(recorder: Recorder, error: Exception) -> Obstacle:
 
 def _module(recorder: Recorder) -> str:
     return f"module {recorder.scope!r}" if recorder.scope else "the model's own forward"
-
-
-@contextmanager
-def _autograd_functions(recorder: Recorder) -> Iterator[None]:
-    """Send `Function.apply` to the recorder, so that a custom function is one call."""
-    own = torch.autograd.Function.__dict__["apply"]
-
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        return recorder.call_autograd_function(own.__get__(None, cls), cls, args, kwargs)
-
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
-    bound = list(_bound(own.__func__, recorder))
-    for names, name, method in bound:
-        names[name] = MethodType(apply, method.__self__)
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = own  # type: ignore[method-assign]
-        for names, name, method in bound:
-            names[name] = method
-
-
-def _bound(function: Any, recorder: Recorder) -> Iterator[tuple[dict[str, Any], str, MethodType]]:
-    """Where a method was taken from its class beforehand: `swish = Swish.apply` in a file, or in a module."""
-    attributes = (vars(module) for module in recorder.model.modules())
-    for names in (*attributes, *(value for value in recorder.reach.named if type(value) is dict)):
-        for name, value in list(names.items()):
-            if type(value) is MethodType and value.__func__ is function:
-                yield names, name, value
 
 
 def remembered_by(recorder: Recorder, reach: Reach) -> tuple[Remembered, ...]:
