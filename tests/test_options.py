@@ -258,6 +258,11 @@ def test_a_step_that_raised_can_be_repeated() -> None:
         ({"schedule": "1f1f"}, ArgumentError, ["1f1f", "did you mean '1f1b'", "gpipe"]),
         ({"ranks": 7}, PartitionError, ["7", "6"]),
         ({"ranks": 3, "chunks": 3, "schedule": "gpipe"}, PartitionError, ["9", "6"]),
+        (
+            {"ranks": 2, "chunks": 8, "schedule": "gpipe"},
+            PartitionError,
+            ["16 stages: 8 chunks on each of 2 ranks; chunks are the stages that each rank owns", "microbatches="],
+        ),
         ({"ranks": 2, "cuts": ["9"]}, PartitionError, ["cut", "'9'", "nearest"]),
         ({"ranks": 2, "cuts": ["2", "4"]}, ArgumentError, ["cuts", "stages=2"]),
         ({"ranks": 3, "cuts": ["4", "2"]}, PartitionError, ["'4'", "'2'"]),
@@ -268,6 +273,14 @@ def test_a_step_that_raised_can_be_repeated() -> None:
         ({"ranks": -1}, ArgumentError, ["ranks=-1", "at least 1"]),
         ({"chunks": 0}, ArgumentError, ["chunks=0", "at least 1"]),
         ({"ranks": 2, "chunks": 2, "schedule": "1f1b"}, ArgumentError, ["chunks=2", "1f1b", "1 chunk"]),
+        (
+            {"ranks": 2, "chunks": 8},
+            ArgumentError,
+            [
+                "chunks=8: 1f1b works with exactly 1 chunk",
+                "into how many pieces a batch is cut is said by microbatches=",
+            ],
+        ),
         ({"ranks": 3, "schedule": generate("gpipe", 2, 8)}, ArgumentError, ["'gpipe'", "2 ranks", "3"]),
         ({"balance": "time"}, ArgumentError, ["balance='time'", "'layers'"]),
         ({"devices": ["cpu"], "ranks": 2}, ArgumentError, ["devices has 1", "2 ranks"]),

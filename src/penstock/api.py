@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, PartitionError
 from penstock.options import Options
-from penstock.partition import Balance
+from penstock.partition import Balance, TooFewLayersError
 from penstock.pipe import Pipeline
 from penstock.runtime import batch as batches
 from penstock.runtime import compiled
@@ -33,6 +33,7 @@ from penstock.runtime.outline import Outline
 from penstock.runtime.split_model import SplitModel
 from penstock.runtime.world import World, device_of, join
 from penstock.schedule import (
+    CHUNKS,
     Action,
     Op,
     Overlap,
@@ -40,6 +41,7 @@ from penstock.schedule import (
     drop_communication,
     generate,
 )
+from penstock.words import counted
 
 if TYPE_CHECKING:
     from penstock.runtime.frame import Parallelize
@@ -197,11 +199,7 @@ def build(
 ) -> Pipeline:
     """Makes a pipeline of known processes and schedule. `example` is one batch: positional and keyword inputs."""
     given = _cut(example, order, options.cutting)
-    if len(given.sizes) < order.microbatches:
-        raise ArgumentError(
-            f"microbatches={order.microbatches}, but the example makes {len(given.sizes)}, of {sum(given.sizes)} rows: "
-            "a later batch may be smaller, but the example must be a whole one; give a larger one or fewer microbatches"
-        )
+    batches.check_enough(given, order.microbatches)
     current = _device_of(model)
     if world.data_parallel > 1 and not options.share_loss:
         raise ArgumentError(
@@ -213,18 +211,21 @@ def build(
     engine = Engine(world, devices, seed, options.transport, Patience(stall_seconds=options.lost_after))
     try:
         _check_alike(engine, given.sizes)
-        split = SplitModel(
-            model,
-            Outline.of(given),
-            order.placement,
-            engine,
-            cuts=options.cuts,
-            leaves=options.leaves,
-            opens=options.opens,
-            balance=options.balance,
-            rule=options.materialize,
-            parallelize=options.parallelize,
-        )
+        try:
+            split = SplitModel(
+                model,
+                Outline.of(given),
+                order.placement,
+                engine,
+                cuts=options.cuts,
+                leaves=options.leaves,
+                opens=options.opens,
+                balance=options.balance,
+                rule=options.materialize,
+                parallelize=options.parallelize,
+            )
+        except TooFewLayersError as error:
+            raise _with_chunks(error, order) from None
         return Pipeline(engine, split, order, given, options)
     except BaseException as error:
         cause = engine.control.fail(error)
@@ -232,6 +233,15 @@ def build(
         if cause is error:
             raise
         raise cause from error
+
+
+def _with_chunks(error: PartitionError, order: Schedule) -> PartitionError:
+    """The error, which also says where so many stages come from."""
+    chunks = order.placement.depth // order.ranks
+    if chunks == 1:
+        return error
+    ranks = counted(order.ranks, "rank")
+    return PartitionError(f"{error} ({order.placement.depth} stages: {chunks} chunks on each of {ranks}; {CHUNKS})")
 
 
 def _cut(example: tuple[tuple[Any, ...], dict[str, Any]], order: Schedule, cutting: Cutting) -> batches.Cut:
@@ -261,7 +271,9 @@ def _schedule(schedule: str | Schedule, ranks: int, microbatches: int | None, ch
             "microbatches"
         )
     if schedule.ranks != ranks:
-        raise ArgumentError(f"schedule {schedule.name!r} is for {schedule.ranks} ranks, but there are {ranks}")
+        raise ArgumentError(
+            f"schedule {schedule.name!r} is for {counted(schedule.ranks, 'rank')}, but there are {ranks}"
+        )
     if microbatches not in (None, schedule.microbatches):
         raise ArgumentError(
             f"microbatches={microbatches}, but schedule {schedule.name!r} is for {schedule.microbatches}; "
@@ -269,8 +281,8 @@ def _schedule(schedule: str | Schedule, ranks: int, microbatches: int | None, ch
         )
     if chunks is not None and chunks * ranks != schedule.stages:
         raise ArgumentError(
-            f"chunks={chunks}, but schedule {schedule.name!r} has {schedule.stages} stages on {ranks} ranks; "
-            "leave chunks out, or make the schedule for as many"
+            f"chunks={chunks}, but schedule {schedule.name!r} has {schedule.stages} stages on "
+            f"{counted(ranks, 'rank')}; leave chunks out, or make the schedule for as many"
         )
     order = _compute_only(schedule)
     refuse_illegal(order)

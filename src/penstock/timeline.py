@@ -13,6 +13,7 @@ from typing import Any
 from penstock.errors import ArgumentError
 from penstock.schedule.action import Action, Op
 from penstock.schedule.row import Row
+from penstock.words import counted
 
 _COMPUTE_CODES = frozenset(op.code for op in Op if op.is_compute)
 
@@ -173,7 +174,8 @@ class Timeline:
         return 1 - sum(map(self.busy_seconds, range(self.ranks))) / available if available else 0.0
 
     def __repr__(self) -> str:
-        return f"Timeline({self.ranks} ranks, {len(self)} spans, makespan {self.makespan_seconds:g} s)"
+        size = f"{counted(self.ranks, 'rank')}, {counted(len(self), 'span')}"
+        return f"Timeline({size}, makespan {self.makespan_seconds:g} s)"
 
 
 def _track(actions: Sequence[Action], times: Iterable[tuple[float, float, float]]) -> Track:

@@ -17,6 +17,7 @@ def test_json_has_every_schedule_with_rules_and_formulas() -> None:
     by_name = {entry["name"]: entry for entry in listed}
     assert by_name["zb-v"] | {"rule": ""} == {
         "name": "zb-v",
+        "aliases": [],
         "rule": "",
         "placement": "V",
         "chunks": 2,
@@ -32,6 +33,8 @@ def test_json_has_every_schedule_with_rules_and_formulas() -> None:
     }
     assert by_name["gpipe"]["idle"] == "(p - 1)*(F + I + W)/v"
     assert by_name["hanayo"]["idle"] is None
+    assert by_name["gpipe"]["aliases"] == ["afab"]
+    assert "all forwards, then all backwards; also called afab" in " ".join(output("schedules", columns=120).split())
 
 
 @pytest.mark.parametrize("columns", [80, 120])

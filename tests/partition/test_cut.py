@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations
 
+import pytest
 import torch
 from chained import NoStreams
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from models import gpt, mlp
+from penstock.errors import PartitionError
 from penstock.partition import Partitioner
 from penstock.partition.cut import linear_partition
 
@@ -60,3 +62,11 @@ def test_wrappers_are_descended_into() -> None:
     model = nn.Sequential(case.model, nn.Linear(19, 2))
     made = Partitioner(model, 3, ["0.h.1", "0.h.3"], streams=NoStreams())(case.args)
     assert [len(s.meta.parameters) > 0 for s in made.stages] == [True] * 3
+
+
+def test_more_stages_than_layers_are_refused_in_words_that_fit() -> None:
+    single, one = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(PartitionError, match=r"this Linear calls no module that a stage could begin with. Use 1 stage"):
+        Partitioner(single, 2, streams=NoStreams())((torch.randn(1, 4),))
+    with pytest.raises(PartitionError, match=r"has only 1 layer to share among them. Use at most 1 stage, or take"):
+        Partitioner(one, 2, streams=NoStreams())((torch.randn(1, 4),))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from penstock.costs import StageCost
 from penstock.errors import ArgumentError
-from penstock.schedule import Op, Schedule, check, generate, generator, generators, grid, peak_activations
+from penstock.schedule import Op, Schedule, check, generate, generator, generators, grid, names, peak_activations
 from penstock.schedule.generators import Numbers, interleaved_1f1b, naive, one_f_one_b
 from penstock.simulate import simulate
 from some_schedules import NAMES, generated
@@ -154,6 +154,11 @@ def test_bidirectional_schedules_are_two_pipelines(name: str) -> None:
     assert (schedule.placement.pipelines, schedule.placement.depth, schedule.stages) == (2, 4, 8)
     assert schedule.placement.rank_of == (0, 1, 2, 3, 3, 2, 1, 0)
     assert [schedule.numbers_on(stage) for stage in (0, 3, 4, 7)] == [range(4), range(4), range(4, 8), range(4, 8)]
+
+
+def test_gpipe_goes_by_afab_as_well() -> None:
+    assert generate("afab", 3, 5) == generate("gpipe", 3, 5)
+    assert "afab" not in names()
 
 
 def test_an_unknown_name_offers_the_nearest() -> None:

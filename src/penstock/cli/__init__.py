@@ -42,7 +42,9 @@ class _Verbs(TyperGroup):
             return None
         module = import_module(f"penstock.cli.{cmd_name}")
         if hasattr(module, "app"):  # a verb that has verbs of its own
-            return typer.main.get_command(module.app)
+            group = typer.main.get_command(module.app)
+            group.name = cmd_name  # the list of verbs shows it
+            return group
         verb = typer.Typer(add_completion=False)
         epilog = getattr(module, "EPILOG", None)
         verb.command(cmd_name, epilog=epilog, **VERBS[cmd_name])(getattr(module, cmd_name))

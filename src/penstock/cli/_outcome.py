@@ -18,6 +18,7 @@ from penstock.costs import StageCost
 from penstock.schedule import Op, Placement, Schedule
 from penstock.simulate import Cause, Memory, critical_path, idle, memory, simulate
 from penstock.timeline import Timeline
+from penstock.words import counted
 
 HEADS = {
     Cause.WARM_UP: "warm\nup",
@@ -114,12 +115,8 @@ def chunks(schedule: Schedule) -> int:
 
 def title(schedule: Schedule) -> str:
     """What the schedule is, in a line."""
-    counts = [
-        (schedule.ranks, "rank", "s"),
-        (schedule.microbatches, "microbatch", "es"),
-        (chunks(schedule), "chunk", "s"),
-    ]
-    text = ", ".join(f"{count:,} {what}{plural if count > 1 else ''}" for count, what, plural in counts)
+    counts = {"rank": schedule.ranks, "microbatch": schedule.microbatches, "chunk": chunks(schedule)}
+    text = ", ".join(counted(count, what) for what, count in counts.items())
     slices = f", {schedule.slices} slices a microbatch" if schedule.slices > 1 else ""
     copies = ", two copies of the model" if schedule.placement.pipelines > 1 else ""
     return f"{schedule.name}: {text} a rank{slices}{copies}"

@@ -18,6 +18,7 @@ from penstock.errors import ArgumentError
 from penstock.fabric.report.facts import rate_of
 from penstock.fabric.report.numbers import digits, seconds
 from penstock.fabric.units import size_of, size_text
+from penstock.words import counted
 
 if TYPE_CHECKING:
     from penstock.fabric.forecast import Fitted, Forecast
@@ -80,7 +81,8 @@ def _sizes(found: dict[str, Any], collective: str) -> list[int]:
 
 def _show(made: Iterable[Forecast], found: dict[str, Any], console: Console) -> None:
     console.print(
-        Text(f"{found['workload']}: {found['hosts']} hosts, {found['trials']:,} trials", "bold"), soft_wrap=True
+        Text(f"{found['workload']}: {found['hosts']} hosts, {counted(found['trials'], 'trial')}", "bold"),
+        soft_wrap=True,
     )
     for line in _warnings(found):
         console.print(Text(f"warning: {line}", "bold yellow"), soft_wrap=True)

@@ -14,6 +14,7 @@ from penstock.fabric.presets import preset, trials_of
 from penstock.fabric.samples import Run
 from penstock.fabric.units import size_of
 from penstock.fabric.workload import Workload
+from penstock.words import counted
 
 _PANEL = "What is sent: one of a preset, a model, an earlier run, sizes, a sweep"
 _MODEL_PANEL = "With --model"
@@ -147,7 +148,8 @@ class TrafficOptions:
                 compute=compute,
             )
         uneven = "" if sizes[0] == sizes[-1] else f"; the batch's {sum(sizes)} rows do not divide evenly"
-        note = f"{len(sizes)} microbatches of {sizes[0]} rows, of TARGET's batch for each replica{uneven}"
+        pieces = f"{counted(len(sizes), 'microbatch')} of {counted(sizes[0], 'row')}"
+        note = f"{pieces}, of TARGET's batch for each replica{uneven}"
         return replace(made, name=f"{target}, {made.name}", notes=(*made.notes, note))
 
     def _ranks(self, hosts: int) -> int:

@@ -13,6 +13,7 @@ from rich.console import Console
 from penstock.demo.settings import CONTEXT, LAYERS, PARAMETERS, ROWS, Settings
 from penstock.launch import launch
 from penstock.schedule import grid
+from penstock.words import counted
 
 
 def demo(
@@ -47,8 +48,8 @@ penstock demo: a small GPT learns Python, {where}
   model     {LAYERS} transformer blocks, {PARAMETERS / 1e6:.1f} million parameters, dropout 0.1;
             it reads bytes; embedding and output layer share their weights
   text      the source files of Python's standard library, 8 MB
-  batch     {ROWS} rows of {CONTEXT} bytes, cut into m = {m} microbatches
-  pipeline  p = {p} ranks (processes), schedule {settings.schedule}; in slots of equal length:
+  batch     {ROWS} rows of {CONTEXT} bytes, cut into m = {counted(m, "microbatch")}
+  pipeline  p = {counted(p, "rank")} (processes), schedule {settings.schedule}; in slots of equal length:
 
 {grid(order, width=80)}
 

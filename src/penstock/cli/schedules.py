@@ -33,8 +33,9 @@ def schedules(
     for entry in generators():
         asks = [rule.text for rule in entry.rules if rule.argument != "slices"]
         needs = f"; needs {', '.join(asks)}" if asks else ""
+        also = f"; also called {', '.join(entry.aliases)}" if entry.aliases else ""
         stages = f"{entry.chunks} {entry.placement}"
-        what.add_row(entry.name, stages, "I, W" if entry.splits else "B", f"{entry.rule}{needs}")
+        what.add_row(entry.name, stages, "I, W" if entry.splits else "B", f"{entry.rule}{needs}{also}")
     console.print(what)
     console.print()
     expect = table(
@@ -51,6 +52,7 @@ def describe(entry: Generator) -> dict[str, Any]:
     """An entry of the registry, for JSON. Formulas are Python expressions."""
     return {
         "name": entry.name,
+        "aliases": list(entry.aliases),
         "rule": entry.rule,
         "placement": entry.placement,
         "chunks": entry.chunks,

@@ -29,6 +29,7 @@ from penstock.cli._outcome import (
 from penstock.cli._spread import OUTPUT_PANEL, Json, spread
 from penstock.errors import ArgumentError
 from penstock.report import write_perfetto
+from penstock.words import counted
 
 EPILOG = f"""\
 Costs are of one microbatch on one stage. With --schedule all they are those of a rank, and each of its chunks has its \
@@ -98,7 +99,7 @@ def compare(order: OrderOptions, costs: Costs, *, as_json: bool) -> None:
 def show_all(outcomes: Sequence[Outcome], reasons: Mapping[str, str], console: Console) -> None:
     """A row a schedule, and below them those that do not work with the numbers, each with its reason."""
     schedule = outcomes[0].schedule
-    numbers = f"p = {schedule.ranks:,} ranks, m = {schedule.microbatches:,} microbatches"
+    numbers = f"p = {counted(schedule.ranks, 'rank')}, m = {counted(schedule.microbatches, 'microbatch')}"
     console.print(f"[bold]{numbers}; the shortest span first[/]")
     if assumption := outcomes[0].costs.assumption:
         console.print(f"assumed: {assumption}")

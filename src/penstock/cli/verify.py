@@ -27,6 +27,7 @@ from penstock.cli._target import Cuts, Leaves, Opens, TargetName, loaded, names
 from penstock.errors import ArgumentError, PenstockError, PipelineFailure, VerificationError
 from penstock.launch import launch
 from penstock.schedule import generate
+from penstock.words import counted
 
 LONG_TABLE = 24
 """A table of more rows folds those that are equal, by module."""
@@ -222,7 +223,8 @@ def show(report: Mapping[str, Any], console: Console, *, show_all: bool = False)
         stages = ", ".join(map(str, line.stages))
         table.add_row(line.kind, Text(line.name), stages, verdict, f"{line.difference:.3g}", *step)
     console.print(table)
-    sizes = ", ".join(f"{report[what]} {what}" for what in ("ranks", "stages", "microbatches"))
+    counts = {"rank": report["ranks"], "stage": report["stages"], "microbatch": report["microbatches"]}
+    sizes = ", ".join(counted(count, what) for what, count in counts.items())
     whole = report["whole_batch"]
     if whole is not None and whole["verdict"] == "explained":
         console.print(f"\nwhole batch: {whole['text']}", soft_wrap=True, markup=False)

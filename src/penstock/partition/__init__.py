@@ -1,7 +1,7 @@
 """Any model, unedited -> a list of stages."""
 
 from penstock.partition.complete import leaves_of
-from penstock.partition.cut import Balance
+from penstock.partition.cut import Balance, TooFewLayersError
 from penstock.partition.gate import gates_of
 from penstock.partition.objects import tensors_in
 from penstock.partition.partition import Origin, Partition, check_alike
@@ -19,6 +19,7 @@ __all__ = [
     "Partitioner",
     "RandomSource",
     "Stage",
+    "TooFewLayersError",
     "check_alike",
     "default_kwargs",
     "gates_of",

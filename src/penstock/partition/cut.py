@@ -13,6 +13,7 @@ from torch import fx, nn
 from penstock.errors import PartitionError
 from penstock.partition.recording import Recording
 from penstock.partition.units import resolve
+from penstock.words import counted
 
 Balance = Literal["flops", "parameters", "layers"]
 
@@ -69,21 +70,31 @@ def _weight(recording: Recording, model: nn.Module, node: fx.Node, balance: Bala
 def balanced_cuts(recording: Recording, model: nn.Module, stages: int, balance: Balance) -> tuple[str, ...]:
     """Names of the modules at which stages 1.. begin, so that the largest stage is as small as can be.
 
-    Raises PartitionError if there are more stages than modules to begin them with.
+    Raises TooFewLayersError if there are more stages than modules to begin them with.
     """
     units = candidates(recording, model, balance)
     if stages > max(1, len(units)):
-        kind = "repeated blocks" if balance == "layers" and recording.blocks else "layers"
-        raise PartitionError(
-            f"stages={stages}, but the model has only {len(units)} {kind} to share among them. Use at most "
-            f"{len(units)} stages, or take some apart with opens=[{_heaviest(units)!r}, ...]"
-        )
+        raise TooFewLayersError(_too_few(recording, model, stages, balance, units))
     starts = linear_partition([unit.weight for unit in units], stages)
     return tuple(units[start].name for start in starts[1:])
 
 
-def _heaviest(units: Sequence[Candidate]) -> str:
-    return max(units, key=lambda unit: unit.weight).name if units else "..."
+class TooFewLayersError(PartitionError):
+    """There are more stages than layers."""
+
+
+def _too_few(recording: Recording, model: nn.Module, stages: int, balance: Balance, units: Sequence[Candidate]) -> str:
+    if not units:
+        return (
+            f"stages={stages}, but this {type(model).__name__} calls no module that a stage could begin with. "
+            "Use 1 stage, or a model that is made of several modules"
+        )
+    kind = "repeated block" if balance == "layers" and recording.blocks else "layer"
+    heaviest = max(units, key=lambda unit: unit.weight).name
+    return (
+        f"stages={stages}, but the model has only {counted(len(units), kind)} to share among them. Use at most "
+        f"{counted(len(units), 'stage')}, or take some apart with opens=[{heaviest!r}, ...]"
+    )
 
 
 def linear_partition(weights: Sequence[int], parts: int) -> list[int]:

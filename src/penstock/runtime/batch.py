@@ -21,6 +21,7 @@ from penstock.partition.partition import describe
 from penstock.partition.trees import Leaf
 from penstock.runtime import exact
 from penstock.runtime.batch_dims import FIRST, Dims
+from penstock.words import counted
 
 
 class Microbatches(Leaf):
@@ -60,6 +61,16 @@ class Cut:
     kind: Hashable
 
 
+def check_enough(cut: Cut, microbatches: int) -> None:
+    """Raises ArgumentError if an example makes fewer microbatches than a schedule has."""
+    if len(cut.sizes) < microbatches:
+        raise ArgumentError(
+            f"microbatches={microbatches}, but the example makes {len(cut.sizes)}, of "
+            f"{counted(sum(cut.sizes), 'row')}: a later batch may be smaller, but the example must be a whole one; "
+            "give a larger one or fewer microbatches"
+        )
+
+
 def sizes_of(rows: int, microbatches: int, pipelines: int = 1) -> tuple[int, ...]:
     """How many rows each microbatch gets: as even as can be, the larger ones first.
 
@@ -70,7 +81,8 @@ def sizes_of(rows: int, microbatches: int, pipelines: int = 1) -> tuple[int, ...
     """
     if rows < pipelines:
         raise ArgumentError(
-            f"the batch has {rows} rows, but the schedule needs at least {pipelines}: one for each copy of the model"
+            f"the batch has {counted(rows, 'row')}, but the schedule needs at least {pipelines}: one for each copy of "
+            "the model"
             if pipelines > 1
             else "the batch has no rows; expected at least one"
         )
@@ -224,7 +236,7 @@ def check_count(count: int, microbatches: int, what: str, pipelines: int) -> Non
     """Raises ArgumentError for as many pieces as no schedule for `microbatches` can run."""
     if not pipelines <= count <= microbatches:
         raise ArgumentError(
-            f"{what}: {count} microbatches were given, but the schedule is for {microbatches}"
+            f"{what}: {counted(count, 'microbatch')} were given, but the schedule is for {microbatches}"
             + (f", and needs at least {pipelines}" if pipelines > 1 else "")
             + "; give at most as many, or make the pipeline with a larger microbatches="
         )

@@ -19,6 +19,7 @@ from penstock.partition import Balance
 from penstock.partition.chain import as_module
 from penstock.schedule import Schedule, generate
 from penstock.stages import MODEL_INPUT
+from penstock.words import counted
 from penstock.workloads import gradients, measure, pipeline
 from penstock.workloads.layers import DDP_BUCKET_BYTES, Recorded, record
 
@@ -123,7 +124,8 @@ def _schedule(schedule: str | Schedule, ranks: int, microbatches: int | None, ch
         schedule = generate(schedule, ranks, 8 if microbatches is None else microbatches, chunks)
     elif schedule.ranks != ranks or microbatches not in (None, schedule.microbatches) or chunks is not None:
         raise ArgumentError(
-            f"schedule {schedule.name!r} is for {schedule.ranks} ranks and {schedule.microbatches} microbatches: leave "
+            f"schedule {schedule.name!r} is for {counted(schedule.ranks, 'rank')} and "
+            f"{counted(schedule.microbatches, 'microbatch')}: leave "
             f"microbatches and chunks out, and give ranks={schedule.ranks}"
         )
     if schedule.slices > 1:
@@ -180,13 +182,13 @@ def _workload(
 ) -> Workload:
     if not transfers:
         raise ArgumentError(
-            f"traffic={traffic!r} of {order.ranks} ranks on {hosts} hosts sends nothing: replicas send gradients, so "
-            "give more hosts than ranks; or give two or more ranks, and traffic='pipeline'"
+            f"traffic={traffic!r} of {counted(order.ranks, 'rank')} on {counted(hosts, 'host')} sends nothing: "
+            "replicas send gradients, so give more hosts than ranks; or give two or more ranks, and traffic='pipeline'"
         )
     made = f"{traffic} of {type(model).__name__}, {hosts // order.ranks} x {order.ranks} hosts"
     notes = list(recorded.partition.notes)
     if traffic == "pipeline":
-        made += f", {order.name}, {order.microbatches} microbatches"
+        made += f", {order.name}, {counted(order.microbatches, 'microbatch')}"
     if recorded.unused:
         notes.append(f"without gradients, since the forward does not use them: {', '.join(recorded.unused)}")
     if traffic == "gradients" and order.ranks > 1:

@@ -14,6 +14,7 @@ from penstock.fabric.report.ranks import figures_of_ranks
 from penstock.fabric.samples import Run
 from penstock.fabric.statistics import PERCENTILES, fewest
 from penstock.fabric.trials import rate_key
+from penstock.words import counted
 
 TIMES = {"min": "min", "p50": "p50", "p90": "p90", "p99": "p99", "p999": "p99.9", "max": "max"}
 """The columns of times, by their name in the results."""
@@ -45,7 +46,7 @@ def headings(run: Run) -> list[str]:
     return [
         f"{record['hosts']} hosts",
         f"{algorithm} {' and '.join(kinds) if len(kinds) < 3 else 'collectives'}",
-        f"{done:,} trials" if done == asked else f"{done:,} of {asked:,} trials",
+        counted(done, "trial") if done == asked else f"{done:,} of {counted(asked, 'trial')}",
         str(record["backend"]),
         *([_link_text(record)] if record.get("link") else []),
     ]

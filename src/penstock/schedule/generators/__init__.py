@@ -98,6 +98,7 @@ class Generator:
         chunks, slices: what it is generated with where nothing is said.
         placement: where stages are: "loop", "V", "wave" or "bidirectional".
         splits: whether backwards are split into I and W.
+        aliases: what `generate` knows it by as well.
     """
 
     name: str
@@ -111,6 +112,7 @@ class Generator:
     slices: int = 1
     placement: str = "loop"
     splits: bool = False
+    aliases: tuple[str, ...] = ()
 
     def broken(self, numbers: Numbers) -> Rule | None:
         """The first rule that the numbers break."""
@@ -135,6 +137,7 @@ _GENERATORS = {
             memory="m",
             idle="(p - 1)*(F + I + W)/v",
             bubble="(p - 1)/(v*m + p - 1)",
+            aliases=("afab",),
         ),
         Generator(
             "1f1b",
@@ -288,8 +291,14 @@ _GENERATORS = {
 }
 
 
+_BY_NAME = _GENERATORS | {alias: entry for entry in _GENERATORS.values() for alias in entry.aliases}
+
+CHUNKS = "chunks are the stages that each rank owns; into how many pieces a batch is cut is said by microbatches="
+"""For messages: elsewhere, the pieces of a batch go by that name."""
+
+
 def names() -> tuple[str, ...]:
-    """The names that `generate` knows."""
+    """The names of schedules, each once; some have others besides, their `aliases`."""
     return tuple(_GENERATORS)
 
 
@@ -299,10 +308,10 @@ def generators() -> tuple[Generator, ...]:
 
 
 def generator(name: str) -> Generator:
-    """The entry of that name. Raises ArgumentError if there is none."""
-    found = _GENERATORS.get(name)
+    """The entry of that name or alias. Raises ArgumentError if there is none."""
+    found = _BY_NAME.get(name)
     if found is None:
-        near = difflib.get_close_matches(name.lower(), _GENERATORS, n=1, cutoff=0.4)
+        near = difflib.get_close_matches(name.lower(), _BY_NAME, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ArgumentError(f"name={name!r} is no known schedule; {hint}known are {', '.join(_GENERATORS)}")
     return found
@@ -314,7 +323,7 @@ def generate(
     """The schedule of that name, without messages.
 
     Args:
-        name: one of `names()`.
+        name: one of `names()`, or an alias of one.
         ranks: how many ranks, at least 1.
         microbatches: how many microbatches, at least 1; fewer than ranks is fine.
         chunks: how many stages of the model each rank owns, at least 1; None: as many as the schedule is known for.
@@ -333,7 +342,8 @@ def generate(
             raise ArgumentError(f"{argument}={value!r}: expected a whole number of at least 1")
     if (rule := entry.broken(numbers)) is not None:
         value = getattr(numbers, rule.argument)
+        hint = f" ({CHUNKS})" if rule.argument == "chunks" else ""
         raise ArgumentError(
-            f"{rule.argument}={value}: {name} works with {rule.text}; choose another number or schedule"
+            f"{rule.argument}={value}: {name} works with {rule.text}; choose another number or schedule{hint}"
         )
     return entry.make(numbers)
