@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ X, TARGET = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)), torch
 
 class Recalls(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
+    def forward(ctx: Any, x: Tensor, module: Any) -> Tensor:
         ctx.module = module
         return x.clone()
 
@@ -39,11 +40,24 @@ class KeepsForBackward(nn.Module):
         return Recalls.apply(self.linear(x), self)
 
 
+class KeepsInAnObject(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.state = nn.Linear(6, 6), SimpleNamespace(scale=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state.scale = 1 + x.detach().abs().mean()
+        return Recalls.apply(self.linear(x), self.state)
+
+
 @ORDERS
 @pytest.mark.parametrize("recompute", ["never", "always"])
-def test_what_a_forward_keeps_is_there_in_its_own_backward(schedule: str, ranks: int, recompute: Any) -> None:
+@pytest.mark.parametrize("kind", [KeepsForBackward, KeepsInAnObject])
+def test_what_a_forward_keeps_is_there_in_its_own_backward(
+    schedule: str, ranks: int, recompute: Any, kind: type[nn.Module]
+) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*(KeepsForBackward() for _ in range(4)))
+    model = nn.Sequential(*(kind() for _ in range(4)))
     verify(model, (X,), TARGET, F.mse_loss, ranks=ranks, schedule=schedule, microbatches=4, recompute=recompute).check()
 
 
