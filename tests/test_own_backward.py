@@ -108,6 +108,14 @@ class RunsAgain(nn.Module):
 
 
 @ORDERS
+@pytest.mark.parametrize("every", [1, 2])
+def test_batch_norm_that_runs_again_within_layers_that_run_again(schedule: str, ranks: int, every: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), *(RunsAgain() for _ in range(3)), nn.BatchNorm1d(6))
+    verify(model, (X,), TARGET, F.mse_loss, ranks=ranks, schedule=schedule, microbatches=4, recompute=every).check()
+
+
+@ORDERS
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_batch_norm_that_runs_again_in_backward_ends_with_the_statistics_of_plain_torch(
     schedule: str, ranks: int, reentrant: bool

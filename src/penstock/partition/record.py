@@ -10,7 +10,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from types import FunctionType
@@ -47,6 +47,7 @@ from penstock.partition.opening import NOTHING, Opening, StayWhole
 from penstock.partition.reach import Reach
 from penstock.partition.recorder import Recorder
 from penstock.partition.recording import Constant, Recording
+from penstock.partition.remembered import Remembered, draws_alone, iterators_stopped, strays
 from penstock.partition.source import raising_line
 from penstock.partition.state import Loan, Snapshot, fake_like, fake_value, untouched_generators
 from penstock.partition.stateful import carried_over, same
@@ -179,12 +180,14 @@ def _record(
     names = canonical_names(model)
     mode, snapshot, reach = fake_mode(), Snapshot(model), None
     try:
-        with untouched_generators():
+        with untouched_generators(), ExitStack() as stack:
             refuse_backward_hooks(model, units)
             loan = Loan(model, mode, device)
             reach = Reach(model)
+            stack.enter_context(iterators_stopped(reach))
             new = partial(Recorder, model, units, loan, Entry(device), names, mode, fake_calls, reach, choices, opening)
             recorder = new(once=grain.once)
+            stack.callback(recorder.observer.provenance.restore)
             inputs = _inputs(model, recorder, mode, given)
             with _staying_whole(recorder):
                 try:
@@ -195,11 +198,15 @@ def _record(
                     raise
                 recorder.sideways.check_units(recorder.on_memory)
                 _check_leftovers(snapshot, loan, recorder, names)
-                left = gather(reach, recorder.seen, loan.names, recorder.observer.provenance, grain, units.values())
-                recording = _finish(recorder, loan, units, result, left, grain)
-                changed = carried_over(reach, recorder.observer.provenance, [u.name for u in units.values()])
+                provenance = recorder.observer.provenance
+                left = gather(reach, recorder.seen, loan.names, provenance, grain, units.values(), recorder.real)
+                recording = replace(
+                    _finish(recorder, loan, units, result, left, grain), remembered=remembered_by(recorder, reach)
+                )
+                changed = carried_over(reach, provenance, [u.name for u in units.values()])
                 if changed:
                     second = new(once=True)
+                    stack.callback(second.observer.provenance.restore)
                     _check_stateless(recorder, second, mode, given, functions, changed)
                 return recording
     finally:
@@ -300,6 +307,12 @@ def _depends_on_values(recorder: Recorder, error: Exception) -> Obstacle:
 
 def _module(recorder: Recorder) -> str:
     return f"module {recorder.scope!r}" if recorder.scope else "the model's own forward"
+
+
+def remembered_by(recorder: Recorder, reach: Reach) -> tuple[Remembered, ...]:
+    """What the recorded forward carries over to the next one."""
+    found = [draws_alone(unit) for _, unit in recorder.seeds.users.values()]
+    return *strays(recorder.observer.provenance, reach), *recorder.sideways.remembered.values(), *found
 
 
 def _check_leftovers(snapshot: Snapshot, loan: Loan, recorder: Recorder, names: Mapping[int, str]) -> None:

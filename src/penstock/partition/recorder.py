@@ -28,6 +28,7 @@ from penstock.partition._compat import (
 )
 from penstock.partition.chance import Chance, holds_drawn, stand_ins
 from penstock.partition.guards import Guard, make_guard
+from penstock.partition.hooked import Hook
 from penstock.partition.known import Known
 from penstock.partition.lost import Seeds
 from penstock.partition.modes import Entry
@@ -74,6 +75,7 @@ class Recorder(Writer, TorchFunctionMode):
         self.seeds = Seeds()
         observer = Observer(names, self.seeds)
         observer.provenance.held = {storage_of(fake): name for name, fake in loan.fakes.items()}
+        observer.provenance.own = frozenset(map(storage_of, loan.originals.values()))
         sideways = Sideways(model, units, reach, observer, once=once)
         super().__init__(model, loan, entry, names, opening, observer, sideways)
         self.units, self.reach = units, reach
@@ -93,6 +95,8 @@ class Recorder(Writer, TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._paused:
+            if func is Tensor.register_hook:
+                self.sideways.note_hook(Hook.of(*args, **kwargs))
             return func(*args, **kwargs)
         if calls.name_of(func) == "__iter__":  # else the mode would be off while the caller iterates
             return iter(self._call(torch.Tensor.unbind, args, {}))
