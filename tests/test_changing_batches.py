@@ -42,7 +42,7 @@ def test_trap_12_a_batch_of_fewer_rows_than_microbatches(schedule: str) -> None:
             assert len(result.losses) == len(result.sizes) == min(8, rows)
             assert_same_gradients(model, reference, but=names if copies else ())
         if copies:
-            with pytest.raises(ArgumentError, match="1 rows, but the schedule needs at least 2"):
+            with pytest.raises(ArgumentError, match="1 row, but the schedule needs at least 2"):
                 pipe.step(x[:1], target=y[:1])
 
 
@@ -83,6 +83,26 @@ def test_masks_of_a_step_do_not_depend_on_what_came_before() -> None:
                 loss = pipe.step(ids, target=ids).loss
             found.append(loss)
     assert torch.equal(*found)
+
+
+def test_a_transposed_batch_is_of_another_kind() -> None:
+    """Its values travel with its strides, which both ends of a channel have agreed on."""
+
+    class Passes(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + x  # x itself crosses the cut
+
+    torch.manual_seed(0)
+    model = Passes(*mlp(4))
+    reference = copy.deepcopy(model)
+    x, y = batch()
+    with pipeline(model, (x,), ranks=2, microbatches=3, loss=squared_error) as pipe:
+        for given in (x, x.t().contiguous().t(), x):
+            model.zero_grad()
+            reference.zero_grad()
+            expected = step_by_hand(reference, (given,), y, squared_error, 3)
+            assert torch.equal(pipe.step(given, target=y).loss, expected.total)
+            assert_same_gradients(model, reference)
 
 
 # -- cut already ------------------------------------------------------------------------------------------------------

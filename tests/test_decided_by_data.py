@@ -80,6 +80,17 @@ def test_what_a_block_returns_beside_tensors_is_checked(case: str) -> None:
     assert "leaves=" in str(caught.value)
 
 
+def test_who_rests_on_a_shape_is_named_with_a_remedy_that_works() -> None:
+    torch.manual_seed(0)
+    and_else, uses, _ = CHANGING["shape"]
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Uses(and_else, uses))
+    with pipeline(model, (X,), ranks=1, microbatches=4, loss=squared_error, opens=["1"]) as pipe:
+        with pytest.raises(PartitionError, match=rf"\(as at {__file__}:\d+, in module '1'\). Give leaves=\['1'\]"):
+            pipe.step(X, target=TARGET)
+    with pipeline(model, (X,), ranks=1, microbatches=4, loss=squared_error, leaves=["1"]) as pipe:
+        pipe.step(X, target=TARGET)
+
+
 class Wrapped(nn.Module):
     """The remedy: what uses the numbers runs as a whole with what makes them."""
 

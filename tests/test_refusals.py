@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import penstock
 from models import squared_error
-from penstock import ArgumentError, ScheduleError, pipeline
+from penstock import ArgumentError, PartitionError, ScheduleError, ShapeError, pipeline
 from penstock.schedule import Action, Op, drop_backward, forward_only, generate, reduce_ties
 from small import batch, mlp
 
@@ -137,3 +137,50 @@ def test_clipping_is_that_of_one_device(max_norm: float) -> None:
             assert parameter.grad is not None
             assert other.grad is not None
             assert torch.equal(parameter.grad, other.grad)
+
+
+def norms() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 5))
+
+
+@pytest.mark.parametrize(
+    ("rows", "microbatches", "words"),
+    [(4, 4, "4 rows in 4 microbatches are 1 each: use at most 2 microbatches"), (5, 3, "are 2, 2, 1: use at most 2")],
+)
+def test_one_row_and_batch_norm(rows: int, microbatches: int, words: str) -> None:
+    x = torch.randn(rows, 5)
+    with pytest.raises(PartitionError, match=words):
+        pipeline(norms(), (x,), ranks=2, microbatches=microbatches, loss=squared_error)
+    with pytest.raises(PartitionError, match=words):
+        penstock.inspect(norms(), (x,), microbatches=microbatches)
+    penstock.inspect(norms(), (x,), microbatches=2)
+    with pipeline(norms(), (x,), ranks=2, microbatches=2, loss=squared_error) as pipe:
+        assert pipe.step(x, target=x).loss > 0
+
+
+def test_inspect_refuses_a_batch_that_cannot_be_cut() -> None:
+    x, _ = batch()
+    for args in ((x,), (x, x[:-1])):
+        with pytest.raises((ArgumentError, ShapeError)) as cut:
+            pipeline(mlp(), args, ranks=2, microbatches=len(x) + 1, loss=squared_error)
+        with pytest.raises(type(cut.value)) as seen:
+            penstock.inspect(mlp(), args, microbatches=len(x) + 1)
+        assert str(seen.value) == str(cut.value)
+    with pytest.raises(ArgumentError, match="microbatches=0"):
+        penstock.inspect(mlp(), (x,), microbatches=0)
+
+
+class Detaches(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y.detach() + self.bias if x.abs().max() > 50 else y
+
+
+def test_a_gradient_that_comes_now_and_then_is_refused_in_words_of_its_own() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(4, 5), torch.randn(4, 5)
+    model = nn.Sequential(nn.Linear(5, 5), Detaches(5, 5))
+    with pipeline(model, (x,), ranks=2, microbatches=2, loss=squared_error) as pipe:
+        pipe.step(x, target=y)
+        with pytest.raises(ShapeError, match=r"there was one in the first step, and there is none now.*torch\.where"):
+            pipe.step(x * 1000, target=y)

@@ -202,12 +202,7 @@ def build(
 ) -> Pipeline:
     """Makes a pipeline of known processes and schedule. `example` is one batch: positional and keyword inputs."""
     given = _cut(example, order, options.cutting)
-    if len(given.sizes) < order.microbatches:
-        raise ArgumentError(
-            f"microbatches={order.microbatches}, but the example makes {len(given.sizes)}, of "
-            f"{counted(sum(given.sizes), 'row')}: a later batch may be smaller, but the example must be a whole one; "
-            "give a larger one or fewer microbatches"
-        )
+    batches.check_enough(given, order.microbatches)
     current = _device_of(model)
     if world.data_parallel > 1 and not options.share_loss:
         raise ArgumentError(

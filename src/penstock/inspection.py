@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.errors import ArgumentError
 from penstock.partition import Balance, Partition, Partitioner
 from penstock.partition._compat import flatten, unflatten
-from penstock.runtime.batch import Microbatches
+from penstock.runtime.batch import Cut, Microbatches, check_enough
 from penstock.runtime.batch_dims import BatchDims, Dim
 from penstock.runtime.cutting import Cutting, Merge, Split
+from penstock.runtime.outline import telling_rows
 from penstock.stages import MODEL_INPUT, TensorMeta, gradient_routes, ties
 from penstock.words import counted
 
@@ -59,7 +61,7 @@ class Crossing:
         value: its name in the recording.
         module: the module that made it; empty for the model itself, and for an input of the model.
         source_line: `file:line` in the code; empty for an input, and for what a whole module returned.
-        shape, dtype, bytes: for the batch that was given.
+        shape, dtype, bytes: for the first microbatch.
         takes_gradient: whether a gradient comes back.
     """
 
@@ -131,6 +133,7 @@ def inspect(
     kwargs: Mapping[str, Any] | None = None,
     *,
     stages: int = 2,
+    microbatches: int | None = None,
     batch_dims: BatchDims | Dim = None,
     split: Split | None = None,
     merge: Merge | None = None,
@@ -144,17 +147,19 @@ def inspect(
     Args:
         model, args, kwargs: a module, or a list of layers, and its inputs.
         stages: how many.
-        batch_dims, split, merge, cuts, leaves, opens, balance: as `penstock.pipeline` takes them. `split` is asked for
-            one microbatch; of a batch that is cut already, the first is recorded.
+        microbatches: into how many the batch is cut. All are recorded, so that what one of them cannot do is refused,
+            and the first is told of. None: the batch is one, or, where it is cut already, as many as it has.
+        batch_dims, split, merge, cuts, leaves, opens, balance: as `penstock.pipeline` takes them.
 
     Raises:
         ArgumentError: an argument is wrong by itself.
+        ShapeError: the batch cannot be cut so.
         PartitionError: the model cannot be recorded or cut; the text names the module, the line and the remedy.
     """
-    args, kwargs = _batch(tuple(args), dict(kwargs or {}), Cutting.of(batch_dims, split, merge))
+    cut = _cut(tuple(args), dict(kwargs or {}), microbatches, Cutting.of(batch_dims, split, merge))
     partitioner = Partitioner(model, stages, cuts, leaves, opens=opens, streams=_NoStreams(), balance=balance)
-    with torch.enable_grad():
-        partition = partitioner(args, kwargs)
+    with torch.enable_grad(), telling_rows(cut.sizes):
+        partition, *_ = [partitioner(*unflatten(piece.leaves, piece.structure)) for piece in cut.pieces]
     every = list(partitioner.model.parameters())
     parameters = sum(p.numel() for p in every)
     return Inspection(
@@ -169,14 +174,17 @@ def inspect(
     )
 
 
-def _batch(args: tuple[Any, ...], kwargs: dict[str, Any], cutting: Cutting) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What is recorded: the batch as one microbatch. Raises what `penstock.pipeline` raises for it."""
+def _cut(args: tuple[Any, ...], kwargs: dict[str, Any], microbatches: int | None, cutting: Cutting) -> Cut:
+    """What is recorded. Raises what `penstock.pipeline` raises for it."""
+    if microbatches is not None and microbatches < 1:
+        raise ArgumentError(f"microbatches={microbatches}: expected at least 1")
     cutting.check(args, kwargs)
-    most = max((len(leaf) for leaf in flatten((args, kwargs)).leaves if isinstance(leaf, Microbatches)), default=1)
-    divided = cutting.divide(args, kwargs, None, most, "input", 1)
-    piece = cutting.cut(args, kwargs, divided, most, "input", None, 1).pieces[0]
-    args, kwargs = unflatten(piece.leaves, piece.structure)
-    return args, kwargs
+    count = max((len(leaf) for leaf in flatten((args, kwargs)).leaves if isinstance(leaf, Microbatches)), default=1)
+    count = microbatches or count
+    divided = cutting.divide(args, kwargs, None, count, "example", 1)
+    cut = cutting.cut(args, kwargs, divided, count, "example", None, 1)
+    check_enough(cut, count)
+    return cut
 
 
 def _stage(partition: Partition, index: int, parameters: int) -> StageFound:

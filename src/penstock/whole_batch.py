@@ -19,6 +19,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from penstock.comparison import WholeBatch
 from penstock.partition._compat import flatten, unflatten
+from penstock.partition.complete import shortened
+from penstock.partition.reach import Reach
 from penstock.pipe import Pipeline
 from penstock.runtime.batch import Microbatches, split
 from penstock.runtime.batch_dims import Dims
@@ -100,6 +102,9 @@ class Whole:
             parts, whole = run(self.pieces), run([self.batch])
             if _close(parts, whole, tolerance):
                 return self._meant(norms, drawing, updated)
+            reach = Reach(model)
+            if run([self.batch]).loss != whole.loss and (kept := reach.names_changed()):
+                return "explained", f"the forward changes what it keeps from call to call: {shortened(kept)}"
             if run([self.batch], stream=1).loss != whole.loss:
                 return "explained", "the model draws random numbers, which cannot be switched off"
             depend = self._rows_depend(parts.outputs, whole.outputs[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -99,6 +100,28 @@ def crashed_twice(parent: Path, monkeypatch: pytest.MonkeyPatch, step: int, firs
             else:
                 return
     raise AssertionError("it never came to its end")
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["the next step", "the same step again"])
+def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name_and_then_the_name_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    """A power cut loses what was not synchronised: a name without its contents must never be all that is left."""
+    save(tmp_path, 1, "old")
+    aside = prepare(tmp_path, 1 if again else 2)
+    (aside / METADATA).write_text("new")
+    written, parent = aside.stat().st_ino, tmp_path.stat().st_ino
+    done: list[tuple[str, object]] = []
+    rename, fsync, rmtree = Path.rename, os.fsync, shutil.rmtree
+    monkeypatch.setattr(Path, "rename", lambda path, to: (done.append(("rename", Path(to).name)), rename(path, to))[1])
+    monkeypatch.setattr(os, "fsync", lambda file: (done.append(("sync", os.fstat(file).st_ino)), fsync(file))[1])
+    monkeypatch.setattr(shutil, "rmtree", lambda path: (done.append(("delete", path.name)), rmtree(path))[1])
+    final = publish(aside, 1, [])
+    named = done.index(("rename", final.name))
+    assert ("sync", written) in done[:named]
+    assert done[named + 1] == ("sync", parent)
+    assert not any(kind == "delete" for kind, _ in done[: named + 2]), "the old one stays until the new one is safe"
+    assert any(kind == "delete" for kind, _ in done)
 
 
 @pytest.mark.parametrize(("keep", "left"), [(1, [9]), (2, [3, 9]), (None, [1, 3, 9])])

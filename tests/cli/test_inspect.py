@@ -76,6 +76,11 @@ def test_stages_cuts_and_ties_are_those_of_the_pipeline(targets: str) -> None:
     assert tie["stages"] == [0, 2]
     assert tie["parameters"] == own[tie["name"]].numel()
     assert sum(stage["parameters"] for stage in found["stages"]) == found["parameters"] + tie["parameters"]
+    shares = [stage["parameter_share"] for stage in found["stages"]]
+    assert sum(shares) == pytest.approx(1), "a tied parameter counts on the first of its stages alone"
+    first = {name: p.numel() for name, p in own.items() if name in pipe.stages[0].parameters}
+    assert shares[0] == pytest.approx(sum(first.values()) / found["parameters"])
+    assert sum(stage["work_share"] for stage in found["stages"]) == pytest.approx(1)
     assert all(stage["draws"] for stage in found["stages"])
 
 

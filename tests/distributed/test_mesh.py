@@ -93,6 +93,13 @@ def test_trap_21_replicas_whose_targets_count_differently(ranks4: Ranks) -> None
             torch.testing.assert_close(grad, wanted[name])
 
 
+def test_replicas_that_end_their_stages_in_another_order_average_the_same_stages(ranks4: Ranks) -> None:
+    for got, wanted in ranks4.run(mesh_jobs.fewer_rows):
+        assert len(got) == 4
+        for name, gradient in got.items():
+            torch.testing.assert_close(gradient, wanted[name])
+
+
 def test_buffers_are_the_first_replicas_as_in_ddp(ranks4: Ranks) -> None:
     seen = ranks4.run(mesh_jobs.batch_norm)
     assert any("running_mean" in name for rank in seen for name in rank)

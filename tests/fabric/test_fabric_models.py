@@ -23,7 +23,6 @@ from penstock.fabric.models import (
     fit_link,
     known_algorithms,
     links_json,
-    lower_bound_seconds,
     predict,
     predictions,
     record_links,
@@ -194,13 +193,6 @@ def test_latency_rules_small_sizes_and_bandwidth_large_ones() -> None:
     (_, small), (first, large) = crossovers(LINK, "all_reduce", 16)
     assert (small, large) == ("recursive-doubling", "halving-doubling")
     assert first == pytest.approx(4e-4 / (4 - 15 / 8) / 8e-8)
-
-
-def test_the_bound_is_that_of_the_slowest_link() -> None:
-    slow = LinkFit(1e-4, 8e-7)
-    best = min(predict(slow, "all_reduce", name, 4, 1e6) for name in known_algorithms("all_reduce"))
-    assert lower_bound_seconds([LINK, slow, LINK], "all_reduce", 4, 1e6) == best
-    assert lower_bound_seconds([], "all_reduce", 4, 1e6) is None
 
 
 # -- links.json -------------------------------------------------------------------------------------------------------

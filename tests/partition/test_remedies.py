@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -144,6 +145,66 @@ def test_a_rate_that_leads_there_is_named() -> None:
     Partitioner(model, 2, streams=NoStreams())((torch.randn(2, WIDTH),))
 
 
+class Chooses(nn.Module):
+    """Leaves layers out that a function chose beforehand, as several libraries do it."""
+
+    def __init__(self, rate: float = 0.1) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.rate = rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in chosen(self.layers, self.rate):
+            x = layer(x)
+        return x
+
+
+class Survives(Chooses):
+    def __init__(self) -> None:
+        super().__init__()
+        self.prob_survival = 0.75
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in chosen(self.layers, 1 - self.prob_survival):
+            x = layer(x)
+        return x
+
+
+def chosen(layers: nn.ModuleList, rate: float) -> list[nn.Module]:
+    if rate == 0:
+        return list(layers)
+    dropped = torch.zeros(len(layers)).uniform_() < rate
+    return [layer for layer, drop in zip(layers, dropped, strict=True) if not drop]
+
+
+class EachItsOwn(nn.Module):
+    """A rate for each layer; what is left out is more than modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.rates = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)), (0.5, 0.25)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, rate in zip(self.layers, self.rates, strict=True):
+            x = x * 2 if torch.rand([]) < rate else layer(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Model(Chooses(), Chooses()), "set part.m0.rate and part.m1.rate to 0, now 0.1 (tried)"),
+        (lambda: Model(Survives()), "set part.m0.prob_survival to 1, now 0.75 (tried)"),
+        (lambda: Model(EachItsOwn()), "set all of part.m0.rates to 0, now (0.5, 0.25) (tried)"),
+        (EachItsOwn, "Set all of rates to 0, now (0.5, 0.25) (tried)"),
+    ],
+)
+def test_rates_are_named_wherever_they_are_used(make: Callable[[], nn.Module], said: str) -> None:
+    text = refusal(make())
+    assert said in text
+    assert f"{__file__}:" in text
+
+
 def test_labels_are_named_where_they_are_in_the_way() -> None:
     class Own(Model):
         def forward(self, x: Tensor, labels: Tensor | None = None, scale: int = 1) -> Tensor:
@@ -154,7 +215,7 @@ def test_labels_are_named_where_they_are_in_the_way() -> None:
     assert said.endswith("Leave out labels and give loss=... (tried)")
     with_value = Own()
     with_value.forward = lambda x: x if x.sum() > 0 else -x
-    assert refusal(with_value).endswith("Do it outside of the model")
+    assert refusal(with_value).endswith("module of its own that leaves=[...] names, so that it runs as a whole")
 
 
 def test_nothing_is_logged(capfd: pytest.CaptureFixture[str]) -> None:

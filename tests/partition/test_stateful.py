@@ -120,3 +120,36 @@ def test_without_the_second_look_state_is_frozen(monkeypatch: pytest.MonkeyPatch
     torch.manual_seed(0)
     x, y = torch.randn(6, WIDTH), torch.randn(6, WIDTH)
     assert not verify(Counts, (x,), y, F.mse_loss, ranks=2, microbatches=3, whole_batch=False).ok
+
+
+class CountsItself(nn.Linear):
+    """A block that keeps its state in an object of its own."""
+
+    def __init__(self, state: SimpleNamespace | None = None) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.state = state or SimpleNamespace(calls=0, inner=[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state.calls += 1
+        self.state.inner[0] += 2
+        return super().forward(x) * self.state.calls + self.state.inner[0]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_state_that_one_block_alone_can_reach_is_kept_equal(schedule: str) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(*[CountsItself() for _ in range(4)])
+
+    torch.manual_seed(0)
+    x, y = torch.randn(6, WIDTH), torch.randn(6, WIDTH)
+    report = verify(make, (x,), y, F.mse_loss, ranks=2, microbatches=3, schedule=schedule, exact=True)
+    report.check()
+    assert report.whole_batch is not None
+    assert "the forward changes what it keeps" in report.whole_batch.text
+
+
+def test_state_that_two_blocks_share_is_refused() -> None:
+    state = SimpleNamespace(calls=0, inner=[0])
+    model = nn.Sequential(CountsItself(state), nn.Tanh(), CountsItself(state), nn.Tanh())
+    with pytest.raises(PartitionError, match=r"the forward changes '0\.state\."):
+        inspect(model, (torch.randn(4, WIDTH),), stages=2)

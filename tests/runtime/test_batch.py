@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ShapeError
-from penstock.runtime.batch import rows_of, sizes_of, split
+from penstock.partition._compat import flatten
+from penstock.runtime.batch import Microbatches, kind_of, rows_of, sizes_of, split
 from penstock.runtime.exact import CACHE_LINE_BYTES
 
 
@@ -97,3 +98,31 @@ def test_rows() -> None:
         rows_of({"n": 3}, "example")
     with pytest.raises(ShapeError, match=r"example\['a'\] \[5\], example\['b'\] \[4, 2\]"):
         rows_of({"a": torch.zeros(5), "b": torch.zeros(4, 2)}, "example")
+
+
+def test_kinds_differ_in_all_that_a_recording_depends_on_but_values() -> None:
+    x, halves = torch.zeros(4, 6), (torch.zeros(4, 2), torch.zeros(4, 6))
+    given = [
+        x,
+        torch.zeros(6, 4).t(),
+        torch.zeros(4, 7),
+        torch.zeros(4, 6, 1),
+        x.double(),
+        (x,),
+        {"x": x},
+        (x, 1),
+        (x, 1.0),
+        (x, True),
+        (x, 2),
+        (x, None),
+        (x, "1"),
+        Microbatches(halves),
+        Microbatches(halves[::-1]),
+        Microbatches([*halves, halves[0]]),
+    ]
+    kinds = [kind_of(flatten(one)) for one in given]
+    assert len(set(kinds)) == len(kinds)
+    assert kind_of(flatten(x + 1)) == kinds[0]
+    assert kind_of(flatten(torch.zeros(1, 6))) == kind_of(flatten(torch.zeros(6, 1).t())), (
+        "the stride of one says nothing"
+    )

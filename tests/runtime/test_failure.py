@@ -325,6 +325,27 @@ def test_long_wait_warns_every_half_minute_and_ends_after_half_an_hour(
     assert bench.statuses[0] == 1
 
 
+def test_a_stall_is_blamed_on_the_rank_that_all_wait_for_and_not_on_the_peer() -> None:
+    """Rank 2 waits for rank 1, which waits for rank 0, which computes without end."""
+    ours, theirs = socket.socketpair()
+    clock, statuses = Clock(), list[int]()
+    address = {"token": "t", "process": ["elsewhere", 1, ""]}
+    with ours, theirs:
+        dog = Watchdog(2, address, Connection(ours), Patience(), ranks=3, clock=clock, leave=statuses.append)
+        dog.position = Position("2RECV_F0", (1,))
+        others = [Sighting(Position("0F0"), 3.0), Sighting(RECEIVE, 2.0), Sighting()]
+        while not statuses:
+            dog._tick()
+            clock.now += 0.5
+            dog._take({"sightings": [sighting.to_list() for sighting in others]})
+            dog._decide()
+    assert dog.failure is not None
+    assert str(dog.failure) == (
+        "rank 0 stalled at 0F0: rank 2 has waited 1800 s for 2RECV_F0 from rank 1; rank 1 has waited 2 s for 1RECV_F0 "
+        "from rank 0; rank 0 runs 0F0 (3 s so far)"
+    )
+
+
 def test_same_wait_in_the_next_step_is_a_new_one(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     bench.dog.position = RECEIVE
     for _ in range(100):

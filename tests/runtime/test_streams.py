@@ -57,6 +57,23 @@ def test_a_draw_depends_on_its_key_alone() -> None:
     assert len(set(found.values())) == len(found) == 16
 
 
+def test_a_loss_draws_from_a_stream_of_its_own_for_each_microbatch() -> None:
+    found: dict[tuple[int, int, int], float] = {}
+    own: set[float] = set()
+    for seed in (5, 6):
+        for first in (0, 2):  # the second replica, whose microbatches are numbers 2 and 3 of the whole batch
+            streams = Streams(seed)
+            streams.first_microbatch = first
+            for step in (0, 1):
+                with streams.drawing(step, CPU):
+                    for microbatch in (1, 0):
+                        streams.begin(microbatch, {})
+                        own.add(draw(streams, "a"))
+                        streams.begin_loss(microbatch)
+                        found[seed, step, first + microbatch] = float(torch.rand(()))
+    assert len(set(found.values()) | own) == 2 * 2 * 2 * 4
+
+
 def test_offsets_go_on_where_earlier_stages_stopped() -> None:
     streams = Streams(5)
     with streams.drawing(0, CPU):
@@ -159,3 +176,18 @@ def test_without_a_seed_torchs_initial_seed_is_taken() -> None:
         torch.manual_seed(seed)
         with penstock.pipeline(Masks(), (x,), loss=squared_error, microbatches=3) as pipe:
             assert pipe.seed == seed
+
+
+def noise(output: Tensor, target: Tensor) -> Tensor:
+    return (output * 0).sum() + torch.rand(())
+
+
+def test_the_noise_of_a_loss_differs_where_rows_do_not() -> None:
+    """By microbatch and by step, and not by the number of ranks."""
+    x = torch.ones(6, 5)
+    found = []
+    for ranks in (1, 2):
+        with penstock.pipeline(Masks(), (x,), loss=noise, microbatches=3, ranks=ranks, seed=4) as pipe:
+            found.append([float(loss) for _ in range(2) for loss in pipe.step(x, target=x).losses])
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 6

@@ -180,6 +180,15 @@ def test_a_deadlock_across_ranks_names_the_cycle() -> None:
     )
 
 
+def test_a_rank_that_waits_for_a_deadlock_is_no_part_of_it() -> None:
+    """Rank 0 waits for rank 1, which waits for rank 2 and that for rank 1: the cure is not on rank 0."""
+    found = check(parse("0 1 2", 2, "0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1", "2F0 2F1 2B0 2B1"))
+    assert [(v.kind, v.rank) for v in found] == [("deadlock", 1)]
+    assert found[0].text == (
+        "with buffered sends, rank 1 waits at 1B0 for 2B0 of rank 2, which waits at 2F1 for 1F1 of rank 1"
+    )
+
+
 def test_trap_24_a_deadlock_of_unbuffered_sends_alone() -> None:
     """Both ranks send before they post: buffered sends carry on, gloo and NCCL do not."""
     lowered = parse(

@@ -17,6 +17,7 @@ from penstock.schedule import (
     generate,
     merge_backward,
     peak_activations,
+    reduce_replicas,
     reduce_ties,
     split_backward,
 )
@@ -165,3 +166,31 @@ def test_any_groups_keep_a_schedule_legal(data: st.DataObject, schedule: Schedul
 def test_an_unknown_stage_in_a_group_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"tie group 1 names stage 2; the stages are 0\.\.1"):
         reduce_ties(generate("gpipe", 2, 1), [[0, 1], [0, 2]])
+
+
+@st.composite
+def weights_in_any_order(draw: st.DrawFn) -> Schedule:
+    """Each rank's weight gradients at the end: which stage has the last one then depends on how many there are."""
+    schedule = split_backward(generate("gpipe", draw(st.integers(1, 2)), draw(st.integers(2, 4)), chunks=2))
+    rows = []
+    for row in schedule.rows:
+        weights = draw(st.permutations([action for action in row if action.op is Op.W]))
+        rows.append([*(action for action in row if action.op is not Op.W), *weights])
+    return schedule.with_rows(rows)
+
+
+@given(st.one_of(weights_in_any_order(), generated(max_ranks=4, max_microbatches=6)), st.data())
+def test_replicas_reduce_in_one_order_though_one_has_fewer_microbatches(
+    schedule: Schedule, data: st.DataObject
+) -> None:
+    """Each collective meets the one that another replica starts at the same turn, whatever stage that is of."""
+    stages = set(range(schedule.stages)) - data.draw(st.sets(st.integers(0, schedule.stages - 1), max_size=1))
+    fewer = first_microbatches(schedule, data.draw(st.integers(schedule.placement.pipelines, schedule.microbatches)))
+    done = reduce_replicas(fewer, stages, like=schedule)
+    assert reductions(done) == reductions(reduce_replicas(schedule, stages))
+    for row in done.rows:
+        reduced: set[int] = set()
+        for action in row:
+            assert action.stage not in reduced or action.op not in (Op.B, Op.W), "its last gradient comes before"
+            if action.op is Op.REDUCE_GRAD:
+                reduced.add(action.stage)

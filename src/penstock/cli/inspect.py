@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 def inspect(
     target: TargetName,
     stages: Annotated[int, typer.Option("--stages", "-n", help="Into how many stages.")] = 2,
+    microbatches: Annotated[
+        int | None, typer.Option(help="Into how many pieces the batch is cut; by default it is one.")
+    ] = None,
     cuts: Cuts = None,
     leaves: Leaves = None,
     opens: Opens = None,
@@ -37,7 +40,7 @@ def inspect(
     `penstock verify`. Nothing is computed: the forward is recorded with fake
     tensors. If that fails, the module, the source line and the remedy are named.
     """
-    found = find(target, stages, names(cuts), names(leaves), names(opens), balance)
+    found = find(target, stages, names(cuts), names(leaves), names(opens), balance, microbatches)
     if as_json:
         print(json.dumps(found.to_dict()))
     else:
@@ -51,6 +54,7 @@ def find(
     leaves: list[str] | None,
     opens: list[str] | None,
     balance: Literal["flops", "parameters", "layers"],
+    microbatches: int | None = None,
 ) -> Inspection:
     """Loads TARGET and inspects its model. What it prints goes to stderr.
 
@@ -65,6 +69,7 @@ def find(
             given.args,
             given.kwargs,
             stages=stages,
+            microbatches=microbatches,
             cuts=cuts,
             leaves=leaves,
             opens=opens,

@@ -31,7 +31,6 @@ __all__ = [
     "fit_link",
     "known_algorithms",
     "links_json",
-    "lower_bound_seconds",
     "predict",
     "predictions",
     "record_links",
@@ -198,17 +197,6 @@ def slowest_of(links: Iterable[LinkFit]) -> LinkFit:
     """What a collective has to wait for, whatever its size: the largest alpha and the largest beta of one or more."""
     links = tuple(links)
     return LinkFit(max(link.alpha_seconds for link in links), max(link.beta_seconds_per_byte for link in links))
-
-
-def lower_bound_seconds(
-    links: Iterable[LinkFit], collective: str, ranks: int, size_bytes: float, pieces: int = PIECES
-) -> float | None:
-    """The least that any known algorithm takes where every link is the slowest of `links`; None where there is none."""
-    links = tuple(links)
-    if not links:
-        return None
-    slowest = max(links, key=lambda link: link.alpha_seconds + size_bytes * link.beta_seconds_per_byte)
-    return min(predict(slowest, collective, name, ranks, size_bytes, pieces) for name in known_algorithms(collective))
 
 
 def links_json(found: dict[str, Any] | LinkFit) -> dict[str, Any]:

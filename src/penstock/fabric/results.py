@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.fabric.bounds import lower_bound_seconds
+from penstock.fabric.dependence import effective_counts
 from penstock.fabric.forecast import forecasts
-from penstock.fabric.models import LinkFit, busbw_factor, lower_bound_seconds, record_links
+from penstock.fabric.models import LinkFit, busbw_factor, record_links
 from penstock.fabric.samples import Run
-from penstock.fabric.statistics import Saturation, Summary, log_histogram, order_interval, outliers, saturation
+from penstock.fabric.statistics import Saturation, Summary, fewest, log_histogram, outliers, saturation
 from penstock.fabric.trials import TransferTimes, algorithm_of, computed_step, measured_step, rate_key
 from penstock.fabric.workload import Transfer, Workload
 
@@ -24,7 +26,7 @@ def results(run: Run) -> dict[str, Any]:
 
     `time_s`, `arrival_skew_s` and `transfer_s` (see `trials`) have min, p50, p90, p99, p999, max and mean, and beside
     them are the mean's 95 % interval and those of the percentiles. `ideal_percent` is the least that any algorithm
-    takes on the slowest of the measured links, over the median: above 100 where the network beats the measured links.
+    can take on the measured links (see `bounds`), over the median.
     `step` has the same figures of the whole trial. `model` is what `penstock fabric predict` makes of each collective
     that has sizes enough, of its largest.
     """
@@ -78,8 +80,8 @@ def _transfer(
 ) -> dict[str, Any]:
     ranks = len(times.ranks)
     summary = Summary.of(times.completion)
-    own = [link for ends, link in links if set(ends) <= set(times.ranks)] or [link for _, link in links]
-    bound = lower_bound_seconds(own, transfer.collective, ranks, transfer.bytes)
+    own = [one for one in links if set(one[0]) <= set(times.ranks)] or links
+    bound = lower_bound_seconds(own, transfer.collective, times.ranks, transfer.bytes)
     waiting = Summary.of(times.transfer)
     median = (waiting if rate_key(transfer.collective) == "transfer_s" else summary).p50
     return {
@@ -90,6 +92,7 @@ def _transfer(
         "kind": transfer.kind,
         "ranks": list(times.ranks),
         "trials": summary.count,
+        "effective_trials": summary.effective,
         "compute_s": transfer.compute_seconds,
         **_times("time", summary),
         **_times("arrival_skew", Summary.of(times.arrival_skew)),
@@ -139,7 +142,8 @@ def _per_rank(times: TransferTimes) -> list[dict[str, Any]]:
 
 def _quantiles(durations: NDArray[np.float64], q: float) -> NDArray[np.float64] | None:
     """Of each rank; None where there are too few trials."""
-    return None if order_interval(len(durations), q) is None else np.quantile(durations, q, axis=0)
+    worth = min((effective_counts(one, (q,))[0] for one in durations.T), default=0.0)
+    return None if worth < fewest(q) else np.quantile(durations, q, axis=0)
 
 
 def _slowest(times: TransferTimes) -> dict[str, Any] | None:

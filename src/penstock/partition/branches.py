@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from penstock.errors import PartitionError
+from penstock.partition.obstacle import Obstacle
 from penstock.partition.recording import Branch, Fact, Recording
 from penstock.partition.ways import Found, UnlikeError, explore
 
@@ -28,10 +28,13 @@ def with_branches(first: Recording, record: Callable[[Mapping[int, bool]], Recor
         return _Merger(found).merged()
     except UnlikeError as error:
         ask = first.asks[error.number or 0]
-        raise PartitionError(
-            f"the forward branches on a random number at {ask.source_line}, and its two ways differ in more than that "
-            f"one leaves modules out: {error}. Set the rate to 0 (models of transformers: layerdrop=0 in the "
-            "configuration) or use eval mode"
+        where = f"module {ask.scope!r}" if ask.scope else "the model's own forward"
+        raise Obstacle(
+            f"{where} branches on a random number at {ask.source_line}, and its two ways differ in more than that one "
+            f"leaves modules out: {error}",
+            ask.scope,
+            ask.rates,
+            "Set the rate to 0 (models of transformers: layerdrop=0 in the configuration) or use eval mode",
         ) from None
 
 

@@ -25,6 +25,7 @@ from penstock.errors import PartitionError
 from penstock.partition import foreign, source
 from penstock.partition._compat import FakeTensor
 from penstock.partition.foreign import States
+from penstock.partition.obstacle import Rate, rates_here
 from penstock.partition.trees import Leaf
 
 if TYPE_CHECKING:
@@ -38,11 +39,16 @@ REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """The forward asked for an outcome: that of `node`, before the node `index` was recorded, at a line of its code."""
+    """The forward asked for an outcome: that of `node`, before the node `index` was recorded, at a line of its code.
+
+    `rates`: what the module `scope`, whose code it is, reads there.
+    """
 
     node: fx.Node
     index: int
     source_line: str
+    scope: str = ""
+    rates: tuple[Rate, ...] = ()
 
 
 class Drawn(Leaf):
@@ -192,7 +198,9 @@ class Chance:
             self.refuse(f"a random number, {node.name!r}, inside of a module that runs as a whole")
         if node not in self._answers:
             self._answers[node] = self._choices.get(len(self.asks), False)
-            self.asks.append(Ask(node, self._recorder.observer.position, source.current_line()))
+            recorder = self._recorder
+            line = source.current_line()
+            self.asks.append(Ask(node, recorder.observer.position, line, recorder.scope, rates_here()))
         return self._answers[node]
 
     def calculate(self, function: Callable[..., Any], *args: Any) -> Drawn:

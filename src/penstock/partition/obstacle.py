@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -15,11 +16,22 @@ from penstock.partition.source import is_ours
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """An attribute of a module between 0 and 1 that the code in question reads: the chance of dropping a layer, say."""
+    """An attribute of a module between 0 and 1 that the code in question reads: the chance of dropping a layer, say.
+
+    `value` may also be a list or tuple of them, one for each layer.
+    """
 
     module: nn.Module
     name: str
-    value: float
+    value: Any
+
+    def alike(self, number: float) -> Any:
+        """What sets it to a number, for every layer."""
+        return type(self.value)([number] * len(self.value)) if isinstance(self.value, (list, tuple)) else number
+
+
+OUTSIDE = "Do it outside of the model"
+ELSEWHERE = f"{OUTSIDE}, or in a module of its own that leaves=[...] names, so that it runs as a whole"
 
 
 class Obstacle(PartitionError):  # noqa: N818  (it becomes a PartitionError with what was found to help)
@@ -29,39 +41,53 @@ class Obstacle(PartitionError):  # noqa: N818  (it becomes a PartitionError with
         why: what was met, and where.
         scope: the name of the module in whose forward it was met; empty for the model's own.
         rates: what the code read that may have led there.
+        otherwise: what to say where nothing that was tried has helped.
     """
 
-    def __init__(self, why: str, scope: str, rates: tuple[Rate, ...] = ()) -> None:
-        remedy = f"Give leaves=[{scope!r}], so that it runs as a whole" if scope else "Do it outside of the model"
-        super().__init__(f"{why}. {remedy}")
-        self.why, self.scope, self.rates = why, scope, rates
+    def __init__(self, why: str, scope: str, rates: tuple[Rate, ...] = (), otherwise: str = "") -> None:
+        otherwise = otherwise or (OUTSIDE if scope else ELSEWHERE)
+        super().__init__(f"{why}. {f'Give leaves=[{scope!r}], so that it runs as a whole' if scope else otherwise}")
+        self.why, self.scope, self.rates, self.otherwise = why, scope, rates, otherwise
 
     def because(self, reason: str) -> Obstacle:
         """The same, met on a way that was taken for a reason."""
-        return Obstacle(f"{reason}. To record it call by call does not help: {self.why}", self.scope, self.rates)
+        why = f"{reason}. To record it call by call does not help: {self.why}"
+        return Obstacle(why, self.scope, self.rates, self.otherwise)
 
 
 def rates_read(error: BaseException) -> tuple[Rate, ...]:
-    """The rates that the user's code in which an error arose reads from its own module."""
-    return tuple(rate for frame in _frames(error) for rate in _rates(frame))
-
-
-def _frames(error: BaseException) -> Iterator[FrameType]:
-    """The user's innermost frame that the error passed through."""
+    """The rates that the module reads in whose code an error arose."""
     frames, trace = [], error.__traceback__
     while trace is not None:
         frames.append(trace.tb_frame)
         trace = trace.tb_next
-    for frame in reversed(frames):
-        if not is_ours(frame.f_code.co_filename):
-            yield frame
-            return
+    return _rates_of(reversed(frames))
+
+
+def rates_here() -> tuple[Rate, ...]:
+    """The rates that the module reads whose code is running."""
+    return _rates_of(_running(sys._getframe(1)))
+
+
+def _running(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _rates_of(frames: Iterable[FrameType]) -> tuple[Rate, ...]:
+    """Of the first of the user's frames that is a module's method: it may have called a function with its rate."""
+    for frame in frames:
+        if not is_ours(frame.f_code.co_filename) and isinstance(frame.f_locals.get("self"), nn.Module):
+            return tuple(_rates(frame))
+    return ()
 
 
 def _rates(frame: FrameType) -> Iterator[Rate]:
-    owner: Any = frame.f_locals.get("self")
-    if isinstance(owner, nn.Module):
-        for name in frame.f_code.co_names:
-            value = vars(owner).get(name)
-            if isinstance(value, float) and 0 < value <= 1:
-                yield Rate(owner, name, value)
+    owner: Any = frame.f_locals["self"]
+    for name in frame.f_code.co_names:
+        value = vars(owner).get(name)
+        numbers = value if isinstance(value, (list, tuple)) else [value]
+        within = all(isinstance(number, (int, float)) and 0 <= number <= 1 for number in numbers)
+        if within and any(isinstance(number, float) and number for number in numbers):
+            yield Rate(owner, name, value)

@@ -17,11 +17,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from penstock.partition.named import named_by
 from penstock.partition.objects import CONSTANTS
+from penstock.partition.tables import Tables
 
 LISTS, DICTS, SETS = (list, deque), (dict, OrderedDict, defaultdict), (set,)
 LARGEST = 1000
 """Containers with more entries are tables, not what a forward leaves something in."""
+
+LARGEST_ARRAY = 2**16
+"""Arrays with more bytes are tables, too."""
 
 PLAIN_OBJECTS = {"__main__", "argparse", "collections", "types"}
 """Modules of the standard library whose objects are made to hold what users put there."""
@@ -40,6 +45,7 @@ class Place:
         entries: a dict, list, deque, set or cell; attributes and globals as the dict that they are in.
         before: a copy.
         attributes: whether the entries are attributes (of a module, where `module` is set) or globals.
+        outside: whether it was found among globals, and `text` is no path from the model.
     """
 
     text: str
@@ -47,6 +53,7 @@ class Place:
     before: Any
     attributes: bool = False
     module: bool = False
+    outside: bool = False
 
     def is_changed(self) -> bool:
         """Whether an entry is another object than before."""
@@ -57,6 +64,8 @@ class Place:
         now = self.entries
         if isinstance(now, CellType):
             return _contents(now) is not before
+        if _is_array(now):
+            return bool(now.tobytes() != before.tobytes())
         if len(now) != len(before):
             return True
         if isinstance(now, DICTS):
@@ -81,6 +90,8 @@ class Place:
         now = self.entries
         if isinstance(now, CellType):
             now.cell_contents = entries
+        elif _is_array(now):
+            now[...] = entries
         elif isinstance(now, LISTS):
             now.clear()
             now.extend(entries)
@@ -109,26 +120,41 @@ class Reach:
 
     def __init__(self, model: nn.Module) -> None:
         self.places: list[Place] = []
+        self.named = named_by(model)
+        self.tables = Tables(self.named)
         self._seen: set[int] = set()
+        self._first: dict[int, str] = {}  # object -> where it was found
+        self._again: list[tuple[str, str]] = []  # where it was found, and where once more (empty: among globals)
+        self._outside = False
         modules: dict[str, Any] = dict(model.named_modules())
         self._seen |= {id(module) for module in modules.values()}
         for name, module in modules.items():
             self._add_module(name, module, DEPTH)
         for kind in dict.fromkeys(map(type, modules.values())):
             self._visit(vars(kind).get("forward"), kind.__name__, 2)
-        del self._seen
+        del self._seen, self._first
+
+    def belongs_to(self, place: Place, name: str) -> bool:
+        """Whether a place is a module's of that name, or is in an object that only this module can reach."""
+        again = (text for first, text in self._again if _is_below(place.text, first))
+        return not place.outside and all(_is_below(text, name) for text in (place.text, *again))
 
     def changed(self) -> list[Place]:
         return [place for place in self.places if place.is_changed()]
+
+    def names_changed(self) -> list[str]:
+        """Of attributes and the like that the forward has set."""
+        return [place.name(key) for place in self.changed() for key, _ in place.changes() if key != "training"]
 
     def restore(self) -> None:
         for place in self.changed():
             if place.before is not _EMPTY:
                 place.put(place.before)
+        self.tables.forget()
 
     def _add(self, text: str, entries: Any, **kind: bool) -> None:
         before = _contents(entries) if isinstance(entries, CellType) else entries.copy()
-        self.places.append(Place(text, entries, before, **kind))
+        self.places.append(Place(text, entries, before, outside=self._outside, **kind))
 
     def _add_module(self, name: str, module: nn.Module, depth: int) -> None:
         attributes = vars(module)
@@ -144,8 +170,12 @@ class Reach:
         if depth == 0 or type(value) in CONSTANTS or isinstance(value, (Tensor, type, ModuleType)):
             return
         if id(value) in self._seen:
+            if id(value) in self._first:
+                self._again.append((self._first[id(value)], "" if self._outside else text))
             return
         self._seen.add(id(value))
+        if not self._outside:
+            self._first[id(value)] = text
         if isinstance(value, nn.Module):
             self._add_module(text, value, depth - 1)
         elif isinstance(value, FunctionType):
@@ -158,6 +188,8 @@ class Reach:
                 self._visit(part, text, depth)
         elif type(value) in (*LISTS, *DICTS, *SETS, tuple):
             self._visit_container(value, text, depth)
+        elif _is_array(value):
+            self._add(text, value)
         elif isinstance(getattr(value, "__dict__", None), dict) and not _is_of_others(type(value).__module__):
             self._add(text, vars(value), attributes=True)
             for key, item in list(vars(value).items()):
@@ -186,10 +218,23 @@ class Reach:
         module = str(known.get("__name__", ""))
         if id(known) not in self._seen and not _is_of_others(module):
             self._seen.add(id(known))
+            before, self._outside = self._outside, True
             self._add(module, known, attributes=True)
             for key, item in list(known.items()):
                 if not key.startswith("__") and not isinstance(item, FunctionType):
                     self._visit(item, f"{module}.{key}", min(depth, 2))
+            self._outside = before
+
+
+def _is_below(text: str, name: str) -> bool:
+    """Whether a path from the model is that of `name`, or leads on from there."""
+    return text == name or text.startswith((f"{name}.", f"{name}["))
+
+
+def _is_array(value: Any) -> bool:
+    """Whether a value is an array of numpy's that is small enough to be compared."""
+    kind = type(value)
+    return kind.__module__ == "numpy" and kind.__name__ == "ndarray" and value.nbytes <= LARGEST_ARRAY
 
 
 def _contents(cell: CellType) -> Any:

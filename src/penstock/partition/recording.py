@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 
 from penstock.partition.left import Left
 from penstock.partition.opening import NOTHING, Opening
+from penstock.partition.remembered import Remembered
 from penstock.partition.units import NO_GRAIN, Grain
 from penstock.stages import TensorMeta
 
@@ -68,6 +69,7 @@ class Fact:
         updates: the index of each node that updated the result in place, and its meta from then on.
         depends_on_values: a unit that ran for real: what it writes and draws may be something else in other calls.
         returned: of a unit, what its results must look like; None where there is nothing to check.
+        read_at: of such a unit, the line that rests on a shape of its results, and that line's module.
     """
 
     index: int
@@ -88,6 +90,7 @@ class Fact:
     updates: list[tuple[int, TensorMeta]] = field(default_factory=list)
     depends_on_values: bool = False
     returned: Pattern | None = None
+    read_at: tuple[str, str] = ("", "")
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -151,6 +154,7 @@ class Recording:
         touched: canonical names of the parameters and buffers that any operator took.
         asks: where the forward asked for the outcome of something random.
         is_foreign: it draws from Python's or numpy's generators.
+        remembered: what units carry over from call to call; see `Remembered`.
     """
 
     graph: fx.Graph
@@ -175,6 +179,7 @@ class Recording:
     touched: frozenset[str] = frozenset()
     asks: tuple[Ask, ...] = ()
     is_foreign: bool = False
+    remembered: tuple[Remembered, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

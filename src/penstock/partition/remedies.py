@@ -6,10 +6,12 @@ the message has all obstacles at once.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 from torch import nn
@@ -29,6 +31,9 @@ SECONDS = 30.0
 
 LISTED = 8
 """How many leaves a message lists by name."""
+
+_KEPT = re.compile("surviv|keep")
+"""In the name of a rate: it is that of layers that are kept."""
 
 Record = Callable[[Sequence[str], Mapping[str, Any]], Recording]
 """Records with these leaves and keyword arguments."""
@@ -99,29 +104,52 @@ def explained(
         given = _listed(search.leaves, model)
         left = _left(search.recording, model, search.leaves, stages)
         remedies.append(f"Give leaves={given}, so that {it} (tried: {left})")
-    if len(search.found) == 1:
-        remedies += [f"set {name} to 0, now {rate.value:g} (tried)" for name, rate in _rates(search, error)]
-        if (
-            "labels" in kwargs
-            and search.may_try()
-            and _records(search, {k: v for k, v in kwargs.items() if k != "labels"})
-        ):
-            remedies.append("leave out labels and give loss=... (tried)")
+    if (rates := _rates(search)) is not None:
+        remedies.append(rates)
+    if (
+        len(search.found) == 1
+        and "labels" in kwargs
+        and search.may_try()
+        and _records(search, {k: v for k, v in kwargs.items() if k != "labels"})
+    ):
+        remedies.append("leave out labels and give loss=... (tried)")
     if not remedies:
         failed = f" {search.failure[:1].upper()}{search.failure[1:]}" if search.failure else ""
-        return f"{text}.{failed} Do it outside of the model"
+        return f"{text}.{failed} {error.otherwise}"
     first, *others = remedies
     return f"{text}. {', or '.join([first[:1].upper() + first[1:], *others])}"
 
 
-def _rates(search: _Search, error: Obstacle) -> Iterator[tuple[str, Rate]]:
-    """The rates that help where they are 0."""
+def _rates(search: _Search) -> str | None:
+    """To set rates to 0, or to 1 where they are those of what is kept; None if that does not help."""
     names = {id(module): name for name, module in search.model.named_modules()}
-    for rate in error.rates:
-        if id(rate.module) in names and search.may_try():
-            with _set(rate, 0.0):
-                if _records(search, search.kwargs):
-                    yield f"{names[id(rate.module)]}.{rate.name}".lstrip("."), rate
+    every = {(id(r.module), r.name): r for obstacle in search.found for r in obstacle.rates if id(r.module) in names}
+    groups = [[rate] for rate in every.values()] if len(search.found) == 1 else []
+    groups += [[*every.values()]] if len(groups) != 1 else []
+    for rates, number in product(groups, (0.0, 1.0)):
+        if not rates or (number and not all(_KEPT.search(rate.name) for rate in rates)) or not search.may_try():
+            continue
+        if _helps(search, rates, number):
+            paths = " and ".join(_path(rate, names) for rate in rates)
+            now = ", ".join(dict.fromkeys(_text(rate.value) for rate in rates))
+            return f"set {paths} to {number:g}, now {now} (tried)"
+    return None
+
+
+def _path(rate: Rate, names: Mapping[int, str]) -> str:
+    path = f"{names[id(rate.module)]}.{rate.name}".lstrip(".")
+    return f"all of {path}" if isinstance(rate.value, (list, tuple)) else path
+
+
+def _text(value: Any) -> str:
+    return repr(value) if isinstance(value, (list, tuple)) else f"{value:g}"
+
+
+def _helps(search: _Search, rates: Sequence[Rate], number: float) -> bool:
+    with ExitStack() as stack:
+        for rate in rates:
+            stack.enter_context(_set(rate, rate.alike(number)))
+        return _records(search, search.kwargs)
 
 
 def _records(search: _Search, kwargs: Mapping[str, Any]) -> bool:
@@ -133,7 +161,7 @@ def _records(search: _Search, kwargs: Mapping[str, Any]) -> bool:
 
 
 @contextmanager
-def _set(rate: Rate, value: float) -> Iterator[None]:
+def _set(rate: Rate, value: Any) -> Iterator[None]:
     setattr(rate.module, rate.name, value)
     try:
         yield

@@ -50,12 +50,13 @@ class Returned:
     """What the units of one recording return.
 
     Attributes:
-        shapes_read: values whose shapes were asked for between units, or gave the number of a call's results.
+        shapes_read: values whose shapes were asked for between units, or gave the number of a call's results, with the
+            line that did so and the module that it is in.
     """
 
     def __init__(self, opening: Opening) -> None:
         self._opening = opening
-        self.shapes_read: list[fx.Node] = []
+        self.shapes_read: list[tuple[fx.Node, str, str]] = []
         self._ran_for_real: list[Fact] = []
 
     def note(self, fact: Fact, result: Any) -> None:
@@ -71,10 +72,13 @@ class Returned:
 
     def settle(self, facts: Mapping[fx.Node, Fact]) -> None:
         """At the end: shapes on which nothing rests may differ from call to call."""
-        rests_on = _before(self.shapes_read)
-        free = {id(fact) for node, fact in facts.items() if node not in rests_on}
+        readers = _readers(self.shapes_read) if self._ran_for_real else {}
+        nodes = {id(fact): node for node, fact in facts.items()}
         for fact in self._ran_for_real:
-            if id(fact) in free and fact.returned is not None:
+            reader = readers.get(nodes[id(fact)])
+            if reader is not None:
+                fact.read_at = reader
+            elif fact.returned is not None:
                 fact.returned = _without_shapes(fact.returned)
 
 
@@ -91,26 +95,40 @@ def _without_shapes(pattern: Pattern) -> Pattern:
     return ("tensor", None) if pattern[0] == "tensor" else pattern
 
 
-def _before(nodes: list[fx.Node]) -> set[fx.Node]:
-    """These nodes and all that they are computed from."""
-    found, stack = set(nodes), list(nodes)
-    while stack:
-        new = [node for node in stack.pop().all_input_nodes if node not in found]
-        found.update(new)
-        stack += new
+def _readers(reads: list[tuple[fx.Node, str, str]]) -> dict[fx.Node, tuple[str, str]]:
+    """For each node whose shape was read, and all that these are computed from: the first line, and its module."""
+    found: dict[fx.Node, tuple[str, str]] = {}
+    for read, line, scope in reads:
+        stack = [read]
+        while stack:
+            node = stack.pop()
+            if node not in found:
+                found[node] = line, scope
+                stack += node.all_input_nodes
     return found
 
 
-def check_returned(result: Any, unit: str, pattern: Pattern) -> None:
-    """Raises PartitionError if a unit returns something else than was recorded."""
+def check_returned(result: Any, unit: str, pattern: Pattern, read_at: tuple[str, str] = ("", "")) -> None:
+    """Raises PartitionError if a unit returns something else than was recorded.
+
+    `read_at`: the line that reads the shape of a result, and its module; empty where none does.
+    """
     if _fits(result, pattern):
         return
     got, expected = _difference(result, pattern)
-    raise PartitionError(
-        f"{unit!r} returned {got} where the recording has {expected}: what a block returns beside the values of its "
-        "tensors is a constant of a recording, since the calls that follow were recorded with it. Return numbers as "
-        "tensors, or name the module that uses them in leaves=[...], so that it runs as a whole"
+    line, scope = read_at
+    why = (
+        "what a block returns beside the values of its tensors is a constant of a recording, since the calls that "
+        "follow were recorded with it"
     )
+    where = f" (as at {line}, in {f'module {scope!r}' if scope else 'the model itself'})" if line else ""
+    remedy = (
+        f"Give leaves=[{scope!r}], so that it runs as a whole"
+        if scope
+        else "Return numbers as tensors, and tensors of fixed shapes; or give what uses them a module of its own and "
+        "name that in leaves=[...], so that it runs as a whole"
+    )
+    raise PartitionError(f"{unit!r} returned {got} where the recording has {expected}: {why}{where}. {remedy}")
 
 
 def versions_of(values: Any) -> list[tuple[Tensor, int]]:

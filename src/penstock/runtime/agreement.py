@@ -54,6 +54,15 @@ class Agreement:
     def _difference(self, microbatch: int, given: Layouts) -> str:
         changes = zip(self._link.values, given, self._layouts[microbatch], strict=True)
         (stage, name), new, old = next(change for change in changes if change[1] != change[2])
+        if new is None or old is None:
+            had, has = ("none", "one") if old is None else ("one", "none")
+            return (
+                f"the gradient of value {name!r} of stage {stage} goes from stage {self._link.source} to "
+                f"{self._link.target} in each step or in none, but there was {had} in the first step, and there is "
+                f"{has} now in microbatch {microbatch}. Nothing was sent. Where a block detaches what it returns for "
+                "some batches alone, use torch.where(condition, h, h.detach()), which always takes a gradient, or "
+                "move the cut"
+            )
         return (
             f"value {name!r} of stage {stage}, on its way from stage {self._link.source} to {self._link.target} in "
             f"microbatch {microbatch}, is {describe(new)}; {describe(old)} was agreed on in the first step. "

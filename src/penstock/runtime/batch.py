@@ -61,6 +61,16 @@ class Cut:
     kind: Hashable
 
 
+def check_enough(cut: Cut, microbatches: int) -> None:
+    """Raises ArgumentError if an example makes fewer microbatches than a schedule has."""
+    if len(cut.sizes) < microbatches:
+        raise ArgumentError(
+            f"microbatches={microbatches}, but the example makes {len(cut.sizes)}, of "
+            f"{counted(sum(cut.sizes), 'row')}: a later batch may be smaller, but the example must be a whole one; "
+            "give a larger one or fewer microbatches"
+        )
+
+
 def sizes_of(rows: int, microbatches: int, pipelines: int = 1) -> tuple[int, ...]:
     """How many rows each microbatch gets: as even as can be, the larger ones first.
 

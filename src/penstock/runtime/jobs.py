@@ -20,7 +20,7 @@ from penstock.errors import ArgumentError, ShapeError
 from penstock.partition import Partition
 from penstock.runtime.batch import Cut
 from penstock.runtime.engine import Engine, Job
-from penstock.runtime.outline import Outline
+from penstock.runtime.outline import Outline, telling_rows
 from penstock.runtime.outputs import words
 from penstock.runtime.split_model import SplitModel
 
@@ -85,7 +85,8 @@ class Jobs:
 
     def add(self, cut: Cut | None, outline: Outline, *, training: bool) -> Known:
         """Records microbatches, and binds their job. `cut` is None on ranks that do not look at inputs."""
-        partitions = self._split.partitions(training=training, examples=outline.fill())
+        with telling_rows(outline.sizes):
+            partitions = self._split.partitions(training=training, examples=outline.fill())
         plain = [] if cut is None else [leaf for piece in cut.pieces for leaf in piece.leaves]
         known = Known(
             number=self._made,

@@ -7,19 +7,24 @@ of floating-point tensors only shape, strides and dtype do.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, PartitionError
 from penstock.partition._compat import Flat, flatten, unflatten
 from penstock.partition.guards import is_integer
 from penstock.partition.objects import input_path
 from penstock.partition.state import map_tensors
 from penstock.runtime.batch import Cut
+from penstock.words import counted
+
+ONE_VALUE = "Expected more than 1 value per channel"
+"""What torch says where batch norm could take no variance."""
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword inputs of one microbatch."""
@@ -73,6 +78,28 @@ class Outline:
     def __setstate__(self, state: list[Any]) -> None:
         for field, value in zip(self.__slots__, state, strict=True):
             object.__setattr__(self, field, value)
+
+
+@contextmanager
+def telling_rows(sizes: Sequence[int]) -> Iterator[None]:
+    """Around a recording of microbatches of these sizes: where batch norm gets a single row, says how they came to it.
+
+    Raises:
+        PartitionError: it does.
+    """
+    try:
+        yield
+    except (PartitionError, ValueError) as error:  # from inside of a block, or from the model's own forward
+        if ONE_VALUE not in str(error) or not sizes or min(sizes) > 1:
+            raise
+        rows, count = sum(sizes), len(sizes)
+        listed = f"{sizes[0]} each" if len({*sizes}) == 1 else ", ".join(map(str, sizes))
+        most = f"at most {counted(rows // 2, 'microbatch')}, or " if rows > 1 else ""
+        raise PartitionError(
+            f"batch norm needs more than one row of a batch in training, and {counted(rows, 'row')} in "
+            f"{counted(count, 'microbatch')} are "
+            f"{listed}: use {most}a larger batch ({' '.join(str(error).split())})"
+        ) from error
 
 
 def _plain(flat: Flat) -> Iterator[tuple[Any, str]]:

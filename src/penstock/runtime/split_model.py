@@ -17,7 +17,7 @@ from penstock.runtime.copies import with_copies
 from penstock.runtime.distribution import check_sharding
 from penstock.runtime.engine import Engine
 from penstock.runtime.materialize import Materialize, materialize
-from penstock.runtime.outline import Example, Outline
+from penstock.runtime.outline import Example, Outline, telling_rows
 from penstock.runtime.ties import tie_groups
 from penstock.schedule import Placement
 from penstock.stages import ties
@@ -65,9 +65,11 @@ class SplitModel:
             streams=engine.streams,
         )
         self.model = self._partitioner.model
-        self._modules = list(self.model.modules())
+        self._named = list(self.model.named_modules())
+        self._modules = [module for _, module in self._named]
         # A forward may branch on values: all ranks record the same.
-        self._examples = engine.control.give(example).fill()
+        example = engine.control.give(example)
+        self._examples, self._sizes = example.fill(), example.sizes
         self._copied: dict[int, tuple[Partition, Partition]] = {}
         self._placed: dict[int, tuple[Partition, Partition]] = {}
         self._agree()
@@ -84,6 +86,8 @@ class SplitModel:
         self.tie_groups = () if engine.world.is_local else tie_groups(shared, placement.rank_of)
         held = dict(self.held_parameters())
         engine.tie(self.tie_groups, lambda name: held[name])
+        self._followed = self._buffers_to_follow()
+        self._buffers = self._current_buffers()
 
     @property
     def cuts(self) -> tuple[str, ...]:
@@ -120,6 +124,12 @@ class SplitModel:
         """Raises ArgumentError if the model no longer holds the parameters that the pipeline was made with."""
         if self._frames is not None:  # whose sharding puts others in their place
             return
+        for (name, _, _), before, buffer in zip(self._followed, self._buffers, self._current_buffers(), strict=True):
+            if buffer is not before:
+                raise ArgumentError(
+                    f"buffer {name!r} has been replaced by another tensor since the last step: stages and state dicts "
+                    "have the one from before. Change its values in place (copy_), or make a new pipeline"
+                )
         now = list(self.model.parameters())
         if len(now) == len(self._parameters) and all(map(is_, now, self._parameters)):
             return
@@ -140,6 +150,7 @@ class SplitModel:
         before = self._partitioner.attributes()
         yield
         self._partitioner.settle(before)
+        self._buffers = self._current_buffers()  # a forward may replace a buffer of constants that it makes itself
 
     def modules(self) -> list[nn.Module]:
         """Every module, once."""
@@ -195,6 +206,19 @@ class SplitModel:
         """The stages of this process that `fully_shard` was applied to."""
         return {} if self._frames is None else self._frames.sharded
 
+    def _buffers_to_follow(self) -> list[tuple[str, nn.Module, str]]:
+        """Names and places of buffers, but for those of blocks that are not saved: tables, which blocks make."""
+        opened = self._partitioner.opened_modules()
+        return [
+            (f"{name}.{key}".lstrip("."), module, key)
+            for name, module in self._named
+            for key in module._buffers
+            if id(module) in opened or key not in module._non_persistent_buffers_set
+        ]
+
+    def _current_buffers(self) -> list[Tensor | None]:
+        return [module._buffers.get(key) for _, module, key in self._followed]
+
     def _parallelize(self, function: Parallelize, shared: Mapping[str, Sequence[int]]) -> None:
         """Applies the user's function to this process's stages. What was recorded before is recorded anew."""
         from penstock.runtime.frame import Frames  # torch's FSDP takes long to import
@@ -235,7 +259,8 @@ class SplitModel:
         plain = nullcontext() if self._frames is None else self._frames.off()
         with torch.set_grad_enabled(training), plain:
             given = self._examples if examples is None else examples
-            return [self._copy(self._partitioner(args, kwargs)) for args, kwargs in given]
+            with telling_rows(self._sizes if examples is None else ()):
+                return [self._copy(self._partitioner(args, kwargs)) for args, kwargs in given]
 
     def _refuse_what_is_elsewhere(self, partition: Partition) -> None:
         """Each process holds what the stages of the first recording need; a batch may take another branch."""

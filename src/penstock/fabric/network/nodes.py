@@ -128,7 +128,7 @@ def run(
     jobs: list[str] = []
     with contextlib.ExitStack() as stack:
         stack.callback(_end, agents)
-        failures, step_file = stack.enter_context(_memory("failures")), stack.enter_context(_memory("step"))
+        failures, step_file = stack.enter_context(memory("failures")), stack.enter_context(memory("step"))
         commands = agent_commands(machines, job.command, per_host=job.ranks // job.hosts)
         for host, argv in enumerate(commands):
             environment = stack.enter_context(launch.job())
@@ -225,8 +225,8 @@ def _end(agents: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 @contextlib.contextmanager
-def _memory(name: str) -> Iterator[str]:
-    """The path of a file that is gone with this process, however that ends."""
+def memory(name: str) -> Iterator[str]:
+    """The path of an empty file in memory that is gone with this process, however that ends."""
     descriptor = os.memfd_create(f"penstock-{name}")
     try:
         yield f"/proc/{os.getpid()}/fd/{descriptor}"

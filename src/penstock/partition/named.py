@@ -1,0 +1,73 @@
+"""What the code of a model's classes names: functions, classes and the globals of their files, over a few files."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import deque
+from collections.abc import Iterator
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+CACHED = type(functools.cache(lambda: None))
+
+FILES = 3
+"""Over how many files it is followed."""
+
+
+def named_by(model: nn.Module) -> list[Any]:
+    """Classes, functions (also those that `functools.cache` wraps) and, as dicts, the globals of files."""
+    kinds = dict.fromkeys(base for module in model.modules() for base in type(module).__mro__)
+    return list(_walk(list(kinds)))
+
+
+def _walk(kinds: list[Any]) -> Iterator[Any]:
+    """Looks breadth first, so that nothing is taken for too far away that is also near."""
+    pending, seen = deque((kind, FILES) for kind in kinds), {id(kind) for kind in kinds}
+    while pending:
+        value, files = pending.popleft()
+        yield value
+        for item, crosses in _named_in(value):
+            left = files - crosses
+            if left > 0 and id(item) not in seen:
+                seen.add(id(item))
+                pending.append((item, left))
+
+
+def _named_in(value: Any) -> Iterator[tuple[Any, bool]]:
+    """What is named in a class or function, and whether it may be of another file."""
+    if isinstance(value, (staticmethod, classmethod, MethodType)):
+        yield value.__func__, False
+    elif isinstance(value, property):
+        yield value.fget, False
+    elif type(value) is CACHED:
+        yield value.__wrapped__, False
+    elif isinstance(value, type):
+        if not _is_of_others(value.__module__):
+            yield from ((item, False) for item in vars(value).values() if isinstance(item, _CODE))
+    elif isinstance(value, FunctionType):
+        yield from ((item, False) for item in _closure(value) if isinstance(item, _CODE))
+        if not _is_of_others(value.__module__):
+            yield value.__globals__, False
+    elif type(value) is dict:
+        yield from ((item, True) for item in list(value.values()) if isinstance(item, _CODE))
+
+
+_CODE = (FunctionType, type, CACHED, staticmethod, classmethod, MethodType, property)
+
+
+def _closure(function: FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # nothing was assigned yet
+            continue
+
+
+@functools.cache
+def _is_of_others(module: str | None) -> bool:
+    """Whether a Python module is torch's, numpy's, ours or the standard library's (but for a script's own)."""
+    first = (module or "").partition(".")[0]
+    return first in ("", "torch", "numpy", "penstock") or (first in sys.stdlib_module_names and first != "__main__")

@@ -1,0 +1,98 @@
+"""What a checkpoint brings back besides tensors: in one process, where it costs little."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from models import squared_error
+from penstock import checkpoint
+from small import WIDTH, batch
+
+
+def made(seed: int, ranks: int = 2, dropout: float = 0.4) -> penstock.Pipeline:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout))))
+    return penstock.pipeline(model, batch()[:1], loss=squared_error, ranks=ranks, microbatches=3, seed=seed)
+
+
+def losses(pipe: penstock.Pipeline, steps: int) -> list[float]:
+    x, y = batch()
+    return [float(pipe.step(x, target=y).loss) for _ in range(steps)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_masks_go_on_as_they_were_in_a_pipeline_of_another_seed(tmp_path: Path, ranks: int) -> None:
+    with made(seed=3) as pipe:
+        losses(pipe, 2)
+        checkpoint.save(tmp_path, pipe)
+        expected = losses(pipe, 2)
+    with made(seed=8, ranks=ranks) as other:
+        restored = checkpoint.load(tmp_path, other)
+        assert restored is not None
+        assert (other.seed, other.step_count, restored.step) == (3, 2, 2)
+        assert losses(other, 2) == expected
+    assert expected[0] != expected[1]
+
+
+def test_options_of_the_optimizers_groups_are_those_that_were_saved(tmp_path: Path) -> None:
+    def optimizer_of(pipe: penstock.Pipeline, lr: float, **options: Any) -> torch.optim.Optimizer:
+        named = dict(pipe.named_parameters())
+        biases = [p for name, p in named.items() if name.endswith("bias")]
+        weights = [p for name, p in named.items() if name.endswith("weight")]
+        return torch.optim.AdamW([{"params": biases, "weight_decay": 0.0}, {"params": weights}], lr=lr, **options)
+
+    with made(seed=0) as pipe:
+        optimizer = optimizer_of(pipe, 1e-2, weight_decay=0.3)
+        losses(pipe, 1)
+        optimizer.step()
+        optimizer.param_groups[1]["lr"] = 5e-3  # as a scheduler does
+        checkpoint.save(tmp_path, pipe, optimizer)
+        expected = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    with made(seed=0) as other:
+        loaded = optimizer_of(other, 1.0, betas=(0.5, 0.5))
+        checkpoint.load(tmp_path, other, loaded)
+        assert [{k: v for k, v in group.items() if k != "params"} for group in loaded.param_groups] == expected
+        for mine, group in zip(loaded.param_groups, optimizer.param_groups, strict=True):
+            for one, saved in zip(mine["params"], group["params"], strict=True):
+                assert torch.equal(loaded.state[one]["exp_avg"], optimizer.state[saved]["exp_avg"])
+
+
+def test_an_optimizers_state_keeps_its_own_precision(tmp_path: Path) -> None:
+    """As that of an optimizer which keeps float32 beside weights in bfloat16."""
+
+    class Sums(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {})
+
+        def step(self, closure: Any = None) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                state = self.state[parameter]
+                state["sum"] = state.get("sum", torch.zeros(parameter.shape)) + 1 / 3
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            """Torch's own casts to the parameter's dtype."""
+            parameters = self.param_groups[0]["params"]
+            for number, state in state_dict["state"].items():
+                self.state[parameters[number]] = state
+
+    def half() -> penstock.Pipeline:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2))).bfloat16()
+        x: Tensor = batch()[0].bfloat16()
+        return penstock.pipeline(model, (x,), loss=lambda output: output.mean(), ranks=2, microbatches=2)
+
+    with half() as pipe:
+        optimizer = Sums(pipe.parameters())
+        optimizer.step()
+        checkpoint.save(tmp_path, pipe, optimizer)
+    with half() as other:
+        loaded = Sums(other.parameters())
+        checkpoint.load(tmp_path, other, loaded)
+        for parameter in other.parameters():
+            assert torch.equal(loaded.state[parameter]["sum"], torch.zeros(parameter.shape) + 1 / 3)

@@ -1,0 +1,99 @@
+"""What a recorded forward calls by another way than through a module or torch: cached functions, bound methods."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock import inspect, verify
+
+WIDTH = 4
+
+
+@functools.lru_cache
+def positions(width: int) -> Tensor:
+    return torch.arange(width) / width
+
+
+def keeping(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As libraries do it: the function that keeps results is a variable around another."""
+    kept = functools.cache(function)
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        return kept(*args)
+
+    return call
+
+
+@functools.cache
+def registry(name: str) -> list[str]:
+    return [name]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    @keeping
+    def scale(self, width: int) -> Tensor:
+        return torch.arange(width) + 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        registry("block")
+        return torch.tanh(self.linear(x)) * self.scale(WIDTH) + positions(WIDTH)
+
+
+def test_tables_that_functions_keep_are_not_left_fake() -> None:
+    torch.manual_seed(0)
+    positions.cache_clear()
+    first = registry("first")
+    model, x = nn.Sequential(*[Block() for _ in range(4)]), torch.randn(4, WIDTH)
+    inspect(model, (x,), stages=2)
+    assert type(positions(WIDTH)) is Tensor
+    assert registry("first") is first  # no tensor in it, so that it is left alone
+    assert type(model(x)) is Tensor
+    positions.cache_clear()
+    verify(model, (x,), torch.randn(4, WIDTH), F.mse_loss, ranks=4, microbatches=2, exact=True).check()
+
+
+class Swish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x)
+        return x * x.sigmoid()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return grad * 2 * x.sigmoid()  # not what autograd would find
+
+
+swish = Swish.apply
+
+
+class Own(nn.Module):
+    """Calls it between the layers, under two names that were bound before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.act = Swish.apply
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.act(layer(x)) + swish(x)
+        return x
+
+
+def test_apply_that_was_bound_before_is_one_call() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+    verify(Own, (x,), y, F.mse_loss, ranks=2, microbatches=2, exact=True).check()
+    assert swish.__func__ is torch.autograd.Function.__dict__["apply"].__func__

@@ -1,0 +1,123 @@
+"""One comparison: on both sides of each tolerance, so that a wider or narrower one fails here. The numbers are written
+out, since a test that reads them from the code would move with them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.comparison import Report, Row, Verdict, WholeBatch, compare
+
+KINDS = ["output", "loss", "gradient", "buffer"]
+TIED = "terms of several stages, added in another order"
+
+
+def verdict(
+    mine: Tensor | None, other: Tensor | None, *, kind: str = "gradient", exact: bool = True, why: str = ""
+) -> Verdict:
+    row = compare(kind, "x", (0,), mine, other, exact, why)
+    assert row.ok == (row.verdict in ("equal", "close"))
+    assert (row.verdict == "close") == bool(row.allowed)
+    return row.verdict
+
+
+def beside(other: Tensor, difference: float) -> Tensor:
+    """`other`, whose largest entry is elsewhere, with a small entry that is off by so much."""
+    mine = other.clone()
+    mine[0] += difference
+    return mine
+
+
+@pytest.mark.parametrize(
+    ("dtype", "within", "beyond"),
+    [
+        (torch.float64, 0.9e-6, 1.1e-6),
+        (torch.float32, 0.9e-6, 1.1e-6),
+        (torch.float16, 3 / 1024, 5 / 1024),  # 4 epsilons
+        (torch.bfloat16, 3 / 128, 5 / 128),
+        (torch.complex64, 0.9e-6, 1.1e-6),
+    ],
+)
+def test_what_was_added_in_another_order_has_a_tolerance(dtype: torch.dtype, within: float, beyond: float) -> None:
+    """Of the tensor's largest entry, in whichever entry the difference is."""
+    for scale in (1.0, 1024.0):
+        other = torch.tensor([0.0, 0.5, -1.0]).to(dtype) * scale
+        for sign in (1, -1):
+            near, far = (beside(other, sign * part * scale) for part in (within, beyond))
+            assert verdict(near, other, why=TIED) == "close"
+            assert verdict(far, other, why=TIED) == "different"
+            assert verdict(near, other) == "different", "nothing was added in another order"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_gradient_of_zeros_is_not_close_to_one_that_is_none(dtype: torch.dtype) -> None:
+    other = torch.tensor([0.5, -1.0]).to(dtype)
+    assert verdict(torch.zeros_like(other), other, why=TIED) == "different"
+    assert verdict(other, torch.zeros_like(other), why=TIED) == "different"
+    assert verdict(other * 2, other, why=TIED) == "different"
+    assert verdict(torch.full_like(other, math.nan), other, why=TIED) == "different"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_compared_alike(kind: str) -> None:
+    other = torch.tensor([1.0, 2.0])
+    one_bit = torch.nextafter(other, other + 1)
+    assert verdict(other.clone(), other, kind=kind) == "equal"
+    assert verdict(one_bit, other, kind=kind) == "different"
+    assert verdict(one_bit, other, kind=kind, exact=False) == "close"
+    assert verdict(None, other, kind=kind) == "missing"
+    assert verdict(other, None, kind=kind) == "unexpected"
+    assert verdict(None, None, kind=kind) == "equal"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "within", "beyond"),
+    [  # those of torch.testing.assert_close: relative to the entry, and absolute near 0
+        (torch.float32, 1.2e-6, 1.5e-6),
+        (torch.bfloat16, 1.5e-2, 2.4e-2),
+        (torch.float64, 0.9e-7, 1.5e-7),
+    ],
+)
+def test_where_bits_are_not_demanded_torchs_tolerances_hold(dtype: torch.dtype, within: float, beyond: float) -> None:
+    other = torch.full((3,), 1000.0).to(dtype)
+    assert verdict(other * (1 + within), other, exact=False) == "close"
+    assert verdict(other * (1 + beyond), other, exact=False) == "different"
+    assert verdict(other * (1 + within), other, exact=True) == "different"
+
+
+def test_bits_are_compared_and_not_numbers() -> None:
+    nan, zero = torch.tensor([math.nan]), torch.zeros(1)
+    assert verdict(nan.clone(), nan) == "equal"
+    assert verdict(-zero, zero) == "different"
+    assert verdict(torch.ones(2, 3), torch.ones(3, 2), exact=False, why=TIED) == "different"
+    assert verdict(torch.ones(2), torch.ones(2).double(), exact=False, why=TIED) == "different"
+    assert verdict(torch.ones(3, 2).t(), torch.ones(2, 3)) == "equal"
+
+
+def report(*rows: Row, whole: WholeBatch | None = None) -> Report:
+    return Report(rows, "gpipe", 2, 2, 4, 0.0, True, whole_batch=whole)
+
+
+@pytest.mark.parametrize("wrong", ["different", "missing", "unexpected", "close"])
+def test_one_wrong_row_is_enough(wrong: Verdict) -> None:
+    """A value that is merely close is wrong where nothing allows it."""
+    fine, bad = Row("gradient", "a", (0,), "equal"), Row("gradient", "b", (1,), wrong, 0.5, 1.0, "", 2)
+    assert report(fine).ok
+    assert not report(fine, bad).ok
+    assert report(fine, bad).wrong == (bad,)
+    assert report(fine, bad).summary().startswith("1 of 2 values differ; the first is gradient b on stage 1")
+    assert report(fine, bad).summary().endswith(", in step 2")
+
+
+@pytest.mark.parametrize(
+    ("found", "ok"), [("close", True), ("explained", True), ("warning", True), ("different", False)]
+)
+def test_a_batch_that_is_cut_wrongly_is_not_ok(found: Any, ok: bool) -> None:
+    made = report(Row("loss", "loss", (0,), "equal"), whole=WholeBatch(1.0, 2.0, found, "a reason"))
+    assert made.ok == ok
+    assert made.to_dict()["ok"] == ok
+    assert ("a reason" in made.summary()) == (found in ("warning", "different"))
