@@ -10,7 +10,7 @@ _SIZES = {
     "": 1, "b": 1,
     **{f"{prefix}{end}": 1024**power for power, prefix in enumerate("kmgt", 1) for end in ("", "b", "ib")},
 }  # fmt: skip
-"""K, M and G are powers of 1024, as nccl-tests reads them, whatever follows: 64kb is the same in a link's text (tc's)."""
+"""K, M and G are powers of 1024, as nccl-tests reads them, whatever follows: 64kb is the same in a link's text."""
 
 _NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
 
