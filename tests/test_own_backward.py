@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock import PartitionError, verify
+from penstock import PartitionError, pipeline, verify
 
 ORDERS = pytest.mark.parametrize(("schedule", "ranks"), [("gpipe", 2), ("1f1b", 4)])
 X, TARGET = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)), torch.zeros(8, 6)
@@ -18,7 +19,7 @@ X, TARGET = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)), torch
 
 class Recalls(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
+    def forward(ctx: Any, x: Tensor, module: Any) -> Tensor:
         ctx.module = module
         return x.clone()
 
@@ -39,12 +40,55 @@ class KeepsForBackward(nn.Module):
         return Recalls.apply(self.linear(x), self)
 
 
+class KeepsInAnObject(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.state = nn.Linear(6, 6), SimpleNamespace(scale=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state.scale = 1 + x.detach().abs().mean()
+        return Recalls.apply(self.linear(x), self.state)
+
+
+class Pops(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, stack: list[Tensor]) -> Tensor:
+        ctx.stack = stack
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.stack.pop(), None
+
+
+class KeepsOnAStack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.stack = nn.Linear(6, 6), []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.stack.append(1 + x.detach().abs().mean())
+        return Pops.apply(self.linear(x), self.stack)
+
+
 @ORDERS
 @pytest.mark.parametrize("recompute", ["never", "always"])
-def test_what_a_forward_keeps_is_there_in_its_own_backward(schedule: str, ranks: int, recompute: Any) -> None:
+@pytest.mark.parametrize("kind", [KeepsForBackward, KeepsInAnObject, KeepsOnAStack])
+def test_what_a_forward_keeps_is_there_in_its_own_backward(
+    schedule: str, ranks: int, recompute: Any, kind: type[nn.Module]
+) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*(KeepsForBackward() for _ in range(4)))
+    model = nn.Sequential(*(kind() for _ in range(4)))
     verify(model, (X,), TARGET, F.mse_loss, ranks=ranks, schedule=schedule, microbatches=4, recompute=recompute).check()
+
+
+@ORDERS
+def test_a_stack_is_empty_behind_a_step(schedule: str, ranks: int) -> None:
+    model = nn.Sequential(*(KeepsOnAStack() for _ in range(4)))
+    with pipeline(model, (X,), loss=F.mse_loss, ranks=ranks, schedule=schedule, microbatches=4) as pipe:
+        for _ in range(2):
+            pipe.step(X, target=TARGET)
+            assert not any(block.stack for block in model)
 
 
 class RunsAgain(nn.Module):
@@ -61,6 +105,14 @@ class RunsAgain(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(self.body, x, use_reentrant=self.reentrant)
+
+
+@ORDERS
+@pytest.mark.parametrize("every", [1, 2])
+def test_batch_norm_that_runs_again_within_layers_that_run_again(schedule: str, ranks: int, every: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), *(RunsAgain() for _ in range(3)), nn.BatchNorm1d(6))
+    verify(model, (X,), TARGET, F.mse_loss, ranks=ranks, schedule=schedule, microbatches=4, recompute=every).check()
 
 
 @ORDERS

@@ -6,16 +6,17 @@ import math
 
 import numpy as np
 import pytest
+import scipy.signal
 import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ArgumentError
+from penstock.fabric.dependence import correlation_time, effective_counts
 from penstock.fabric.statistics import (
     PERCENTILES,
     StreamingQuantile,
     Summary,
-    correlation_time,
     fewest,
     log_histogram,
     mean_interval,
@@ -24,7 +25,7 @@ from penstock.fabric.statistics import (
     saturation,
 )
 
-times = st.lists(st.floats(1e-6, 10), min_size=1, max_size=60)
+times = st.lists(st.floats(1e-6, 10), min_size=1, max_size=49)
 
 
 @pytest.mark.parametrize(("q", "count"), [(0.5, 6), (0.9, 36), (0.99, 368), (0.999, 3688)])
@@ -117,6 +118,73 @@ def test_samples_that_depend_on_each_other_bound_the_mean_less_well() -> None:
         return high - low
 
     assert width(dependent) > 2 * width(draw.permutation(dependent))
+
+
+# -- trials that depend on each other ---------------------------------------------------------------------------------
+
+HEAVY = {"lognormal": (np.exp, math.exp(0.5)), "pareto": (lambda x: scipy.stats.norm.sf(x) ** (-1 / 3), 1.5)}
+"""From a normal variable to one with a heavy tail, and its mean."""
+
+
+def _series(draw: np.random.Generator, count: int, correlation: float) -> np.ndarray:
+    """Normal, each with the correlation to the one before it."""
+    noise = draw.standard_normal(count + 200)
+    noise[1:] *= math.sqrt(1 - correlation**2)
+    return scipy.signal.lfilter([1], [1, -correlation], noise)[200:]
+
+
+@pytest.mark.parametrize(
+    ("correlation", "count", "kind", "names"),
+    [
+        (0.0, 200, "lognormal", ("p50", "p90", "mean")),
+        (0.5, 300, "pareto", ("p50", "p90", "mean")),
+        (0.7, 400, "lognormal", ("p50", "p90", "mean")),
+        (0.9, 1000, "pareto", ("p50", "p90", "mean")),
+        (0.9, 5000, "lognormal", ("p99",)),
+    ],
+)
+def test_intervals_cover_what_they_say(correlation: float, count: int, kind: str, names: tuple[str, ...]) -> None:
+    heavy, mean = HEAVY[kind]
+    draw = np.random.default_rng(3)
+    hits: dict[str, list[bool]] = {name: [] for name in names}
+    naive = []
+    repetitions = 400 if count < 2000 else 200
+    for _ in range(repetitions):
+        samples = heavy(_series(draw, count, correlation))
+        summary = Summary.of(samples)
+        for name in names:
+            interval = summary.mean_interval if name == "mean" else summary.intervals[name]
+            true = mean if name == "mean" else float(heavy(scipy.stats.norm.ppf(PERCENTILES[name])))
+            if interval is not None:
+                hits[name].append(interval[0] <= true <= interval[1])
+        low, high = order_interval(count, 0.5) or (1, count)
+        naive.append(np.sort(samples)[low - 1] <= float(heavy(0.0)) <= np.sort(samples)[high - 1])
+    for name, found in hits.items():
+        assert len(found) >= 0.9 * repetitions, name
+        # 93 to 97 %, give or take one standard error of so many repetitions.
+        assert 0.92 <= np.mean(found) <= 0.98, (name, np.mean(found))
+    if correlation == 0.9:
+        assert np.mean(naive) < 0.6, "as if they were independent, they would cover half as often"
+
+
+def test_dependent_trials_count_for_fewer() -> None:
+    draw = np.random.default_rng(4)
+    assert effective_counts(draw.standard_normal(400), (0.5, 0.99)) == (400, 400)
+    middle, tail = effective_counts(_series(draw, 2000, 0.9), (0.5, 0.99))
+    assert 2000 / 25 < middle < 2000 / 10
+    assert middle < tail < 2000 / 4, "what is in the tail forgets sooner"
+    dependent = Summary.of(_series(draw, 400, 0.9))
+    assert dependent.effective < 40
+    assert dependent.p99 is None, "as with fewer than 368 independent ones"
+    assert Summary.of(np.linspace(0, 1, 400)).p50 is None, "a drift has no middle"
+
+
+def test_few_dependent_trials_have_no_mean_interval_that_explodes() -> None:
+    draw = np.random.default_rng(5)
+    for _ in range(50):
+        samples = 200 + 50 * np.exp(_series(draw, 200, 0.9))
+        interval = mean_interval(samples)
+        assert interval is None or interval[1] - interval[0] < 4 * samples.std()
 
 
 @settings(max_examples=30)

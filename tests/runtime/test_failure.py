@@ -35,9 +35,9 @@ class Clock:
 class World:
     """A board whose ranks beat every half second, but for those named as silent."""
 
-    def __init__(self, positions: list[Position], state: ProcessState = "unknown") -> None:
+    def __init__(self, positions: list[Position], state: ProcessState = "unknown", away_seconds: float = 5.0) -> None:
         self.clock = Clock()
-        self.board = Board(len(positions), Patience(), self.clock, lambda process: state)
+        self.board = Board(len(positions), Patience(away_seconds=away_seconds), self.clock, lambda process: state)
         self.positions = positions
         self.since = [100.0] * len(positions)
         for rank in range(len(positions)):
@@ -184,6 +184,17 @@ def test_board_is_deserted_when_all_have_left_or_are_gone() -> None:
     assert not world.board.deserted
     world.board.hang_up(1)
     assert world.board.deserted
+
+
+def test_a_rank_of_another_machine_has_a_minute() -> None:
+    """The network may be silent for that long. One of this machine is looked up after some seconds."""
+    away = Patience().away_seconds
+    assert away >= 60 > 10 > Patience().stall_seconds
+    world = World([OUTSIDE, Position("0RECV_F0", (0,))], "unknown", away)
+    assert world.pass_time(away - 2, silent=(0,)) is None
+    assert world.pass_time(3, silent=(0,)) == Failure(0, None, "no sign of life for 60 s", "lost")
+    here = World([OUTSIDE, Position("0RECV_F0", (0,))], "stopped", away)
+    assert here.pass_time(6, silent=(0,)) is not None
 
 
 def test_board_waits_for_ranks_that_have_not_joined() -> None:

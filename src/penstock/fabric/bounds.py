@@ -1,8 +1,8 @@
 """What no algorithm can beat on the links that were measured.
 
 Each rank has bytes that it has to send and to receive, whatever the algorithm: nobody else has its contribution, and
-its result comes from others. They pass its port at the rate of its fastest link at most, and the first of them is on its
-way for as long as its nearest neighbour is away. An all-reduce moves 2(n-1) times its size in all (P. Patarasuk and
+its result comes from others. They pass its port at the rate of its fastest link at most, and the first of them is under
+way for as long as its nearest neighbour is off. An all-reduce moves 2(n-1) times its size in all (P. Patarasuk and
 X. Yuan, Bandwidth optimal all-reduce algorithms, 2009), which the ports together have to carry.
 """
 

@@ -10,9 +10,10 @@ from typing import Any, Literal
 import numpy as np
 
 from penstock.errors import ArgumentError
+from penstock.fabric.dependence import correlation_time
 from penstock.fabric.differences import Samples, holm, kolmogorov_smirnov, mann_whitney, ranks, shift, tails
 from penstock.fabric.samples import Run
-from penstock.fabric.statistics import Interval, Summary, correlation_time, fewest
+from penstock.fabric.statistics import Interval, Summary, fewest
 from penstock.fabric.trials import TransferTimes, algorithm_of, measured_step
 from penstock.fabric.workload import Workload
 
@@ -158,7 +159,7 @@ def _tested(a: Samples, b: Samples) -> dict[str, float]:
         "shape": kolmogorov_smirnov(a, b, (len(a) / times[0], len(b) / times[1])).p,
     }
     for q in (0.99, 0.9):
-        if min(len(a), len(b)) >= fewest(q):
+        if min(len(a) / times[0], len(b) / times[1]) >= fewest(q):
             found["tail"] = tails(a, b, q).p
             break
     return found

@@ -12,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.fabric.bounds import lower_bound_seconds
+from penstock.fabric.dependence import effective_counts
 from penstock.fabric.forecast import forecasts
 from penstock.fabric.models import LinkFit, busbw_factor, record_links
 from penstock.fabric.samples import Run
-from penstock.fabric.statistics import Saturation, Summary, log_histogram, order_interval, outliers, saturation
+from penstock.fabric.statistics import Saturation, Summary, fewest, log_histogram, outliers, saturation
 from penstock.fabric.trials import TransferTimes, algorithm_of, computed_step, measured_step, rate_key
 from penstock.fabric.workload import Transfer, Workload
 
@@ -91,6 +92,7 @@ def _transfer(
         "kind": transfer.kind,
         "ranks": list(times.ranks),
         "trials": summary.count,
+        "effective_trials": summary.effective,
         "compute_s": transfer.compute_seconds,
         **_times("time", summary),
         **_times("arrival_skew", Summary.of(times.arrival_skew)),
@@ -140,7 +142,8 @@ def _per_rank(times: TransferTimes) -> list[dict[str, Any]]:
 
 def _quantiles(durations: NDArray[np.float64], q: float) -> NDArray[np.float64] | None:
     """Of each rank; None where there are too few trials."""
-    return None if order_interval(len(durations), q) is None else np.quantile(durations, q, axis=0)
+    worth = min((effective_counts(one, (q,))[0] for one in durations.T), default=0.0)
+    return None if worth < fewest(q) else np.quantile(durations, q, axis=0)
 
 
 def _slowest(times: TransferTimes) -> dict[str, Any] | None:

@@ -9,19 +9,22 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy import optimize, special, stats
 
 from penstock.errors import ArgumentError
+from penstock.fabric.dependence import correlation_time, effective_counts
 
 Interval = tuple[float, float]
 PERCENTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
 CONFIDENCE = 0.95
 _FEWEST_FOR_MEAN = 6
-_FEWEST_FOR_CORRELATION = 50
+_FEWEST_FOR_BATCHES = 20
+"""Independent samples that dependent ones have to be worth: with fewer no interval covers what it says."""
+_TIMES_A_BATCH, _MOST_BATCHES = 5, 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +33,15 @@ class Summary:
 
     Attributes:
         count: of the samples.
+        effective: for how many independent ones they count, at the percentile for which they count least.
         p50, p90, p99, p999: by linear interpolation between order statistics, as numpy and pandas do; None where
-            `order_interval` has no bound: below 6, 36, 368 and 3,688 samples.
-        mean_interval: see `mean_interval`; None below 6 samples.
+            `quantile_interval` has no bound: below 6, 36, 368 and 3,688 independent samples.
+        mean_interval: see `mean_interval`.
         intervals: of each percentile by name, None where the percentile is.
     """
 
     count: int
+    effective: float
     min: float | None
     p50: float | None
     p90: float | None
@@ -54,16 +59,17 @@ class Summary:
         count = len(values)
         if not count:
             nothing: dict[str, Interval | None] = dict.fromkeys(PERCENTILES)
-            return cls(0, None, None, None, None, None, None, None, None, nothing)
+            return cls(0, 0.0, None, None, None, None, None, None, None, None, nothing)
         ordered = np.sort(values)
+        effective = effective_counts(values, tuple(PERCENTILES.values()))
         intervals: dict[str, Interval | None] = {}
         points: dict[str, float | None] = {}
-        for name, q in PERCENTILES.items():
-            ranks = order_interval(count, q)
-            intervals[name] = ranks and (float(ordered[ranks[0] - 1]), float(ordered[ranks[1] - 1]))
-            points[name] = None if ranks is None else float(np.quantile(ordered, q))
+        for (name, q), worth in zip(PERCENTILES.items(), effective, strict=True):
+            intervals[name] = found = quantile_interval(ordered, q, worth)
+            points[name] = None if found is None else float(np.quantile(ordered, q))
         return cls(
             count=count,
+            effective=min(effective),
             min=float(ordered[0]),
             max=float(ordered[-1]),
             mean=float(values.mean()),
@@ -84,8 +90,8 @@ class Summary:
 def order_interval(count: int, q: float, confidence: float = CONFIDENCE) -> tuple[int, int] | None:
     """Which order statistics bound the q-quantile of any continuous distribution, counted from 1.
 
-    Each side is wrong with (1 - confidence) / 2 at most, by the binomial distribution of how many samples lie below
-    the quantile (David and Nagaraja, Order Statistics, 7.1). Samples that depend on each other bound it less well.
+    Each side is wrong with (1 - confidence) / 2 at most, by the binomial distribution of how many independent samples
+    lie below the quantile (David and Nagaraja, Order Statistics, 7.1).
 
     Returns:
         The two ranks; None where even the smallest or the largest sample does not bound it: q^count above 2.5 %.
@@ -93,42 +99,78 @@ def order_interval(count: int, q: float, confidence: float = CONFIDENCE) -> tupl
     side = (1 - confidence) / 2
     if count < 1 or max(q, 1 - q) ** count > side:
         return None
-    below = np.cumsum(_binomial(count, q))  # P(at most k samples lie below the quantile)
-    low = int(np.searchsorted(below, side, side="right"))  # the largest with P(fewer than low) <= side
-    high = int(np.searchsorted(below, 1 - side - 1e-12)) + 1
-    return max(low, 1), min(high, count)
+    low, high = stats.binom.ppf((side * (1 + 1e-9), 1 - side * (1 + 1e-9)), count, q)
+    return max(int(low), 1), min(int(high) + 1, count)
+
+
+def quantile_interval(ordered: NDArray[np.float64], q: float, effective: float) -> Interval | None:
+    """The 95 % confidence interval of a quantile.
+
+    Args:
+        ordered: samples, the smallest first.
+        effective: for how many independent ones they count.
+
+    Returns:
+        None where these do not bound it.
+    """
+    if effective >= len(ordered):
+        ranks = order_interval(len(ordered), q)
+        return ranks and (float(ordered[ranks[0] - 1]), float(ordered[ranks[1] - 1]))
+    if max(q, 1 - q) ** effective > (1 - CONFIDENCE) / 2:
+        return None
+    # Order statistics of a number that is not whole (A. Hutson, Calculating nonparametric confidence intervals for
+    # quantiles using fractional order statistics, 1999), in their places among the samples.
+    sides = ((1 + CONFIDENCE) / 2, (1 - CONFIDENCE) / 2)
+    found = [_rank(q, effective, side) / (effective + 1) * (len(ordered) + 1) - 1 for side in sides]
+    low, high = np.interp(found, np.arange(len(ordered)), ordered)
+    return float(low), float(high)
+
+
+def _rank(q: float, count: float, below: float) -> float:
+    """Of the order statistic of `count` that is below the q-quantile so likely."""
+
+    def beyond(rank: float) -> float:
+        return float(special.betainc(rank, count + 1 - rank, q)) - below
+
+    least, most = 1e-9, count + 1 - 1e-9
+    if beyond(least) <= 0:
+        return least
+    return most if beyond(most) >= 0 else float(optimize.brentq(beyond, least, most))
 
 
 def fewest(q: float, confidence: float = CONFIDENCE) -> int:
-    """How many samples `order_interval` needs for a q-quantile."""
+    """How many independent samples `order_interval` needs for a q-quantile."""
     return math.ceil(math.log((1 - confidence) / 2) / math.log(max(q, 1 - q)))
 
 
-def _binomial(count: int, q: float) -> NDArray[np.float64]:
-    """P(k of `count`), k = 0..count."""
-    logs = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, count + 1)))])
-    k = np.arange(count + 1)
-    return np.asarray(np.exp(logs[-1] - logs - logs[::-1] + k * math.log(q) + (count - k) * math.log1p(-q)))
-
-
 def mean_interval(samples: ArrayLike) -> Interval | None:
-    """The 95 % confidence interval of the mean; None below 6 samples.
+    """The 95 % confidence interval of the mean; None for fewer than 6 samples, or so dependent ones that count as few.
 
-    Student's t with Hall's transformation, which takes out the skewness (P. Hall, On the removal of skewness by
-    transformation, J. R. Stat. Soc. B 54, 1992). On log-normal delays it covers as a bootstrap-t does (of 30 samples:
-    92 %, where plain Student-t has 88 %) at the price of three sums, and has no random numbers. Samples that depend on
-    each other count for fewer: see `correlation_time`. No interval knows of a tail that the samples have not met.
+    Samples that depend on each other are taken together first, in batches that hardly do, and as many batches are as
+    good as independent ones. Then Student's t with Hall's transformation, which takes out the skewness (P. Hall, On
+    the removal of skewness by transformation, J. R. Stat. Soc. B 54, 1992). On log-normal delays it covers as a
+    bootstrap-t does (of 30 samples: 92 %, where plain Student-t has 88 %) at the price of three sums, and has no
+    random numbers. No interval knows of a tail that the samples have not met.
     """
     values = np.asarray(samples, float).ravel()
     if len(values) < _FEWEST_FOR_MEAN:
         return None
-    mean, deviation = float(values.mean()), float(values.std(ddof=1))
+    time = correlation_time(values)
+    if time > 1 and len(values) / time < _FEWEST_FOR_BATCHES:
+        return None
+    mean, batches, size = float(values.mean()), values, 1
+    if time > 1:
+        count = int(np.clip(len(values) / (_TIMES_A_BATCH * time), _FEWEST_FOR_MEAN, _MOST_BATCHES))
+        size = len(values) // count
+        batches = values[len(values) - count * size :].reshape(count, size).mean(1)
+    count, deviation = len(batches), float(batches.std(ddof=1))
     if deviation <= 1e-12 * abs(mean):  # equal, but for rounding
         return mean, mean
-    count = max(len(values) / correlation_time(values), float(_FEWEST_FOR_MEAN))
-    skewness = float(((values - mean) ** 3).mean() / values.std() ** 3)
-    t = _student(count - 1)
+    skewness = float(((batches - batches.mean()) ** 3).mean() / batches.std() ** 3)
+    t = float(special.stdtrit(count - 1, (1 + CONFIDENCE) / 2))
     error = deviation / math.sqrt(count)
+    if time > 1:  # neighbouring batches still share a little, which their deviation does not show
+        error /= math.sqrt(1 - time / size)
     return mean - error * _hall(t, skewness, count), mean - error * _hall(-t, skewness, count)
 
 
@@ -138,37 +180,6 @@ def _hall(t: float, skewness: float, count: float) -> float:
         return t
     root = math.sqrt(count)
     return 3 * root / skewness * (float(np.cbrt(1 + skewness * (t / root - skewness / (6 * count)))) - 1)
-
-
-def _student(freedom: float) -> float:
-    """The 97.5 % quantile of Student's t (Abramowitz and Stegun 26.7.5; to 0.1 % from 5 degrees of freedom on)."""
-    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return z + sum(term / freedom ** (power + 1) for power, term in enumerate(terms))
-
-
-def correlation_time(samples: ArrayLike) -> float:
-    """How many samples in a row tell as much of the mean as one independent one: 1 or more.
-
-    The integrated autocorrelation, cut where the sum of two neighbours is no longer above 0 (C. Geyer, Practical
-    Markov chain Monte Carlo, 1992). Below 50 samples it cannot be told, and is 1.
-    """
-    values = np.asarray(samples, float).ravel()
-    count = len(values)
-    values = values - values.mean() if count else values
-    if count < _FEWEST_FOR_CORRELATION or not np.any(values):
-        return 1.0
-    spectrum = np.fft.rfft(values, 2 ** math.ceil(math.log2(2 * count)))
-    products = np.fft.irfft(np.abs(spectrum) ** 2)[:count]
-    pairs = (products[: count - count % 2] / products[0]).reshape(-1, 2).sum(1)
-    ends = np.flatnonzero(pairs <= 0)
-    time = 2 * float(pairs[: ends[0] if len(ends) else None].sum()) - 1
-    return min(max(time, 1.0), count / 2)
 
 
 def outliers(samples: ArrayLike, factor: float = 8.0) -> NDArray[np.intp]:

@@ -121,6 +121,12 @@ def autocast_state(device: torch.device) -> tuple[bool, torch.dtype]:
     return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
 
 
+def has_global_backward_hooks() -> bool:
+    """Whether hooks on the gradients of all modules are registered (`register_module_full_backward_hook`)."""
+    hooks = torch.nn.modules.module
+    return bool(hooks._global_backward_hooks or hooks._global_backward_pre_hooks)
+
+
 def in_checkpoint() -> bool:
     """Whether what runs now will be run again in backward by torch's checkpointing (`use_reentrant=False`)."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)

@@ -26,7 +26,7 @@ DEPTH = 4
 """How deep objects in objects are looked into."""
 LENGTH = 64
 """Longer containers are known by identity and length alone."""
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_modules")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_modules")
 OF_TORCH = frozenset(vars(nn.Module()))
 
 Found = dict[tuple[str, ...], Hashable]

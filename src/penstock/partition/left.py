@@ -7,7 +7,7 @@ to the last stage as outputs of their own. In the others' places stands somethin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -117,6 +117,7 @@ def gather(
     provenance: Provenance,
     grain: Grain,
     units: Iterable[Unit],
+    real: Collection[str],
 ) -> list[Behind]:
     """What the forward left, as long as it is still there.
 
@@ -124,6 +125,7 @@ def gather(
         has_node: whether a tensor is recorded.
         held: `id` of each of the model's own parameters and buffers.
         provenance, grain, units: of the recording.
+        real: the units that ran on made-up inputs: numbers that they leave mean nothing.
 
     Raises Regroup if units have to be opened to carry what they left.
     """
@@ -137,6 +139,8 @@ def gather(
                 continue
             text = place.name(key)
             owner = {name for name in names if place.module and f"{place.text}.".startswith(f"{name}.")}
+            if plain and not owner.isdisjoint(real):
+                value = Absent.at(text)
             makers = {m.unit for m in made.values()} if made else owner
             wanted = [t for t in tensors_in(value) if id(t) in made and t.numel() <= SMALL and _nested(value, t)]
             if EVERY in grain.shut or (text not in grain.carried and not any(t.requires_grad for t in wanted)):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from penstock.errors import PartitionError
+from penstock.partition._compat import has_global_backward_hooks
 from penstock.partition.obstacle import Obstacle
 
 SEED = 0x2D1B6A0F93C5E847
@@ -19,6 +20,12 @@ BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 def refuse_backward_hooks(model: nn.Module, units: Collection[int]) -> None:
     """Raises Obstacle if a module that does not run as a whole has hooks on its gradients."""
+    if has_global_backward_hooks() and id(model) not in units:
+        raise PartitionError(
+            "hooks on the gradients of all modules are registered (register_module_full_backward_hook), but a pipeline "
+            "does not call modules that it records call by call, the model itself among them, so that nothing would "
+            "call the hooks for those. Register them on the blocks: block.register_full_backward_hook(...)"
+        )
     pending = [("", model)]
     while pending:
         name, module = pending.pop(0)
@@ -40,7 +47,7 @@ class Seeds:
     def __init__(self) -> None:
         """To be made where the generators' states are put back afterwards."""
         torch.default_generator.manual_seed(SEED)
-        self._users: dict[int, tuple[object, str]] = {}  # each kept alive, so that its id stays its own
+        self.users: dict[int, tuple[object, str]] = {}  # each kept alive, so that its id stays its own
 
     @property
     def were_set(self) -> bool:
@@ -65,7 +72,7 @@ class Seeds:
         where = f"module {scope!r}" if scope else "the model's own forward"
         if not unit:
             raise Obstacle(f"{where} draws from a torch.Generator of its own, which stages cannot keep in step", scope)
-        user = self._users.setdefault(id(generator), (generator, unit))[1]
+        user = self.users.setdefault(id(generator), (generator, unit))[1]
         if user != unit:
             raise PartitionError(
                 f"{where} draws from the same torch.Generator as {user!r}: on stages of their "

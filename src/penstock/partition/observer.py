@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.partition._compat import flatten, storage_of
+from penstock.partition._compat import FakeTensor, flatten, storage_of
 from penstock.partition.lost import Seeds
 from penstock.partition.provenance import Provenance, tensors_of
 from penstock.partition.work import work_of
@@ -59,6 +59,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func.namespace == "prim":  # which asks for a device: most of all calls
             return func(*args, **kwargs)
+        writing: list[Tensor] = []
         if isinstance(func, torch._ops.OpOverload):
             names = argument_names(func)
             given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -72,9 +73,12 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 for tensor in value if isinstance(value, (list, tuple)) else [value]:
                     if isinstance(tensor, Tensor) and (name not in RUNNING or given.get("training", True)):
                         self._written[storage_of(tensor)] = tensor
+                        writing.append(tensor)
         if self._log is not None:
-            self._log.append((func, described((*args, *kwargs.values()))))
+            self._log.append((func, described((*args, *kwargs.values())), numbers_given(func, args)))
         taken = self.provenance.read(tensors_of((*args, *kwargs.values())))
+        for tensor in writing:
+            self.provenance.writing(tensor)
         result = func(*args, **kwargs)
         self.provenance.wrote(func, taken, tensors_of(result if isinstance(result, (list, tuple)) else (result,)))
         if isinstance(func, torch._ops.OpOverload):
@@ -156,6 +160,12 @@ def described(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(map(described, value))
     return repr(value)
+
+
+def numbers_given(func: Any, args: Any) -> Any:
+    """The numbers of which a tensor is made, for comparison."""
+    lifts = func is torch.ops.aten.lift_fresh.default and not isinstance(args[0], FakeTensor)
+    return repr(args[0].tolist()) if lifts and args[0].numel() <= 64 else None
 
 
 @functools.cache

@@ -145,6 +145,10 @@ class Partitioner:
         """To be called behind a step, with what `attributes` was before: what the step has changed is no news."""
         self._given.settle(attributes)
 
+    def opened_modules(self) -> frozenset[int]:
+        """`id` of each module whose forward is recorded call by call."""
+        return frozenset(map(id, self._given.opened.values()))
+
     def names(self) -> dict[str, str]:
         """For every name of a parameter or buffer in the model, tied ones' too, the name by which stages know it."""
         return known_names(self.model)

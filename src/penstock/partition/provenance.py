@@ -73,6 +73,22 @@ class Foreign:
         return _place(self.reader.scope, self.code, self.line)
 
 
+@dataclass(slots=True)
+class Stray:
+    """A tensor that was there before the forward, and that is neither a parameter nor a buffer.
+
+    Attributes:
+        root: the number of its memory.
+        users: for each unit that takes it (empty: the calls outside of all units), the first place.
+        writer: what updates it in place first.
+    """
+
+    root: int
+    shape: tuple[int, ...]
+    users: dict[str, Made] = field(default_factory=dict)
+    writer: Made | None = None
+
+
 @dataclass
 class Provenance:
     """Told of every operator by the observer, and of every recorded call by the recorder.
@@ -82,15 +98,21 @@ class Provenance:
         touched: names of those that any operator took.
         numbers: of what was made, so that none is given twice.
         foreign: what was read past the arguments, once for each call and memory.
+        own: the memory of the real parameters and buffers, for which those that are held stand in.
+        strays: what was there before the forward beside these.
     """
 
     held: Mapping[int, str] = field(default_factory=dict)
     touched: set[str] = field(default_factory=set)
+    own: frozenset[int] = frozenset()
+    strays: dict[int, Stray] = field(default_factory=dict)
     foreign: dict[tuple[int, int], Foreign] = field(default_factory=dict)
     _made: dict[int, Made] = field(default_factory=dict)
     _same: dict[int, int] = field(default_factory=dict)
     numbers: list[WeakStorage] = field(default_factory=list)
     _fixed: set[int] = field(default_factory=set)
+    _steady: set[int] = field(default_factory=set)
+    _before: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     _call: Call | None = None
 
     @property
@@ -123,6 +145,11 @@ class Provenance:
         """Whether a tensor was made of numbers in the program alone, and so is the same in every forward."""
         return self.root(tensor) in self._fixed
 
+    def is_steady(self, root: int) -> bool:
+        """Whether memory holds what every forward makes alike: of numbers in the program, of what the model holds, or
+        of the shapes of tensors."""
+        return root in self._fixed or root in self._steady
+
     @contextmanager
     def calling(self, call: Call) -> Iterator[None]:
         """Around a recorded call."""
@@ -145,9 +172,11 @@ class Provenance:
             name = self.held.get(root)
             if name is not None:
                 self.touched.add(name)
+            made = self._made.get(root)
+            if made is None and name is None and root not in self.own:
+                self._meet(root, tensor)
             if call is None or root in call.given:
                 continue
-            made = self._made.get(root)
             if (made is None and name is None) or (made is not None and made.call is call):
                 continue
             if (call.number, root) not in self.foreign:
@@ -155,12 +184,42 @@ class Provenance:
                 self.foreign[call.number, root] = Foreign(call, root, tuple(tensor.shape), name, made, *where)
         return roots
 
+    def _meet(self, root: int, tensor: Tensor) -> None:
+        call = self._call
+        if call is not None and call.number < 0:
+            return
+        if root not in self.strays:
+            self.strays[root] = Stray(root, tuple(tensor.shape))
+            self.numbers.append(WeakStorage(tensor))
+        unit = call.scope if call is not None and call.unit else ""
+        if unit not in self.strays[root].users:
+            self.strays[root].users[unit] = Made(call, *_user_line())
+
+    def writing(self, tensor: Tensor) -> None:
+        """To be called behind `read`, before an operator updates a tensor in place."""
+        stray = self.strays.get(self.root(tensor))
+        if stray is None or (self._call is not None and self._call.number < 0):
+            return
+        if stray.writer is None:
+            stray.writer = Made(self._call, *_user_line())
+        if storage_of(tensor) == stray.root and stray.root not in self._before:  # a unit that runs for real changes it
+            memory = tensor.untyped_storage()
+            self._before[stray.root] = memory, memory.clone()  # type: ignore[no-untyped-call]
+
+    def restore(self) -> None:
+        """Puts back what the forward has written to strays."""
+        for memory, copy in self._before.values():
+            memory.copy_(copy)
+
     def wrote(self, operator: Any, roots: list[int], results: Iterable[Tensor]) -> None:
         """Notes what an operator that took `roots` returned."""
-        fixed = torch.Tag.nondeterministic_seeded not in operator.tags and self._fixed.issuperset(roots)
+        seeded = torch.Tag.nondeterministic_seeded in operator.tags
+        fixed = not seeded and self._fixed.issuperset(roots)
+        steady = not seeded and (_takes_shapes(operator) or all(map(self._is_steady_source, roots)))
         for tensor in results:
             root = self.root(tensor)
             (self._fixed.add if fixed else self._fixed.discard)(root)
+            (self._steady.add if steady else self._steady.discard)(root)
             if root in roots:
                 continue
             if (roots and _returns_alias(operator)) or self._is_cached_cast(operator, roots):
@@ -171,6 +230,9 @@ class Provenance:
             self._same.pop(number, None)
             self._made[number] = Made(self._call, *(_user_line() if unit else (None, 0)))
             self.numbers.append(WeakStorage(tensor))
+
+    def _is_steady_source(self, root: int) -> bool:
+        return self.is_steady(root) or root in self.held or root in self.own
 
     def _alias(self, tensor: Tensor, root: int) -> None:
         number = storage_of(tensor)
@@ -193,6 +255,15 @@ def tensors_of(values: Iterable[Any]) -> list[Tensor]:
         elif isinstance(value, (list, tuple)):
             found += [item for item in value if isinstance(item, Tensor)]
     return found
+
+
+SHAPES = frozenset("zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty".split())  # noqa: SIM905
+"""Operators that take nothing of their first argument but its shape and kind."""
+
+
+@cache
+def _takes_shapes(operator: Any) -> bool:
+    return isinstance(operator, torch._ops.OpOverload) and operator._opname in SHAPES
 
 
 @cache

@@ -25,6 +25,9 @@ LISTS, DICTS, SETS = (list, deque), (dict, OrderedDict, defaultdict), (set,)
 LARGEST = 1000
 """Containers with more entries are tables, not what a forward leaves something in."""
 
+LARGEST_ARRAY = 2**16
+"""Arrays with more bytes are tables, too."""
+
 PLAIN_OBJECTS = {"__main__", "argparse", "collections", "types"}
 """Modules of the standard library whose objects are made to hold what users put there."""
 
@@ -61,6 +64,8 @@ class Place:
         now = self.entries
         if isinstance(now, CellType):
             return _contents(now) is not before
+        if _is_array(now):
+            return bool(now.tobytes() != before.tobytes())
         if len(now) != len(before):
             return True
         if isinstance(now, DICTS):
@@ -85,6 +90,8 @@ class Place:
         now = self.entries
         if isinstance(now, CellType):
             now.cell_contents = entries
+        elif _is_array(now):
+            now[...] = entries
         elif isinstance(now, LISTS):
             now.clear()
             now.extend(entries)
@@ -181,6 +188,8 @@ class Reach:
                 self._visit(part, text, depth)
         elif type(value) in (*LISTS, *DICTS, *SETS, tuple):
             self._visit_container(value, text, depth)
+        elif _is_array(value):
+            self._add(text, value)
         elif isinstance(getattr(value, "__dict__", None), dict) and not _is_of_others(type(value).__module__):
             self._add(text, vars(value), attributes=True)
             for key, item in list(vars(value).items()):
@@ -220,6 +229,12 @@ class Reach:
 def _is_below(text: str, name: str) -> bool:
     """Whether a path from the model is that of `name`, or leads on from there."""
     return text == name or text.startswith((f"{name}.", f"{name}["))
+
+
+def _is_array(value: Any) -> bool:
+    """Whether a value is an array of numpy's that is small enough to be compared."""
+    kind = type(value)
+    return kind.__module__ == "numpy" and kind.__name__ == "ndarray" and value.nbytes <= LARGEST_ARRAY
 
 
 def _contents(cell: CellType) -> Any:

@@ -5,7 +5,8 @@ A mixture of experts, for example, asks which experts the values chose. Inside a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ def run_for_real(
             made[id(fake)] = fake, fake.clone() if known else _make(fake, loan.originals.get(id(fake)), device)
         return made[id(fake)][1]
 
-    with unset_fake_temporarily() as mode:
+    with unset_fake_temporarily() as mode, _same_draws():
         try:
             real_args, real_kwargs = map_tensors(real, (args, kwargs))
             for module in modules:
@@ -63,7 +64,7 @@ def run_for_real(
             fake = "" if first == again else f" (on fake tensors: {again})"
             raise PartitionError(f"{unit.name!r} fails on inputs like the given ones: {first}{fake}") from error
         finally:
-            snapshot.restore()
+            snapshot.restore_tensors()
     drew, seen = observer.take(keep=False)  # batch norm updates its running statistics without a new version
     written = {
         storage_of(f)
@@ -74,6 +75,32 @@ def run_for_real(
     left = map_tensors(back, (result, given.containers))
     Passed(args, kwargs).write_back(given.changed(), left[1])
     return left[0], drew, frozenset(written)
+
+
+@contextmanager
+def _same_draws() -> Iterator[None]:
+    """What is made up and drawn is the same in every run, so that runs can be compared."""
+    before, seed = torch.get_rng_state(), torch.initial_seed()
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        if torch.initial_seed() == seed:  # else the unit has seeded, which shall be seen
+            torch.set_rng_state(before)
+
+
+def on_other_values(run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """The same run, on other made-up values."""
+
+    def other(args: Any, kwargs: Any) -> Any:
+        before = torch.get_rng_state()
+        torch.default_generator.manual_seed(torch.initial_seed() ^ 1)
+        try:
+            return run(args, kwargs)
+        finally:
+            torch.set_rng_state(before)
+
+    return other
 
 
 def may_draw(unit: nn.Module, drew: Sequence[nn.Module | None]) -> list[nn.Module | None]:

@@ -10,10 +10,10 @@ import inspect
 import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from penstock.partition.chain import Chain
 from penstock.partition.chance import node_of_drawn
 from penstock.partition.complete import leaves_of, shortened
 from penstock.partition.foreign import WholeFunction
+from penstock.partition.functions import autograd_functions
 from penstock.partition.guards import is_integer
 from penstock.partition.known import Restart
 from penstock.partition.left import EVERY, Behind, gather
@@ -46,6 +47,7 @@ from penstock.partition.opening import NOTHING, Opening, StayWhole
 from penstock.partition.reach import Reach
 from penstock.partition.recorder import Recorder
 from penstock.partition.recording import Constant, Recording
+from penstock.partition.remembered import Remembered, draws_alone, iterators_stopped, strays
 from penstock.partition.source import raising_line
 from penstock.partition.state import Loan, Snapshot, fake_like, fake_value, untouched_generators
 from penstock.partition.stateful import carried_over, same
@@ -178,12 +180,14 @@ def _record(
     names = canonical_names(model)
     mode, snapshot, reach = fake_mode(), Snapshot(model), None
     try:
-        with untouched_generators():
+        with untouched_generators(), ExitStack() as stack:
             refuse_backward_hooks(model, units)
             loan = Loan(model, mode, device)
             reach = Reach(model)
+            stack.enter_context(iterators_stopped(reach))
             new = partial(Recorder, model, units, loan, Entry(device), names, mode, fake_calls, reach, choices, opening)
             recorder = new(once=grain.once)
+            stack.callback(recorder.observer.provenance.restore)
             inputs = _inputs(model, recorder, mode, given)
             with _staying_whole(recorder):
                 try:
@@ -194,11 +198,15 @@ def _record(
                     raise
                 recorder.sideways.check_units(recorder.on_memory)
                 _check_leftovers(snapshot, loan, recorder, names)
-                left = gather(reach, recorder.seen, loan.names, recorder.observer.provenance, grain, units.values())
-                recording = _finish(recorder, loan, units, result, left, grain)
-                changed = carried_over(reach, recorder.observer.provenance, [u.name for u in units.values()])
+                provenance = recorder.observer.provenance
+                left = gather(reach, recorder.seen, loan.names, provenance, grain, units.values(), recorder.real)
+                recording = replace(
+                    _finish(recorder, loan, units, result, left, grain), remembered=remembered_by(recorder, reach)
+                )
+                changed = carried_over(reach, provenance, [u.name for u in units.values()])
                 if changed:
                     second = new(once=True)
+                    stack.callback(second.observer.provenance.restore)
                     _check_stateless(recorder, second, mode, given, functions, changed)
                 return recording
     finally:
@@ -270,7 +278,7 @@ def _run(model: nn.Module, recorder: Recorder, mode: Any, inputs: list[Any], str
     observer = recorder.observer
     modules = [u.module for u in recorder.units.values()]
     try:
-        with mode, observer, observer.following_modules(), _autograd_functions(recorder), _quiet_about_hooks(), quiet():
+        with mode, observer, observer.following_modules(), autograd_functions(recorder), _quiet_about_hooks(), quiet():
             with without_validation(recorder.note_unchecked), intercepted(modules, recorder.call_unit), recorder:
                 return model(*args, **kwargs)
     except DATA_DEPENDENT as error:
@@ -301,33 +309,10 @@ def _module(recorder: Recorder) -> str:
     return f"module {recorder.scope!r}" if recorder.scope else "the model's own forward"
 
 
-@contextmanager
-def _autograd_functions(recorder: Recorder) -> Iterator[None]:
-    """Send `Function.apply` to the recorder, so that a custom function is one call."""
-    own = torch.autograd.Function.__dict__["apply"]
-
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        return recorder.call_autograd_function(own.__get__(None, cls), cls, args, kwargs)
-
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
-    bound = list(_bound(own.__func__, recorder))
-    for names, name, method in bound:
-        names[name] = MethodType(apply, method.__self__)
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = own  # type: ignore[method-assign]
-        for names, name, method in bound:
-            names[name] = method
-
-
-def _bound(function: Any, recorder: Recorder) -> Iterator[tuple[dict[str, Any], str, MethodType]]:
-    """Where a method was taken from its class beforehand: `swish = Swish.apply` in a file, or in a module."""
-    attributes = (vars(module) for module in recorder.model.modules())
-    for names in (*attributes, *(value for value in recorder.reach.named if type(value) is dict)):
-        for name, value in list(names.items()):
-            if type(value) is MethodType and value.__func__ is function:
-                yield names, name, value
+def remembered_by(recorder: Recorder, reach: Reach) -> tuple[Remembered, ...]:
+    """What the recorded forward carries over to the next one."""
+    found = [draws_alone(unit) for _, unit in recorder.seeds.users.values()]
+    return *strays(recorder.observer.provenance, reach), *recorder.sideways.remembered.values(), *found
 
 
 def _check_leftovers(snapshot: Snapshot, loan: Loan, recorder: Recorder, names: Mapping[int, str]) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 
 from penstock.partition.left import Left
 from penstock.partition.opening import NOTHING, Opening
+from penstock.partition.remembered import Remembered
 from penstock.partition.units import NO_GRAIN, Grain
 from penstock.stages import TensorMeta
 
@@ -153,6 +154,7 @@ class Recording:
         touched: canonical names of the parameters and buffers that any operator took.
         asks: where the forward asked for the outcome of something random.
         is_foreign: it draws from Python's or numpy's generators.
+        remembered: what units carry over from call to call; see `Remembered`.
     """
 
     graph: fx.Graph
@@ -177,6 +179,7 @@ class Recording:
     touched: frozenset[str] = frozenset()
     asks: tuple[Ask, ...] = ()
     is_foreign: bool = False
+    remembered: tuple[Remembered, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

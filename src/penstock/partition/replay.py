@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.partition._compat import flatten, quiet
 from penstock.partition.observer import Observer
-from penstock.partition.provenance import Call
+from penstock.partition.provenance import Call, Foreign
 from penstock.partition.reach import Reach
 from penstock.partition.state import map_tensors
 from penstock.partition.units import LeavesTraces
@@ -26,12 +26,22 @@ Operators = Sequence[Any]
 
 
 def operators(
-    run: Callable[[Any, Any], Any], args: Any, kwargs: Any, reach: Reach, observer: Observer, *, from_start: bool
+    run: Callable[[Any, Any], Any],
+    args: Any,
+    kwargs: Any,
+    reach: Reach,
+    observer: Observer,
+    *,
+    from_start: bool,
+    times: int = 1,
+    takes: Callable[[Foreign], None] | None = None,
 ) -> Operators | None:
     """The operators of `run(args, kwargs)`, of which nothing stays; None if it raises.
 
     Args:
         from_start: as if nothing had been changed since the forward began; else in the present state.
+        times: how often it runs in a row; the operators are those of the last run.
+        takes: is told of each tensor that it takes beside its arguments.
     """
     drawn = random.getstate(), sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
     now = [(place, place.copied()) for place in reach.changed()]
@@ -44,9 +54,13 @@ def operators(
     given = observer.provenance.roots(t for t in flatten(copies).leaves if isinstance(t, Tensor))
     call = Call(-1, "", True, given)
     try:
-        with observer.provenance.calling(call), quiet(), observer.logging() as log:
-            run(*copies)
+        for _ in range(times):
+            with observer.provenance.calling(call), quiet(), observer.logging() as log:
+                run(*copies)
         found: Operators | None = log
+        for foreign in observer.provenance.foreign.values():
+            if takes is not None and foreign.reader is call:
+                takes(foreign)
     except Exception:
         found = None
     finally:

@@ -8,6 +8,7 @@ layers) becomes part of the module around it, which runs as a whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,12 +17,17 @@ from penstock.errors import PartitionError
 from penstock.partition import source
 from penstock.partition._compat import flatten, storage_of
 from penstock.partition.complete import shortened
+from penstock.partition.hooked import Hook, refuse_hooks
 from penstock.partition.objects import hides_tensors
 from penstock.partition.observer import Observer
 from penstock.partition.provenance import Call, Foreign
 from penstock.partition.reach import Place, Reach
+from penstock.partition.real import on_other_values
+from penstock.partition.remembered import Remembered
 from penstock.partition.replay import Operators, operators
 from penstock.partition.units import Regroup, Unit
+
+Run = Callable[[Any, Any], Any]
 
 
 class Sideways:
@@ -36,6 +42,8 @@ class Sideways:
         self._writers: set[str] = set()
         self._units = {unit.name: unit for unit in units.values()}
         self._held: dict[str, frozenset[int]] = {}
+        self.remembered: dict[str, Remembered] = {}  # by unit
+        self._hooks: list[Hook] | None = None  # that the running unit registers on values
 
     def held_by(self, unit: Unit) -> frozenset[int]:
         """The memory of the parameters and buffers of a unit."""
@@ -80,28 +88,71 @@ class Sideways:
             return run(args, kwargs)[0]
         changed = self._reach.changed()
         now = {id(place): place.copied() for place in changed}
-        before = self._operators(unit, args, kwargs, from_start=True) if changed else None
+        before = self._operators(run, args, kwargs, from_start=True) if changed else None
         with self._observer.logging() as log:
+            self._hooks = []
             result, on_fakes = run(args, kwargs)
-        own = [p for p in self._reach.changed() if p.differs(now.get(id(p), p.before))]
-        own = [p for p in own if not self._reach.belongs_to(p, unit.name)]
+            hooks, self._hooks = self._hooks, None
+        if hooks:
+            again = partial(self._operators, run, args, kwargs, from_start=False)
+            refuse_hooks(unit.name, hooks, lambda takes: again(takes=takes), self._reach, self._observer)
+        updates = result[2] & self.held_by(unit)
+        written = [p for p in self._reach.changed() if p.differs(now.get(id(p), p.before))]
+        own = [p for p in written if not self._reach.belongs_to(p, unit.name)]
         if not on_fakes:
             _refuse_numbers(unit, own)
-            return result
+        if written and unit.name not in self.remembered and self._remembers(unit, args, kwargs, run, log, updates):
+            text = shortened([p.name(key) for p in written for key, _ in p.changes()] or [p.text for p in written])
+            self.remembered[unit.name] = Remembered(text, frozenset((unit.name,)))
         if changed and before != log:
             names = [place.name(key) for place in changed for key, _ in place.changes()]
             self._swayed[unit.name] = shortened(names or [place.text for place in changed])
         if own:
             self._writers.add(unit.name)
-            if self._operators(unit, args, kwargs, from_start=False) != log:
+            if on_fakes and self._operators(run, args, kwargs, from_start=False) != log:
                 self._swayed.setdefault(unit.name, shortened([place.text for place in own]))
         return result
 
-    def _operators(self, unit: Unit, args: Any, kwargs: Any, *, from_start: bool) -> Operators | None:
-        def run(args: Any, kwargs: Any) -> Any:
-            return unit.module(*args, **kwargs)
+    def note_hook(self, hook: Hook) -> None:
+        """To be called where a unit registers a hook on a value."""
+        if self._hooks is not None:
+            self._hooks.append(hook)
 
-        return operators(run, args, kwargs, self._reach, self._observer, from_start=from_start)
+    def _operators(
+        self, run: Callable[[Any, Any], Any], args: Any, kwargs: Any, *, from_start: bool, **options: Any
+    ) -> Operators | None:
+        return operators(run, args, kwargs, self._reach, self._observer, from_start=from_start, **options)
+
+    def _remembers(
+        self, unit: Unit, args: Any, kwargs: Any, run: Run, first: Operators, updates: frozenset[int]
+    ) -> bool:
+        """Whether a unit that has just made these operators finds what it has left when it is called again.
+
+        What it makes once, as a table of positions, is no matter: the third run is like the second one then.
+        """
+        provenance, stale = self._observer.provenance, []
+
+        def takes(foreign: Foreign) -> None:
+            made = foreign.made
+            if made is not None and made.unit == unit.name and not provenance.is_steady(foreign.storage):
+                stale.append(foreign)
+
+        writes: set[int] = set()
+
+        def noting(args: Any, kwargs: Any) -> None:
+            writes.update(run(args, kwargs)[0][2])
+
+        second = self._operators(noting, args, kwargs, from_start=False, takes=takes)
+        if second is None or stale or writes & self.held_by(unit) - updates:
+            return True
+        if second == first:
+            return False
+        runs = iter((on_other_values(run), run))
+
+        def following(args: Any, kwargs: Any) -> None:
+            next(runs)(args, kwargs)
+
+        return self._operators(following, args, kwargs, from_start=False, times=2) != second
 
     def check_units(self, known: Collection[int]) -> None:
         """Raises Regroup if a unit read what it was not given. `known`: the memory of what has a node."""
@@ -142,13 +193,20 @@ def _refuse_numbers(unit: Unit, places: Collection[Place]) -> None:
     """Raises PartitionError if a unit that ran on made-up inputs has left numbers that it found from them."""
     for place in places:
         for key, value in place.changes():
-            numbers = value if isinstance(value, (list, tuple)) else [value]
-            if numbers and all(isinstance(number, (bool, int, float, complex)) for number in numbers):
+            if _holds_numbers(value):
                 raise PartitionError(
                     f"{unit.name!r} leaves a number in {place.name(key)}, found from the values of its inputs: on a "
                     "stage of their own, other blocks would not see it. Return it as a tensor, or name a module that "
                     "encloses all that use it in leaves=[...]"
                 )
+
+
+def _holds_numbers(value: Any) -> bool:
+    if isinstance(value, (list, tuple, set)):
+        return any(map(_holds_numbers, value))
+    if isinstance(value, dict):
+        return any(map(_holds_numbers, value.values()))
+    return isinstance(value, (bool, int, float, complex)) or type(value).__module__ == "numpy"
 
 
 def _memory_of(module: nn.Module) -> frozenset[int]:

@@ -16,6 +16,7 @@ from torch import fx, nn
 from penstock.errors import PartitionError
 from penstock.partition.objects import OPAQUE
 from penstock.partition.recording import Fact, Recording
+from penstock.partition.remembered import Remembered
 from penstock.stages import MODEL_INPUT, Input, Output, TensorMeta
 
 HELD = ("parameter", "buffer", "constant")
@@ -59,6 +60,7 @@ class Split:
         received[0].update(n for r in received for n in r if self.facts[n].kind == "input")
         self._check_held(received, run)
         self._check_views(run)
+        self._check_remembered(run)
         plans = []
         for stage in range(self.count):
             mine, nodes = self._ordered(received[stage]), self._ordered(run[stage])
@@ -235,6 +237,19 @@ class Split:
                     f"{sorted(stages[storage])}: copies on several stages would differ. Move the cut so that all its "
                     "uses are on one stage"
                 )
+
+    def _check_remembered(self, run: Sequence[set[fx.Node]]) -> None:
+        """What units remember, and write into, can be on one stage only, as what the model holds."""
+        for each in self.recording.remembered:
+            stages = {stage for stage in range(self.count) if any(self.uses(node, each) for node in run[stage])}
+            if len(stages) > 1:
+                raise each.refusal(stages)
+
+    def uses(self, node: fx.Node, remembered: Remembered) -> bool:
+        """Whether a node uses something that is carried over from call to call."""
+        fact = self.facts[node]
+        own = fact.kind == "constant" and remembered.storage in fact.storages
+        return own or not remembered.units.isdisjoint(fact.units)
 
     @cached_property
     def updated(self) -> set[str]:

@@ -18,6 +18,7 @@ from penstock.partition.gate import Gate
 from penstock.partition.modes import enter_autocast, leave_autocast
 from penstock.partition.objects import free_name
 from penstock.partition.recording import Branch, Fact, Modes, RandomSource
+from penstock.partition.remembered import Remembered
 from penstock.partition.returned import check_returned, check_unchanged, versions_of
 from penstock.partition.split import Plan, Split
 from penstock.stages import StageMeta
@@ -50,6 +51,7 @@ class Stage:
         parameters, buffers: the model's own tensors that live here, by the names in `meta`.
         may_update: of the buffers, those that the forward may update for some values, besides those in `meta`.
         device: where it was recorded; calls that make tensors make them there. See `retarget`.
+        remembered: what its forward carries over from one microbatch to the next; see `Remembered`.
         frame: called with the stage's forward and its arguments; None where nothing is to be done around it.
     """
 
@@ -60,6 +62,7 @@ class Stage:
     device: torch.device
     frame: Surroundings | None = None
     may_update: tuple[str, ...] = ()
+    remembered: tuple[Remembered, ...] = ()
 
     @property
     def forward(self) -> Callable[..., Sequence[Tensor]]:
@@ -136,7 +139,8 @@ def build_stage(split: Split, plan: Plan, index: int, streams: RandomSource) -> 
     _keep_persistence(model, module)
     uncertain = {name for node in plan.run if split.depends_on_values(node) for name in split.held_by(node)}
     may_update = tuple(public[n] for n in names if n in uncertain and n not in split.updated and public[n] in buffers)
-    return Stage(meta, module, parameters, buffers, recording.device, may_update=may_update)
+    remembered = tuple(r for r in recording.remembered if any(split.uses(node, r) for node in plan.run))
+    return Stage(meta, module, parameters, buffers, recording.device, may_update=may_update, remembered=remembered)
 
 
 class _Root(nn.Module):

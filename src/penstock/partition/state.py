@@ -34,12 +34,34 @@ class Snapshot:
             for container, copy in contents.values():
                 _refill(container, copy)
 
+    def restore_tensors(self) -> None:
+        """Puts back everything but the numbers that have changed."""
+        changed = [(m.__dict__, name, value) for m, name, value in self.changed() if _is_plain(value)]
+        filled = [
+            (container, container.copy())
+            for contents in self._contents
+            for container, copy in contents.values()
+            if _is_plain(container) and container != copy
+        ]
+        self.restore()
+        for attributes, name, value in changed:
+            attributes[name] = value
+        for container, items in filled:
+            _refill(container, items)
+
     def changed(self) -> Iterator[tuple[nn.Module, str, object]]:
         """Module, attribute and new value of each plain attribute that is no longer what it was."""
         for module, attributes in zip(self._modules, self._attributes, strict=True):
             for name, value in module.__dict__.items():
                 if name not in attributes or attributes[name] is not value:
                     yield module, name, value
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is numbers, text, or containers of such."""
+    if type(value) in CONTAINERS or type(value) is tuple:
+        return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, (bool, int, float, complex, str)) or type(value).__module__ == "numpy"
 
 
 def _refill(container: Any, copy: Any) -> None:

@@ -166,7 +166,7 @@ def _extras(
     if choices.compile is None:
         modules = [module for each in stages for module in each.module.modules()]
         between = Between(modules)
-        if stage.meta.updated and choices.norms is None and keeping.every is None:  # which see to these updates too
+        if stage.meta.updated and choices.norms is None:  # which see to these updates too
             updated = [stage.buffers[n] for n in stage.meta.updated if n in stage.buffers]
             repeated = RepeatedUpdates(modules, updated, _checkpointed(stage))
     return Extras(keeper, again, offload, choices.norms, sharded, last, between, repeated)

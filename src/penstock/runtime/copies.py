@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from penstock.errors import PartitionError
 from penstock.partition import Partition
+from penstock.partition.remembered import refuse_copies
 from penstock.stages import shifted
 
 
@@ -29,6 +30,7 @@ def with_copies(partition: Partition, pipelines: int) -> Partition:
                 f"{pipelines} copies of the stage, each of which would see a part of the batch only; take a schedule "
                 "with one copy (dualpipe-v for dualpipe), or keep the buffer fixed (a batch norm in eval mode)"
             )
+        refuse_copies(stage.meta.index, stage.remembered, pipelines)
     copied = [
         replace(stage, meta=shifted(stage.meta, copy * len(stages))) for copy in range(pipelines) for stage in stages
     ]

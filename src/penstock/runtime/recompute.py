@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from penstock.errors import PartitionError
 from penstock.partition import Stage
+from penstock.partition.remembered import refuse_again
 from penstock.runtime import exact
 from penstock.runtime.keeping import Recompute
 from penstock.runtime.kept import Kept
@@ -105,6 +106,7 @@ class Keeper:
 
     def __init__(self, stages: Sequence[Stage], overwritten: Iterable[int], offload: Offload | None) -> None:
         modules = {stage.module: None for stage in stages}
+        refuse_again(stages[0].meta.index, stages[0].remembered)
         self._meta = stages[0].meta
         self._overwritten = frozenset(overwritten)
         self._offload = offload

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from penstock.errors import ArgumentError
 from penstock.partition import INPUT_OVERWRITTEN, Stage
 from penstock.partition._compat import flatten, unflatten
+from penstock.partition.remembered import refuse_again
 from penstock.partition.state import map_tensors
 from penstock.runtime import exact
 from penstock.runtime.recompute import BufferCopies, Buffers, updated_buffers
@@ -40,6 +41,7 @@ def with_recomputed_layers(stage: Stage, every: int) -> fx.GraphModule:
             f"recompute={every}: the code of stage {stage.meta.index} calls no module with parameters as a whole, and "
             f"so has no layers; choose another policy for it, such as recompute={{{stage.meta.index}: 'always'}}"
         )
+    refuse_again(stage.meta.index, stage.remembered, {str(node.target) for node in calls[::every]})
     for number, node in enumerate(calls[::every]):
         layer = module.get_submodule(str(node.target))
         node.target = f"recomputed_{number}"

@@ -93,6 +93,8 @@ class _Watched:
         self._first: BufferCopies | None = None
         self._calls: list[_Call] = []
         self._again = checkpointed
+        self._own = dict(module._buffers)
+        self._is_ours = False  # whether the call in backward is one that the pipeline makes, on copies of the buffers
         self._aside: list[AbstractContextManager[None]] = []
 
     def forget(self) -> None:
@@ -113,6 +115,7 @@ class _Watched:
 
     def put_aside(self, module: nn.Module, _args: Any) -> None:
         """Before a call in backward, which then updates copies."""
+        self._is_ours = any(module._buffers[name] is not buffer for name, buffer in self._own.items())
         aside = self._buffers.copy().in_place()
         aside.__enter__()
         self._aside.append(aside)
@@ -120,7 +123,7 @@ class _Watched:
     def put_back(self, module: nn.Module, _args: Any, _result: Any) -> None:
         """After a call in backward, which checkpointing may have ended as soon as it had what it needs."""
         self._aside.pop().__exit__(None, None, None)
-        self._again += self._first is not None
+        self._again += self._first is not None and not self._is_ours
 
     def learn(self, microbatch: int) -> bool:
         """Puts right what the forwards before the first backward have left; whether the module is run again at all."""

@@ -65,7 +65,8 @@ class SplitModel:
             streams=engine.streams,
         )
         self.model = self._partitioner.model
-        self._modules = list(self.model.modules())
+        self._named = list(self.model.named_modules())
+        self._modules = [module for _, module in self._named]
         # A forward may branch on values: all ranks record the same.
         example = engine.control.give(example)
         self._examples, self._sizes = example.fill(), example.sizes
@@ -85,6 +86,8 @@ class SplitModel:
         self.tie_groups = () if engine.world.is_local else tie_groups(shared, placement.rank_of)
         held = dict(self.held_parameters())
         engine.tie(self.tie_groups, lambda name: held[name])
+        self._followed = self._buffers_to_follow()
+        self._buffers = self._current_buffers()
 
     @property
     def cuts(self) -> tuple[str, ...]:
@@ -121,6 +124,12 @@ class SplitModel:
         """Raises ArgumentError if the model no longer holds the parameters that the pipeline was made with."""
         if self._frames is not None:  # whose sharding puts others in their place
             return
+        for (name, _, _), before, buffer in zip(self._followed, self._buffers, self._current_buffers(), strict=True):
+            if buffer is not before:
+                raise ArgumentError(
+                    f"buffer {name!r} has been replaced by another tensor since the last step: stages and state dicts "
+                    "have the one from before. Change its values in place (copy_), or make a new pipeline"
+                )
         now = list(self.model.parameters())
         if len(now) == len(self._parameters) and all(map(is_, now, self._parameters)):
             return
@@ -141,6 +150,7 @@ class SplitModel:
         before = self._partitioner.attributes()
         yield
         self._partitioner.settle(before)
+        self._buffers = self._current_buffers()  # a forward may replace a buffer of constants that it makes itself
 
     def modules(self) -> list[nn.Module]:
         """Every module, once."""
@@ -195,6 +205,19 @@ class SplitModel:
     def sharded(self) -> Mapping[int, Sharded]:
         """The stages of this process that `fully_shard` was applied to."""
         return {} if self._frames is None else self._frames.sharded
+
+    def _buffers_to_follow(self) -> list[tuple[str, nn.Module, str]]:
+        """Names and places of buffers, but for those of blocks that are not saved: tables, which blocks make."""
+        opened = self._partitioner.opened_modules()
+        return [
+            (f"{name}.{key}".lstrip("."), module, key)
+            for name, module in self._named
+            for key in module._buffers
+            if id(module) in opened or key not in module._non_persistent_buffers_set
+        ]
+
+    def _current_buffers(self) -> list[Tensor | None]:
+        return [module._buffers.get(key) for _, module, key in self._followed]
 
     def _parallelize(self, function: Parallelize, shared: Mapping[str, Sequence[int]]) -> None:
         """Applies the user's function to this process's stages. What was recorded before is recorded anew."""

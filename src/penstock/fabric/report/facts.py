@@ -26,6 +26,8 @@ _OFTEN = 0.5
 _FEWEST_FOR_LATE = 20
 """Trials, in fewer of which any rank may come last that often."""
 
+_DEPENDENT = 0.8
+"""Of all trials, below which they are worth a word."""
 _WIDEST = 1.0
 """The share of a mean from which on the interval of the mean says nothing."""
 
@@ -165,13 +167,26 @@ def notes(run: Run, results: dict[str, Any]) -> list[str]:
     ]
     if any(rate_key(one["collective"]) == "transfer_s" for one in results["transfers"]):
         found.append("Rates and ideal of a send are of the time from when both of its ranks were there.")
-    trials = len(run.start_ns)
-    short = [
-        f"{fewest(q):,} for {TIMES[name]}" for name, q in PERCENTILES.items() if name in TIMES and trials < fewest(q)
-    ]
-    if short:
-        found.append(f"n/a: {trials:,} trials bound no such percentile; it takes {', '.join(short)}.")
+    found += _too_few(results, len(run.start_ns))
     return [*found, *run.record["workload"]["notes"]]
+
+
+def _too_few(results: dict[str, Any], trials: int) -> list[str]:
+    """Why percentiles are n/a."""
+    times = [one["time_s"] for one in results["transfers"]]
+    short = [
+        f"{fewest(q):,} for {TIMES[name]}"
+        for name, q in PERCENTILES.items()
+        if name in TIMES and any(one[name] is None for one in times)
+    ]
+    worth = min((one["effective_trials"] for one in results["transfers"]), default=trials)
+    said = []
+    if worth < _DEPENDENT * trials:
+        said.append(f"Trials depend on each other: {trials:,} are worth {worth:,.0f} independent ones, and count so.")
+    if short:
+        kind = "independent trials" if said else "trials"
+        said.append(f"n/a: {min(trials, int(worth)):,} {kind} bound no such percentile; it takes {', '.join(short)}.")
+    return said
 
 
 def rate_unit(results: dict[str, Any]) -> tuple[float, str]:

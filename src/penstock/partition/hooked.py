@@ -1,0 +1,68 @@
+"""Finds units that read, in their next forward, what a hook on a gradient has left: in plain training the backward of
+a microbatch comes before the next forward, in a pipeline other forwards come in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.errors import PartitionError
+from penstock.partition._compat import unset_fake_temporarily
+from penstock.partition.complete import shortened
+from penstock.partition.observer import Observer
+from penstock.partition.provenance import Call, Foreign
+from penstock.partition.reach import Place, Reach
+from penstock.partition.replay import Operators
+
+Replay = Callable[[Callable[[Foreign], None] | None], Operators | None]
+
+
+class Hook(NamedTuple):
+    """A hook that a forward registers on a value."""
+
+    function: Callable[[Tensor], Any]
+    value: Tensor
+
+    @staticmethod
+    def of(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Hook:
+        """The arguments of `Tensor.register_hook`."""
+        return Hook(hook, tensor.detach())
+
+
+def refuse_hooks(unit: str, hooks: list[Hook], replay: Replay, reach: Reach, observer: Observer) -> None:
+    """Raises PartitionError if a unit does something else, or reads other tensors, once its hooks have run.
+
+    Args:
+        replay: the operators of another run; it is told of what that run takes beside its arguments.
+    """
+    before = {id(place): place.copied() for place in reach.changed()}
+    call = Call(-2, unit, True, frozenset())
+    with observer.provenance.calling(call), unset_fake_temporarily():
+        for function, value in hooks:
+            try:
+                function(torch.linspace(-1, 2, value.numel()).reshape(value.shape).to(value.dtype))
+            except Exception:  # it may want the gradient of a whole backward
+                continue
+    observer.take(keep=False)
+    observer.provenance.forget(call)
+    changed = [place for place in reach.changed() if place.differs(before.get(id(place), place.before))]
+    if not changed:
+        return
+    text = shortened([place.name(key) for place in changed for key, _ in place.changes()] or [p.text for p in changed])
+    read: list[Foreign] = []
+    after = replay(lambda f: read.append(f) if f.made is not None and f.made.call is call else None)
+    _put_back(changed, before)
+    if read or after != replay(None):
+        raise PartitionError(
+            f"{unit!r} leaves something in {text} in a hook on a gradient, and reads it in its next forward: in a "
+            "pipeline other forwards come between a forward and its backward, and would find something else there. "
+            "Keep what hooks collect for what comes after the step"
+        )
+
+
+def _put_back(places: list[Place], before: dict[int, Any]) -> None:
+    for place in places:
+        place.put(before.get(id(place), place.before))

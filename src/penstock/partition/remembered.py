@@ -1,0 +1,149 @@
+"""What units remember from one call to the next, beside their parameters and buffers.
+
+A counter, a queue of features in a tensor that is no buffer, a generator: a unit finds there what it left in the
+microbatch before. That holds where every call runs once, in order, and all that use it are on one stage. It does not
+where two copies of a stage see a part of the batch each, nor where a forward is run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import CellType
+from typing import Any
+
+from torch import Tensor
+
+from penstock.errors import PartitionError
+from penstock.partition._compat import storage_of
+from penstock.partition.provenance import Provenance, Stray
+from penstock.partition.reach import DICTS, Place, Reach
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """Something that a unit changes and that it, or another one, reads.
+
+    Attributes:
+        text: how a user finds it.
+        units: those that use it.
+        storage: the memory of a tensor, which calls outside of the units may use as well; None for anything else.
+        changed, used: where; places in the user's code.
+    """
+
+    text: str
+    units: frozenset[str]
+    storage: int | None = None
+    changed: str = ""
+    used: str = ""
+
+    def refusal(self, stages: Collection[int]) -> PartitionError:
+        """For what is used on several stages."""
+        return PartitionError(
+            f"{self.text} is updated in place in {self.changed}, and used in {self.used}, which are on stages "
+            f"{sorted(stages)}: none would see what the others write there. Move the cut so that all its uses are on "
+            "one stage, or pass it as an argument and return it"
+        )
+
+
+def strays(provenance: Provenance, reach: Reach) -> list[Remembered]:
+    """The tensors that existed before the forward, are neither parameters nor buffers, and are updated by it."""
+    found = [stray for stray in provenance.strays.values() if stray.writer is not None]
+    return [_remembered(stray, reach) for stray in found]
+
+
+def _remembered(stray: Stray, reach: Reach) -> Remembered:
+    assert stray.writer is not None
+    others = [made for scope, made in stray.users.items() if scope != stray.writer.unit]
+    return Remembered(
+        _text(stray, reach),
+        frozenset(scope for scope in stray.users if scope),
+        stray.root,
+        str(stray.writer),
+        str(others[0] if others else stray.writer),
+    )
+
+
+def _text(stray: Stray, reach: Reach) -> str:
+    for place in reach.places:
+        for key, value in _entries(place):
+            if isinstance(value, Tensor) and storage_of(value) == stray.root:
+                return f"{place.name(key)!r}, a tensor that is no buffer,"
+    return f"a tensor of shape {stray.shape} that is no buffer"
+
+
+def _entries(place: Place) -> Sequence[tuple[Any, Any]]:
+    if isinstance(place.before, dict):
+        return list(place.before.items())
+    if isinstance(place.entries, CellType):
+        return [(None, place.before)]
+    return [(key, value) for key, value in enumerate(place.before)] if type(place.before) is list else []
+
+
+class _Stopped:
+    """In the place of an iterator: raises where the forward takes something from it."""
+
+    def __init__(self, iterator: Any, text: str) -> None:
+        self._iterator, self._text = iterator, text
+
+    def __iter__(self) -> _Stopped:
+        return self
+
+    def __next__(self) -> Any:
+        raise PartitionError(
+            f"the forward takes the next item of {self._text!r}, a {type(self._iterator).__name__}: a recording would "
+            "take one as well, and stages would not take them in the order of plain training. Pass what it gives as an "
+            "input, or keep a number and count"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
+
+
+@contextmanager
+def iterators_stopped(reach: Reach) -> Iterator[None]:
+    """Meanwhile, iterators within reach raise PartitionError when they are advanced. They stay as they are."""
+    found = [
+        (place, key, value)
+        for place in reach.places
+        if isinstance(place.entries, DICTS)
+        for key, value in place.before.items()
+        if hasattr(type(value), "__next__") and type(value).__module__ in ("itertools", "builtins")
+    ]
+    for place, key, value in found:
+        place.entries[key] = place.before[key] = _Stopped(value, place.name(key))
+    try:
+        yield
+    finally:
+        for place, key, value in found:
+            place.entries[key] = place.before[key] = value
+
+
+def refuse_copies(index: int, remembered: Sequence[Remembered], pipelines: int) -> None:
+    """Raises PartitionError if a stage of which there are several copies remembers something."""
+    for each in remembered:
+        raise PartitionError(
+            f"{each.text} of stage {index} carries something over from one microbatch to the next, but this schedule "
+            f"runs {pipelines} copies of the stage, each of which would see a part of the batch only; take a schedule "
+            "with one copy (dualpipe-v for dualpipe)"
+        )
+
+
+def refuse_again(index: int, remembered: Sequence[Remembered], units: Collection[str] | None = None) -> None:
+    """Raises PartitionError if a forward that is run again remembers something.
+
+    Args:
+        units: those that are run again; None: the whole stage is.
+    """
+    for each in remembered:
+        if units is None or not each.units.isdisjoint(units):
+            raise PartitionError(
+                f"recompute: {each.text} of stage {index} carries something over from one microbatch to the next, so "
+                f"that running a forward again would give something else; choose recompute={{{index}: 'never'}}"
+            )
+
+
+def draws_alone(unit: str) -> Remembered:
+    """A generator of a unit's own."""
+    return Remembered(f"a torch.Generator in {unit!r}", frozenset({unit}))
