@@ -1,6 +1,7 @@
 """Pipeline parallelism for PyTorch: any model, any schedule, the gradients of one device.
 
-Names are loaded when they are first used, so that `import penstock.schedule` never loads torch.
+Names and subpackages are loaded when they are first used: `penstock.schedule` needs no import of its own, and loads no
+torch.
 """
 
 from __future__ import annotations
@@ -61,10 +62,16 @@ _HOMES = {
     "verify": "verification",
 }
 
+_SUBPACKAGES = frozenset(
+    ("checkpoint", "costs", "errors", "fabric", "integrations", "report", "schedule", "search", "simulate", "testing")
+)
+
 __all__ = [*_HOMES]  # noqa: PLE0604  (one list of names, not two)
 
 
 def __getattr__(name: str) -> Any:
+    if name in _SUBPACKAGES:
+        return import_module(f"penstock.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
     value = getattr(import_module(f"penstock.{_HOMES[name]}"), name)
@@ -73,4 +80,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted({*globals(), *_HOMES, *_SUBPACKAGES})
