@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, ClosedError
 from penstock.groups import OptionsOf, parameter_groups
 from penstock.options import Options
 from penstock.partition.aliases import crosses_twice
@@ -124,7 +124,7 @@ class Pipeline:
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, **options: Any) -> StepResult:
         if self._closed:
-            raise ArgumentError("this pipeline was closed; make a new one")
+            raise ClosedError("this pipeline was closed; make a new one")
         return self._steps.run(self.step_count, args, kwargs, target, **options)
 
     def predict(self, *args: Any, outputs: Wanted = True, **kwargs: Any) -> Any:
