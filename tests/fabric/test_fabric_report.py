@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from made_runs import SLOW_RANK, made_run, made_workload, write_run
 from rich.console import Console
 
-from penstock.errors import ArgumentError
 from penstock.fabric.compare import compare
 from penstock.fabric.report import nccl
 from penstock.fabric.report.numbers import cut, seconds
@@ -327,7 +326,7 @@ def test_few_trials_are_drawn(trials: int):
 def test_without_matplotlib_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch):
     run = made_run(10)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ArgumentError, match=r"penstock\[fabric\]"):
+    with pytest.raises(ImportError, match=r"penstock\[fabric\]"):
         draw(run, results(run))
     assert "penstock[fabric]" in page(run, results(run))
 

@@ -346,6 +346,19 @@ def test_a_stall_is_blamed_on_the_rank_that_all_wait_for_and_not_on_the_peer() -
     )
 
 
+def test_ranks_that_wait_for_each_other_are_told_once(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.dog.position = RECEIVE
+    bench.dog._tick()
+    bench.clock.now += 1800
+    circle = [Sighting(Position("0RECV_B0", (1,)), 1800), Sighting(RECEIVE, 1800)]
+    bench.dog._take({"sightings": [sighting.to_list() for sighting in circle]})
+    bench.dog._decide()
+    assert capsys.readouterr().err == (
+        "penstock: rank 1 stops: rank 1 stalled at 1RECV_F0: rank 1 has waited 1800 s for 1RECV_F0 from rank 0; "
+        "rank 0 has waited 1800 s for 0RECV_B0 from rank 1\n"
+    )
+
+
 def test_same_wait_in_the_next_step_is_a_new_one(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     bench.dog.position = RECEIVE
     for _ in range(100):
