@@ -84,7 +84,7 @@ def test_tables_fit_a_narrow_terminal_however_long_the_names(width: int):
 
 def test_warnings_say_what_is_missing_and_that_processors_were_the_limit():
     busy = [{"cpu_seconds": 19.0, "wall_seconds": 20.0}] * 4
-    text = shown(made_run(20, asked=200, cpu=busy))
+    text = shown(made_run(20, asked=200, cpu=busy, links=[]))
     assert "warning: the run is not complete; missing: rank 2 left in trial 20; 180 of 200 trials" in text
     assert "20 of 200 trials" in text.splitlines()[0]
     assert re.search(r"warning: processors: .*190% busy; the processors are the limit", text)
