@@ -33,6 +33,7 @@ from penstock.runtime.streams import Streams
 from penstock.schedule import Schedule, check
 from penstock.stages import StageMeta
 from penstock.steps import Steps
+from penstock.words import counted
 
 
 class Pipeline:
@@ -411,6 +412,16 @@ class Pipeline:
                 self._before_close.pop()()
         finally:
             self._engine.close()
+
+    def __repr__(self) -> str:
+        """Each stage's rank and first module; asks no other rank."""
+        order, placement = self.schedule, self.schedule.placement
+        sizes = f"{counted(order.ranks, 'rank')}, {counted(order.microbatches, 'microbatch')}"
+        lines = [f"Pipeline of {type(self.model).__name__}: {order.name}, {sizes}"]
+        for stage, module in enumerate(("", *self.cuts)):
+            ranks = " and ".join(f"rank {rank}" for rank in placement.rank_of[stage :: placement.depth])
+            lines.append(f"  stage {stage} on {ranks}: from {module or 'the start'}")
+        return "\n".join(lines)
 
     def __enter__(self) -> Self:
         return self

@@ -31,6 +31,12 @@ class OfClass(MutableMapping[str, Any]):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
+    def differs(self, before: dict[str, Any]) -> bool:
+        """Whether an attribute is another object than in a copy."""
+        attributes, hidden = vars(self._cls), self._hidden
+        now = [name for name in attributes if name not in hidden and not name.startswith("__")]
+        return len(now) != len(before) or any(n not in before or attributes[n] is not before[n] for n in now)
+
     def copy(self) -> dict[str, Any]:
         return dict(self)
 

@@ -67,6 +67,8 @@ class Place:
             return _contents(now) is not before
         if _is_array(now):
             return bool(now.tobytes() != before.tobytes())
+        if isinstance(now, OfClass):
+            return now.differs(before)
         if len(now) != len(before):
             return True
         if isinstance(now, DICTS):
