@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from penstock.comparison import Report as Report
     from penstock.errors import ArgumentError as ArgumentError
     from penstock.errors import CheckpointError as CheckpointError
+    from penstock.errors import ClosedError as ClosedError
     from penstock.errors import FabricError as FabricError
+    from penstock.errors import MissingExtraError as MissingExtraError
     from penstock.errors import NonFiniteError as NonFiniteError
     from penstock.errors import PartitionError as PartitionError
     from penstock.errors import PenstockError as PenstockError
@@ -41,7 +43,9 @@ _HOMES = {
     "pipeline": "api",
     "ArgumentError": "errors",
     "CheckpointError": "errors",
+    "ClosedError": "errors",
     "FabricError": "errors",
+    "MissingExtraError": "errors",
     "NonFiniteError": "errors",
     "PartitionError": "errors",
     "PenstockError": "errors",

@@ -376,4 +376,4 @@ def test_busy_processors_are_no_limit_where_times_are_what_the_links_allow(secon
     found = results(run)["cpu"]
     assert found["saturated"] is saturated
     assert ("the processors are the limit" in found["text"]) is saturated
-    assert ("yet the median step is at 95% of what its links allow" in found["text"]) is not saturated
+    assert ("yet medians are at 95% of what the links allow" in found["text"]) is not saturated

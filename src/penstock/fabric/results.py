@@ -40,7 +40,7 @@ def results(run: Run) -> dict[str, Any]:
         for place, (transfer, one) in enumerate(zip(workload.transfers, times, strict=True))
     ]
     step = _step(run, workload, times, transfers)
-    cpu = _cpu(record, trials, step["ideal_percent"])
+    cpu = _cpu(record, trials, min((one["ideal_percent"] or 0.0 for one in transfers), default=0.0))
     made = {
         "version": 1,
         "workload": workload.name,
@@ -205,7 +205,7 @@ def _common(transfers: list[dict[str, Any]], key: str) -> str | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _cpu(record: dict[str, Any], trials: int, ideal_percent: float | None) -> Saturation:
+def _cpu(record: dict[str, Any], trials: int, ideal_percent: float) -> Saturation:
     shared = bool(record.get("shared_machine", False))
     hosts = record.get("environment") or []
     cores = [int(host.get("cores") or 0) for host in hosts if isinstance(host, dict)]

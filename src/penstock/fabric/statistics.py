@@ -268,7 +268,7 @@ def saturation(
     machine_cores: int,
     trials: int,
     cores: Sequence[int] = (),
-    ideal_percent: float | None = None,
+    ideal_percent: float = 0.0,
 ) -> Saturation:
     """What the processors did in a run.
 
@@ -278,7 +278,7 @@ def saturation(
         shared_machine: the ranks are processes of one machine of `machine_cores` cores.
         trials: that were run meanwhile.
         cores: of each rank's own machine, where they are not shared; `machine_cores` if empty.
-        ideal_percent: how near the step comes to what its links allow; so near that busy processors are no limit.
+        ideal_percent: how near each transfer comes to what its links allow, at least; near it, processors are no limit.
 
     Raises:
         ArgumentError: cores are not 1 or more.
@@ -302,7 +302,7 @@ def saturation(
         where = f"rank {machines.index(busy)} is the busiest"
     switches = sum(one.get("involuntary_switches") or 0 for one in known)
     crammed = busy >= _BUSY or stolen >= _STOLEN
-    saturated = crammed and (ideal_percent or 0.0) < _NEAR_IDEAL
+    saturated = crammed and ideal_percent < _NEAR_IDEAL
     tails = (crammed or crowded) and switches >= _TAIL * max(trials, 1)
     parts = [f"{where}, {busy:.0%} busy"]
     if stolen >= _STOLEN:
@@ -310,7 +310,7 @@ def saturation(
     if saturated:
         parts.append("the processors are the limit, not the network")
     elif crammed:
-        parts.append(f"yet the median step is at {ideal_percent:.0f}% of what its links allow")
+        parts.append(f"yet medians are at {ideal_percent:.0f}% of what the links allow, or above")
     if tails:
         parts.append(f"{switches:,} involuntary switches in {trials:,} trials: the tail may be the scheduler's")
     return Saturation(saturated, tails, busy, "; ".join(parts))
