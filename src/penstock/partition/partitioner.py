@@ -247,7 +247,7 @@ class Partitioner:
             if len(units) == len(every):
                 raise
             if len(units) < self.stages <= len(every):
-                raise too_few(self.stages, units, kept) from error
+                raise too_few(error, self.stages, units, kept) from error
             return self._cut_at(recording, balanced_cuts(recording, self.model, self.stages, self._balance, units))
 
     def _cut_at(self, recording: Recording, cuts: Sequence[str]) -> Split:

@@ -63,11 +63,10 @@ def joined(units: Sequence[Candidate], kept: Sequence[Span]) -> list[Candidate]:
     return found
 
 
-def too_few(stages: int, left: Sequence[Candidate], kept: Sequence[Span]) -> PartitionError:
-    """For a model that cannot have so many stages for the sake of what it updates."""
+def too_few(error: PartitionError, stages: int, left: Sequence[Candidate], kept: Sequence[Span]) -> PartitionError:
+    """For a model that cannot have so many stages for the sake of what it updates; `error`: of an even cut."""
     longest = max(kept, key=lambda span: span.last - span.first)
     return PartitionError(
-        f"stages={stages}, but the forward updates {longest.name!r} in place, and all calls that use it have to be on "
-        f"one stage, which leaves {counted(len(left), 'stage')} at most. Use fewer stages, or give each of its uses a "
-        "buffer of its own"
+        f"{error}. For stages={stages} there is no such cut: the uses of {longest.name!r} leave "
+        f"{counted(len(left), 'stage')} at most"
     )
