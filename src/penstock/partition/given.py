@@ -14,6 +14,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
+from inspect import getattr_static
 from itertools import count
 from types import CodeType, FunctionType
 from typing import Any
@@ -85,7 +86,8 @@ class Given:
             for attribute, value in vars(cls).items():
                 if not attribute.startswith("__") and isinstance(value, PLAIN):
                     found[name, cls.__qualname__, attribute] = type(value), _hashable(value)
-        forward = getattr(type(module).forward, "__wrapped__", type(module).forward)
+        forward = getattr_static(type(module), "forward", None)  # TorchScript's cannot be had from its class
+        forward = getattr(forward, "__wrapped__", forward)
         found[name, "class", "forward"] = self._number(forward)
         if not isinstance(forward, FunctionType) or forward.__module__.partition(".")[0] == "torch":
             return
