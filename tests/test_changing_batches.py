@@ -19,6 +19,7 @@ import penstock.runtime.jobs
 from by_hand import assert_same_gradients, step_by_hand
 from models import GPT, ConvNet, squared_error, token_error
 from penstock import ArgumentError, Microbatches, PartitionError, ShapeError, pipeline, verify
+from penstock.runtime.outputs import code_of, words
 from small import ONE_STAGE, WIDTH, batch, mlp
 
 # -- fewer rows than microbatches, other lengths ----------------------------------------------------------------------
@@ -302,6 +303,10 @@ def test_kinds_are_known_again_and_the_oldest_is_forgotten(monkeypatch: pytest.M
         assert warned[0].filename == __file__
         pipe.step(batch(5)[0], target=batch(5)[1])  # said once
         assert len(list(pipe._steps.jobs)) == 3
+        oldest = next(iter(pipe._steps.jobs))
+        for rows in (3, 6):
+            pipe.step(batch(rows)[0], target=batch(rows)[1])
+        assert any(job is oldest for job in pipe._steps.jobs), "it was used after the others"
         assert len(pipe._engine.transports[0]._hub.channels) == 0  # type: ignore[attr-defined]
 
 
@@ -318,6 +323,12 @@ class Answers(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Any]:
         y = self.layer(x)
         return {"y": y, "pair": (y[:, 0], "text", None), "other": self.answer(y)}
+
+
+@pytest.mark.parametrize("wanted", ["all", 0, 1, 3])
+def test_who_wants_outputs_is_told_in_the_words_of_the_call(wanted: Any) -> None:
+    assert words(code_of(wanted, 4)) == f"outputs={wanted!r}"
+    assert words(code_of(True, 4)) == words(code_of(False, 4)) == "outputs=True or False"
 
 
 def test_predict_gives_what_the_unsplit_model_gives() -> None:

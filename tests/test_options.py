@@ -341,12 +341,22 @@ def test_bad_target_missing() -> None:
             _ = pipe.step(x, target=y).outputs
 
 
+def test_printed_it_shows_its_stages() -> None:
+    x, _ = batch()
+    with pipeline(mlp(), (x,), ranks=2, microbatches=2, loss=squared_error, cuts=["2"]) as pipe:
+        first, *stages = str(pipe).splitlines()
+    assert first == "Pipeline of Sequential: 1f1b, 2 ranks, 2 microbatches"
+    assert stages == ["  stage 0 on rank 0: from the start", "  stage 1 on rank 1: from 2"]
+    with pipeline(mlp(), (x,), ranks=2, microbatches=2, loss=squared_error, schedule="chimera", cuts=["2"]) as pipe:
+        assert "stage 1 on rank 1 and rank 0: from 2" in str(pipe)
+
+
 def test_bad_closed_pipeline() -> None:
     x, y = batch()
     with pipeline(mlp(), (x,), ranks=2, microbatches=3, loss=squared_error) as pipe:
         pipe.step(x, target=y)
     for call in (pipe.step, pipe.evaluate):
-        with pytest.raises(ArgumentError, match="this pipeline was closed; make a new one"):
+        with pytest.raises(RuntimeError, match="this pipeline was closed; make a new one"):
             call(x, target=y)
     pipe.close()
 

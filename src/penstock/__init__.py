@@ -1,6 +1,7 @@
 """Pipeline parallelism for PyTorch: any model, any schedule, the gradients of one device.
 
-Names are loaded when they are first used, so that `import penstock.schedule` never loads torch.
+Names and subpackages are loaded when they are first used: `penstock.schedule` needs no import of its own, and loads no
+torch.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ if TYPE_CHECKING:
     from penstock.comparison import Report as Report
     from penstock.errors import ArgumentError as ArgumentError
     from penstock.errors import CheckpointError as CheckpointError
+    from penstock.errors import ClosedError as ClosedError
     from penstock.errors import FabricError as FabricError
+    from penstock.errors import MissingExtraError as MissingExtraError
     from penstock.errors import NonFiniteError as NonFiniteError
     from penstock.errors import PartitionError as PartitionError
     from penstock.errors import PenstockError as PenstockError
@@ -40,7 +43,9 @@ _HOMES = {
     "pipeline": "api",
     "ArgumentError": "errors",
     "CheckpointError": "errors",
+    "ClosedError": "errors",
     "FabricError": "errors",
+    "MissingExtraError": "errors",
     "NonFiniteError": "errors",
     "PartitionError": "errors",
     "PenstockError": "errors",
@@ -61,10 +66,16 @@ _HOMES = {
     "verify": "verification",
 }
 
+_SUBPACKAGES = frozenset(
+    ("checkpoint", "costs", "errors", "fabric", "integrations", "report", "schedule", "search", "simulate", "testing")
+)
+
 __all__ = [*_HOMES]  # noqa: PLE0604  (one list of names, not two)
 
 
 def __getattr__(name: str) -> Any:
+    if name in _SUBPACKAGES:
+        return import_module(f"penstock.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
     value = getattr(import_module(f"penstock.{_HOMES[name]}"), name)
@@ -73,4 +84,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted({*globals(), *_HOMES, *_SUBPACKAGES})

@@ -77,7 +77,7 @@ def pipeline(
     deferred_batch_norm: bool = False,
     compile: Compile = False,
     check_finite: bool = False,
-    lost_after: float = 5.0,
+    lost_after: float | None = None,
 ) -> Pipeline:
     """Splits a model into stages and makes them ready to train.
 
@@ -129,7 +129,8 @@ def pipeline(
         compile: run each stage through `torch.compile`: True, or a dict of its arguments.
         check_finite: let the step that makes a NaN or Inf raise NonFiniteError. For debugging: every call is looked at.
         lost_after: seconds without a sign of life after which a rank that another one waits for counts as lost, and
-            the run ends. More than the longest time that the network may be silent.
+            the run ends: more than the longest time that the network may be silent. None: 60 for a rank on another
+            machine. On the same machine its process is looked at after 5 seconds, and it is lost if that is stopped.
 
     Raises:
         ArgumentError: an argument is wrong; the text names it and says what to do.
@@ -153,8 +154,10 @@ def pipeline(
     kind = torch.device(devices).type if isinstance(devices, (str, torch.device)) else _device_of(model).type
     if not isinstance(check_finite, bool):
         raise ArgumentError(f"check_finite={check_finite!r}: expected True or False")
-    if isinstance(lost_after, bool) or not isinstance(lost_after, (int, float)) or not 1 <= lost_after < math.inf:
-        raise ArgumentError(f"lost_after={lost_after!r}: expected seconds, 1 or more")
+    if lost_after is not None and (
+        isinstance(lost_after, bool) or not isinstance(lost_after, (int, float)) or not 1 <= lost_after < math.inf
+    ):
+        raise ArgumentError(f"lost_after={lost_after!r}: expected seconds, 1 or more, or None")
     if compiled.arguments_of(compile) is not None and check_finite:
         raise ArgumentError(
             "check_finite=True looks at every call of a stage, which compiled stages do not show; leave compile= out "
@@ -208,7 +211,9 @@ def build(
         )
     devices = [device_of(options.devices, world, rank, current) for rank in range(world.ranks)]
     seed = torch.initial_seed() if options.seed is None else options.seed
-    engine = Engine(world, devices, seed, options.transport, Patience(stall_seconds=options.lost_after))
+    silent = options.lost_after
+    patience = Patience() if silent is None else Patience(stall_seconds=silent, away_seconds=silent)
+    engine = Engine(world, devices, seed, options.transport, patience)
     try:
         _check_alike(engine, given.sizes)
         try:

@@ -7,6 +7,8 @@
     ├── ShapeError          (ValueError)    a batch or a value between stages is not what was agreed on
     ├── CheckpointError     (RuntimeError)  a checkpoint cannot be written or read: a full disk, a file that is gone
     ├── FabricError         (RuntimeError)  an emulated network cannot be made, or a host of it is lost
+    ├── ClosedError         (RuntimeError)  a pipeline is used after it was closed
+    ├── MissingExtraError   (ImportError)   a package that an extra brings is not installed
     ├── NonFiniteError      (FloatingPointError) NaN or Inf, where `check_finite` looks for them
     ├── VerificationError   (AssertionError) the pipeline's result is not that of one device
     └── PipelineFailure     (RuntimeError)  a rank failed, or waits for one that does; names rank, action and cause
@@ -43,6 +45,14 @@ class CheckpointError(PenstockError, RuntimeError):
 
 class FabricError(PenstockError, RuntimeError):
     """An emulated network cannot be made, or a host does not join or is lost. Names what is missing."""
+
+
+class ClosedError(PenstockError, RuntimeError):
+    """A pipeline is used after it was closed."""
+
+
+class MissingExtraError(PenstockError, ImportError):
+    """A package that is no dependency is not installed. The text names it and the extra that brings it."""
 
 
 class NonFiniteError(PenstockError, FloatingPointError):

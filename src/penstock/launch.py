@@ -15,6 +15,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -34,8 +35,10 @@ LAUNCH_SECONDS = 8.0
 FAILURES = "PENSTOCK_FAILURES"
 """In the environment of one agent of several: the file in which it leaves its `RankFailure`, in place of saying it."""
 
-_TAG = "PENSTOCK_JOB"
+TAG = "PENSTOCK_JOB"
+"""In the environment of all processes of a job: its name."""
 _PR_SET_PDEATHSIG = 1
+_WAKE_SECONDS = 0.5
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -56,6 +59,7 @@ def launch(command: Sequence[str], ranks: int, threads: int | None = None) -> in
     """
     check(command, ranks, threads)
     with job() as environment:
+        name = environment[TAG]
         share_cores(environment, ranks, threads)
         agent = subprocess.Popen(
             agent_command(["--standalone", f"--nproc-per-node={ranks}", *command]),
@@ -65,7 +69,7 @@ def launch(command: Sequence[str], ranks: int, threads: int | None = None) -> in
         )
         try:
             with forwarded_signals([agent]) as received:
-                status = _wait(agent, received)
+                status = _wait(agent, received, name)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 agent.kill()
@@ -78,7 +82,7 @@ def job() -> Iterator[dict[str, str]]:
     """An environment that marks all processes of a job; at the end those that are left are killed."""
     name = secrets.token_hex(8)
     try:
-        yield {**os.environ, _TAG: name}
+        yield {**os.environ, TAG: name}
     finally:
         _kill_left(name)
 
@@ -125,15 +129,16 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
-def _wait(agent: subprocess.Popen[bytes], received: Sequence[int]) -> int:
-    """The agent's exit status. A first signal starts a deadline; after that, or at a second signal, we stop waiting."""
+def _wait(agent: subprocess.Popen[bytes], received: Sequence[int], job: str) -> int:
+    """The agent's exit status. A first signal starts a deadline; after that, at a second signal, or once no rank is
+    left, we stop waiting: an agent takes seconds to end."""
     deadline: float | None = None
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return shell_status(agent.wait(0.1))
         if received and deadline is None:
             deadline = time.monotonic() + LAUNCH_SECONDS
-        if len(received) > 1 or (deadline is not None and time.monotonic() > deadline):
+        if len(received) > 1 or (deadline is not None and (time.monotonic() > deadline or not left(job, [agent.pid]))):
             return 128 + signal.SIGKILL
 
 
@@ -158,15 +163,21 @@ def forwarded_signals(agents: Sequence[subprocess.Popen[bytes]]) -> Iterator[lis
 
 def _kill_left(job: str) -> None:
     """Kills what the job left: ranks are in sessions of their own, so the mark in their environment finds them."""
-    mark = f"{_TAG}={job}".encode()
     for _ in range(100):  # again until none is found: one may have started another meanwhile
-        left = {int(folder.name) for folder in Path("/proc").glob("[0-9]*") if _is_marked(folder, mark)} - {os.getpid()}
-        if not left:
+        found = left(job)
+        if not found:
             return
-        for pid in left:
+        for pid in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
+
+
+def left(job: str, besides: Sequence[int] = ()) -> set[int]:
+    """The processes of a job that have not ended, but for this one and those named."""
+    mark = f"{TAG}={job}".encode()
+    found = {int(folder.name) for folder in Path("/proc").glob("[0-9]*") if _is_marked(folder, mark)}
+    return found - {os.getpid(), *besides}
 
 
 def _is_marked(folder: Path, mark: bytes) -> bool:
@@ -219,6 +230,27 @@ def how_it_ended(exitcode: int) -> str:
     return f"was killed by {signal.Signals(-exitcode).name}" if exitcode < 0 else f"ended with exit status {exitcode}"
 
 
+def _wake_the_ended() -> None:
+    """Continues this process's children that are stopped and were told to end, from now on: what is stopped heeds no
+    signal but SIGKILL, and for that torchrun waits half a minute."""
+    while True:
+        time.sleep(_WAKE_SECONDS)
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+                if state == "T" and int(parent) == os.getpid() and _is_told_to_end(folder):
+                    os.kill(int(folder.name), signal.SIGCONT)
+
+
+def _is_told_to_end(process: Path) -> bool:
+    """Whether a SIGTERM or SIGINT waits for the process."""
+    lines = (line.split(":") for line in (process / "status").read_text().splitlines())
+    pending = {name: int(text, 16) for name, text in lines if name in ("SigPnd", "ShdPnd")}
+    return any(
+        waiting >> (number - 1) & 1 for waiting in pending.values() for number in (signal.SIGTERM, signal.SIGINT)
+    )
+
+
 class _Ends:
     """When this process's children ended. torchrun tells it to the second, which is too little to compare agents."""
 
@@ -261,6 +293,7 @@ def _agent(launcher: int, arguments: Sequence[str]) -> int:
     parsed.shutdown_timeout = AGENT_SECONDS
     of_several = os.environ.pop(FAILURES, None)
     ends = _Ends() if of_several else None
+    threading.Thread(target=_wake_the_ended, daemon=True).start()
     try:
         torchrun.run(parsed)  # type: ignore[no-untyped-call]
     except SignalException as stopped:
@@ -283,4 +316,4 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     finally:
-        _kill_left(os.environ[_TAG])
+        _kill_left(os.environ[TAG])

@@ -42,4 +42,4 @@ class Options:
     deferred_batch_norm: bool = False
     compile: Compile = False
     check_finite: bool = False
-    lost_after: float = 5.0
+    lost_after: float | None = None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, ClosedError
 from penstock.groups import OptionsOf, parameter_groups
 from penstock.options import Options
 from penstock.partition.aliases import crosses_twice
@@ -33,6 +33,7 @@ from penstock.runtime.streams import Streams
 from penstock.schedule import Schedule, check
 from penstock.stages import StageMeta
 from penstock.steps import Steps
+from penstock.words import counted
 
 
 class Pipeline:
@@ -124,7 +125,7 @@ class Pipeline:
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, **options: Any) -> StepResult:
         if self._closed:
-            raise ArgumentError("this pipeline was closed; make a new one")
+            raise ClosedError("this pipeline was closed; make a new one")
         return self._steps.run(self.step_count, args, kwargs, target, **options)
 
     def predict(self, *args: Any, outputs: Wanted = True, **kwargs: Any) -> Any:
@@ -411,6 +412,16 @@ class Pipeline:
                 self._before_close.pop()()
         finally:
             self._engine.close()
+
+    def __repr__(self) -> str:
+        """Each stage's rank and first module; asks no other rank."""
+        order, placement = self.schedule, self.schedule.placement
+        sizes = f"{counted(order.ranks, 'rank')}, {counted(order.microbatches, 'microbatch')}"
+        lines = [f"Pipeline of {type(self.model).__name__}: {order.name}, {sizes}"]
+        for stage, module in enumerate(("", *self.cuts)):
+            ranks = " and ".join(f"rank {rank}" for rank in placement.rank_of[stage :: placement.depth])
+            lines.append(f"  stage {stage} on {ranks}: from {module or 'the start'}")
+        return "\n".join(lines)
 
     def __enter__(self) -> Self:
         return self

@@ -66,7 +66,7 @@ def test_an_exact_sweep_is_found_back_and_predicts_the_closed_form(tmp_path: Pat
     assert fit["largest_residual"] < 1e-4
     assert [size["bytes"] for size in fit["sizes"]] == list(SIZES)
     assert [(row["bytes"], row["hosts"]) for row in one["predictions"]] == [
-        (size, hosts) for size in (65536, 3_000_000) for hosts in (4, 8, 64, 4096)
+        (size, hosts) for size in (65536, 3 * 1024**2) for hosts in (4, 8, 64, 4096)
     ]
     for row in one["predictions"]:
         for name in known_algorithms("all_reduce"):

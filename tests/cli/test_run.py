@@ -6,10 +6,13 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from penstock import launch
 
 SHOW = """
 import json, os, sys
@@ -29,9 +32,19 @@ if "die" in sys.argv and os.environ["RANK"] == "1":
 signal.pause()
 """
 
+STOP = """
+import os, signal, sys, time
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGSTOP)
+time.sleep(1)
+os.write(1, f"{time.monotonic()}".encode())
+sys.exit(3)
+"""
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    (tmp_path / "stop.py").write_text(STOP)
     (tmp_path / "show.py").write_text(SHOW)
     (tmp_path / "stay.py").write_text(STAY)
     return tmp_path
@@ -109,6 +122,23 @@ def test_signal_ends_everything(staying: tuple[subprocess.Popen[str], list[int]]
     assert process.wait(60) == 128 + number
     assert len(pids) == 4
     assert all(has_ended(pid, seconds=5) for pid in pids)
+
+
+@pytest.mark.distributed
+def test_a_stopped_rank_keeps_nobody_waiting(folder: Path) -> None:
+    """Torchrun waits half a minute for a rank that heeds no signal."""
+    done = penstock(folder, "run", "--ranks", "2", "stop.py")
+    ended = time.monotonic()
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (3, "penstock: rank 0 ended with exit status 3")
+    assert ended - float(done.stdout) < 15
+
+
+def test_after_a_signal_nobody_waits_for_an_agent_without_ranks() -> None:
+    with subprocess.Popen(["sleep", "60"]) as agent:
+        began = time.monotonic()
+        launch._wait(agent, [signal.SIGINT], "a job that has no process")
+        assert time.monotonic() - began < launch.LAUNCH_SECONDS / 2
+        agent.kill()
 
 
 @pytest.mark.distributed

@@ -136,6 +136,8 @@ def test_signal_ends_all_hosts(staying: tuple[subprocess.Popen[str], list[int]],
     process, pids = staying
     assert len(left_of(process.pid)) == 3
     process.send_signal(number)
+    if number == signal.SIGINT:  # whoever types Ctrl-C looks on
+        assert all(has_ended(pid, 3) for pid in pids[::2])
     _, said = process.communicate(timeout=60)
     assert process.returncode == 128 + number
     assert said.splitlines()[-1] == "penstock: network    2 hosts, as fast as this machine can"

@@ -110,11 +110,12 @@ def buckets(rank: int, transport: str) -> list[str]:
     return wrong
 
 
-def predict(rank: int, who: Any) -> Tensor | None:
+def predict(rank: int, who: Any, schedule: str = "1f1b") -> Tensor | None:
     """The whole output, where it was asked for."""
     torch.manual_seed(0)
-    with penstock.pipeline(Words(2), (words(4, 5)[0],), loss=token_error, microbatches=MICROBATCHES) as pipe:
-        pipe.predict(words(4, 5)[0])
+    options = {"loss": token_error, "microbatches": MICROBATCHES, "schedule": schedule}
+    with penstock.pipeline(Words(2), (words(4, 5)[0],), **options) as pipe:
+        pipe.predict(words(4, 5)[0], outputs="all")
         found: Tensor | None = pipe.predict(words(7, 5)[0], outputs=who)
         return found
 

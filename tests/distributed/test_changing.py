@@ -44,6 +44,17 @@ def test_the_whole_output_is_where_it_was_asked_for(ranks3: Ranks, who: Any) -> 
     assert all(torch.equal(found[rank], expected) for rank in here)
 
 
+@pytest.mark.parametrize("who", ["all", 0, 1])
+def test_trap_7_outputs_of_two_copies_come_in_order_of_microbatch(ranks2: Ranks, who: Any) -> None:
+    """The first rank has the outputs of the last microbatches."""
+    found = ranks2.run(jobs.predict, who, "chimera")
+    torch.manual_seed(0)
+    model = jobs.Words(2)
+    expected = torch.cat([model(part.clone()) for part in torch.split(jobs.words(7, 5)[0], [2, 2, 2, 1])])
+    assert [output is not None for output in found] == [who in ("all", 0), who in ("all", 1)]
+    assert all(torch.equal(output, expected) for output in found if output is not None)
+
+
 @pytest.mark.parametrize(
     ("what", "words"),
     [

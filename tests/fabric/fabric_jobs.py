@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any, get_args
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from penstock.errors import FabricError
 from penstock.fabric.algorithms import ENGINE, algorithms, generate
-from penstock.fabric.emulation import clock, links, probe
+from penstock.fabric.emulation import board, clock, links, probe, signals
 from penstock.fabric.emulation.collectives import Engine, Place, Stepwise, wrong
 from penstock.fabric.emulation.host import _check, _parts
 from penstock.fabric.emulation.joining import Members
@@ -117,6 +119,21 @@ def delayed(rank: int, size: int, bytes_per_second: float) -> dict[str, float]:
                 wire.exchange([Message(buffers[rank], 2)], [])
         found[name] = time.monotonic() - start
     return found
+
+
+def begun_together(rank: int, spec: Spec, margin_ns: int, path: str | None) -> Any:
+    """Stamps of some trials that begin so long after the word, which goes over a board if a path is given."""
+    margin, signals._MARGIN_NS = signals._MARGIN_NS, margin_ns
+    if path is not None:
+        os.environ[board.VARIABLE] = path
+    members = Members(rank, spec.hosts, None, None)
+    try:
+        trials = Trials(spec, _parts(spec, members, Plain()), members)
+        assert (trials._signals._board is None) == (path is None)
+        return np.stack([trials.one().stamps.numpy() for _ in range(3)])
+    finally:
+        signals._MARGIN_NS = margin
+        os.environ.pop(board.VARIABLE, None)
 
 
 class _Ahead:

@@ -181,7 +181,7 @@ def test_bad_input(tmp_path, monkeypatch):
     chakra._messages.cache_clear()
     for name in ("google.protobuf", "google.protobuf.message"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ArgumentError, match=r"pip install 'penstock\[fabric\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'penstock\[fabric\]'"):
         chakra.write_chakra(PIPELINE, tmp_path, 4)
-    with pytest.raises(ArgumentError, match=r"pip install 'penstock\[fabric\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'penstock\[fabric\]'"):
         chakra.read_chakra(whole)

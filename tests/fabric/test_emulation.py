@@ -171,13 +171,16 @@ def _started(folder: Path, *more: str) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_run_whose_command_is_killed_ends_and_is_readable(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
+def test_a_run_whose_command_is_killed_ends_and_is_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, temporary = tmp_path / "run", tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     with _started(folder) as process:
         assert len(processes(str(folder))) >= 4
         process.kill()
         process.communicate()
     _wait(lambda: not processes(str(folder)))
+    assert list(temporary.glob("penstock-*")) == [], "what it kept there is gone with it"
     trials = _whole(folder)
     done = CliRunner().invoke(app, ["fabric", "show", str(folder)])
     assert done.exit_code == 0, done.output

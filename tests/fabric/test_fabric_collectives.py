@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from distributed.ranks import Ranks
 from penstock.fabric.algorithms import ENGINE, algorithms
-from penstock.fabric.emulation import wires
+from penstock.fabric.emulation import clock, wires
 from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.emulation.wires import Delayed, Message
 from penstock.fabric.steps import Collective
@@ -176,7 +176,7 @@ def test_the_offset_of_a_clock_is_within_its_uncertainty(ranks3: Ranks, ahead_ns
     assert found[0] == {"offset_ns": 0, "uncertainty_ns": 0, "estimated_ns": 0, "shared": True}
     for rank, offset in enumerate(found[1:], start=1):
         assert not offset["shared"]
-        assert offset["uncertainty_ns"] > 0
+        assert offset["uncertainty_ns"] > clock.DRIFT * clock.CLOCK_SECONDS * 1e9, "what it may drift is in it"
         assert abs(offset["offset_ns"] + rank * ahead_ns) <= offset["uncertainty_ns"] + 1
         assert offset["estimated_ns"] == offset["offset_ns"]
 
@@ -184,7 +184,7 @@ def test_the_offset_of_a_clock_is_within_its_uncertainty(ranks3: Ranks, ahead_ns
 @pytest.mark.distributed
 def test_hosts_of_one_kernel_have_one_clock(ranks2: Ranks) -> None:
     for offset in ranks2.run(jobs.clocks, 0, True):
-        assert (offset["offset_ns"], offset["uncertainty_ns"], offset["shared"]) == (0, 0, True)
+        assert offset == {"offset_ns": 0, "uncertainty_ns": 0, "estimated_ns": 0, "shared": True}
 
 
 # -- trials -----------------------------------------------------------------------------------------------------------

@@ -41,6 +41,16 @@ def test_every_algorithm_has_a_closed_form() -> None:
         assert set(known_algorithms(kind)) == set(algorithms(kind))
 
 
+@pytest.mark.parametrize(
+    ("kind", "factor"),
+    [("all_reduce", 1.5), ("all_gather", 0.75), ("reduce_scatter", 0.75), ("all_to_all", 0.75), ("gather", 0.75),
+     ("broadcast", 1.0), ("send", 1.0)],
+)  # fmt: skip
+def test_bus_bandwidth_is_by_the_convention_of_nccl_tests(kind: str, factor: float) -> None:
+    """doc/PERFORMANCE.md of nccl-tests, and its source for gather; of four ranks."""
+    assert busbw_factor(kind, 4) == factor
+
+
 @pytest.mark.parametrize(("kind", "name"), EVERY)
 def test_the_closed_form_is_what_the_steps_do(kind: str, name: str) -> None:
     for ranks in (*range(2, 18), 31, 33):

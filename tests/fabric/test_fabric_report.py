@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from made_runs import SLOW_RANK, made_run, made_workload, write_run
 from rich.console import Console
 
-from penstock.errors import ArgumentError
 from penstock.fabric.compare import compare
 from penstock.fabric.report import nccl
 from penstock.fabric.report.numbers import cut, seconds
@@ -85,7 +84,7 @@ def test_tables_fit_a_narrow_terminal_however_long_the_names(width: int):
 
 def test_warnings_say_what_is_missing_and_that_processors_were_the_limit():
     busy = [{"cpu_seconds": 19.0, "wall_seconds": 20.0}] * 4
-    text = shown(made_run(20, asked=200, cpu=busy))
+    text = shown(made_run(20, asked=200, cpu=busy, links=[]))
     assert "warning: the run is not complete; missing: rank 2 left in trial 20; 180 of 200 trials" in text
     assert "20 of 200 trials" in text.splitlines()[0]
     assert re.search(r"warning: processors: .*190% busy; the processors are the limit", text)
@@ -327,7 +326,7 @@ def test_few_trials_are_drawn(trials: int):
 def test_without_matplotlib_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch):
     run = made_run(10)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ArgumentError, match=r"penstock\[fabric\]"):
+    with pytest.raises(ImportError, match=r"penstock\[fabric\]"):
         draw(run, results(run))
     assert "penstock[fabric]" in page(run, results(run))
 

@@ -364,3 +364,16 @@ def test_ten_thousand_trials_bound_the_last_percentile() -> None:
     run.record["trials"] = 10_000
     made = results(run)
     assert made["transfers"][0]["time_s"]["p999"] == pytest.approx(np.quantile(seconds[:, 0], 0.999), rel=1e-3)
+
+
+@pytest.mark.parametrize(("seconds", "saturated"), [(1.05, False), (2.0, True)])
+def test_busy_processors_are_no_limit_where_times_are_what_the_links_allow(seconds: float, saturated: bool) -> None:
+    cpu = [{"cpu_seconds": 5.0, "wall_seconds": 10.0}] * 4
+    run = run_of(
+        np.full((10, 1), seconds), (Transfer("t", 1_000_000),), links=LINKS, cpu=cpu, shared_machine=True,
+        machine_cores=2,
+    )  # fmt: skip
+    found = results(run)["cpu"]
+    assert found["saturated"] is saturated
+    assert ("the processors are the limit" in found["text"]) is saturated
+    assert ("yet medians are at 95% of what the links allow" in found["text"]) is not saturated

@@ -8,6 +8,7 @@ from penstock.errors import ArgumentError
 from penstock.fabric.network.impairment import Bursts, Chance, Impairment
 from penstock.fabric.network.link import BUFFER_BYTES, HOST_BYTES, Link
 from penstock.fabric.network.parse import parse_link
+from penstock.fabric.units import size_of
 
 RATES = {
     "100mbit": 12.5e6,
@@ -202,3 +203,22 @@ def test_any_text_is_a_link_or_an_argument_error(text: str) -> None:
     except ArgumentError:
         return
     assert link.bytes_per_second >= 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("100mbit delay 99999999999s", "'99999999999s' is a time beyond all networks: give 86400s, a day, at most"),
+        ("99999999999999gbit", "'99999999999999gbit' is a rate beyond all networks: give 10tbit at most"),
+        ("\uff11\uff10mbit", "is no rate: give one like 100mbit"),
+        ("10mbit delay \uff15ms", "is no time: give one like 500us"),
+    ],
+)
+def test_what_no_network_has_is_refused_in_a_line(text: str, said: str) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        parse_link(text)
+
+
+def test_a_size_means_the_same_everywhere() -> None:
+    for unit in ("k", "kb", "KiB", "mb", "m", "MiB"):
+        assert size_of(f"64{unit}") == parse_link(f"1gbit limit 64{unit}").limit_bytes

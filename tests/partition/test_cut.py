@@ -31,6 +31,11 @@ def test_the_largest_run_is_as_small_as_can_be(weights: list[int], data: st.Data
     assert cost(tuple(starts)) == min(cost((0, *c)) for c in combinations(range(1, len(weights)), parts - 1))
 
 
+def test_the_largest_run_counts_before_the_sum_of_squares() -> None:
+    """[20, 2] in one run would make the squares smaller."""
+    assert linear_partition([9, 9, 9, 20, 2, 20, 20], 6) == [0, 2, 3, 4, 5, 6]
+
+
 def test_many_layers_are_cut_quickly() -> None:
     assert linear_partition([1] * 2000, 64)[-1] >= 1900
 

@@ -35,9 +35,9 @@ class Clock:
 class World:
     """A board whose ranks beat every half second, but for those named as silent."""
 
-    def __init__(self, positions: list[Position], state: ProcessState = "unknown") -> None:
+    def __init__(self, positions: list[Position], state: ProcessState = "unknown", away_seconds: float = 5.0) -> None:
         self.clock = Clock()
-        self.board = Board(len(positions), Patience(), self.clock, lambda process: state)
+        self.board = Board(len(positions), Patience(away_seconds=away_seconds), self.clock, lambda process: state)
         self.positions = positions
         self.since = [100.0] * len(positions)
         for rank in range(len(positions)):
@@ -186,6 +186,17 @@ def test_board_is_deserted_when_all_have_left_or_are_gone() -> None:
     assert world.board.deserted
 
 
+def test_a_rank_of_another_machine_has_a_minute() -> None:
+    """The network may be silent for that long. One of this machine is looked up after some seconds."""
+    away = Patience().away_seconds
+    assert away >= 60 > 10 > Patience().stall_seconds
+    world = World([OUTSIDE, Position("0RECV_F0", (0,))], "unknown", away)
+    assert world.pass_time(away - 2, silent=(0,)) is None
+    assert world.pass_time(3, silent=(0,)) == Failure(0, None, "no sign of life for 60 s", "lost")
+    here = World([OUTSIDE, Position("0RECV_F0", (0,))], "stopped", away)
+    assert here.pass_time(6, silent=(0,)) is not None
+
+
 def test_board_waits_for_ranks_that_have_not_joined() -> None:
     clock = Clock()
     board = Board(2, Patience(), clock, lambda process: "unknown")
@@ -332,6 +343,19 @@ def test_a_stall_is_blamed_on_the_rank_that_all_wait_for_and_not_on_the_peer() -
     assert str(dog.failure) == (
         "rank 0 stalled at 0F0: rank 2 has waited 1800 s for 2RECV_F0 from rank 1; rank 1 has waited 2 s for 1RECV_F0 "
         "from rank 0; rank 0 runs 0F0 (3 s so far)"
+    )
+
+
+def test_ranks_that_wait_for_each_other_are_told_once(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.dog.position = RECEIVE
+    bench.dog._tick()
+    bench.clock.now += 1800
+    circle = [Sighting(Position("0RECV_B0", (1,)), 1800), Sighting(RECEIVE, 1800)]
+    bench.dog._take({"sightings": [sighting.to_list() for sighting in circle]})
+    bench.dog._decide()
+    assert capsys.readouterr().err == (
+        "penstock: rank 1 stops: rank 1 stalled at 1RECV_F0: rank 1 has waited 1800 s for 1RECV_F0 from rank 0; "
+        "rank 0 has waited 1800 s for 0RECV_B0 from rank 1\n"
     )
 
 

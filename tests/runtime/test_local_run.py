@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -93,9 +97,6 @@ def test_the_timeline_of_a_step_is_its_schedule(schedule: str, ranks: int) -> No
 
 def test_nothing_of_a_batch_is_kept_after_a_step() -> None:
     """Neither activations nor gradients of values: only parameters, their gradients, and what was asked for."""
-    import gc
-    import weakref
-
     x, made = torch.randn(8, 5), []
 
     class Watched(nn.Linear):
@@ -112,3 +113,44 @@ def test_nothing_of_a_batch_is_kept_after_a_step() -> None:
         gc.collect()
         assert len(made) == 32
         assert not [ref for ref in made if ref() is not None]
+
+
+class Marked(torch.autograd.Function):
+    """Leaves something in the graph that is there for as long as the graph is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mark: object) -> torch.Tensor:
+        ctx.mark = mark
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, None]:
+        return grads[0], None
+
+
+def test_nothing_of_a_step_that_raised_is_kept_in_the_next_one() -> None:
+    """Its graphs would be in memory beside those of the next, until each microbatch's turn comes."""
+    refs: list[weakref.ref[set[int]]] = []
+    left = list[int]()
+    fails = True
+
+    class Fails(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            gc.collect()
+            left.append(sum(ref() is not None for ref in refs))
+            if fails and len(left) == 3:
+                raise ValueError("in the third microbatch")
+            mark: set[int] = set()
+            refs.append(weakref.ref(mark))
+            marked: torch.Tensor = Marked.apply(super().forward(x), mark)  # type: ignore[no-untyped-call]
+            return marked
+
+    x = torch.randn(8, 5)
+    model = nn.Sequential(Fails(5, 5), nn.Linear(5, 5))
+    with penstock.pipeline(model, (x,), microbatches=4, schedule="gpipe", loss=squared_error, leaves=["0"]) as pipe:
+        refs.clear()  # of the recording
+        for fails, expected in ((True, [0, 1, 2]), (False, [0, 1, 2, 3])):
+            left.clear()
+            with pytest.raises(ValueError, match="third") if fails else contextlib.nullcontext():
+                pipe.step(x, target=x)
+            assert left == expected

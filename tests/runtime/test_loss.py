@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -26,6 +26,24 @@ def test_weights_of_a_mean_are_the_shares_of_the_rows(sizes: list[int]) -> None:
     assert math.isclose(sum(given_weights), 1)
     assert given_weights == [size / sum(sizes) for size in sizes]
     assert weights("sum", sizes, []) == [1.0] * len(sizes)
+
+
+@given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=4))
+def test_the_mean_over_replicas_is_the_loss_of_the_whole_batch(sizes: list[list[int]]) -> None:
+    """Also where they hold other numbers of rows: with a row's loss for each row, a mean and a sum over all rows."""
+    replicas = len(sizes)
+    losses = [[float(r + 2 * k) for k in range(len(mine))] for r, mine in enumerate(sizes)]
+    rows = [
+        (loss, size) for mine, some in zip(losses, sizes, strict=True) for loss, size in zip(mine, some, strict=True)
+    ]
+
+    def total(reduction: Literal["mean", "sum"]) -> float:
+        found = [weights(reduction, mine, [], replicas, lambda own: sum(map(sum, sizes)) / replicas) for mine in sizes]
+        pairs = (zip(mine, some, strict=True) for mine, some in zip(losses, found, strict=True))
+        return sum(loss * weight for pair in pairs for loss, weight in pair) / replicas
+
+    assert math.isclose(total("mean"), sum(loss * size for loss, size in rows) / sum(size for _, size in rows))
+    assert math.isclose(total("sum"), sum(loss for loss, _ in rows))
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any))

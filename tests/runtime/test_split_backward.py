@@ -588,3 +588,28 @@ def test_a_backward_inside_a_later_forward_is_refused() -> None:
     module.on = True
     with uses.putting_off([], x), pytest.raises(PartitionError, match="a backward of its own"):
         module(x)
+
+
+def test_weight_gradients_that_a_step_that_raised_put_off_are_dropped() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    split = SplitBackward(lambda: dict(model.named_parameters()), model, torch.device("cpu"), range(2), in_order=True)
+
+    def until_i(microbatch: int) -> None:
+        with split.forward(microbatch):
+            loss = model(torch.ones(2, 3)).sum()
+        edge = get_gradient_edge(loss)
+        split.learn([edge])
+        with split.input_gradients(microbatch):
+            torch.autograd.backward((edge,), (torch.ones(()),))
+
+    split.begin_step()
+    until_i(0)  # whole, to learn what can wait
+    split.weight_gradients(0)
+    weight = model[0].get_parameter("weight")
+    assert weight.grad is not None
+    before = weight.grad.clone()
+    until_i(1)
+    assert torch.equal(weight.grad, before), "it waits"
+    split.begin_step()
+    split.weight_gradients(1)
+    assert torch.equal(weight.grad, before)

@@ -76,6 +76,19 @@ def test_copies_start_equal_to_the_first_ranks() -> None:
         assert torch.equal(mine[1], torch.ones(2).half())
 
 
+def test_copies_start_equal_to_the_first_of_their_own_ranks() -> None:
+    """Which need not be rank 0, where the parameter is not."""
+    hub = LocalHub([torch.device("cpu")] * 3)
+    held = {rank: nn.Parameter(torch.full((2,), float(rank))) for rank in (1, 2)}
+    group = TieGroup(("p",), (1, 2), (1, 2))
+    made = [TieReducer(0, group, [held[rank]], LocalTransport(rank, hub), range(3)) for rank in (1, 2)]
+    for reducer in made:
+        reducer.start_equal()
+    for reducer in made:
+        reducer.end_equal()
+    assert [parameter.tolist() for parameter in held.values()] == [[1.0, 1.0]] * 2
+
+
 def test_gradients_are_summed_and_accumulate_over_steps() -> None:
     held, made = reducers([[torch.zeros(3, 2)]] * 3)
     before = torch.zeros(3, 2)

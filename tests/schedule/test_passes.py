@@ -6,9 +6,11 @@ from hypothesis import strategies as st
 
 from penstock.errors import ArgumentError
 from penstock.schedule import (
+    Action,
     Op,
     Schedule,
     add_communication,
+    add_sharding,
     check,
     drop_backward,
     drop_communication,
@@ -22,6 +24,8 @@ from penstock.schedule import (
     split_backward,
 )
 from some_schedules import arbitrary, generated
+
+SHARDING = (Op.UNSHARD, Op.RESHARD)
 
 
 def reductions(schedule: Schedule) -> list[list[str]]:
@@ -194,3 +198,21 @@ def test_replicas_reduce_in_one_order_though_one_has_fewer_microbatches(
             assert action.stage not in reduced or action.op not in (Op.B, Op.W), "its last gradient comes before"
             if action.op is Op.REDUCE_GRAD:
                 reduced.add(action.stage)
+
+
+@given(generated(max_ranks=4, max_microbatches=6))
+def test_what_is_sharded_is_gathered_right_before_its_first_computation_and_let_go_behind_its_last_action(
+    schedule: Schedule,
+) -> None:
+    """However far ahead receives are posted, which depends on the number of microbatches."""
+    done = add_sharding(add_communication(schedule), set(range(schedule.stages)))
+    assert not any(v.fatal for v in check(done))
+    for rank, row in enumerate(done.rows):
+        actions = list(row)
+        for stage in done.placement.stages_on(rank):
+            gathered, let_go = (actions.index(Action(stage, op)) for op in (Op.UNSHARD, Op.RESHARD))
+            own = [i for i, action in enumerate(actions) if action.stage == stage and action.op not in SHARDING]
+            computing = [i for i in own if actions[i].op.is_compute]
+            assert gathered < computing[0] <= computing[-1] <= own[-1] < let_go
+            between = {action.op for action in actions[gathered + 1 : computing[0]]}
+            assert between <= {Op.UNSHARD}, "others may be gathered for the same overlap"

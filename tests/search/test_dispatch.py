@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from penstock.costs import LinkCost, StageCost
 from penstock.schedule import Placement, check, generate
-from penstock.search import search
+from penstock.search import lower_bound, search
 from penstock.search.dispatch import Pattern, dispatch
 from penstock.search.improve import improve
 from penstock.search.known import known_schedules, one_by_one
 from penstock.search.pattern import pattern_of, sample, vary
 from penstock.search.problem import Problem, Rows, problem
+from penstock.search.stretch import stretch
 from penstock.search.timing import Places, critical_path, fits, time_rows
 from penstock.simulate import memory, simulate
 
@@ -100,7 +101,7 @@ def test_moving_actions_keeps_rows_legal_and_never_makes_them_worse(
 ) -> None:
     asked = drawn[0]
     before = one_by_one(asked)
-    cost, rows = improve(asked, before, Random(seed), 10_000, lambda cost: False, 0.1, 5.0)
+    cost, rows = improve(asked, before, Random(seed), 10_000, 10_000, lambda cost: False, 0.1, 5.0)
     judge(*drawn, rows)
     timing, first = time_rows(asked, rows), time_rows(asked, before)
     assert timing is not None
@@ -128,6 +129,30 @@ def test_a_row_that_differs_late_is_timed_from_there(
         if whole is not None:
             assert time_rows(asked, changed, whole.cost, before, since) == whole
             assert time_rows(asked, changed, whole.cost - 0.5, before, since) in (None, whole)
+
+
+@given(problems(), seeds, st.integers(1, 9))
+def test_rows_that_are_stretched_are_legal_and_fit(
+    drawn: tuple[Problem, list[StageCost], LinkCost], seed: int, more: int
+) -> None:
+    few = drawn[0]
+    many = few.with_microbatches(few.microbatches + more)
+    rows = dispatch(few, sample(few, Random(seed)))
+    assert rows is not None
+    stretched = stretch(few, rows, many)
+    if stretched is not None:
+        cost, made = stretched
+        judge(many, *drawn[1:], made)
+        timing = time_rows(many, made)
+        assert timing is not None
+        assert timing.cost == cost
+
+
+@given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 4), st.integers(1, 4))
+def test_the_bound_is_what_gpipe_reaches_where_no_weight_gradient_can_wait(p: int, m: int, f: int, i: int) -> None:
+    """On the last rank: the first microbatch's way to it, its work, and the last microbatch's way back."""
+    asked = problem(Placement.loop(p), m, StageCost(f, i, 0))
+    assert lower_bound(asked) == simulate(generate("gpipe", p, m), StageCost(f, i, 0)).makespan_seconds
 
 
 def test_timing_gives_up_when_it_is_sure_of_too_much() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,16 @@ def test_a_seed_gives_the_same_answer_again() -> None:
     one, two = (search(Placement.loop(3), 6, costs, LinkCost(0.5), seconds=1, seed=3) for _ in range(2))
     assert not one.cut_off
     assert one.schedule == two.schedule
+
+
+def test_more_time_is_never_worse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(import_module("penstock.search.search"), "_PATIENCE", 1000.0)  # no machine is too slow
+    spans = [
+        search(Placement.v(4), 8, UNIT, memory_limit=5, objective="span", seconds=seconds).objective_seconds
+        for seconds in (0.05, 0.1, 0.15, 0.2)
+    ]
+    assert spans == sorted(spans, reverse=True)
+    assert spans[-1] < spans[0]
 
 
 @pytest.mark.parametrize(

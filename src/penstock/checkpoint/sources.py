@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.checkpoint import folders
 from penstock.checkpoint.contents import model_key, model_tensors
 from penstock.checkpoint.storage import Reader
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, MissingExtraError
 from penstock.runtime.distribution import copy_into
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -90,7 +90,7 @@ def _opened(path: Path) -> Any:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
-        raise ArgumentError(
+        raise MissingExtraError(
             f"{path}: reading it needs the package safetensors: pip install penstock[safetensors]"
         ) from None
     try:

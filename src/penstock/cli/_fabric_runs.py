@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from penstock.cli._spread import Json
-from penstock.errors import ArgumentError
+from penstock.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from penstock.fabric.samples import Run
@@ -67,7 +67,7 @@ def _files(folder: Path, run: Run, found: dict[str, Any], *, chakra: bool) -> tu
         try:
             write_page(run, found, folder / "report.html")
             made.append("report.html")
-        except ArgumentError as error:  # matplotlib is an extra
+        except MissingExtraError as error:  # matplotlib is an extra
             notes.append(str(error))
     if chakra:
         from penstock.fabric.chakra import write_chakra

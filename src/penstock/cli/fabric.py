@@ -33,6 +33,9 @@ app = typer.Typer(add_completion=False, invoke_without_command=True)
 
 RUNS = Path("runs")
 
+_BUFFERS = 2
+"""Of a transfer's size on each host, at least: what is given, and what is sent or received."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
@@ -56,7 +59,11 @@ class RunOptions:
     stall_timeout: Annotated[float, typer.Option(help="Seconds after which a wait for a host is given up.")] = 120.0
 
     def number(self) -> int:
-        """Of the hosts that are made here."""
+        """Of the hosts that are made here. Raises ArgumentError for more than one machine takes."""
+        from penstock.fabric.network.machines import MOST
+
+        if self.hosts is not None and self.hosts > MOST:
+            raise ArgumentError(f"--hosts {self.hosts}: one machine makes {MOST} at most")
         return DEFAULT_HOSTS if self.hosts is None else self.hosts
 
     def spec(self, workload: Workload, network: Network, trials: int, *, delays: bool) -> Spec:
@@ -146,6 +153,7 @@ def fabric(
     network = asked.network(hosts)
     delays = _delays(network, how)
     spec = how.spec(traffic.workload(hosts), network, counts.count(), delays=delays)
+    _check_memory(spec, 1 if by_torchrun else hosts)
     output = Output(_folder(out, make=not by_torchrun or os.environ["RANK"] == "0"), as_json, chakra)
     if by_torchrun:
         _as_host(spec, output)
@@ -180,6 +188,17 @@ def train(
     delays = _delays(network, how)
     spec = how.spec(preset("mlp"), network, counts.count(), delays=delays)
     _on_hosts(spec, None if delays else network, Output(_folder(out, make=True), as_json), module="penstock.demo.mlp")
+
+
+def _check_memory(spec: Spec, hosts_here: int) -> None:
+    """Raises ArgumentError where the payloads alone are more than this machine has."""
+    needed = _BUFFERS * hosts_here * sum(transfer.bytes for transfer in spec.workload.transfers)
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        raise ArgumentError(
+            f"what is sent takes {needed / 1024**3:,.1f} GiB of memory on {hosts_here} hosts, and this machine has "
+            f"{there / 1024**3:,.1f}: give smaller sizes, or fewer hosts"
+        )
 
 
 def _on_hosts(spec: Spec, network: Network | None, output: Output, **job: str) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, MissingExtraError
 from penstock.fabric.steps import Collective
 from penstock.fabric.workload import Transfer, Workload
 
@@ -73,7 +73,8 @@ def write_chakra(workload: Workload, folder: Path, hosts: int, name: str = "pens
     Returns the files, the groups' last.
 
     Raises:
-        ArgumentError: the workload is for another number of hosts, or protobuf is not installed.
+        ArgumentError: the workload is for another number of hosts.
+        MissingExtraError: protobuf is not installed.
     """
     if hosts < 2 or workload.hosts not in (0, hosts):
         expected = workload.hosts or "2 or more"
@@ -95,7 +96,7 @@ def write_chakra(workload: Workload, folder: Path, hosts: int, name: str = "pens
 
 
 def read_chakra(path: Path) -> Trace:
-    """What a file of `write_chakra` holds. Raises ArgumentError if it is no such file, or protobuf is not installed."""
+    """What a file of `write_chakra` holds. Raises ArgumentError if it is no such file."""
     messages = _messages()
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
@@ -189,7 +190,7 @@ _VALUES = ("int32_val", "int64_val", "bool_val", "string_val")
 
 @functools.cache
 def _messages() -> dict[str, Any]:
-    """The classes of the schema's messages. Raises ArgumentError if protobuf is not installed."""
+    """The classes of the schema's messages. Raises MissingExtraError if protobuf is not installed."""
     try:
         from google.protobuf import (  # type: ignore[import-untyped]
             descriptor_pb2,
@@ -197,7 +198,7 @@ def _messages() -> dict[str, Any]:
             message_factory,
         )
     except ImportError:
-        raise ArgumentError(
+        raise MissingExtraError(
             "Chakra traces are written with protobuf, which is not installed: pip install 'penstock[fabric]'"
         ) from None
     file = descriptor_pb2.FileDescriptorProto(name="penstock/chakra.proto", package="ChakraProtoMsg", syntax="proto3")

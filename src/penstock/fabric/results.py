@@ -34,12 +34,13 @@ def results(run: Run) -> dict[str, Any]:
     workload = Workload.from_dict(record["workload"])
     hosts, trials = int(record["hosts"]), len(run.start_ns)
     times = [TransferTimes.of(run, workload, place) for place in range(len(workload.transfers))]
-    cpu = _cpu(record, trials)
     links = record_links(record)
     transfers = [
         _transfer(transfer, algorithm_of(record, place), one, links)
         for place, (transfer, one) in enumerate(zip(workload.transfers, times, strict=True))
     ]
+    step = _step(run, workload, times, transfers)
+    cpu = _cpu(record, trials, min((one["ideal_percent"] or 0.0 for one in transfers), default=0.0))
     made = {
         "version": 1,
         "workload": workload.name,
@@ -48,7 +49,7 @@ def results(run: Run) -> dict[str, Any]:
         "trials_asked": record.get("trials"),
         **_completeness(record, trials),
         "transfers": transfers,
-        "step": _step(run, workload, times, transfers),
+        "step": step,
         "cpu": {
             "saturated": cpu.saturated,
             "scheduler_tails": cpu.scheduler_tails,
@@ -204,7 +205,7 @@ def _common(transfers: list[dict[str, Any]], key: str) -> str | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _cpu(record: dict[str, Any], trials: int) -> Saturation:
+def _cpu(record: dict[str, Any], trials: int, ideal_percent: float) -> Saturation:
     shared = bool(record.get("shared_machine", False))
     hosts = record.get("environment") or []
     cores = [int(host.get("cores") or 0) for host in hosts if isinstance(host, dict)]
@@ -214,4 +215,5 @@ def _cpu(record: dict[str, Any], trials: int) -> Saturation:
         machine_cores=int(record.get("machine_cores") or 1),
         trials=trials,
         cores=cores if all(cores) else [],
+        ideal_percent=ideal_percent,
     )

@@ -257,6 +257,8 @@ class Saturation:
 
 
 _BUSY, _STOLEN, _TAIL = 0.85, 0.05, 0.01
+_NEAR_IDEAL = 80.0
+"""Percent of ideal, from which the network is the limit, however busy processors are."""
 
 
 def saturation(
@@ -266,6 +268,7 @@ def saturation(
     machine_cores: int,
     trials: int,
     cores: Sequence[int] = (),
+    ideal_percent: float = 0.0,
 ) -> Saturation:
     """What the processors did in a run.
 
@@ -275,6 +278,7 @@ def saturation(
         shared_machine: the ranks are processes of one machine of `machine_cores` cores.
         trials: that were run meanwhile.
         cores: of each rank's own machine, where they are not shared; `machine_cores` if empty.
+        ideal_percent: how near each transfer comes to what its links allow, at least; near it, processors are no limit.
 
     Raises:
         ArgumentError: cores are not 1 or more.
@@ -297,13 +301,16 @@ def saturation(
         busy, crowded = max(machines), False
         where = f"rank {machines.index(busy)} is the busiest"
     switches = sum(one.get("involuntary_switches") or 0 for one in known)
-    saturated = busy >= _BUSY or stolen >= _STOLEN
-    tails = (saturated or crowded) and switches >= _TAIL * max(trials, 1)
+    crammed = busy >= _BUSY or stolen >= _STOLEN
+    saturated = crammed and ideal_percent < _NEAR_IDEAL
+    tails = (crammed or crowded) and switches >= _TAIL * max(trials, 1)
     parts = [f"{where}, {busy:.0%} busy"]
     if stolen >= _STOLEN:
         parts.append(f"{stolen:.0%} taken by other virtual machines")
     if saturated:
         parts.append("the processors are the limit, not the network")
+    elif crammed:
+        parts.append(f"yet medians are at {ideal_percent:.0f}% of what the links allow, or above")
     if tails:
         parts.append(f"{switches:,} involuntary switches in {trials:,} trials: the tail may be the scheduler's")
     return Saturation(saturated, tails, busy, "; ".join(parts))

@@ -1,4 +1,4 @@
-"""Sizes and rates as people write them: 64KiB, 2600, 1.5MB; 100mbit, 12.5MBps."""
+"""Sizes as people write them: 64KiB, 2600, 1.5MB."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from penstock.errors import ArgumentError
 
 _SIZES = {
     "": 1, "b": 1,
-    "k": 1024, "kib": 1024, "m": 1024**2, "mib": 1024**2, "g": 1024**3, "gib": 1024**3, "tib": 1024**4,
-    "kb": 1000, "mb": 1000**2, "gb": 1000**3, "tb": 1000**4,
+    **{f"{prefix}{end}": 1024**power for power, prefix in enumerate("kmgt", 1) for end in ("", "b", "ib")},
 }  # fmt: skip
-"""As nccl-tests reads them, K, M and G are powers of 1024."""
+"""K, M and G are powers of 1024, as nccl-tests reads them, whatever follows: 64kb is the same in a link's text."""
 
-_NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+_NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
 
 
 def size_of(text: str) -> int:
@@ -21,7 +20,9 @@ def size_of(text: str) -> int:
     match = _NUMBER.fullmatch(text.strip())
     factor = _SIZES.get(match[2].lower()) if match else None
     if match is None or factor is None:
-        raise ArgumentError(f"{text!r} is no size: give bytes, or a number with KiB, MiB, GiB, kB, MB or GB")
+        raise ArgumentError(
+            f"{text!r} is no size: give bytes, or a number with KiB, MiB or GiB (kb, mb and gb are the same)"
+        )
     size = float(match[1]) * factor
     if size < 1 or size != int(size):
         raise ArgumentError(f"{text!r} is {size:g} bytes: a size is a whole number of bytes, 1 or more")

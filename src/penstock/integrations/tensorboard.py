@@ -13,7 +13,7 @@ from typing import Self
 
 from torch import Tensor
 
-from penstock.errors import ArgumentError
+from penstock.errors import MissingExtraError
 from penstock.result import StepResult
 
 
@@ -32,14 +32,14 @@ class StepWriter:
         clock: gives seconds.
 
     Raises:
-        ArgumentError: the package `tensorboard` is not installed.
+        MissingExtraError: the package `tensorboard` is not installed.
     """
 
     def __init__(self, folder: str | Path, *, clock: Callable[[], float] = time.perf_counter) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ArgumentError(
+            raise MissingExtraError(
                 f"StepWriter needs the package tensorboard ({error}): pip install penstock[tensorboard]"
             ) from error
         self._events = SummaryWriter(str(folder))

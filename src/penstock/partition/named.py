@@ -20,6 +20,12 @@ FILES = 3
 def named_by(model: nn.Module) -> list[Any]:
     """Classes, functions (also those that `functools.cache` wraps) and, as dicts, the globals of files."""
     kinds = dict.fromkeys(base for module in model.modules() for base in type(module).__mro__)
+    return _named(tuple(kinds))
+
+
+@functools.lru_cache(maxsize=8)
+def _named(kinds: tuple[type, ...]) -> list[Any]:
+    """A model is recorded several times over, and its code stays what it is."""
     return list(_walk(list(kinds)))
 
 

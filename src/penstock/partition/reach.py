@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from penstock.partition.named import named_by
 from penstock.partition.objects import CONSTANTS
+from penstock.partition.of_class import OfClass
 from penstock.partition.tables import Tables
 
-LISTS, DICTS, SETS = (list, deque), (dict, OrderedDict, defaultdict), (set,)
+LISTS, DICTS, SETS = (list, deque), (dict, OrderedDict, defaultdict, OfClass), (set,)
 LARGEST = 1000
 """Containers with more entries are tables, not what a forward leaves something in."""
 
@@ -38,7 +39,7 @@ _EMPTY = object()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Place:
-    """Something with entries: a module's or an object's attributes, globals, a list, a dict, a set, a closure's cell.
+    """Something with entries: attributes of a module, an object or a class, globals, a container, a closure's cell.
 
     Attributes:
         text: how a user finds it.
@@ -66,6 +67,8 @@ class Place:
             return _contents(now) is not before
         if _is_array(now):
             return bool(now.tobytes() != before.tobytes())
+        if isinstance(now, OfClass):
+            return now.differs(before)
         if len(now) != len(before):
             return True
         if isinstance(now, DICTS):
@@ -130,8 +133,11 @@ class Reach:
         self._seen |= {id(module) for module in modules.values()}
         for name, module in modules.items():
             self._add_module(name, module, DEPTH)
-        for kind in dict.fromkeys(map(type, modules.values())):
-            self._visit(vars(kind).get("forward"), kind.__name__, 2)
+        kinds = dict.fromkeys(base for module in modules.values() for base in type(module).__mro__)
+        for kind in kinds:
+            if not _is_of_others(kind.__module__):
+                self._visit(vars(kind).get("forward"), kind.__name__, 2)
+                self._add_class(kind)
         del self._seen, self._first
 
     def belongs_to(self, place: Place, name: str) -> bool:
@@ -165,6 +171,16 @@ class Reach:
                     self._visit(hook, f"{name}.{key}".lstrip("."), depth)
             elif key not in INTERNAL:
                 self._visit(value, f"{name}.{key}".lstrip("."), depth)
+
+    def _add_class(self, kind: type) -> None:
+        if id(kind) in self._seen:
+            return
+        self._seen.add(id(kind))
+        before, self._outside = self._outside, True
+        self._add(kind.__qualname__, held := OfClass(kind), attributes=True)
+        for key, item in held.items():
+            self._visit(item, f"{kind.__qualname__}.{key}", 2)
+        self._outside = before
 
     def _visit(self, value: Any, text: str, depth: int) -> None:
         if depth == 0 or type(value) in CONSTANTS or isinstance(value, (Tensor, type, ModuleType)):
@@ -221,7 +237,9 @@ class Reach:
             before, self._outside = self._outside, True
             self._add(module, known, attributes=True)
             for key, item in list(known.items()):
-                if not key.startswith("__") and not isinstance(item, FunctionType):
+                if isinstance(item, type) and item.__module__ == module and not issubclass(item, nn.Module):
+                    self._add_class(item)
+                elif not key.startswith("__") and not isinstance(item, FunctionType):
                     self._visit(item, f"{module}.{key}", min(depth, 2))
             self._outside = before
 

@@ -102,15 +102,13 @@ class Sideways:
         if not on_fakes:
             _refuse_numbers(unit, own)
         if written and unit.name not in self.remembered and self._remembers(unit, args, kwargs, run, log, updates):
-            text = shortened([p.name(key) for p in written for key, _ in p.changes()] or [p.text for p in written])
-            self.remembered[unit.name] = Remembered(text, frozenset((unit.name,)))
+            self.remembered[unit.name] = Remembered(_names(written), frozenset((unit.name,)))
         if changed and before != log:
-            names = [place.name(key) for place in changed for key, _ in place.changes()]
-            self._swayed[unit.name] = shortened(names or [place.text for place in changed])
+            self._swayed[unit.name] = _names(changed)
         if own:
             self._writers.add(unit.name)
             if on_fakes and self._operators(run, args, kwargs, from_start=False) != log:
-                self._swayed.setdefault(unit.name, shortened([place.text for place in own]))
+                self._swayed.setdefault(unit.name, _names(own))
         return result
 
     def note_hook(self, hook: Hook) -> None:
@@ -174,6 +172,11 @@ class Sideways:
         made = self._observer.provenance.maker(tensor)
         if made is not None and made.unit in self._units:
             raise Regroup(f"{refusal}. It was made in {made}", opened=[made.unit])
+
+
+def _names(places: Collection[Place]) -> str:
+    """Those of the entries that have changed."""
+    return shortened([p.name(key) for p in places for key, _ in p.changes()] or [p.text for p in places])
 
 
 def _refusal(read: Foreign) -> str:

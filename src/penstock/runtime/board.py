@@ -4,7 +4,8 @@ Everything that decides whether a rank is given up lives in this file, without s
 
     a rank that ...                     is given up when another waits for it and ...
     closed its connection, no goodbye   ... still does a beat later; of several such ranks the first is named
-    is silent                           ... that lasts for `stall_seconds`, unless the kernel says that its process runs
+    is silent, on this machine          ... that lasts for `stall_seconds`, unless the kernel says that its process runs
+    is silent, on another machine       ... that lasts for `away_seconds`: it may be the network that is silent
     said goodbye                        ... still does `stall_seconds` later
 
 A rank that beats is never given up, however long it computes or sits in the caller's code.
@@ -29,7 +30,9 @@ class Patience:
 
     Attributes:
         beat_seconds: between two signs of life of a rank.
-        stall_seconds: silence after which a rank that another waits for is lost.
+        stall_seconds: silence after which a rank that another waits for is looked up, and lost if its process is
+            stopped or gone.
+        away_seconds: silence after which it is lost where it cannot be looked up, on another machine.
         warn_seconds: between two warnings of a rank that waits for one that is alive.
         timeout_seconds: after which such a wait ends the run.
         grace_seconds: what a rank that computes may still take to notice that the run has failed.
@@ -38,6 +41,7 @@ class Patience:
 
     beat_seconds: float = 0.5
     stall_seconds: float = 5.0
+    away_seconds: float = 60.0
     warn_seconds: float = 30.0
     timeout_seconds: float = 1800.0
     grace_seconds: float = 60.0
@@ -199,11 +203,11 @@ class Board:
         seconds = self._clock() - seat.heard
         if seat.process is None or seconds < self._patience.stall_seconds:
             return None
-        return silence(seconds, self._state(seat.process))
+        return silence(seconds, self._state(seat.process), self._patience)
 
 
-def silence(seconds: float, state: ProcessState) -> str | None:
-    """What the silence of a rank means; None if its process runs, and only cannot answer."""
+def silence(seconds: float, state: ProcessState, patience: Patience) -> str | None:
+    """What the silence of a rank means, after `stall_seconds`; None if its process may run, and only cannot answer."""
     match state:
         case "running":
             return None
@@ -212,4 +216,4 @@ def silence(seconds: float, state: ProcessState) -> str | None:
         case "gone":
             return "its process is gone"
         case "unknown":
-            return f"no sign of life for {seconds:.0f} s"
+            return f"no sign of life for {seconds:.0f} s" if seconds >= patience.away_seconds else None

@@ -25,6 +25,7 @@ from penstock.runtime.failure import OUTSIDE, Failure, Position, Sighting, name_
 
 _REPORT_SECONDS = 2.0
 _NOTE_SECONDS = 2.0
+_INTERRUPTED_SECONDS = 0.3  # for either, where Ctrl-C ends this rank: it most likely ends the others as well
 
 
 class Watchdog:
@@ -64,7 +65,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
         self._known = threading.Event()
-        self._raising = False
+        self._raising = self._interrupted = False
         self._failed: float | None = None
         self._held: tuple[int, Position] = (0, OUTSIDE)
         self._ticked = self._since = self._answered = clock()
@@ -115,9 +116,10 @@ class Watchdog:
         Returns the cause of the run's end, which is another rank's failure if that one was reported before.
         """
         self._raising = True
+        self._interrupted = isinstance(error, KeyboardInterrupt)
         mine = Failure.of(self._rank, action, error)
         if self._send(failure=mine.to_json()):
-            self._known.wait(_REPORT_SECONDS)
+            self._known.wait(_INTERRUPTED_SECONDS if self._interrupted else _REPORT_SECONDS)
             self._await_others()
         return self._fail(mine)
 
@@ -220,7 +222,7 @@ class Watchdog:
             lost = "its process is gone"
         elif now - self._answered >= self._patience.stall_seconds:
             assert self._address is not None
-            lost = silence(now - self._answered, Process(*self._address["process"]).state())
+            lost = silence(now - self._answered, Process(*self._address["process"]).state(), self._patience)
         if lost is not None and self._rank != 0:
             self._record(Failure(0, action, lost, "lost"))
             return
@@ -268,7 +270,7 @@ class Watchdog:
     def _await_others(self) -> None:
         """Before rank 0 leaves, which takes the board with it."""
         if self._server:
-            self._server.await_noted(_NOTE_SECONDS)
+            self._server.await_noted(_INTERRUPTED_SECONDS if self._interrupted else _NOTE_SECONDS)
 
     def _words(self, failure: Failure) -> str:
         words = f"rank {self._rank} stops: {failure}"

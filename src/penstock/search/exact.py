@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from penstock.costs import StageCost
-from penstock.errors import ArgumentError, ScheduleError
+from penstock.errors import ArgumentError, MissingExtraError, ScheduleError
 from penstock.schedule import Placement
 from penstock.search.bounds import memory_waits
 from penstock.search.found import Found, judged
@@ -55,12 +55,13 @@ def exact(
             depends on the machine.
 
     Raises:
-        ArgumentError: as for `search`; or `ortools` is not installed.
+        ArgumentError: as for `search`.
+        MissingExtraError: `ortools` is not installed.
     """
     try:
         from ortools.sat.python import cp_model
     except ImportError:
-        raise ArgumentError("the exact search needs ortools: pip install 'penstock[search]'") from None
+        raise MissingExtraError("the exact search needs ortools: pip install 'penstock[search]'") from None
     began = time.monotonic()
     if not isinstance(workers, int) or workers < 1:
         raise ArgumentError(f"workers={workers!r}: expected a whole number of at least 1")

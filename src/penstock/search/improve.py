@@ -24,6 +24,7 @@ def improve(
     rows: Rows,
     random: Random,
     actions: float,
+    limit: float,
     done: Callable[[float], bool],
     heat: float,
     reach: float,
@@ -34,7 +35,8 @@ def improve(
         problem: what is asked.
         rows: to begin with; they can be run, and fit in memory.
         random: decides which moves are tried.
-        actions: how many are timed in all.
+        actions: how many are timed in all; it cools down with them.
+        limit: after how many of them it ends nevertheless.
         done: asked before each; whether an objective is good enough, or the time is over.
         heat: how much worse a step may be, at first, as a share of an action's time, on average.
         reach: how many places of its row an action moves, on average. Few look into everything nearby; many find what
@@ -48,7 +50,7 @@ def improve(
     path = critical_path(problem, rows, timing, places)
     hot = heat * sum(problem.seconds) / problem.lanes
     effort = Effort()
-    while effort.actions < actions and not done(best.cost):
+    while effort.actions < min(actions, limit) and not done(best.cost):
         effort.actions += _MOVE_ACTIONS + problem.actions // 12
         moved = _move(problem, rows, timing, path, reach, random)
         if moved is None:

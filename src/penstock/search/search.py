@@ -5,15 +5,18 @@
 3. The best rows are improved by moving single actions.
 4. Where there are many microbatches, all this is done with fewer, and what the best rows repeat is repeated more often.
 
-It ends as soon as the lower bound is met.
+It ends as soon as the lower bound is met. What is tried, and in which order, does not depend on the time there is:
+steps 2 to 4 are repeated in rounds, each four times as long as the one before, up to a length that is enough, and
+the time says only where they end. So more of it is never worse.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from random import Random
 
 from penstock.costs import StageCost
@@ -36,7 +39,9 @@ _PATIENCE = 1.5  # times the seconds asked for, until the clock cuts off a machi
 _PATTERN_SHARE = 0.3  # of the time: for patterns; the rest is for moves
 _FEW_SHARE = 0.8  # of the time: for fewer microbatches, where there are many
 _FEW_A_RANK = 3  # microbatches: enough for a beginning, a steady state and an end
-_PATTERNS = 1000  # in a round; where there is time for more, another round begins anew
+_PATTERNS = 1000  # in a round, at most: more are worth less than another round that begins anew
+_FIRST_ROUND = 3.75 / 4**6  # seconds, so that the first seven rounds together take the five of the default
+_GROWTH = 4.0
 _SAMPLES = 0.2  # of the patterns: at random
 _MOVES = (0.01, 0.8), (0.1, 0.8), (0.1, 0.01), (0.1, 0.1)  # heat, and reach as a share of a row: of each run
 _STARTS = 2  # runs from different rows; the others go on from the best
@@ -91,7 +96,7 @@ def search(
     best = min(known, key=_seconds, default=None)
     names = {generator.name for generator in generators()}
     named = min((entry for entry in known if entry.schedule.name in names), key=_seconds, default=None)
-    budget = _Budget(began, seconds, Random(seed))
+    budget = _Budget(began, seconds, seed)
     question = _Question(asked, lower_bound(asked))
     cost, rows = _best_rows(question, known, costs, links, budget)
     overlapped = _overlapped(asked, costs)
@@ -123,34 +128,56 @@ def _overlapped(asked: Problem, costs: StageCost | Sequence[StageCost]) -> Probl
 
 
 class _Budget:
-    """What a share of the time is worth, what decides at random, and when the time is over."""
+    """What there is time for, in nominal seconds: in all, and in a round."""
 
-    def __init__(self, began: float, seconds: float, random: Random) -> None:
-        self._began, self._seconds, self.random = began, seconds, random
+    def __init__(self, began: float, seconds: float, seed: int) -> None:
+        self._deadline = began + seconds * _PATIENCE
+        self._left, self._round, self._seed = seconds, 0.0, seed
+        self.random = Random(seed)
         self.cut_off = False
 
+    @property
+    def is_over(self) -> bool:
+        return self._left <= 0 or self.cut_off
+
+    def rounds(self, problem: Problem, share: float) -> Iterator[None]:
+        """Begins a round after the other until the time is over; `share` of each is for the problem."""
+        longest = _PATTERNS * _pattern_seconds(problem) / (_PATTERN_SHARE * share)
+        for number in count():
+            if self.is_over:
+                return
+            self._round = min(_FIRST_ROUND * _GROWTH**number, longest)
+            self.random = Random(f"{self._seed} {number}")
+            yield
+
     def patterns(self, problem: Problem, share: float) -> int:
-        """How many patterns a share of the time is worth."""
-        one, action = _DISPATCH_SECONDS
-        return max(1, int(self._seconds * share / (one + action * problem.actions)))
+        """How many patterns a share of the round is worth; 0 where the time that is left is not enough for them."""
+        one = _pattern_seconds(problem)
+        patterns = max(1, int(self._round * share / one))
+        self._left -= patterns * one
+        return patterns if self._left > 0 else 0
 
-    def actions(self, share: float) -> float:
-        """How many actions can be timed in a share of the time."""
-        return self._seconds * share / _TIMED_SECONDS
+    def actions(self, share: float) -> tuple[float, float]:
+        """How many actions can be timed in a share of the round, and in the time that is left of all."""
+        planned, most = self._round * share / _TIMED_SECONDS, max(0.0, self._left) / _TIMED_SECONDS
+        self._left -= self._round * share
+        return planned, most
 
-    def until(self, target: float, share: float) -> Callable[[float], bool]:
-        """Whether to stop with an objective: it is as good as `target`, or a share of the time has gone."""
-        deadline = self._began + self._seconds * _PATIENCE * share
+    def until(self, target: float) -> Callable[[float], bool]:
+        """Whether to stop with an objective: it is as good as `target`, or the clock says so."""
 
         def done(cost: float) -> bool:
             if cost <= target * _MET:
                 return True
-            if time.monotonic() > deadline:
-                self.cut_off = True
-                return True
-            return False
+            self.cut_off = self.cut_off or time.monotonic() > self._deadline
+            return self.cut_off
 
         return done
+
+
+def _pattern_seconds(problem: Problem) -> float:
+    one, action = _DISPATCH_SECONDS
+    return one + action * problem.actions
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,21 +196,36 @@ def _best_rows(
 ) -> _Answer:
     """The best objective, and its rows."""
     asked = question.problem
-    answers = _timed(asked, known)
+    first = _timed(asked, known)
+    answers = first[:]
     few = asked.with_microbatches(min(asked.microbatches, _FEW_A_RANK * asked.ranks * asked.placement.pipelines))
-    if few == asked:
-        answers += _found(question, answers, budget, 1.0)
-    elif not question.is_met(answers):
-        fewer = _Question(few, lower_bound(few))
-        found = _found(fewer, _timed(few, known_schedules(few, costs, links)), budget, _FEW_SHARE)
-        for _, rows in sorted(found, key=_objective)[:_STRETCHED]:
-            if (answer := stretch(few, rows, asked)) is not None:
-                answers.append(answer)
-        if fewer.is_met(found):  # there is nothing to gain with fewer, so there was hardly any time spent on them
-            answers += _found(question, answers, budget, 1.0)
+    fewer = _Question(few, lower_bound(few))
+    begin = [] if few == asked or question.is_met(first) else _timed(few, known_schedules(few, costs, links))
+    for _ in budget.rounds(few, 1.0 if few == asked else _FEW_SHARE):
+        if question.is_met(answers):
+            break
+        if few == asked:
+            answers += _found(question, first, budget, 1.0)
         else:
-            answers.append(_improved(question, answers, budget, _FEW_SHARE, 1.0))
+            answers += _stretched(question, fewer, begin, answers, budget)
     return min(answers, key=_objective)
+
+
+def _stretched(
+    question: _Question, fewer: _Question, begin: list[_Answer], answers: list[_Answer], budget: _Budget
+) -> list[_Answer]:
+    """Better answers than some, in a round: found with fewer microbatches, whose middle is repeated more often."""
+    met = fewer.is_met(begin)  # then there is nothing to gain with fewer
+    found = begin if met else begin + _found(fewer, begin, budget, _FEW_SHARE)
+    if budget.is_over:  # what was cut short is not what more time would have stretched
+        return []
+    made = []
+    for _, rows in sorted(found, key=_objective)[:_STRETCHED]:
+        if (answer := stretch(fewer.problem, rows, question.problem)) is not None:
+            made.append(answer)
+    if met:
+        return made + _found(question, answers + made, budget, 1.0)
+    return [*made, _improved(question, answers + made, budget, 1.0 - _FEW_SHARE)]
 
 
 def _timed(asked: Problem, known: list[Known]) -> list[_Answer]:
@@ -194,40 +236,33 @@ def _timed(asked: Problem, known: list[Known]) -> list[_Answer]:
 
 
 def _found(question: _Question, known: list[_Answer], budget: _Budget, share: float) -> list[_Answer]:
-    """Better ones, in a share of the time, of which none is gone yet. A round is as good as another seed."""
+    """Others, in a share of a round; none where the time that is left is not enough for its patterns."""
     asked, patterns = question.problem, []
+    if question.is_met(known) or not (steps := budget.patterns(asked, share * _PATTERN_SHARE)):
+        return []
     for _, rows in known:
         timing = time_rows(asked, rows)
         assert timing is not None
         patterns.append(pattern_of(asked, rows, timing))
-    rounds = max(1, budget.patterns(asked, share * _PATTERN_SHARE) // _PATTERNS)
-    answers = known[:]
-    for number in range(rounds):
-        if question.is_met(answers):
-            break
-        spent, until = share * number / rounds, share * (number + 1) / rounds
-        turn = spent + (until - spent) * _PATTERN_SHARE
-        steps = budget.patterns(asked, turn - spent)
-        samples = math.ceil(steps * _SAMPLES)
-        climbed = climb(asked, patterns, samples, steps - samples, budget.random, budget.until(question.bound, turn))
-        found = [(candidate.cost, candidate.rows) for candidate in climbed]
-        found.append(_improved(question, known + found, budget, turn, until))
-        answers += found
-    return answers
+    samples = math.ceil(steps * _SAMPLES)
+    climbed = climb(asked, patterns, samples, steps - samples, budget.random, budget.until(question.bound))
+    found = [(candidate.cost, candidate.rows) for candidate in climbed]
+    return [*found, _improved(question, known + found, budget, share * (1 - _PATTERN_SHARE))]
 
 
-def _improved(question: _Question, answers: list[_Answer], budget: _Budget, spent: float, until: float) -> _Answer:
+def _improved(question: _Question, answers: list[_Answer], budget: _Budget, share: float) -> _Answer:
     """The best that moves lead to: from different answers first, then from the best of what these became."""
-    asked, share = question.problem, (until - spent) / len(_MOVES)
+    asked = question.problem
     best = min(answers, key=_objective)
     starts = sorted({cost: (cost, rows) for cost, rows in answers}.values(), key=_objective)[:_STARTS]
     for run, (heat, reach) in enumerate(_MOVES):
-        if question.is_met([best]):
+        if question.is_met([best]) or budget.is_over:
             break
-        actions, done = budget.actions(share), budget.until(question.bound, spent + share * (run + 1))
+        planned, most = budget.actions(share / len(_MOVES))
         _, rows = starts[run] if run < len(starts) else best
         reach = max(_LEAST_REACH, reach * asked.actions / asked.ranks)
-        best = min(best, improve(asked, rows, budget.random, actions, done, heat, reach), key=_objective)
+        done = budget.until(question.bound)
+        best = min(best, improve(asked, rows, budget.random, planned, most, done, heat, reach), key=_objective)
     return best
 
 

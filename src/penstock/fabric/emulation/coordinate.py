@@ -9,7 +9,6 @@ import contextlib
 import json
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -17,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import FabricError
+from penstock.fabric.emulation.board import VARIABLE as BOARD
 from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.emulation.watch import Watch
 from penstock.fabric.network.director import playing
 from penstock.fabric.network.machines import Machines
-from penstock.fabric.network.nodes import agent_commands
+from penstock.fabric.network.nodes import agent_commands, memory
 from penstock.fabric.network.scenario import Event
 from penstock.fabric.samples import RUN, SAMPLES, STEPS
 from penstock.launch import agent_command, forwarded_signals, job
@@ -63,12 +63,12 @@ def emulate(
         stale_log.unlink()
     spec.write(folder)
     with contextlib.ExitStack() as stack:
-        steps = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-"))) / "step"
+        steps, board = stack.enter_context(memory("step")), stack.enter_context(memory("start"))
         agents: list[subprocess.Popen[bytes]] = []
         stack.callback(_end, agents)
         for number, argv in enumerate(_commands(spec, folder, machines, module)):
             environment = stack.enter_context(job())
-            environment[VARIABLE] = str(steps)
+            environment |= {VARIABLE: steps, BOARD: board}
             environment.setdefault("OMP_NUM_THREADS", "1")
             environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # warns of host names that are not in DNS
             if machines is None:
@@ -102,7 +102,7 @@ def emulate(
 
 
 @contextlib.contextmanager
-def _scenario(machines: Machines | None, events: Sequence[Event], steps: Path) -> Iterator[list[dict[str, Any]]]:
+def _scenario(machines: Machines | None, events: Sequence[Event], steps: str) -> Iterator[list[dict[str, Any]]]:
     """Plays it while the block runs; what has happened is in the list at the end."""
     happened: list[dict[str, Any]] = []
     if machines is None:

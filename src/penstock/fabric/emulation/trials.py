@@ -11,14 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.fabric.emulation import clock
+from penstock.fabric.emulation.board import Board
 from penstock.fabric.emulation.collectives import Engine, Place, Stepwise
 from penstock.fabric.emulation.joining import Members
 from penstock.fabric.emulation.signals import Signals
 from penstock.fabric.emulation.spec import Spec
 from penstock.step_file import announcer
-
-CLOCK_SECONDS = 20.0
-"""How often the offsets of clocks are estimated anew: they drift by up to 50 microseconds a second."""
 
 _KEEP, _ESTIMATE = 1, 2
 """What host 0 asks for before a trial: the steps of the last one; new estimates of the clocks."""
@@ -59,7 +57,9 @@ class Trials:
         self._members = members
         self._offset_ns = clock.estimate(members.control).offset_ns
         self._estimated_at = time.monotonic()
-        self._signals = Signals(members)
+        self._one_clock = clock.is_one(members.control)
+        board = Board.of_environment(members.rank, spec.stall_seconds) if self._one_clock else None
+        self._signals = Signals(members, board)
         self._slowest_ns = -1
         self._number = -1
         self._announce = announcer()
@@ -87,7 +87,7 @@ class Trials:
         """When the next trial begins, on this host's clock, and the steps of the last one."""
         kept: Sequence[tuple[int, ...]] = ()
         while True:
-            stale = time.monotonic() - self._estimated_at > CLOCK_SECONDS
+            stale = not self._one_clock and time.monotonic() - self._estimated_at > clock.CLOCK_SECONDS
             word = self._signals.word(self._keeps * _KEEP | stale * _ESTIMATE, self._offset_ns)
             if not word.flags:
                 return word.due_ns, kept

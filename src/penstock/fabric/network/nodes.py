@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,8 @@ PORT = 29500
 JOIN_SECONDS = 300.0
 """In which every agent has to be there: many of them load torch on few cores."""
 POLL_SECONDS = 0.05
+INTERRUPTED_SECONDS = 1.0
+"""What the ranks have to end after a Ctrl-C: one that waits for another over a network may not see it at all."""
 
 
 def agent_commands(
@@ -113,8 +116,8 @@ def run(
         watch: called some twenty times a second with the number of the training step that runs, -1 before the first.
         outputs: for each host, what takes all that its ranks print; by default this process's own output and errors.
         seconds: how long it may take.
-        forward: SIGINT, SIGTERM and SIGHUP are passed on to the ranks, which then have a few seconds to end. Otherwise
-            they do what they do.
+        forward: SIGINT, SIGTERM and SIGHUP are passed on to the ranks, which then have a few seconds to end, one after
+            SIGINT. Otherwise they do what they do.
 
     Raises:
         TimeoutError: it took more than `seconds`. All of it has ended.
@@ -122,12 +125,14 @@ def run(
     """
     until = float("inf") if seconds is None else time.monotonic() + seconds
     agents: list[subprocess.Popen[bytes]] = []
+    jobs: list[str] = []
     with contextlib.ExitStack() as stack:
         stack.callback(_end, agents)
-        failures, step_file = stack.enter_context(_memory("failures")), stack.enter_context(_memory("step"))
+        failures, step_file = stack.enter_context(memory("failures")), stack.enter_context(memory("step"))
         commands = agent_commands(machines, job.command, per_host=job.ranks // job.hosts)
         for host, argv in enumerate(commands):
             environment = stack.enter_context(launch.job())
+            jobs.append(environment[launch.TAG])
             launch.share_cores(environment, job.ranks, job.threads)
             environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # warns of host names that are not in DNS
             environment |= {launch.FAILURES: failures, STEP_FILE: step_file}
@@ -151,7 +156,7 @@ def run(
                 if watch is not None:
                     watch(read_step(step_file))
 
-            first = _wait(agents, received, look, until)
+            first = _wait(agents, jobs, received, look, until)
         if received:
             return Outcome(128 + received[0], happened=tuple(played.happened))
         outcome = _outcome(launch.RankFailure.read_all(failures), agents, first)
@@ -159,9 +164,14 @@ def run(
 
 
 def _wait(
-    agents: Sequence[subprocess.Popen[bytes]], received: Sequence[int], look: Callable[[], object], until: float
+    agents: Sequence[subprocess.Popen[bytes]],
+    jobs: Sequence[str],
+    received: Sequence[int],
+    look: Callable[[], object],
+    until: float,
 ) -> int | None:
-    """Until all have ended. Returns the first that failed, if any; after that, or a signal, the others are ended."""
+    """Until all have ended, or at a signal all ranks. Returns the first that failed, if any; after that, or a signal,
+    the others are ended."""
     first: int | None = None
     deadline = float("inf")
     while True:
@@ -176,8 +186,12 @@ def _wait(
             return first
         now = time.monotonic()
         if (first is not None or received) and deadline == float("inf"):
-            deadline = now + launch.LAUNCH_SECONDS
+            is_interrupted = bool(received) and received[0] == signal.SIGINT
+            deadline = now + (INTERRUPTED_SECONDS if is_interrupted else launch.LAUNCH_SECONDS)
         if now > deadline or len(received) > 1:
+            return first
+        known = [agent.pid for agent in agents]
+        if received and not any(launch.left(job, known) for job in jobs):
             return first
         if now > until:
             raise TimeoutError("the job took longer than it may")
@@ -211,8 +225,8 @@ def _end(agents: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 @contextlib.contextmanager
-def _memory(name: str) -> Iterator[str]:
-    """The path of a file that is gone with this process, however that ends."""
+def memory(name: str) -> Iterator[str]:
+    """The path of an empty file in memory that is gone with this process, however that ends."""
     descriptor = os.memfd_create(f"penstock-{name}")
     try:
         yield f"/proc/{os.getpid()}/fd/{descriptor}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-NUMBER = re.compile(r"(\d+(?:\.\d*)?|\.\d+)([A-Za-z]*)")
+NUMBER = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)([A-Za-z]*)")
 _PREFIXES = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 RATES = {
     "": 1 / 8,
@@ -29,22 +29,27 @@ _TIMES = {
 """As in tc: a bare number is microseconds."""
 
 
-def _scaled(units: dict[str, float], what: str, examples: str) -> Callable[[str], float]:
+def _scaled(
+    units: dict[str, float], what: str, examples: str, most: float = float("inf"), most_text: str = ""
+) -> Callable[[str], float]:
     def read(text: str) -> float:
         match = NUMBER.fullmatch(text)
         factor = units.get(match[2].lower()) if match else None
         if match is None or factor is None:
             raise ValueError(f"{text!r} is no {what}: give one like {examples}")
-        return float(match[1]) * factor
+        value = float(match[1]) * factor
+        if value > most:
+            raise ValueError(f"{text!r} is a {what} beyond all networks: give {most_text} at most")
+        return value
 
     return read
 
 
-rate = _scaled(RATES, "rate", "100mbit, 1gbit (bits per second) or 12.5MBps (bytes per second)")
+rate = _scaled(RATES, "rate", "100mbit, 1gbit (bits per second) or 12.5MBps (bytes per second)", 1.25e12, "10tbit")
 """Bytes per second."""
 size = _scaled(_SIZES, "size", "1600, 16kb or 1mb")
 """Bytes."""
-seconds = _scaled(_TIMES, "time", "500us, 20ms or 1s")
+seconds = _scaled(_TIMES, "time", "500us, 20ms or 1s", 86400.0, "86400s, a day,")
 
 
 def share(text: str) -> float:

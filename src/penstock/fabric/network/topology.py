@@ -97,7 +97,7 @@ def parse_own(texts: Sequence[str], hosts: int) -> dict[int, Link]:
     found: dict[int, Link] = {}
     for text in texts:
         number, sign, link = text.partition("=")
-        if not sign or not number.strip().isdigit():
+        if not sign or not (number.strip().isascii() and number.strip().isdigit()):
             raise ArgumentError(
                 f'{text!r} is no link of a host: give the host and its link, like "2=100mbit delay 20ms"'
             )

@@ -9,7 +9,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from penstock.errors import ArgumentError
+from penstock.errors import MissingExtraError
 from penstock.fabric.report.facts import TIMES, facts, headings, mean, notes, rate_unit, warnings
 from penstock.fabric.report.numbers import NONE, digits, percent, seconds
 from penstock.fabric.report.plots import draw
@@ -42,7 +42,7 @@ def page(run: Run, results: dict[str, Any]) -> str:
 
     try:
         pictures, missing = draw(run, results), ""
-    except ArgumentError as error:
+    except MissingExtraError as error:
         pictures, missing = {}, str(error)
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return template.from_string(PAGE).render(

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import ArgumentError
+from penstock.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,12 +66,12 @@ def look() -> Iterator[None]:
     """Figures that are made and written inside have the look of this module.
 
     Raises:
-        ArgumentError: matplotlib is not installed.
+        MissingExtraError: matplotlib is not installed.
     """
     try:
         import matplotlib
     except ImportError:
-        raise ArgumentError("plots need matplotlib: pip install 'penstock[fabric]'") from None
+        raise MissingExtraError("plots need matplotlib: pip install 'penstock[fabric]'") from None
     with matplotlib.rc_context(_LOOK):
         yield
 

@@ -1,0 +1,45 @@
+"""The data that a class holds, as a dict: counters, registries and caches that all its objects share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from types import FunctionType
+from typing import Any
+
+_CODE = (FunctionType, staticmethod, classmethod, property, type)
+
+
+class OfClass(MutableMapping[str, Any]):
+    """A class's own attributes, without methods and other descriptors. Setting one sets it on the class."""
+
+    def __init__(self, cls: type) -> None:
+        self._cls = cls
+        self._hidden = {name for name, value in vars(cls).items() if not _is_data(name, value)}
+
+    def __getitem__(self, name: str) -> Any:
+        return vars(self._cls)[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self._cls, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        delattr(self._cls, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([name for name in vars(self._cls) if name not in self._hidden and not name.startswith("__")])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def differs(self, before: dict[str, Any]) -> bool:
+        """Whether an attribute is another object than in a copy."""
+        attributes, hidden = vars(self._cls), self._hidden
+        now = [name for name in attributes if name not in hidden and not name.startswith("__")]
+        return len(now) != len(before) or any(n not in before or attributes[n] is not before[n] for n in now)
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self)
+
+
+def _is_data(name: str, value: Any) -> bool:
+    return not name.startswith("__") and not isinstance(value, _CODE) and not hasattr(type(value), "__get__")

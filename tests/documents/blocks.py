@@ -1,0 +1,53 @@
+"""The code blocks of the documents, and the commands in them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+_FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+_COMMAND = re.compile(r"(\$ )?(sudo |penstock |torchrun |make |pip |python )")
+_SPOKEN = re.compile(r"\bpenstock(?:\.[A-Za-z_]\w*)+")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What stands between two fences."""
+
+    path: Path
+    line: int
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.path.name}:{self.line}"
+
+    @property
+    def commands(self) -> list[list[str]]:
+        """Each command's words, without what only has to do with how it is started here; empty for what is printed."""
+        lines = self.text.replace("\\\n", " ").splitlines()
+        if self.language or not _COMMAND.match(lines[0]):
+            return []
+        found = [line.removeprefix("$ ").removeprefix("sudo ") for line in lines if _COMMAND.match(line)]
+        return [shlex.split(line, comments=True) for line in found]
+
+
+def blocks() -> list[Block]:
+    """Every one, document by document."""
+    return [block for path in DOCUMENTS for block in _of(path)]
+
+
+def _of(path: Path) -> Iterator[Block]:
+    text = path.read_text(encoding="utf-8")
+    for found in _FENCED.finditer(text):
+        yield Block(path, text[: found.start()].count("\n") + 1, found[1], found[2])
+
+
+def spoken_names() -> list[str]:
+    """Each dotted name of the library, `penstock.schedule.read_csv`, wherever it stands."""
+    return sorted({name for path in DOCUMENTS for name in _SPOKEN.findall(path.read_text(encoding="utf-8"))})

@@ -1,0 +1,136 @@
+"""Every block of code in the documents runs, or parses where it needs more than this machine; every name exists."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import click
+import pytest
+import typer
+from blocks import Block, blocks, spoken_names
+from typer.testing import CliRunner
+from world import run
+
+import penstock
+from penstock.cli import app
+from penstock.cli._cost_files import read_costs
+
+BLOCKS = blocks()
+NEEDS_MORE = {
+    "parallelize=shard": "a mesh of processes",
+    "DistributedSampler": "a mesh of processes",
+    "peft.get_peft_model_state_dict": "a model with adapters; tests/test_peft.py runs it",
+}
+"""Blocks of Python that are compiled and not run, by words that they have, with the reason."""
+RUN = {
+    "inspect": [],
+    "verify": ["--transport", "local"],
+    "schedules": [],
+    "simulate": [],
+    "show": [],
+    "search": ["--seconds", "0.1"],
+}
+"""The verbs that need no network, and what keeps them short. Of the others the options are parsed."""
+TRAIN = """
+import torch
+from world import MyModel, mse_loss
+
+def make():
+    return MyModel(), (torch.randn(8, 6),), torch.randn(8, 6), mse_loss
+"""
+
+
+def of(language: str) -> list[Block]:
+    return [block for block in BLOCKS if block.language == language]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a reader might be: with a training script of their own."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "examples").symlink_to(Path(__file__).parents[2] / "examples")
+    return tmp_path
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("block", of("python"), ids=str)
+def test_python_runs(block: Block, folder: Path) -> None:
+    if any(words in block.text for words in NEEDS_MORE):
+        compile(block.text, str(block), "exec")
+    else:
+        run(block.text, folder)
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.commands], ids=str)
+def test_commands_run_or_parse(block: Block, folder: Path) -> None:
+    for words in block.commands:
+        arguments = _arguments_of_penstock(words)
+        if not arguments:
+            continue
+        verb = arguments[0]
+        if verb in RUN and "runs/fabric-1/links.json" not in arguments:
+            done = CliRunner().invoke(app, [*arguments, *RUN[verb]])
+            assert done.exit_code == 0, (arguments, done.output)
+        else:
+            _parse(arguments)
+
+
+def _arguments_of_penstock(words: list[str]) -> list[str]:
+    """Behind `penstock`, or `torchrun ... -m penstock`; without what only the reader fills in."""
+    if "penstock" not in words or words[words.index("penstock") + 1] == "demo:":  # what the demonstration prints
+        return []
+    return [word.strip("[]") for word in words[words.index("penstock") + 1 :] if word != "..."]
+
+
+def _parse(arguments: list[str]) -> None:
+    """Raises click's error where a verb or an option does not exist, or has no such value."""
+    command = typer.main.get_command(app)
+    context = command.make_context("penstock", ["--debug", *arguments])
+    rest = [*context._protected_args, *context.args]
+    while isinstance(command, click.Group) and rest:
+        found = command.get_command(context, rest[0])
+        if found is None:
+            raise click.UsageError(f"no command {rest[0]!r}", context)
+        command = found
+        context = command.make_context(rest[0], rest[1:], parent=context)
+        rest = [*context._protected_args, *context.args] if isinstance(command, click.Group) else []
+
+
+def test_files_are_read(folder: Path) -> None:
+    (costs,) = of("json")
+    (folder / "costs.json").write_text(costs.text)
+    assert read_costs(folder / "costs.json").has_memory
+    (scenario,) = of("toml")
+    assert len(tomllib.loads(scenario.text)["event"]) == 3
+
+
+@pytest.mark.parametrize("name", spoken_names())
+def test_dotted_names_exist(name: str) -> None:
+    if name == "penstock.groups.json":  # a file
+        return
+    _, first, *rest = name.split(".")
+    if first in dir(penstock):
+        found = getattr(penstock, first)
+        for part in rest:
+            found = getattr(found, part) if hasattr(found, part) else import_module(f"{found.__name__}.{part}")
+    else:
+        import_module(name.rpartition(".")[0] if rest else name)
+
+
+def test_subpackages_need_no_import_of_their_own() -> None:
+    """`penstock.schedule.read_csv`, say, in a process that has imported nothing else, and loads no torch for it."""
+    look = (
+        "import sys, penstock; print(penstock.schedule.names()[0], penstock.report.__name__, "
+        "penstock.simulate.__name__, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout.split() == ["naive", "penstock.report", "penstock.simulate", "False"]
+
+
+def test_no_block_is_of_a_language_that_nobody_looks_at() -> None:
+    assert {block.language for block in BLOCKS} == {"", "python", "json", "toml"}
