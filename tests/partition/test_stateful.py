@@ -214,3 +214,33 @@ def test_a_counter_in_a_class_that_nothing_depends_on_is_no_matter() -> None:
         assert OnlyCountsInItsClass.calls == before  # recording leaves nothing behind
         pipe.step(x, target=y)
         assert OnlyCountsInItsClass.calls == before + 4 * 3
+
+
+class Crops(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(WIDTH, 2 * WIDTH), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layer(x)[:, 1 : WIDTH + 1]
+
+
+class Packs(nn.Module):
+    """It branches on values, so that it has to run as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        return self.layer(x) if x.isfinite().all() else x
+
+
+def test_a_second_look_at_a_block_gives_it_inputs_with_the_same_strides() -> None:
+    """Packing a cropped value is an operator, packing a packed one is none."""
+    torch.manual_seed(0)
+    x, y = torch.randn(6, WIDTH), torch.randn(6, WIDTH)
+    model = nn.Sequential(Crops(), Packs(), Crops(), Packs())
+    verify(model, (x,), y, F.mse_loss, ranks=2, microbatches=3, exact=True).check()

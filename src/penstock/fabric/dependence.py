@@ -13,7 +13,6 @@ from functools import lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import special, stats
 
 Series = NDArray[np.float64]
 
@@ -27,6 +26,8 @@ _WIDER = 4.0
 
 def autocorrelation(samples: ArrayLike) -> Series:
     """Of the normal scores, by lag from 0 on, as far as it counts; of 0 alone where the samples are independent."""
+    from scipy import special, stats  # which takes a second to import
+
     values = np.asarray(samples, float).ravel()
     count = len(values)
     if count < FEWEST or np.ptp(values) == 0:
@@ -65,6 +66,8 @@ def effective_counts(samples: ArrayLike, quantiles: tuple[float, ...]) -> tuple[
 
 
 def _effective(time: float, count: int) -> float:
+    from scipy import special  # which takes a second to import
+
     if time <= 1:
         return float(count)
     freedom = max(count / (_WIDER * time), 1.5)
@@ -92,6 +95,8 @@ def _below(lags: Series, q: float) -> Series:
 def _quadrant(q: float) -> tuple[Series, Series]:
     """By the arc sine of a correlation: how much likelier two normal variables are both below their q-quantiles than
     independent ones (Sheppard's formula, integrated)."""
+    from scipy import special  # which takes a second to import
+
     angles = np.linspace(0, math.pi / 2, 400)
     density = np.exp(-(special.ndtri(q) ** 2) / (1 + np.sin(angles))) / (2 * math.pi)
     steps = (density[1:] + density[:-1]) / 2 * np.diff(angles)

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import optimize, special, stats
 
 from penstock.errors import ArgumentError
 from penstock.fabric.dependence import correlation_time, effective_counts
@@ -96,6 +95,8 @@ def order_interval(count: int, q: float, confidence: float = CONFIDENCE) -> tupl
     Returns:
         The two ranks; None where even the smallest or the largest sample does not bound it: q^count above 2.5 %.
     """
+    from scipy import stats  # which takes a second to import
+
     side = (1 - confidence) / 2
     if count < 1 or max(q, 1 - q) ** count > side:
         return None
@@ -128,6 +129,7 @@ def quantile_interval(ordered: NDArray[np.float64], q: float, effective: float) 
 
 def _rank(q: float, count: float, below: float) -> float:
     """Of the order statistic of `count` that is below the q-quantile so likely."""
+    from scipy import optimize, special  # which takes a second to import
 
     def beyond(rank: float) -> float:
         return float(special.betainc(rank, count + 1 - rank, q)) - below
@@ -152,6 +154,8 @@ def mean_interval(samples: ArrayLike) -> Interval | None:
     bootstrap-t does (of 30 samples: 92 %, where plain Student-t has 88 %) at the price of three sums, and has no
     random numbers. No interval knows of a tail that the samples have not met.
     """
+    from scipy import special  # which takes a second to import
+
     values = np.asarray(samples, float).ravel()
     if len(values) < _FEWEST_FOR_MEAN:
         return None

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.partition._compat import flatten, quiet
+from penstock.partition._compat import FakeTensor, flatten, quiet
 from penstock.partition.observer import Observer
 from penstock.partition.provenance import Call, Foreign
 from penstock.partition.reach import Reach
@@ -46,7 +46,7 @@ def operators(
     drawn = random.getstate(), sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
     now = [(place, place.copied()) for place in reach.changed()]
     depth, called, work = len(observer.stack), len(observer.calls), observer.work
-    copies = map_tensors(Tensor.clone, (args, kwargs))
+    copies = map_tensors(_copy, (args, kwargs))
     first, returned = len(observer.provenance.numbers), len(observer.returned)
     observer.take()
     if from_start:
@@ -80,3 +80,13 @@ def operators(
     if any(memory.is_alive for memory in observer.provenance.numbers[first:]):
         raise LeavesTraces
     return found
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy with the same strides, which decide what `contiguous`, `view` and the like do."""
+    copy = tensor.clone()
+    if copy.stride() == tensor.stride() or not isinstance(tensor, FakeTensor):
+        return copy
+    size = 1 + sum(step * (size - 1) for step, size in zip(tensor.stride(), tensor.size(), strict=True))
+    memory = tensor.new_empty(size).requires_grad_(tensor.requires_grad)
+    return (memory.clone() if tensor.requires_grad else memory).as_strided(tensor.size(), tensor.stride())
