@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from inspect import getattr_static
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -248,7 +249,7 @@ def _reached(value: Any, where: str) -> Iterator[tuple[Any, str]]:
             yield from ((one, f"{where}.{name}") for name, one in vars(value).items() if name not in _STATE)
             for table in _STATE:
                 yield from ((one, f"{where}.{name}") for name, one in vars(value).get(table, {}).items())
-            yield type(value).forward, where
+            yield getattr_static(type(value), "forward", None), where  # TorchScript's cannot be had from its class
         case _:
             yield from ((one, f"{where}.{name}") for name, one in getattr(value, "__dict__", {}).items())
 

@@ -279,3 +279,39 @@ def test_a_gradient_that_no_call_shows_is_found_in_the_graph(monkeypatch: pytest
     monkeypatch.setattr("penstock.runtime.loss.watching", lambda elsewhere: contextlib.nullcontext())
     with pytest.raises(penstock.ArgumentError, match=r"the loss reads '0.weight' of the model"):
         step_with(lambda model: model[0].weight.sum())
+
+
+class Routed(nn.Module):
+    """An expert for the rows that the router chooses, which no fake tensor can tell; an auxiliary loss beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.router = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.l_aux: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.router(x).sigmoid()
+        rows = (gate[:, 0] > 0.5).nonzero()[:, 0]
+        self.l_aux = gate.mean()
+        return x.index_add(0, rows, self.layer(x[rows])) * gate
+
+
+class Mixture(nn.Module):
+    def __init__(self, *, sums: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Routed() for _ in range(4))
+        self.sums = sums
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return (x, sum(block.l_aux for block in self.blocks)) if self.sums else x
+
+
+def test_what_a_block_that_depends_on_values_leaves_beside_its_result_is_named() -> None:
+    x = torch.randn(8, WIDTH)
+    with pytest.raises(PartitionError, match=r"'blocks\.0' made and left beside its result. Return it from there"):
+        inspect(Mixture(sums=True), (x,), stages=2)
+    model = Mixture(sums=False)
+    with pytest.raises(PartitionError, match=r"the loss reads blocks\.\d\.l_aux, which the forward leaves there"):
+        verify(model, (x,), None, lambda o: o.mean() + sum(b.l_aux for b in model.blocks), ranks=2, microbatches=2)

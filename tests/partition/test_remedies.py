@@ -118,7 +118,7 @@ def test_what_runs_as_a_whole_and_fails_is_not_offered() -> None:
             return x
 
     said = refusal(Model(Fails()))
-    assert "Leaves=['part.m0'] does not help: 'part.m0' fails" in said
+    assert "Tried: leaves=['part.m0'] does not help: 'part.m0' fails" in said
     assert said.endswith("Do it outside of the model")
 
 

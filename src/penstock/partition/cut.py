@@ -67,12 +67,14 @@ def _weight(recording: Recording, model: nn.Module, node: fx.Node, balance: Bala
     return recording.held[str(node.target)].numel() if fact.kind == "parameter" else 0
 
 
-def balanced_cuts(recording: Recording, model: nn.Module, stages: int, balance: Balance) -> tuple[str, ...]:
+def balanced_cuts(
+    recording: Recording, model: nn.Module, stages: int, balance: Balance, units: Sequence[Candidate] | None = None
+) -> tuple[str, ...]:
     """Names of the modules at which stages 1.. begin, so that the largest stage is as small as can be.
 
-    Raises TooFewLayersError if there are more stages than modules to begin them with.
+    Of all candidates, or of `units`. Raises TooFewLayersError if there are more stages than modules to begin them with.
     """
-    units = candidates(recording, model, balance)
+    units = candidates(recording, model, balance) if units is None else units
     if stages > max(1, len(units)):
         raise TooFewLayersError(_too_few(recording, model, stages, balance, units))
     starts = linear_partition([unit.weight for unit in units], stages)
@@ -90,10 +92,11 @@ def _too_few(recording: Recording, model: nn.Module, stages: int, balance: Balan
             "Use 1 stage, or a model that is made of several modules"
         )
     kind = "repeated block" if balance == "layers" and recording.blocks else "layer"
-    heaviest = max(units, key=lambda unit: unit.weight).name
+    nested = [unit for unit in units if any(True for _ in model.get_submodule(unit.name).children())]
+    heaviest = max(nested, key=lambda unit: unit.weight).name if nested else None
     return (
         f"stages={stages}, but the model has only {counted(len(units), kind)} to share among them. Use at most "
-        f"{counted(len(units), 'stage')}, or take some apart with opens=[{heaviest!r}, ...]"
+        f"{counted(len(units), 'stage')}" + (f", or take some apart with opens=[{heaviest!r}, ...]" if heaviest else "")
     )
 
 

@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
+from inspect import getattr_static
 from itertools import count
 from types import FunctionType, MethodType
 from typing import Any
@@ -107,7 +108,8 @@ class Given:
             for attribute, value in vars(cls).items():
                 if not attribute.startswith("__") and isinstance(value, PLAIN):
                     found[name, cls.__qualname__, attribute] = type(value), _hashable(value)
-        found[name, "class", "forward"] = self._number(type(module).forward)
+        forward = getattr_static(type(module), "forward", None)  # TorchScript's cannot be had from its class
+        found[name, "class", "forward"] = self._number(forward)
 
     def _number(self, value: Any) -> int:
         """A number of its own for each object, also where one takes the place in memory of another that is gone."""

@@ -11,6 +11,7 @@ import functools
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from inspect import getattr_static
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -63,7 +64,7 @@ def names_of(module: nn.Module) -> list[Names]:
     found: dict[Path, Names] = {}
     seen: set[tuple[int, int]] = set()
     pending = [Followed((name,), None, f) for name, value in vars(module).items() for f in _functions(value)]
-    pending += [Followed(("",), module, f) for f in _functions(type(module).forward)]
+    pending += [Followed(("",), module, f) for f in _functions(getattr_static(type(module), "forward", None))]
     while pending and len(seen) < FUNCTIONS:
         path, owner, function = pending.pop()
         key = id(function), id(owner)

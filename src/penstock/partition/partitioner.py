@@ -15,7 +15,7 @@ from penstock.errors import ArgumentError, PartitionError
 from penstock.partition._compat import autocast_state, flatten
 from penstock.partition.chain import as_module, known_names
 from penstock.partition.complete import check_complete, unused_note
-from penstock.partition.cut import Balance, balanced_cuts, cut_positions
+from penstock.partition.cut import Balance, balanced_cuts, candidates, cut_positions
 from penstock.partition.given import Attributes, Given
 from penstock.partition.hierarchy import more_to_open, opening_for
 from penstock.partition.objects import input_path
@@ -27,7 +27,8 @@ from penstock.partition.recording import RandomSource, Recording
 from penstock.partition.remedies import explained
 from penstock.partition.split import Split
 from penstock.partition.stage import Stage, build_stage
-from penstock.partition.units import Grain, find_units
+from penstock.partition.together import joined, spans, too_few
+from penstock.partition.units import Grain, find_units, refuse_compiled
 
 Division = tuple[tuple[str, ...], Opening]
 """Where a model is cut, and what is opened for that."""
@@ -155,6 +156,7 @@ class Partitioner:
 
     def _look_around(self) -> None:
         """Finds the modules anew: some may have been opened, and the user may have put in others."""
+        refuse_compiled(self.model)
         self._modules = list(self.model.modules())
         self._slots = [(slots, name) for m in self._modules for slots in (m._parameters, m._buffers) for name in slots]
         units = find_units(self.model, self._leaves, self._grain, self._opening.names)
@@ -233,9 +235,21 @@ class Partitioner:
                 opening = recording.opening.without(recording.opening.tried)
 
     def _cut(self, recording: Recording) -> Split:
-        cuts = self.cuts
-        if cuts is None:
-            cuts = balanced_cuts(recording, self.model, self.stages, self._balance)
+        if self.cuts is not None:
+            return self._cut_at(recording, self.cuts)
+        try:
+            return self._cut_at(recording, balanced_cuts(recording, self.model, self.stages, self._balance))
+        except PartitionError as error:
+            every = candidates(recording, self.model, self._balance)
+            kept = spans(recording, self.model)
+            units = joined(every, kept)
+            if len(units) == len(every):
+                raise
+            if len(units) < self.stages <= len(every):
+                raise too_few(error, self.stages, units, kept) from error
+            return self._cut_at(recording, balanced_cuts(recording, self.model, self.stages, self._balance, units))
+
+    def _cut_at(self, recording: Recording, cuts: Sequence[str]) -> Split:
         split = Split(recording, self.model, cuts, cut_positions(recording, self.model, cuts))
         _ = split.plans  # raises here, where something else can be tried
         return split

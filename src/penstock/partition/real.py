@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from penstock.errors import PartitionError
 from penstock.partition._compat import FakeTensor, storage_of, unset_fake_temporarily
+from penstock.partition.objects import tensors_in
 from penstock.partition.observer import Observer
 from penstock.partition.passed import Passed
 from penstock.partition.state import Loan, Snapshot, fake_value, map_tensors
@@ -64,7 +66,7 @@ def run_for_real(
             fake = "" if first == again else f" (on fake tensors: {again})"
             raise PartitionError(f"{unit.name!r} fails on inputs like the given ones: {first}{fake}") from error
         finally:
-            snapshot.restore_tensors()
+            snapshot.restore_tensors(partial(_is_made_to_learn, observer))
     drew, seen = observer.take(keep=False)  # batch norm updates its running statistics without a new version
     written = {
         storage_of(f)
@@ -75,6 +77,15 @@ def run_for_real(
     left = map_tensors(back, (result, given.containers))
     Passed(args, kwargs).write_back(given.changed(), left[1])
     return left[0], drew, frozenset(written)
+
+
+def _is_made_to_learn(observer: Observer, value: Any) -> bool:
+    """Whether an attribute was set to what the unit made and takes a gradient: an auxiliary loss, not a table.
+
+    It stays for others to find, so that they are told where it is from.
+    """
+    tensors = list(tensors_in(value))
+    return any(t.requires_grad for t in tensors) and all(map(observer.provenance.maker, tensors))
 
 
 @contextmanager

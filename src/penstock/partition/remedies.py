@@ -114,7 +114,7 @@ def explained(
     ):
         remedies.append("leave out labels and give loss=... (tried)")
     if not remedies:
-        failed = f" {search.failure[:1].upper()}{search.failure[1:]}" if search.failure else ""
+        failed = f" Tried: {search.failure.rstrip('.')}." if search.failure else ""
         return f"{text}.{failed} {error.otherwise}"
     first, *others = remedies
     return f"{text}. {', or '.join([first[:1].upper() + first[1:], *others])}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,9 +34,9 @@ class Snapshot:
             for container, copy in contents.values():
                 _refill(container, copy)
 
-    def restore_tensors(self) -> None:
-        """Puts back everything but the numbers that have changed."""
-        changed = [(m.__dict__, name, value) for m, name, value in self.changed() if _is_plain(value)]
+    def restore_tensors(self, keeps: Callable[[Any], bool]) -> None:
+        """Puts back everything but the numbers that have changed, and the attributes whose new value `keeps` wants."""
+        changed = [(m.__dict__, name, v) for m, name, v in self.changed() if _is_plain(v) or keeps(v)]
         filled = [
             (container, container.copy())
             for contents in self._contents

@@ -12,8 +12,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
+from inspect import getattr_static
 from typing import Any
 
+import torch
 from torch import nn
 
 from penstock.errors import PartitionError
@@ -144,9 +146,21 @@ def _is_opened(child: nn.Module, parent: nn.Module) -> bool:
     return isinstance(parent, (nn.Sequential, nn.ModuleDict)) and alone and _has_repeated_blocks(child)
 
 
+def refuse_compiled(model: nn.Module) -> None:
+    """Raises PartitionError for a module of TorchScript: its code can be neither seen nor given other parameters."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise PartitionError(
+                f"{f'{name!r}' if name else 'the model'} is a module of TorchScript, which cannot be recorded. Use the "
+                "Python module that torch.jit.script or torch.jit.trace was given; PYTORCH_JIT=0 in the environment "
+                "does so for torch.jit.script everywhere"
+            )
+
+
 def has_forward(module: nn.Module) -> bool:
     """Whether a module can be called: lists and what only holds others cannot."""
-    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
+    forward = getattr_static(type(module), "forward", None)  # TorchScript's cannot be had from its class
+    return "forward" in vars(module) or forward is not nn.Module.forward
 
 
 def _has_repeated_blocks(module: nn.Module) -> bool:

@@ -273,6 +273,14 @@ class Writer:
                 raise Leak(type(self.observer.returned[id(tensor)][1]), refusal)
             self.sideways.open_maker(tensor, refusal)
             raise Obstacle(refusal, self.scope)
+        made = self.observer.provenance.maker(tensor)
+        if made is not None and made.unit:  # it ran for real
+            refusal = (
+                f"{self._here()} uses a tensor of shape {tuple(tensor.shape)} that {made.unit!r} made and left beside "
+                "its result. Return it from there"
+            )
+            self.sideways.open_maker(tensor, refusal)
+            raise Obstacle(refusal, self.scope)
         if tensor.requires_grad:
             raise PartitionError(
                 f"{self._here()} uses a tensor of shape {tuple(tensor.shape)} that requires a gradient but is no "

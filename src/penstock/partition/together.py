@@ -1,0 +1,72 @@
+"""What a cut must not separate: all uses of what the forward updates in place are on one stage.
+
+A batch norm in an encoder that is called for each view of a picture, for example: a cut between two of its calls would
+give each of two stages running statistics of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx, nn
+
+from penstock.errors import PartitionError
+from penstock.partition.cut import Candidate
+from penstock.partition.recording import Recording
+from penstock.partition.split import Split
+from penstock.words import counted
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The first and the last call that use what `name` tells of."""
+
+    name: str
+    first: int
+    last: int
+
+    def parts(self, position: int) -> bool:
+        """Whether a stage that begins at this call would have a part of the uses only."""
+        return self.first < position <= self.last
+
+
+def spans(recording: Recording, model: nn.Module) -> tuple[Span, ...]:
+    """Of everything that the forward updates in place and that is used more than once."""
+    whole = Split(recording, model, (), ())
+    users: dict[str, list[int]] = {}
+    for node, fact in recording.facts.items():
+        for name in _updated(whole, node):
+            users.setdefault(name, []).append(fact.index)
+    return tuple(Span(name, min(used), max(used)) for name, used in users.items() if min(used) < max(used))
+
+
+def _updated(whole: Split, node: fx.Node) -> set[str]:
+    """Names of what a node uses and any updates."""
+    recording, fact = whole.recording, whole.facts[node]
+    used = fact.storages.union(*(whole.facts[given].storages for given in node.all_input_nodes))
+    found = {recording.memory[storage] for storage in used if storage in recording.memory}
+    found = (found | {*whole.held_by(node)}) & whole.updated
+    if fact.kind == "constant" and not whole.written.isdisjoint(fact.storages):
+        found.add(str(node.target))
+    return found | {each.text for each in recording.remembered if whole.uses(node, each)}
+
+
+def joined(units: Sequence[Candidate], kept: Sequence[Span]) -> list[Candidate]:
+    """The candidates at which a cut separates nothing; what the others weigh is those before them's."""
+    found: list[Candidate] = []
+    for unit in units:
+        if found and any(span.parts(unit.position) for span in kept):
+            found[-1] = replace(found[-1], weight=found[-1].weight + unit.weight)
+        else:
+            found.append(unit)
+    return found
+
+
+def too_few(error: PartitionError, stages: int, left: Sequence[Candidate], kept: Sequence[Span]) -> PartitionError:
+    """For a model that cannot have so many stages for the sake of what it updates; `error`: of an even cut."""
+    longest = max(kept, key=lambda span: span.last - span.first)
+    return PartitionError(
+        f"{error}. For stages={stages} there is no such cut: the uses of {longest.name!r} leave "
+        f"{counted(len(left), 'stage')} at most"
+    )
