@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,10 +19,31 @@ from penstock.errors import ArgumentError
 STEPS = 3
 
 
+SETTINGS = {"factor": 1.0}
+
+
+class Slotted:
+    """An object without a `__dict__`."""
+
+    __slots__ = ("t",)
+
+    def __init__(self) -> None:
+        self.t = 1.0
+
+
+def scaling() -> tuple[Callable[[Tensor], Tensor], list[float]]:
+    factors = [1.0]
+    return lambda x: x * factors[0], factors
+
+
+def helped(x: Tensor) -> Tensor:
+    return x * SETTINGS["factor"]
+
+
 class Block(nn.Module):
     """Draws where its rate is not 0."""
 
-    scale, rate = 1.0, 0.0
+    scale, rate, strength = 1.0, 0.0, 1.0
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,6 +51,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.dropout(self.linear(x).tanh(), self.rate)
+
+    def strengthened(self, x: Tensor) -> Tensor:
+        return x * self.strength
 
 
 class Reader(nn.Module):
@@ -44,10 +69,19 @@ class Reader(nn.Module):
         self.config = SimpleNamespace(inner=SimpleNamespace(t=1.0))
         self.tensor = torch.tensor(1.0)
         self.function = torch.tanh
+        self.slotted, self.doubled, self.array = Slotted(), set[int](), np.ones(2)
+        self.multiply = partial(torch.mul, other=1.0)
+        self.closure, self.in_closure = scaling()
+        self.__dict__["in_closure"] = (self.in_closure,) * 65  # too long to be looked into
+
+    @property
+    def of_property(self) -> float:
+        return self.blocks[1].strength
 
     def forward(self, x: Tensor, options: Any = None) -> Tensor:
-        for block in self.blocks:
-            x = block(x) * block.scale
+        for i, block in enumerate(self.blocks):
+            x = block.strengthened(block(x) * block.scale) * (1.0 + (i in self.doubled))
+        x = self.closure(self.multiply(helped(x))) * self.slotted.t * float(self.array[0]) * self.of_property
         factor = self.number * self.items[0] * self.table["a"]["b"] * self.pair[0] * self.config.inner.t * self.of_class
         bonus = getattr(self, "bonus", 1.0) * (1.0 if options is None else options.t)
         return self.function(x) * float(factor) * self.tensor * bonus
@@ -106,6 +140,12 @@ CHANGES: dict[str, Callable[[Reader], object]] = {
     "hook on the model": lambda m: m.register_forward_hook(doubled),
     "hook before the model": lambda m: m.register_forward_pre_hook(lambda _, args: (2 * args[0],)),
     "forward of the model": patch_forward,
+    "attribute that a method of a block reads": lambda m: setattr(m.blocks[1], "strength", 2.0),
+    "object with slots": lambda m: setattr(m.slotted, "t", 2.0),
+    "set": lambda m: m.doubled.add(2),
+    "array": lambda m: m.array.fill(2.0),
+    "keywords of a partial": lambda m: m.multiply.keywords.update(other=2.0),
+    "closure of a function": lambda m: m.in_closure[0].__setitem__(0, 2.0),
     "module without parameters": lambda m: setattr(m.blocks[1].linear, "extra", nn.Identity()),
 }
 
@@ -120,6 +160,13 @@ def test_a_change_counts_from_the_next_step_on(name: str) -> None:
     got = trained(change, 2)
     assert len(expected) == len(got)
     assert all(torch.equal(one, other) for one, other in zip(expected, got, strict=True))
+
+
+def test_a_global_that_a_function_reads_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(reader: Reader, step: int) -> None:
+        monkeypatch.setitem(SETTINGS, "factor", 1.0 + step)
+
+    assert all(map(torch.equal, trained(change, 0), trained(change, 2)))
 
 
 def test_an_attribute_of_the_class_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -556,6 +556,40 @@ def test_somebody_elses_tensors_are_left_to_them() -> None:
     assert stage.split.share == 0
 
 
+class Descent(nn.Module):
+    """Takes a step down its own energy, by a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.on = nn.Linear(4, 4), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        value = self.linear(x).tanh()
+        if self.on:
+            value = x - torch.autograd.grad(value.square().sum(), x, create_graph=True)[0]
+        return value
+
+
+def test_a_weight_that_a_backward_inside_the_forward_uses_cannot_wait() -> None:
+    module, x = Descent(), torch.randn(3, 4, requires_grad=True)
+    uses = WeightUses(module.parameters())
+    with uses.learning():
+        value = module(x)
+    uses.decide([value.grad_fn])
+    assert not uses.can_wait
+
+
+def test_a_backward_inside_a_later_forward_is_refused() -> None:
+    module, x = Descent(), torch.randn(3, 4, requires_grad=True)
+    uses, module.on = WeightUses(module.parameters()), False
+    with uses.learning():
+        value = module(x)
+    uses.decide([value.grad_fn])
+    module.on = True
+    with uses.putting_off([], x), pytest.raises(PartitionError, match="a backward of its own"):
+        module(x)
+
+
 def test_weight_gradients_that_a_step_that_raised_put_off_are_dropped() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     split = SplitBackward(lambda: dict(model.named_parameters()), model, torch.device("cpu"), range(2), in_order=True)

@@ -11,16 +11,19 @@ from __future__ import annotations
 import enum
 import functools
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from inspect import getattr_static
 from itertools import count
-from types import CodeType, FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+
+from penstock.partition.naming import Names, names_of
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, slice, range)
 DEPTH = 4
@@ -28,7 +31,12 @@ DEPTH = 4
 LENGTH = 64
 """Longer containers are known by identity and length alone."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_modules")
+NEW = object()
+"""Stands for what was not there before a step."""
 OF_TORCH = frozenset(vars(nn.Module()))
+
+LARGEST_ARRAY = 4096
+"""Arrays with more bytes are known by identity alone."""
 
 Found = dict[tuple[str, ...], Hashable]
 Attributes = tuple[tuple[tuple[str, ...], Hashable], ...]
@@ -48,12 +56,22 @@ class Given:
     _own: Found = field(default_factory=dict)  # what steps change -> what it was
     _numbers: dict[int, tuple[weakref.ref[Any], int]] = field(default_factory=dict)
     _count: Iterator[int] = field(default_factory=count)
+    _names: list[tuple[str, Names]] = field(default_factory=list)
+
+    def look_around(self, model: nn.Module, opened: Collection[nn.Module]) -> None:
+        """Takes up the modules whose forward is recorded call by call, and what their code names."""
+        wanted = {id(module) for module in opened}
+        self.opened = {name: module for name, module in model.named_modules() if id(module) in wanted}
+        self.chances = chances_of(model)
+        known = {id(vars(module)) for module in self.opened.values()}  # whose attributes are read in any case
+        named = [(name, entry) for name, module in self.opened.items() for entry in names_of(module)]
+        self._names = [(name, entry) for name, entry in named if id(entry.holder) not in known]
 
     def read(self) -> Attributes:
         """All of it, as one hashable value."""
         found = self._read()
         found.update((path, value) for path, value in self._own.items() if path in found)
-        return tuple(found.items())
+        return tuple((path, value) for path, value in found.items() if value is not NEW)
 
     def settle(self, before: Attributes) -> None:
         """To be called behind a step, with what `read` returned before it."""
@@ -61,6 +79,8 @@ class Given:
         for path, value in before:
             if path not in self._own and after.get(path, value) != value:
                 self._own[path] = value
+        for path in after.keys() - {path for path, _ in before}:
+            self._own.setdefault(path, NEW)
 
     def _read(self) -> Found:
         found: Found = {}
@@ -72,14 +92,16 @@ class Given:
                         found[name, attribute] = numbers
                 elif attribute not in OF_TORCH:
                     _look(found, (name, attribute), value, self._number, DEPTH, set())
-            self._read_code(found, name, module)
+            self._read_classes(found, name, module)
+        for name, entry in self._names:
+            for path, value in entry.values():
+                _look(found, (name, *path), value, self._number, DEPTH, set())
         for name, module, attribute in self.chances:
             value = getattr(module, attribute, None)
             found[name, attribute, "draws"] = bool(value) if isinstance(value, PLAIN) else True
         return found
 
-    def _read_code(self, found: Found, name: str, module: nn.Module) -> None:
-        """What the class holds, and what the forward's code names: globals, closures, attributes of inner modules."""
+    def _read_classes(self, found: Found, name: str, module: nn.Module) -> None:
         for cls in type(module).__mro__:
             if cls.__module__.partition(".")[0] == "torch":
                 break
@@ -87,21 +109,7 @@ class Given:
                 if not attribute.startswith("__") and isinstance(value, PLAIN):
                     found[name, cls.__qualname__, attribute] = type(value), _hashable(value)
         forward = getattr_static(type(module), "forward", None)  # TorchScript's cannot be had from its class
-        forward = getattr(forward, "__wrapped__", forward)
         found[name, "class", "forward"] = self._number(forward)
-        if not isinstance(forward, FunctionType) or forward.__module__.partition(".")[0] == "torch":
-            return
-        for word in _words(forward.__code__):
-            if isinstance(value := forward.__globals__.get(word), PLAIN) and value is not None:
-                found[name, "global", word] = type(value), _hashable(value)
-        for word, value in _closure(forward):
-            if isinstance(value, PLAIN):
-                found[name, "closure", word] = type(value), _hashable(value)
-        words = _words(forward.__code__)
-        for inner, child in _inside(module):
-            for word in words & vars(child).keys():
-                if isinstance(vars(child)[word], PLAIN) and word not in OF_TORCH:
-                    found[name, inner, word] = type(vars(child)[word]), _hashable(vars(child)[word])
 
     def _number(self, value: Any) -> int:
         """A number of its own for each object, also where one takes the place in memory of another that is gone."""
@@ -124,12 +132,6 @@ def contents_of(value: object) -> Hashable:
     found: Found = {}
     _look(found, (), value, id, DEPTH, set())
     return tuple(found.items())
-
-
-def opened_by_name(model: nn.Module, opened: Collection[nn.Module]) -> dict[str, nn.Module]:
-    """By name: those modules, in the model's order."""
-    wanted = {id(module) for module in opened}
-    return {name: module for name, module in model.named_modules() if id(module) in wanted}
 
 
 def chances_of(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
@@ -156,8 +158,10 @@ def _look(
     kind = type(value)
     if isinstance(value, PLAIN):
         found[path] = kind, _hashable(value)
-    elif kind.__module__ == "numpy" and getattr(value, "shape", None) == ():
-        found[path] = kind, value.item()
+    elif isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.nbytes <= LARGEST_ARRAY):
+        found[path] = kind, value.dtype.str, value.shape, value.tobytes()
+    elif kind in (set, frozenset) and len(value) <= LENGTH:
+        found[path] = kind, frozenset(item if isinstance(item, PLAIN) else number(item) for item in value)
     elif depth and id(value) not in above and (parts := _parts(value)) is not None:
         found[path] = kind, len(parts)
         for key, part in parts:
@@ -170,13 +174,25 @@ def _parts(value: Any) -> list[tuple[str, Any]] | None:
     """What is inside of a container or a plain object; None for anything else."""
     if type(value) in (list, tuple, deque) or (isinstance(value, tuple) and hasattr(value, "_fields")):
         return [(str(i), part) for i, part in enumerate(value)] if len(value) <= LENGTH else None
-    if type(value) in (dict, OrderedDict):
-        return [(repr(key) if isinstance(key, PLAIN) else str(type(key)), part) for key, part in value.items()][:LENGTH]
+    held: dict[Any, Any] = {}
+    if isinstance(value, dict):
+        held = {repr(key) if isinstance(key, PLAIN) else str(type(key)): value[key] for key in [*value][:LENGTH]}
+    elif isinstance(value, functools.partial):
+        held = {"func": value.func, "args": value.args, "keywords": value.keywords}
+    elif isinstance(value, MethodType):
+        return [("self", value.__self__), ("function", value.__func__)]
     package = type(value).__module__.partition(".")[0]
     if isinstance(value, (Tensor, nn.Module, type, FunctionType)) or package in ("torch", "_thread", "_io"):
         return None
-    held = getattr(value, "__dict__", None)
-    return [(str(key), part) for key, part in held.items()] if isinstance(held, dict) else None
+    slots = [name for cls in type(value).__mro__ for name in _slots_of(cls) if hasattr(value, name)]
+    held |= {name: getattr(value, name) for name in slots} | getattr(value, "__dict__", {})
+    known = isinstance(value, dict) or bool(slots) or hasattr(value, "__dict__")
+    return [(str(key), part) for key, part in held.items()] if known else None
+
+
+def _slots_of(cls: type) -> tuple[str, ...]:
+    slots = vars(cls).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(name for name in slots if name != "__weakref__")
 
 
 def _is_ours(hook: Any) -> bool:
@@ -185,26 +201,3 @@ def _is_ours(hook: Any) -> bool:
 
 def _hashable(value: Any) -> Hashable:
     return repr(value) if isinstance(value, slice) else value
-
-
-def _closure(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    for word, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield word, cell.cell_contents
-        except ValueError:  # not set yet
-            continue
-
-
-@functools.cache
-def _words(code: CodeType) -> frozenset[str]:
-    """The names of globals and attributes in a function's code."""
-    inner = [_words(c) for c in code.co_consts if isinstance(c, CodeType)]
-    return frozenset(code.co_names).union(*inner)
-
-
-def _inside(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules inside, through lists of modules."""
-    for name, child in module.named_children():
-        yield name, child
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-            yield from ((f"{name}.{inner}", grandchild) for inner, grandchild in child.named_children())

@@ -16,7 +16,7 @@ from penstock.partition._compat import autocast_state, flatten
 from penstock.partition.chain import as_module, known_names
 from penstock.partition.complete import check_complete, unused_note
 from penstock.partition.cut import Balance, balanced_cuts, candidates, cut_positions
-from penstock.partition.given import Attributes, Given, chances_of, opened_by_name
+from penstock.partition.given import Attributes, Given
 from penstock.partition.hierarchy import more_to_open, opening_for
 from penstock.partition.objects import input_path
 from penstock.partition.obstacle import Obstacle
@@ -160,8 +160,7 @@ class Partitioner:
         self._modules = list(self.model.modules())
         self._slots = [(slots, name) for m in self._modules for slots in (m._parameters, m._buffers) for name in slots]
         units = find_units(self.model, self._leaves, self._grain, self._opening.names)
-        self._given.opened = opened_by_name(self.model, _opened(self.model, units))
-        self._given.chances = chances_of(self.model)
+        self._given.look_around(self.model, _opened(self.model, units))
 
     def _state(self) -> Hashable:
         held = [slots.get(name) for slots, name in self._slots]

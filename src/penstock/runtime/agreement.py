@@ -45,6 +45,11 @@ class Agreement:
             raise ShapeError(self._difference(microbatch, layouts))
         return layouts
 
+    def drop_step(self) -> None:
+        """Forgets what a first step that raised has agreed on."""
+        if self.learning:
+            self._layouts.clear()
+
     def end_step(self) -> bool:
         """Ends a step. True if it was the first one, in which messages were sent."""
         ended = self.learning and bool(self._layouts) and not self._link.varies

@@ -164,6 +164,9 @@ class DistributedTransport:
         for channel in self._channels.pop(program, ()):
             channel.drain()
 
+    def drop_step(self) -> None:
+        """Nothing to do: where one rank has failed, no other goes on."""
+
     def end_step(self) -> None:
         for channels in self._channels.values():
             for channel in channels:

@@ -250,6 +250,14 @@ class Engine:
             PipelineFailure: another rank failed.
             Exception: whatever the model or the loss raised, with a note that names rank and action.
         """
+        try:
+            return self._run(job, feed, step, timed=timed)
+        except BaseException:
+            for transport in self.transports.values():
+                transport.drop_step()
+            raise
+
+    def _run(self, job: Job, feed: Feed, step: int, *, timed: bool) -> dict[int, list[Moment]]:
         moments: dict[int, list[Moment]] = {}
         self.control.watchdog.step += 1
         self.control.watchdog.check()

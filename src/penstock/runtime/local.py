@@ -47,6 +47,10 @@ class LocalChannel:
     def receive(self, microbatch: int) -> list[Tensor | None]:
         return self._mail.pop(microbatch)
 
+    def drop_step(self) -> None:
+        self.agreement.drop_step()
+        self._mail.clear()
+
 
 class LocalTransport:
     """One rank's side of a `LocalHub`."""
@@ -88,6 +92,12 @@ class LocalTransport:
     def end_step(self) -> None:
         for channel in self._hub.channels.values():
             channel.agreement.end_step()
+
+    def drop_step(self) -> None:
+        for channel in self._hub.channels.values():
+            channel.drop_step()
+        self._hub.sums.clear()
+        self._hub.share = _Share()
 
     def close(self) -> None:
         self._hub.channels.clear()

@@ -153,6 +153,9 @@ class SharedMemoryTransport:
         for channel in self._channels.pop(program, ()):
             channel.close()
 
+    def drop_step(self) -> None:
+        """Nothing to do: where one rank has failed, no other goes on."""
+
     def end_step(self) -> None:
         self._inner.end_step()
 

@@ -213,7 +213,9 @@ class StageRunner:
         if self._training:
             self._check_untracked(outputs)
         if self._head is not None:
-            root = self._head(microbatch, outputs)
+            # One that runs again has its loss from then alone: a loss may count, or write into its target. But from
+            # its graph a split is learned.
+            root = None if runs_again and split is None else self._head(microbatch, outputs)
             roots = [self._loss_edge(root)] if root is not None else []
         else:
             roots = [_edge(outputs[position]) for position in self._root_outputs]
@@ -231,7 +233,7 @@ class StageRunner:
     def collect(self, microbatch: int) -> list[Tensor | None]:
         """Waits for everything that the backward of a microbatch needs: a gradient, or None, for each root."""
         if self._head is not None:
-            return [self._head.seed(microbatch)]
+            return [] if microbatch in self._kept else [self._head.seed(microbatch)]
         grads: list[Tensor | None] = [None] * (len(self._root_outputs) + len(self._root_inputs))
         for route in self.routes.grads_in:
             for position, grad in zip(route.positions, route.channel.receive(microbatch), strict=True):
@@ -249,7 +251,10 @@ class StageRunner:
             self._extras.norms.pause()
         if self._extras.offload is not None:
             self._extras.offload.bring(microbatch)
-        saved = self._again(microbatch) if microbatch in self._kept else self._saved.pop(microbatch)
+        again = microbatch in self._kept
+        saved = self._again(microbatch) if again else self._saved.pop(microbatch)
+        if again and self._head is not None:
+            grads = [self._head.seed(microbatch)]
         if self._streams is not None:
             self._streams.begin(microbatch, self._draw_offsets, again=True)
         present = [(r, g) for r, g in zip(saved.roots, grads, strict=True) if r is not None and g is not None]

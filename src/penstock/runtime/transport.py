@@ -76,5 +76,8 @@ class Transport(Protocol):
     def end_step(self) -> None:
         """Ends a program's step: the layouts that its first step saw hold from now on."""
 
+    def drop_step(self) -> None:
+        """Forgets what a step that raised has left, if there can be another one after it."""
+
     def close(self) -> None:
         """Waits for what is under way and gives everything back."""

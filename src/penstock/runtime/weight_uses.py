@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from penstock.errors import PartitionError
 from penstock.runtime import exact
 from penstock.runtime.weight_gradients import FORMS, Plan
 
@@ -48,15 +49,18 @@ class WeightUses:
         self._of_parameters = self._watching(nn.Parameter)
         self._of_views = self._watching(Tensor)
         self._seen: list[tuple[Tensor, ...]] | None = None
+        self._learned: list[tuple[Tensor, ...]] = []
         self._waiting: list[Waiting] | None = None
         self._anchor: Tensor | None = None
+        self._went_back = False  # a backward ran inside the forward that was noted, through one of its calls
 
     @contextmanager
     def learning(self) -> Iterator[None]:
         """Around a forward that runs as ever: notes the calls whose weight gradient could wait."""
-        self._seen = []
+        self._seen, self._went_back = [], False
         with self._changed_classes():
             yield
+        self._learned, self._seen = self._seen, None
 
     @contextmanager
     def putting_off(self, waiting: list[Waiting], anchor: Tensor) -> Iterator[None]:
@@ -71,10 +75,13 @@ class WeightUses:
     def decide(self, roots: Sequence[Node]) -> None:
         """Of the forward that was noted: a parameter can wait if all ways to it in the graph go through noted calls.
 
+        None can where that forward ran a backward of its own: the graph of gradients leads to weights by other ways,
+        through the same nodes.
+
         Args:
             roots: what its backward starts from.
         """
-        noted, self._seen, self.decided = self._seen or [], None, True
+        noted, self._learned, self.decided = [] if self._went_back else self._learned, [], True
         weights = [weight for call in noted for weight in call]
         uses = Counter(id(base_of(weight)) for weight in weights)
         ways = _ways_to_parameters(roots, {node for weight in weights for node in _view_nodes(weight)})
@@ -130,9 +137,13 @@ class WeightUses:
             if result is not None:
                 return result
         result = func(*args, **kwargs)
-        if self._seen is not None and _node_of(result, plan) is not None:
+        if self._seen is not None and (node := _node_of(result, plan)) is not None:
             self._seen.append(plan.weights)
+            node.register_prehook(self._note_backward)
         return result
+
+    def _note_backward(self, _: object) -> None:
+        self._went_back = self._went_back or self._seen is not None
 
     def _waits(self, weight: Tensor) -> bool:
         return weight.requires_grad and self.can_wait.get(id(base_of(weight))) is weight._is_view()
@@ -146,7 +157,7 @@ class WeightUses:
     def _put_off(self, plan: Plan, waiting: list[Waiting]) -> Tensor | None:
         """The call's result; None where autograd has not recorded what was expected."""
         result = plan.run(*(weight.detach() for weight in plan.weights))
-        keep = partial(_keep, waiting, plan.weights, plan.gradients)
+        keep = partial(self._keep, waiting, plan.weights, plan.gradients)
         if not result.requires_grad:  # nothing that comes in takes a gradient
             box = [exact.on_memory_of(result, int(result.storage_offset()), tuple(result.shape), result.stride())]
             tapped: Tensor = _Tap.apply(self._anchor, box, keep)  # type: ignore[no-untyped-call]
@@ -157,20 +168,26 @@ class WeightUses:
         node.register_prehook(keep)
         return result
 
+    def _keep(
+        self,
+        waiting: list[Waiting],
+        weights: tuple[Tensor, ...],
+        gradients: Callable[[Tensor], Sequence[Tensor]],
+        grads: Sequence[Tensor | None],
+    ) -> None:
+        if self._waiting is waiting:  # the forward is not over
+            raise PartitionError(
+                "the forward runs a backward of its own, but did not in the first microbatch, from which the split of "
+                "the backward was learned; give a schedule that does not split it: penstock.schedule.merge_backward "
+                "makes one"
+            )
+        if grads[0] is not None:
+            waiting.append(Waiting(weights, gradients, grads[0]))
+
 
 def base_of(weight: Tensor) -> Tensor:
     """The parameter that a weight is, or is a view of."""
     return weight if weight._base is None else weight._base
-
-
-def _keep(
-    waiting: list[Waiting],
-    weights: tuple[Tensor, ...],
-    gradients: Callable[[Tensor], Sequence[Tensor]],
-    grads: Sequence[Tensor | None],
-) -> None:
-    if grads[0] is not None:
-        waiting.append(Waiting(weights, gradients, grads[0]))
 
 
 class _Tap(torch.autograd.Function):

@@ -1,0 +1,169 @@
+"""What the code of a forward names: helpers, methods of inner modules, globals, closures, defaults.
+
+A forward that is recorded call by call takes the values that it finds there as given, wherever they are read: in a
+function that it calls, in a method of a block that is not the block's forward, in a property. Nothing is run to find
+out; the names in the code are followed.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from inspect import getattr_static
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from penstock.partition.reach import PLAIN_OBJECTS
+
+FUNCTIONS = 200
+"""How many functions of one module's forward are followed."""
+
+LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "penstock"}
+_ABSENT = object()
+_OF_TORCH = frozenset(vars(nn.Module()))
+
+Path = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Some names, and the namespace (or the cells of a closure) in which their values are found."""
+
+    path: Path
+    holder: Mapping[str, Any]
+    names: frozenset[str]
+
+    def values(self) -> Iterator[tuple[Path, Any]]:
+        for name in sorted(self.names & self.holder.keys()):  # an attribute may hide the one of the class later
+            value = _content(self.holder[name])
+            if value is not _ABSENT and _counts(value):
+                yield (*self.path, name), value
+
+    def functions(self) -> Iterator[tuple[str, FunctionType]]:
+        return (
+            (name, function)
+            for name in sorted(self.names & self.holder.keys())
+            for function in _functions(_content(self.holder[name]))
+        )
+
+
+class Followed(NamedTuple):
+    """A function that is yet to be read; `owner` is the module whose method it is."""
+
+    path: Path
+    owner: nn.Module | None
+    function: FunctionType
+
+
+def names_of(module: nn.Module) -> list[Names]:
+    """What a module's forward names, and all that it leads to, beyond the attributes of the module itself."""
+    found: dict[Path, Names] = {}
+    seen: set[tuple[int, int]] = set()
+    pending = [Followed((name,), None, f) for name, value in vars(module).items() for f in _functions(value)]
+    pending += [Followed(("",), module, f) for f in _functions(getattr_static(type(module), "forward", None))]
+    while pending and len(seen) < FUNCTIONS:
+        path, owner, function = pending.pop()
+        key = id(function), id(owner)
+        if key in seen or _of_library(function.__module__):
+            continue
+        seen.add(key)
+        label = f"{function.__module__}.{function.__qualname__}:{function.__code__.co_firstlineno}"
+        for entry in _of_function((*path, label), function):
+            found.setdefault(entry.path, entry)
+            pending += [Followed(path, None, f) for _, f in entry.functions()]
+        for inner, part in () if owner is None else (((), owner), *_inside(owner)):
+            where = (*path, *inner)
+            for entry in _of_module((*where, label), part, words_of(function.__code__)):
+                found.setdefault(entry.path, entry)
+                named = [] if entry.holder is vars(part) else entry.functions()
+                pending += [Followed(where, part, f) for name, f in named if name != "forward" or part is owner]
+    return [entry for entry in found.values() if entry.names]
+
+
+def _of_function(path: Path, function: FunctionType) -> Iterator[Names]:
+    """Globals, those of modules that are named, the closure, and the defaults; of installed packages none."""
+    if _is_installed(function.__module__):
+        return
+    words = words_of(function.__code__)
+    defaults = {str(i): value for i, value in enumerate(function.__defaults__ or ())} | (function.__kwdefaults__ or {})
+    closure = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    named = words & function.__globals__.keys()
+    yield Names((*path, "globals"), function.__globals__, named)
+    yield Names((*path, "closure"), closure, frozenset(closure))
+    yield Names((*path, "defaults"), defaults, frozenset(defaults))
+    for name in sorted(named):
+        space = function.__globals__[name]
+        if isinstance(space, ModuleType) and not _of_library(space.__name__):
+            yield Names((*path, name), vars(space), words & vars(space).keys())
+
+
+def _of_module(path: Path, module: nn.Module, words: frozenset[str]) -> Iterator[Names]:
+    """What names mean in a module and in its classes."""
+    yield Names((*path, "attributes"), vars(module), words - _OF_TORCH)
+    for cls in type(module).__mro__:
+        if not _of_library(cls.__module__):
+            names = words.union(["__getattr__"]) & vars(cls).keys()
+            yield Names((*path, cls.__qualname__), vars(cls), frozenset(names))
+
+
+def _functions(*values: Any) -> Iterator[FunctionType]:
+    for value in values:
+        if isinstance(value, property):
+            yield from _functions(value.fget)
+        elif isinstance(value, (staticmethod, classmethod, MethodType)):
+            yield from _functions(value.__func__)
+        elif isinstance(value, functools.partial):
+            yield from _functions(value.func)
+        elif isinstance(value, FunctionType):
+            yield value
+            yield from _functions(getattr(value, "__wrapped__", None))
+
+
+def _counts(value: Any) -> bool:
+    """Whether a value may be a setting: no module, no class, and of a library no object but containers."""
+    if isinstance(value, (ModuleType, type, nn.Module, property, staticmethod, classmethod)):
+        return False
+    if isinstance(value, FunctionType):
+        return not _is_installed(value.__module__)
+    kind = type(value).__module__.partition(".")[0]
+    return (
+        kind == "builtins" or kind in PLAIN_OBJECTS or kind in ("enum", "functools", "numpy") or not _of_library(kind)
+    )
+
+
+@functools.cache
+def _is_installed(name: str | None) -> bool:
+    """Whether a module belongs to an installed package, whose settings nobody changes while it runs."""
+    file = getattr(sys.modules.get(name or ""), "__file__", None) or ""
+    return "site-packages" in file or "dist-packages" in file
+
+
+def _of_library(name: str | None) -> bool:
+    return (name or "").partition(".")[0] in LIBRARIES - {"__main__"}
+
+
+def _content(value: Any) -> Any:
+    """The value; of a closure's cell, what is in it."""
+    try:
+        return value.cell_contents if isinstance(value, CellType) else value
+    except ValueError:  # not set yet
+        return _ABSENT
+
+
+@functools.cache
+def words_of(code: CodeType) -> frozenset[str]:
+    """The names of globals and attributes in a function's code."""
+    inner = [words_of(c) for c in code.co_consts if isinstance(c, CodeType)]
+    return frozenset(code.co_names).union(*inner)
+
+
+def _inside(module: nn.Module) -> Iterator[tuple[Path, nn.Module]]:
+    """The modules inside, through lists of modules."""
+    for name, child in module.named_children():
+        yield (name,), child
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            yield from (((name, inner), grandchild) for inner, grandchild in child.named_children())
