@@ -6,6 +6,7 @@ Real ranks do the same in tests/distributed/test_changing.py.
 from __future__ import annotations
 
 import copy
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -408,3 +409,29 @@ def test_num_items_in_batch_makes_accumulated_microbatches_the_whole_batch(kind:
             torch.testing.assert_close(torch.stack(result.losses), parts.detach() / given["num_items_in_batch"])
             for (name, a), (_, b) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
                 torch.testing.assert_close(a.grad, b.grad, msg=name, rtol=1e-4, atol=1e-7)
+
+
+def test_a_batch_that_needs_parameters_which_the_example_did_not_is_warned_of() -> None:
+    """An optimizer of `pipe.parameters()` would never train them."""
+
+    class Tasks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trunk = mlp(8)
+            self.heads = nn.ModuleDict({task: nn.Linear(WIDTH, WIDTH) for task in "ab"})
+
+        def forward(self, x: Tensor, task: str = "a") -> Tensor:
+            return self.heads[task](self.trunk(x))
+
+    model, (x, y) = Tasks(), batch(4)
+    with pipeline(model, (x,), ranks=2, microbatches=2, loss=squared_error) as pipe:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            pipe.step(x, target=y)
+            pipe.evaluate(x, "b", target=y)
+        with pytest.warns(UserWarning, match=r"uses 'heads\.b\.weight', which it did not for the pipeline's example"):
+            pipe.step(x, "b", target=y)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            pipe.step(x, "a", target=y)
+            pipe.step(x, "b", target=y)

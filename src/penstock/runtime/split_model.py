@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -72,6 +73,7 @@ class SplitModel:
         self._examples, self._sizes = example.fill(), example.sizes
         self._copied: dict[int, tuple[Partition, Partition]] = {}
         self._placed: dict[int, tuple[Partition, Partition]] = {}
+        self._known_parameters: set[str] = set()  # of the example, and those that were warned of
         self._agree()
         shared = ties([stage.meta for stage in self._record(training=True)[0].stages])
         self._refuse_copies(shared)
@@ -104,7 +106,7 @@ class SplitModel:
         """
         placed = [self._place(partition) for partition in self._record(training=training, examples=examples)]
         for partition in placed:
-            self._refuse_what_is_elsewhere(partition)
+            self._refuse_what_is_elsewhere(partition, training=training)
         for cache in (self._copied, self._placed):
             while len(cache) > KEPT_PARTITIONS:
                 del cache[next(iter(cache))]
@@ -262,9 +264,11 @@ class SplitModel:
             with telling_rows(self._sizes if examples is None else ()):
                 return [self._copy(self._partitioner(args, kwargs)) for args, kwargs in given]
 
-    def _refuse_what_is_elsewhere(self, partition: Partition) -> None:
+    def _refuse_what_is_elsewhere(self, partition: Partition, *, training: bool) -> None:
         """Each process holds what the stages of the first recording need; a batch may take another branch."""
         if self._engine.world.is_local:
+            if training:
+                self._warn_of_new_parameters(partition)
             return
         rank_of = self._placement.rank_of
         held = {(rank_of[stage.meta.index], name) for stage in self._stages for name in _names(stage)}
@@ -276,6 +280,20 @@ class SplitModel:
                         "not for the pipeline's example, so that the rank of this stage does not hold it; give an "
                         "example that takes the same branch, or other cuts"
                     )
+
+    def _warn_of_new_parameters(self, partition: Partition) -> None:
+        used = {name: p for stage in partition.stages for name, p in stage.parameters.items()}
+        known = self._known_parameters or set(used)
+        new = [name for name, parameter in used.items() if parameter.requires_grad and name not in known]
+        self._known_parameters = known | set(used)
+        if new:
+            warnings.warn(
+                f"for this batch the model's forward uses {new[0]!r}, which it did not for the pipeline's example: "
+                "pipe.parameters() does not have it, so that an optimizer made of that never trains it. Give the "
+                "optimizer model.parameters(), or give an example that takes the same branch (in several processes "
+                "such a batch is refused)",
+                stacklevel=7,
+            )
 
     def _copy(self, partition: Partition) -> Partition:
         """The partition with the stages of all pipelines."""
