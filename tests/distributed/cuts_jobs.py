@@ -44,3 +44,15 @@ def cuts(rank: int) -> tuple[tuple[str, ...], tuple[str, ...], float]:
     with penstock.pipeline(model(rank), (x,), microbatches=2, loss=F.mse_loss) as pipe:
         loss = pipe.step(x, target=y).loss
         return own, pipe.cuts, float(loss)
+
+
+def overlap(rank: int) -> str:
+    """What is said of a head that has a parameter of its own in the memory of the embedding."""
+    layers = nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9), nn.Linear(9, 9))
+    layers[2].weight = nn.Parameter(layers[0].weight.data)
+    x, _ = batch(4)
+    try:
+        with penstock.pipeline(layers, (x,), microbatches=2, loss=F.mse_loss):
+            return ""
+    except penstock.ArgumentError as error:
+        return str(error)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch.nn.functional as F
+from torch import nn
 
-from distributed.cuts_jobs import cuts, model
+from distributed.cuts_jobs import cuts, model, overlap
 from distributed.ranks import Ranks
+from penstock import pipeline
 from small import batch
 
 pytestmark = pytest.mark.distributed
@@ -18,3 +20,13 @@ def test_all_ranks_cut_where_the_first_one_does(ranks2: Ranks) -> None:
     assert here == there == first
     x, y = batch(4)
     assert loss == other_loss == pytest.approx(F.mse_loss(model(0)(x), y).item())
+
+
+def test_two_parameters_in_the_same_memory_are_refused_where_processes_would_update_each_alone(ranks2: Ranks) -> None:
+    for said in ranks2.run(overlap):
+        assert "'0.weight' on stage 0 and '2.weight' on stage 1 are two parameters in the same memory" in said
+    layers = nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9), nn.Linear(9, 9))
+    layers[2].weight = nn.Parameter(layers[0].weight.data)
+    x, y = batch(4)
+    with pipeline(layers, (x,), ranks=2, microbatches=2, loss=F.mse_loss) as pipe:  # one process is one device
+        pipe.step(x, target=y)

@@ -274,7 +274,7 @@ TEXTS = [
     "1gbit jitter 999us distribution paretonormal",
     "900gbit delay 10s 1ms loss gemodel 1% 10% 70% 0.1%",
     "8bit delay 1us reorder 50% gap 10",
-    "64tbit loss 33.333333%",
+    "10tbit loss 33.333333%",
 ]
 
 

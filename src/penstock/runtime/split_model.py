@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from operator import is_
@@ -19,6 +19,7 @@ from penstock.runtime.distribution import check_sharding
 from penstock.runtime.engine import Engine
 from penstock.runtime.materialize import Materialize, materialize
 from penstock.runtime.outline import Example, Outline, telling_rows
+from penstock.runtime.overlaps import refuse_overlaps
 from penstock.runtime.ties import tie_groups
 from penstock.schedule import Placement
 from penstock.stages import ties
@@ -75,7 +76,9 @@ class SplitModel:
         self._placed: dict[int, tuple[Partition, Partition]] = {}
         self._known_parameters: set[str] = set()  # of the example, and those that were warned of
         self._agree()
-        shared = ties([stage.meta for stage in self._record(training=True)[0].stages])
+        stages = self._record(training=True)[0].stages
+        refuse_overlaps(stages, lambda stage: self._place_of(placement.rank_of[stage]))
+        shared = ties([stage.meta for stage in stages])
         self._refuse_copies(shared)
         self._take_over(rule)
         engine.control.start_equal(self._held_tensors())
@@ -327,6 +330,10 @@ class SplitModel:
 
     def _stages_here(self) -> list[Stage]:
         return [stage for stage in self._stages if self._is_here(stage)]
+
+    def _place_of(self, rank: int) -> Hashable:
+        """Where a rank's parameters are: processes hold their own, ranks in one process share each device's."""
+        return str(self._engine.devices[rank]) if self._engine.world.is_local else rank
 
     def _refuse_copies(self, shared: dict[str, tuple[int, ...]]) -> None:
         if not self._engine.world.is_local:
