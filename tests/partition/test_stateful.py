@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -244,3 +245,33 @@ def test_a_second_look_at_a_block_gives_it_inputs_with_the_same_strides() -> Non
     x, y = torch.randn(6, WIDTH), torch.randn(6, WIDTH)
     model = nn.Sequential(Crops(), Packs(), Crops(), Packs())
     verify(model, (x,), y, F.mse_loss, ranks=2, microbatches=3, exact=True).check()
+
+
+collector: ContextVar[list[Tensor | None] | None] = ContextVar("collector", default=None)
+
+
+class SelectsByHooks(Chain):
+    """As models of transformers give one hidden state of many, by hooks that the first forward installs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.calls:
+            self.calls = 1
+            for block in self.blocks:
+                block.register_forward_hook(self.collect)
+        seen: list[Tensor | None] = []
+        token = collector.set(seen)
+        y = super().forward(x)
+        collector.reset(token)
+        assert seen[3] is not None
+        return y + seen[3]
+
+    @staticmethod
+    def collect(_module: nn.Module, _args: Any, output: Tensor) -> None:
+        if (seen := collector.get()) is not None:
+            seen.append(output if len(seen) == 3 else None)
+
+
+def test_a_second_look_leaves_nothing_in_context_variables() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(6, WIDTH), torch.randn(6, WIDTH)
+    verify(SelectsByHooks, (x,), y, F.mse_loss, ranks=2, microbatches=3, exact=True).check()

@@ -96,9 +96,9 @@ def test_a_choice_a_stage(choice: Any, stages: set[int], monkeypatch: pytest.Mon
 
 
 def test_what_is_away_is_not_on_the_device() -> None:
-    """On two stages of two layers, when the last of four microbatches has come to the loss."""
+    """On two stages of two layers, when the last of four microbatches is in the last layer."""
     assert inputs_alive(4, ranks=2) == [4, 4, 4, 4]
-    assert inputs_alive(4, ranks=2, offload=True) == [4, 0, 0, 0]  # the batch itself is there until the step ends
+    assert inputs_alive(4, ranks=2, offload=True) == [4, 0, 1, 1]  # the batch itself is there until the step ends
     # The last microbatch is still in the last stage's forward.
     assert inputs_alive(4, ranks=2, recompute="always") == [4, 0, 4, 1]
     assert inputs_alive(4, ranks=2, offload=True, recompute="always") == [4, 0, 1, 1]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.partition._compat import WeakStorage, storage_of
+from penstock.partition._compat import WeakStorage, storage_of, unset_fake_temporarily
 from penstock.partition.source import is_ours
 
 
@@ -204,7 +204,8 @@ class Provenance:
             stray.writer = Made(self._call, *_user_line())
         if storage_of(tensor) == stray.root and stray.root not in self._before:  # a unit that runs for real changes it
             memory = tensor.untyped_storage()
-            self._before[stray.root] = memory, memory.clone()  # type: ignore[no-untyped-call]
+            with unset_fake_temporarily():
+                self._before[stray.root] = memory, memory.clone()  # type: ignore[no-untyped-call]
 
     def restore(self) -> None:
         """Puts back what the forward has written to strays."""

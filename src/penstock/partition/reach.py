@@ -11,6 +11,7 @@ import operator
 import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
+from contextvars import copy_context
 from dataclasses import dataclass
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -242,6 +243,19 @@ class Reach:
                 elif not key.startswith("__") and not isinstance(item, FunctionType):
                     self._visit(item, f"{module}.{key}", min(depth, 2))
             self._outside = before
+
+
+def in_context() -> list[Place]:
+    """The containers that context variables hold now, such as the lists in which hooks collect what blocks return."""
+    found: dict[int, Place] = {}
+    pending = [(variable.name, value) for variable, value in copy_context().items()]
+    while pending:
+        text, value = pending.pop()
+        if type(value) in (*LISTS, *DICTS, *SETS) and len(value) <= LARGEST and id(value) not in found:
+            found[id(value)] = Place(text, value, value.copy())
+            items = value.items() if type(value) in DICTS else enumerate(value)
+            pending += [(f"{text}[{key!r}]", item) for key, item in items]
+    return list(found.values())
 
 
 def _is_below(text: str, name: str) -> bool:

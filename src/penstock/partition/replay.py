@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.partition._compat import FakeTensor, flatten, quiet
 from penstock.partition.observer import Observer
 from penstock.partition.provenance import Call, Foreign
-from penstock.partition.reach import Reach
+from penstock.partition.reach import Reach, in_context
 from penstock.partition.state import map_tensors
 from penstock.partition.units import LeavesTraces
 
@@ -44,7 +44,7 @@ def operators(
         takes: is told of each tensor that it takes beside its arguments.
     """
     drawn = random.getstate(), sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
-    now = [(place, place.copied()) for place in reach.changed()]
+    now, context = [(place, place.copied()) for place in reach.changed()], in_context()
     depth, called, work = len(observer.stack), len(observer.calls), observer.work
     copies = map_tensors(_copy, (args, kwargs))
     first, returned = len(observer.provenance.numbers), len(observer.returned)
@@ -68,7 +68,7 @@ def operators(
         if drawn[1] is not None:
             sys.modules["numpy"].random.set_state(drawn[1])
         reach.restore()
-        for place, entries in now:
+        for place, entries in (*now, *((place, place.before) for place in context)):
             place.put(entries)
         del observer.stack[depth:], observer.calls[called:]
         for key in list(observer.returned)[returned:]:
