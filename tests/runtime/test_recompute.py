@@ -417,7 +417,7 @@ class Renorms(nn.Module):
 
 
 def test_what_cannot_be_run_again_is_refused() -> None:
-    x, y = batch()
+    x, _ = batch()
     options: dict[str, Any] = {"loss": squared_error, "schedule": "gpipe", "microbatches": 3}
     with pytest.raises(PartitionError, match=r"recompute: 'total', a tensor that is no buffer, of stage 0 carries"):
         pipeline(Stray(), (x,), recompute="always", **options)
