@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
 from penstock.partition._compat import storage_of
-from penstock.partition.state import same_bits
+from penstock.partition.loan import same_bits
 
 Model = nn.Module | Sequence[nn.Module]
 

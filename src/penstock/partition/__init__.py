@@ -1,8 +1,8 @@
 """Any model, unedited -> a list of stages."""
 
+from penstock.partition.chance.gate import gates_of
 from penstock.partition.complete import leaves_of
 from penstock.partition.cut import Balance, TooFewLayersError
-from penstock.partition.gate import gates_of
 from penstock.partition.objects import tensors_in
 from penstock.partition.partition import Origin, Partition, check_alike
 from penstock.partition.partitioner import KEPT_PARTITIONS, Partitioner, default_kwargs

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.partition._compat import FakeTensor, flatten, storage_of
 from penstock.partition.lost import Seeds
-from penstock.partition.provenance import Provenance, tensors_of
-from penstock.partition.unseen import Saved
+from penstock.partition.state.provenance import Provenance, tensors_of
+from penstock.partition.state.unseen import Saved
 from penstock.partition.work import work_of
 
 RUNNING = ("running_mean", "running_var")

@@ -17,10 +17,10 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from penstock.errors import PartitionError
 from penstock.partition._compat import FakeTensor, storage_of, unset_fake_temporarily
+from penstock.partition.loan import Loan, Snapshot, fake_value, map_tensors, same_bits
 from penstock.partition.objects import tensors_in
 from penstock.partition.observer import Observer
 from penstock.partition.passed import Passed
-from penstock.partition.state import Loan, Snapshot, fake_value, map_tensors, same_bits
 from penstock.partition.units import Call, Unit, has_forward
 
 

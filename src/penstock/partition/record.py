@@ -30,27 +30,28 @@ from penstock.partition._compat import (
     storage_of,
     unflatten,
 )
-from penstock.partition.branches import with_branches
 from penstock.partition.chain import Chain
-from penstock.partition.chance import node_of_drawn
+from penstock.partition.chance.branches import with_branches
+from penstock.partition.chance.draws import node_of_drawn
+from penstock.partition.chance.foreign import WholeFunction
 from penstock.partition.complete import leaves_of, shortened
-from penstock.partition.foreign import WholeFunction
 from penstock.partition.functions import autograd_functions
 from penstock.partition.guards import is_integer
 from penstock.partition.known import Restart
-from penstock.partition.left import EVERY, Behind, gather
+from penstock.partition.loan import Loan, Snapshot, fake_like, fake_value, untouched_generators
 from penstock.partition.lost import refuse_backward_hooks
 from penstock.partition.modes import Entry
 from penstock.partition.objects import hides_tensors, holds_tensors, input_path
 from penstock.partition.obstacle import Obstacle, rates_read
 from penstock.partition.opening import NOTHING, Opening, StayWhole
-from penstock.partition.reach import Reach
 from penstock.partition.recorder import Recorder
 from penstock.partition.recording import Constant, Recording
-from penstock.partition.remembered import Remembered, draws_alone, iterators_stopped, strays
 from penstock.partition.source import raising_line
-from penstock.partition.state import Loan, Snapshot, fake_like, fake_value, untouched_generators
-from penstock.partition.stateful import carried_over, same
+from penstock.partition.state.carried_over import carried_over, same
+from penstock.partition.state.left_behind import EVERY, Behind, gather
+from penstock.partition.state.reach import Reach
+from penstock.partition.state.remembered import Remembered, draws_alone, iterators_stopped, strays
+from penstock.partition.state.unseen import Watch, may_overwrite
 from penstock.partition.units import (
     NO_GRAIN,
     Grain,
@@ -62,7 +63,6 @@ from penstock.partition.units import (
     find_units,
     intercepted,
 )
-from penstock.partition.unseen import Watch, may_overwrite
 from penstock.partition.validation import without_validation
 
 

@@ -26,10 +26,10 @@ from penstock.partition._compat import (
     storage_of,
     unset_fake_temporarily,
 )
-from penstock.partition.chance import Chance, holds_drawn, stand_ins
+from penstock.partition.chance.draws import Chance, holds_drawn, stand_ins
 from penstock.partition.guards import Guard, make_guard
-from penstock.partition.hooked import Hook
 from penstock.partition.known import Known
+from penstock.partition.loan import Loan
 from penstock.partition.lost import Seeds
 from penstock.partition.modes import Entry
 from penstock.partition.objects import (
@@ -40,12 +40,12 @@ from penstock.partition.observer import Observer
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.opening import Opening
 from penstock.partition.passed import Passed
-from penstock.partition.provenance import Call as Running
-from penstock.partition.reach import Reach
 from penstock.partition.real import may_draw, run_for_real
 from penstock.partition.returned import Returned
-from penstock.partition.sideways import Sideways
-from penstock.partition.state import Loan
+from penstock.partition.state.gradient_hooks import Hook
+from penstock.partition.state.provenance import Call as Running
+from penstock.partition.state.reach import Reach
+from penstock.partition.state.sideways import Sideways
 from penstock.partition.units import Call, Regroup, Unit
 from penstock.partition.writer import Writer
 

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor, fx, nn
 
-from penstock.partition.left import Left
 from penstock.partition.opening import NOTHING, Opening
-from penstock.partition.remembered import Remembered
+from penstock.partition.state.left_behind import Left
+from penstock.partition.state.remembered import Remembered
 from penstock.partition.units import NO_GRAIN, Grain
 from penstock.stages import TensorMeta
 
 if TYPE_CHECKING:
-    from penstock.partition.chance import Ask
+    from penstock.partition.chance.draws import Ask
     from penstock.partition.guards import Guard
     from penstock.partition.returned import Pattern
 

@@ -16,7 +16,7 @@ from torch import fx, nn
 from penstock.errors import PartitionError
 from penstock.partition.objects import OPAQUE
 from penstock.partition.recording import Fact, Recording
-from penstock.partition.remembered import Remembered
+from penstock.partition.state.remembered import Remembered
 from penstock.stages import MODEL_INPUT, Input, Output, TensorMeta
 
 HELD = ("parameter", "buffer", "constant")

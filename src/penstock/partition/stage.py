@@ -14,13 +14,13 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from penstock.partition.chain import public_names
-from penstock.partition.gate import Gate
+from penstock.partition.chance.gate import Gate
 from penstock.partition.modes import enter_autocast, leave_autocast
 from penstock.partition.objects import free_name
 from penstock.partition.recording import Branch, Fact, Modes, RandomSource
-from penstock.partition.remembered import Remembered
 from penstock.partition.returned import check_returned, check_unchanged, versions_of
 from penstock.partition.split import Plan, Split
+from penstock.partition.state.remembered import Remembered
 from penstock.stages import StageMeta
 
 INPUT_OVERWRITTEN = "input overwritten"

@@ -21,7 +21,8 @@ from penstock.partition._compat import (
     flatten,
     storage_of,
 )
-from penstock.partition.chance import node_of_drawn
+from penstock.partition.chance.draws import node_of_drawn
+from penstock.partition.loan import Loan
 from penstock.partition.modes import Entry
 from penstock.partition.objects import (
     CONSTANTS,
@@ -38,11 +39,10 @@ from penstock.partition.obstacle import Obstacle
 from penstock.partition.opening import Opening
 from penstock.partition.passed import Passed, kept_by
 from penstock.partition.recording import Fact, Kind, tensor_meta
-from penstock.partition.sideways import Sideways
-from penstock.partition.state import Loan
+from penstock.partition.state.sideways import Sideways
+from penstock.partition.state.unseen import Versions
 from penstock.partition.trees import LEAF, Flat
 from penstock.partition.units import Leak, Unit
-from penstock.partition.unseen import Versions
 
 Seen = tuple[Tensor, fx.Node, bool]
 """A tensor that the forward handles (kept alive, so that its id stays its own), its node, and its requires_grad."""

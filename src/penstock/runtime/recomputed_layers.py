@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from penstock.errors import ArgumentError, PartitionError
 from penstock.partition import INPUT_OVERWRITTEN, OVERWRITTEN_BY, Stage
 from penstock.partition._compat import flatten, unflatten
-from penstock.partition.remembered import refuse_again
-from penstock.partition.state import map_tensors
+from penstock.partition.loan import map_tensors
+from penstock.partition.state.remembered import refuse_again
 from penstock.runtime import exact
 from penstock.runtime.recompute import BufferCopies, Buffers, updated_buffers
 

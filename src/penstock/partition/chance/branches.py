@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from torch import fx
 
+from penstock.partition.chance.ways import Found, UnlikeError, explore
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.recording import Branch, Fact, Recording
-from penstock.partition.ways import Found, UnlikeError, explore
 
 
 def with_branches(first: Recording, record: Callable[[Mapping[int, bool]], Recording]) -> Recording:
