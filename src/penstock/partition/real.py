@@ -50,15 +50,15 @@ def run_for_real(
 
     with unset_fake_temporarily() as mode, _same_draws():
         try:
-            real_args, real_kwargs = map_tensors(real, (args, kwargs))
-            for module in modules:
-                for slots in (module._parameters, module._buffers):
-                    slots.update({k: real(t) for k, t in slots.items() if t is not None})  # type: ignore[misc]
-                if isinstance(module, nn.RNNBase):
-                    module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
-            given = Passed(real_args, real_kwargs)
-            versions = {key: r._version for key, (_, r) in made.items()}
             with observer.not_counting():
+                real_args, real_kwargs = map_tensors(real, (args, kwargs))
+                for module in modules:
+                    for slots in (module._parameters, module._buffers):
+                        slots.update({k: real(t) for k, t in slots.items() if t is not None})  # type: ignore[misc]
+                    if isinstance(module, nn.RNNBase):
+                        module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
+                given = Passed(real_args, real_kwargs)
+                versions = {key: r._version for key, (_, r) in made.items()}
                 before = {key: r.detach().clone() for key, (_, r) in made.items()}
             observer.take(keep=False)  # to make tensors up is to write to them
             result = original(unit.module, *real_args, **real_kwargs)
