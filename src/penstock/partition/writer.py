@@ -95,7 +95,7 @@ class Writer:
         node = self.graph.create_node(target.op, target.function, args, kwargs)
         fact = self._fact(node, kind, result)
         fact.writes, fact.unseen, fact.draws = writes, self._unseen(writes), draws
-        fact.saved = self.observer.saved.take()
+        fact.saved = self.observer.saved.take() - self.observer.statistics  # which training saves but does not use
         if draws:
             fact.stream = self._stream(fact)
         if kind == "unit":
