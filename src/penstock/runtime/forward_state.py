@@ -18,13 +18,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-LARGEST = 1000
-"""Containers with more entries are tables."""
+from penstock.partition.state.library import OF_TORCH
+from penstock.partition.state.reach import LARGEST
 
 _MISSING = object()
 _NOT_PLAIN = (nn.Module, Tensor, type, FunctionType, ModuleType)
 _CONTAINERS = (list, deque, dict, OrderedDict)
-_OF_TORCH = frozenset(vars(nn.Module()))
 
 
 Key = tuple[int, str]
@@ -179,12 +178,12 @@ def _places_in(modules: Iterable[nn.Module]) -> dict[Key, Place]:
         holders[id(module.__dict__)] = module.__dict__
         for name, value in module.__dict__.items():
             held = getattr(value, "__dict__", None)
-            if name not in _OF_TORCH and isinstance(held, dict) and not isinstance(value, _NOT_PLAIN):
+            if name not in OF_TORCH and isinstance(held, dict) and not isinstance(value, _NOT_PLAIN):
                 holders[id(held)] = held
     found: dict[Key, Place] = {}
     for holder in holders.values():
         for name, value in holder.items():
-            if name in _OF_TORCH:
+            if name in OF_TORCH:
                 continue
             places: list[Place] = [Attribute(holder, name)]
             if type(value) in _CONTAINERS and len(value) <= LARGEST:
