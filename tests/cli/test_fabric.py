@@ -58,7 +58,7 @@ WRONG = {
     "--sizes 4 --collective gather --algorithm ring": "'ring' is no algorithm for gather: ",
     "--preset mpl": "there is no preset 'mpl': give one of mlp",
     "--sizes 4 --hosts 1": "hosts is 1: a network has at least 2",
-    "--sizes 4 --trials 0": "trials=0, warmup=3: at least one of each",
+    "--sizes 4 --trials 0": "trials=0: at least one is needed",
     "--sizes 4 --warmup 0": "warmup=0",
     "--sizes 4 --backend glue": "there is no backend 'glue': give one of gloo, nccl, mpi",
     "--sizes 4 --stall-timeout 0": "stall_seconds is 0.0: expected a time above 0",

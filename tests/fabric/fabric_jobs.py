@@ -17,7 +17,7 @@ from penstock.errors import FabricError
 from penstock.fabric.algorithms import ENGINE, algorithms, generate
 from penstock.fabric.emulation import board, clock, links, probe, signals
 from penstock.fabric.emulation.collectives import Engine, Place, Stepwise, wrong
-from penstock.fabric.emulation.host import _check, _parts
+from penstock.fabric.emulation.host import _check, _follow, _parts, _warm_up
 from penstock.fabric.emulation.joining import Members
 from penstock.fabric.emulation.payload import DTYPES
 from penstock.fabric.emulation.spec import Spec
@@ -171,6 +171,34 @@ def trials_of(rank: int, spec: Spec, count: int, spoils: bool = False) -> Any:
     found = [trials.one() for _ in range(count)]
     rows = [row for trial in found for row in trial.step_rows] + list(trials.last_steps())
     return began, time.monotonic_ns(), [trial.stamps.numpy() for trial in found], rows
+
+
+class Settling:
+    """A part that takes less and less time."""
+
+    def __init__(self, part: Stepwise | Engine, seconds: float, factor: float) -> None:
+        self._part, self._seconds, self._factor = part, seconds, factor
+
+    def run(self) -> None:
+        time.sleep(self._seconds)
+        self._seconds *= self._factor
+        self._part.run()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._part, name)
+
+
+def warmed_up(rank: int, spec: Spec, seconds: float, factor: float) -> Any:
+    """On rank 0 what its warm-up says, and the trials that count; on others None."""
+    members = Members(rank, spec.hosts, None, None)
+    parts: Any = [part and (part[0], Settling(part[1], seconds, factor)) for part in _parts(spec, members, Plain())]
+    trials = Trials(spec, parts, members)
+    if rank:
+        return _follow(spec, trials) and None
+    found = _warm_up(spec, trials)
+    counted = [trials.one() for _ in range(spec.trials)]
+    steps = [row for trial in counted for row in trial.step_rows] + list(trials.last_steps())
+    return found, [trial.longest_ns() for trial in counted], steps
 
 
 def probed(rank: int, spec: Spec) -> Any:

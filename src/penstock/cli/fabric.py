@@ -52,7 +52,13 @@ class RunOptions:
         ),
     ] = None
     overlap: Annotated[bool, typer.Option("--overlap", help="Computing goes on while something is sent.")] = False
-    warmup: Annotated[int, typer.Option(help="Trials before the first that counts; their results are checked.")] = 3
+    warmup: Annotated[
+        int | None,
+        typer.Option(
+            help="Trials before the first that counts; their results are checked. If nothing is said, 3 whose results are "
+            "checked, and then as many as it takes until a test finds times steady."
+        ),
+    ] = None
     seed: Annotated[int, typer.Option(help="Of the payload.")] = 0
     backend: Annotated[str, typer.Option(help="Of torch.distributed: gloo, nccl, mpi.")] = "gloo"
     join_timeout: Annotated[float, typer.Option(help="Seconds in which every host has to be there.")] = 120.0

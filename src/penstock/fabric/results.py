@@ -59,8 +59,8 @@ def results(run: Run) -> dict[str, Any]:
         "links": record.get("links") or [],
         "environment": {
             "hosts": record.get("environment"),
-            **{key: record.get(key) for key in ("algorithm", "backend", "link", "seed", "overlap", "warmup", "clock")},
-            **{key: record.get(key) for key in ("network", "switch", "happened")},
+            **{key: record.get(key) for key in ("algorithm", "backend", "link", "seed", "overlap", "warmup", "steady")},
+            **{key: record.get(key) for key in ("clock", "network", "switch", "happened")},
         },
     }
     return made | {"model": [one.to_dict() for one in forecasts(record, made)]}

@@ -15,6 +15,9 @@ from penstock.fabric.workload import Workload
 BACKENDS = ("gloo", "nccl", "mpi")
 """Of torch.distributed."""
 
+CHECKED = 3
+"""Trials of the warm-up whose results are checked, unless a number is given."""
+
 
 def usual_algorithm(workload: Workload) -> str:
     """Without a wish: the ring, and for collectives that have none, the first of those of the first transfer."""
@@ -31,7 +34,9 @@ class Spec:
         hosts: how many.
         algorithm: of the step lists, for every collective that knows it; others take their first. "engine": the
             backend's own.
-        trials, warmup: how many are measured, and how many go before them, checked for right results.
+        trials: how many are measured.
+        warmup: how many go before them, checked for right results; None: `CHECKED`, and then as many as it takes until
+            times are steady.
         overlap: communication goes on while the next layer is computed, one transfer after the other.
         seed: of the payload.
         bytes_per_second: of a link between two hosts that messages are delayed to; None: they are not.
@@ -50,7 +55,7 @@ class Spec:
     hosts: int
     algorithm: str = "ring"
     trials: int = 200
-    warmup: int = 3
+    warmup: int | None = None
     overlap: bool = False
     seed: int = 0
     bytes_per_second: float | None = None
@@ -71,11 +76,10 @@ class Spec:
                 f"the workload {self.workload.name!r} is made for {self.workload.hosts} hosts, not for {self.hosts}: "
                 f"give --hosts {self.workload.hosts}"
             )
-        if self.trials < 1 or self.warmup < 1:
-            raise ArgumentError(
-                f"trials={self.trials}, warmup={self.warmup}: at least one of each is needed (results are checked in "
-                "the warm-up)"
-            )
+        if self.trials < 1:
+            raise ArgumentError(f"trials={self.trials}: at least one is needed")
+        if self.warmup is not None and self.warmup < 1:
+            raise ArgumentError(f"warmup={self.warmup}: at least one is needed, as results are checked in the warm-up")
         for name in ("join_seconds", "stall_seconds"):
             if not getattr(self, name) > 0:
                 raise ArgumentError(f"{name} is {getattr(self, name)}: expected a time above 0")
@@ -92,6 +96,11 @@ class Spec:
                 generate(min(kinds), self.algorithm, 2)
             except ArgumentError as error:  # says which step lists there are
                 raise ArgumentError(f"{error}; {ENGINE} is torch.distributed's own") from None
+
+    @property
+    def checked(self) -> int:
+        """Trials of the warm-up whose results are checked."""
+        return CHECKED if self.warmup is None else self.warmup
 
     def algorithm_of(self, place: int) -> str:
         """By which a transfer is done."""

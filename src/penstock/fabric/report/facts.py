@@ -62,6 +62,11 @@ def warnings(run: Run, results: dict[str, Any]) -> list[str]:
     found = []
     if not results["complete"]:
         found.append(f"the run is not complete; missing: {results['missing'] or 'its end'}")
+    if run.record.get("steady") is False:
+        found.append(
+            f"times still changed after {run.record['warmup']} trials of warm-up, and so they may in the first that "
+            "count: give --warmup a larger number"
+        )
     told = run.record.get("switch")
     if told and (reason := saturated(told)):
         found.append(reason)
