@@ -111,7 +111,7 @@ def pipeline(
             for replicas that train on other data; "tp" for layers that `parallelize` divides. None: all, one pipeline.
         devices: see `penstock.runtime.world.device_of`.
         transport: what carries values between processes, where there are several: "auto" takes shared memory between
-            CPU ranks of one machine and `torch.distributed` else; "distributed" always the latter.
+            CPU ranks of one machine and `torch.distributed` otherwise; "distributed" always the latter.
         share_loss: give the loss to every rank, not only to that of the last stage.
         materialize: `materialize(name, module)` sets the values of a module that was built on the meta device;
             None: its `reset_parameters()`.

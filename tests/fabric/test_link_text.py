@@ -86,7 +86,7 @@ def test_words_after_the_rate(text: str, expected: Link) -> None:
         ("netem delay 5ms", "netem", "leave that word out"),
         ("1gbit up 5mbit down 1gbit", "up", "no direction"),
         ("up 5mbit", "up", "other way"),
-        ("up 5mbit down", "down", "nothing comes behind"),
+        ("up 5mbit down", "down", "nothing follows"),
         ("up 5mbit up 6mbit", "up 6mbit", "second time"),
         ("up 5mbit mtu 9000 down 6mbit", "6mbit", "both the same"),
         ("up 5mbit delay 1ms down 6mbit delay 1x", "1x", "no time"),
@@ -211,7 +211,7 @@ def test_any_text_is_a_link_or_an_argument_error(text: str) -> None:
         ("100mbit delay 99999999999s", "'99999999999s' is a time beyond all networks: give 86400s, a day, at most"),
         ("99999999999999gbit", "'99999999999999gbit' is a rate beyond all networks: give 10tbit at most"),
         ("\uff11\uff10mbit", "is no rate: give one like 100mbit"),
-        ("10mbit delay \uff15ms", "is no time: give one like 500us"),
+        ("10mbit delay \uff15ms", "is not a time: give one like 500us"),
     ],
 )
 def test_what_no_network_has_is_refused_in_a_line(text: str, said: str) -> None:

@@ -114,7 +114,7 @@ def test_when_all_is_over_the_network_is_as_before(moments: list[tuple[float, in
         ('[[event]]\nat = "5s"\nlink = "1mbit"\ngone = true', "one thing"),
         ('[[event]]\nlink = "1mbit"', "at is None"),
         ('[[event]]\nat = 5\nlink = "1mbit"', "at is 5: give a text"),
-        ('[[event]]\nat = "soon"\nlink = "1mbit"', "'soon' is no time"),
+        ('[[event]]\nat = "soon"\nlink = "1mbit"', "'soon' is not a time"),
         ('[[event]]\nat = "step one"\nlink = "1mbit"', "'one' is no whole number"),
         ('[[event]]\nat = "epoch 1"\nlink = "1mbit"', "no moment"),
         ('[[event]]\nat = "5s"\nlink = "1mbit"\nhost = 4', "host 4 is not there: the hosts are 0 to 3"),

@@ -97,7 +97,7 @@ def prove(steps: StepList, most: int = 20) -> list[str]:
         most: how many lines at most, and one that counts the rest.
     """
     if steps.collective in _PARTED and steps.chunks % steps.ranks:
-        return [f"{steps.chunks} chunks are no multiple of {steps.ranks} ranks, so the parts are not equal"]
+        return [f"{steps.chunks} chunks are not a multiple of {steps.ranks} ranks, so the parts are not equal"]
     if not 0 <= steps.output <= steps.slots - steps.chunks:
         return [f"{steps.slots} slots have no room for {steps.chunks} chunks of output from slot {steps.output} on"]
     wrong: list[str] = []

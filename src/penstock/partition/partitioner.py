@@ -143,7 +143,7 @@ class Partitioner:
         return self._given.read()
 
     def settle(self, attributes: Attributes) -> None:
-        """To be called behind a step, with what `attributes` was before: what the step has changed is no news."""
+        """To be called after a step, with what `attributes` was before: what the step itself has changed is no news."""
         self._given.settle(attributes)
 
     def opened_modules(self) -> frozenset[int]:

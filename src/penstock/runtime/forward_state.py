@@ -89,16 +89,16 @@ Values = dict[Key, Any]
 
 
 class Kept(NamedTuple):
-    """What the places held before and behind the forward of one microbatch."""
+    """What the places held before and after the forward of one microbatch."""
 
     before: Values
-    behind: Values
+    after: Values
 
 
 class ForwardState:
     """What the modules of one stage hold between forward and backward.
 
-    Which places a forward sets is found out once: by comparing before and behind, until the first backward.
+    Which places a forward sets is found out once: by comparing before and after it, until the first backward.
 
     Args:
         modules: whose forward the stage runs.
@@ -142,7 +142,7 @@ class ForwardState:
             yield
             return
         now = self._now()
-        self._put(kept.behind)
+        self._put(kept.after)
         try:
             yield
         finally:

@@ -74,7 +74,7 @@ class Given:
         return tuple((path, value) for path, value in found.items() if value is not NEW)
 
     def settle(self, before: Attributes) -> None:
-        """To be called behind a step, with what `read` returned before it."""
+        """To be called after a step, with what `read` returned before it."""
         after = self._read()
         for path, value in before:
             if path not in self._own and after.get(path, value) != value:
