@@ -309,7 +309,7 @@ def test_a_round_reads_what_was_before_it() -> None:
 
 
 def test_unequal_parts_and_outputs_out_of_range_are_told() -> None:
-    assert "no multiple of 3 ranks" in prove(StepList("all_gather", "x", 3, 4, 4, ()))[0]
+    assert "are not a multiple of 3 ranks" in prove(StepList("all_gather", "x", 3, 4, 4, ()))[0]
     assert "no room for 2 chunks of output from slot 1" in prove(StepList("all_to_all", "x", 2, 2, 2, (), output=1))[0]
 
 

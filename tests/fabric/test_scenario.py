@@ -120,7 +120,7 @@ def test_when_all_is_over_the_network_is_as_before(moments: list[tuple[float, in
         ('[[event]]\nat = "5s"\nlink = "1mbit"\nhost = 4', "host 4 is not there: the hosts are 0 to 3"),
         ('[[event]]\nat = "5s"\nlink = "1mbit"\nhost = "2"', "host '2' is not there"),
         ('[[event]]\nat = "5s"\nlink = "1mbit"\nhost = true', "host True is not there"),
-        ('[[event]]\nat = "5s"\nlink = "1mbit loss 5"', "no percentage"),
+        ('[[event]]\nat = "5s"\nlink = "1mbit loss 5"', "not a percentage"),
         ('[[event]]\nat = "5s"\nlink = "1mbit mtu 9000"', "mtu stays as it is, 1500"),
         ('[[event]]\nat = "5s"\nlink = "1mbit"\nfor = "0s"', "above 0"),
         ('[[event]]\nat = "5s"\ngone = true\nfor = "1s"', "needs its number"),
