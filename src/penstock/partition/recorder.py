@@ -71,9 +71,10 @@ class Recorder(Writer, TorchFunctionMode):
         opening: Opening,
         *,
         once: bool = False,
+        watches_saved: bool = False,
     ) -> None:
         self.seeds = Seeds()
-        observer = Observer(names, self.seeds)
+        observer = Observer(names, self.seeds, watches_saved=watches_saved)
         observer.provenance.held = {storage_of(fake): name for name, fake in loan.fakes.items()}
         observer.provenance.own = frozenset(map(storage_of, loan.originals.values()))
         sideways = Sideways(model, units, reach, observer, once=once)
@@ -184,6 +185,8 @@ class Recorder(Writer, TorchFunctionMode):
                 target = calls.Target("call_module", unit.name, *self._arguments(args, kwargs))
                 fact = self._write(target, "unit", result, False, writes)
             fact.runs_again = in_checkpoint()
+            if fact.runs_again and self.observer.saved.is_watched:  # checkpoints keep arguments, unseen by autograd
+                fact.saved |= {storage_of(tensor) for tensor in leaves if isinstance(tensor, Tensor)}
             self.observer.place_calls(first_call, fact.index)  # nodes for its arguments stand before it
             fact.depends_on_values = unit.name in self.real
             self.returned.note(fact, result)

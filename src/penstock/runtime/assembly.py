@@ -19,6 +19,7 @@ from penstock.runtime.compiled import OwnGradients, any_compiled, forward_of
 from penstock.runtime.deferred_norm import DeferredNorms
 from penstock.runtime.finite import FiniteStage
 from penstock.runtime.forward_state import ForwardState
+from penstock.runtime.in_flight import refuse_in_flight
 from penstock.runtime.keeping import Keeping
 from penstock.runtime.loss import LossHead
 from penstock.runtime.offload import Offload
@@ -97,6 +98,8 @@ def assemble(
     keeping = choices.keepings[index % len(choices.keepings)] if choices.keepings else Keeping()
     sharded = choices.sharded.get(index)
     _refuse(stage, keeping, choices)
+    if training:
+        refuse_in_flight(stage, row)
     if keeping.every is not None:
         stages = _with_layers_again(stages, keeping.every)
     arounds: list[Around] = []
