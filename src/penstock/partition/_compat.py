@@ -97,6 +97,14 @@ def storage_of(tensor: Tensor) -> int:
         return id(tensor)
 
 
+def size_of(tensor: Tensor) -> int:
+    """The bytes of the memory behind a tensor, of which it may be a part; of a sparse tensor, those of its values."""
+    try:
+        return tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):
+        return tensor._nnz() * tensor.element_size() if tensor.layout == torch.sparse_coo else 0
+
+
 class WeakStorage:
     """Keeps the number that `storage_of` gives from being given again, but not the memory."""
 

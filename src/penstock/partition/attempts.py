@@ -32,11 +32,13 @@ def record(
     leaves: Sequence[str] = (),
     grain: Grain = NO_GRAIN,
     opening: Opening = NOTHING,
+    *,
+    sees_saved: bool = False,
 ) -> Recording:
     """Record `model(*args, **kwargs)`. Parameters may be on `meta`: they are taken to be where the first input is.
 
     `leaves`, `grain` and `opening`: see `find_units`; what the forward taught besides, and what was opened, is in the
-    recording.
+    recording. `sees_saved`: look at what is saved for backward.
 
     Raises PartitionError, with the line of the user's code, for what a stage could not replay.
     """
@@ -44,7 +46,7 @@ def record(
     without: Grain | None = None  # what to go back to if opening them does not help: they did not have to be opened
     while True:
         units = find_units(model, leaves, grain, opening.names)
-        way = partial(one_way, model, args, kwargs, units, opening, grain, functions)
+        way = partial(one_way, model, args, kwargs, units, opening, grain, functions, sees_saved)
         try:
             found = way({})
             if found.asks and any(entry.is_carried for entry in found.left):

@@ -70,10 +70,11 @@ def one_way(
     opening: Opening,
     grain: Grain,
     functions: frozenset[FunctionType],
+    watches: bool,
     choices: Mapping[int, bool],
 ) -> Recording:
     """The way that the forward takes with these answers where it branches by chance."""
-    fake_calls, watches = frozenset[int](), False
+    fake_calls: frozenset[int] = frozenset()
     while True:
         try:
             return _record(model, args, kwargs, units, functions, fake_calls, opening, grain, choices, watches)
@@ -316,6 +317,7 @@ def _finish(recorder: Recorder, loan: Loan, units: Any, result: Any, left: Seque
         asks=tuple(recorder.chance.asks),
         is_foreign=recorder.chance.is_foreign,
         needed=frozenset(needed),
+        saved=dict(recorder.observer.saved.sizes),
         touched=frozenset(recorder.observer.provenance.touched),
     )
 

@@ -235,13 +235,15 @@ class Recorder(Writer, TorchFunctionMode):
         """
         depth, called, work = len(self.observer.stack), len(self.observer.calls), self.observer.work
         try:
-            with quiet():
+            # around a checkpoint, whose hooks would hide what a stage, which runs nothing again for it, saves
+            with quiet(), self.observer.saved.watching():
                 return (original(unit.module, *args, **kwargs), *self.observer.take()), True
         except PartitionError:
             raise
         except Exception as error:  # whatever a fake kernel raises; if the unit itself is wrong it raises again
             del self.observer.stack[depth:], self.observer.calls[called:]
             self.observer.take()
+            self.observer.saved.take()
             self.observer.work = work
             result, drew, writes = run_for_real(
                 original, unit, args, kwargs, self.loan, self.entry.device, self.observer, error

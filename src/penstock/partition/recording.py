@@ -159,6 +159,7 @@ class Recording:
         asks: where the forward asked for the outcome of something random.
         is_foreign: it draws from Python's or numpy's generators.
         remembered: what units carry over from call to call; see `Remembered`.
+        saved: the memory that is saved for backward, and its size in bytes, if that was looked at.
     """
 
     graph: fx.Graph
@@ -184,6 +185,7 @@ class Recording:
     asks: tuple[Ask, ...] = ()
     is_foreign: bool = False
     remembered: tuple[Remembered, ...] = ()
+    saved: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from penstock.fabric.algorithms import ENGINE, generate
 from penstock.fabric.emulation import clock, links
 from penstock.fabric.emulation.collectives import Engine, Place, Stepwise, check_backend, wrong
 from penstock.fabric.emulation.joining import Members
-from penstock.fabric.emulation.payload import DTYPES
+from penstock.fabric.emulation.payload import TYPES
 from penstock.fabric.emulation.record import gathered, recorded
 from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.emulation.trials import Trials
@@ -84,12 +84,14 @@ def _parts(spec: Spec, members: Members, wire: Wire) -> list[tuple[Place, Stepwi
             ranks.index(members.rank),
             elements,
             spec.seed + number,
-            DTYPES[spec.workload.element_bytes],
+            TYPES[spec.workload.number],
+            spec.workload.op,
         )
         if spec.algorithm == ENGINE:
             made.append((place, Engine(place, groups.get(ranks), device)))
         else:
-            steps = generate(transfer.collective, spec.algorithm_of(number), len(ranks))
+            options = {"shares": transfer.shares} if transfer.shares else {}
+            steps = generate(transfer.collective, spec.algorithm_of(number), len(ranks), **options)
             made.append((place, Stepwise(place, steps, wire, device)))
     return made
 

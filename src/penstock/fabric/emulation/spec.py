@@ -25,6 +25,15 @@ def usual_algorithm(workload: Workload) -> str:
     return "ring" if any("ring" in algorithms(kind) for kind in kinds) else algorithms(kinds[0])[0]
 
 
+_UNEVEN = ("pairwise", "direct")
+"""Step lists of all_to_all that take shares."""
+
+
+def _computes(workload: Workload) -> bool:
+    computed = (max((one.compute_seconds, *one.compute_by_rank)) for one in workload.transfers)
+    return max(workload.compute_seconds, *computed) > 0
+
+
 @dataclass(frozen=True, slots=True)
 class Spec:
     """A run of penstock fabric.
@@ -37,6 +46,7 @@ class Spec:
         trials: how many are measured.
         warmup: how many go before them, checked for right results; None: `CHECKED`, and then as many as it takes until
             times are steady.
+        iterations: how often each transfer is done in a row within a trial, as nccl-tests does it; times are of one.
         overlap: communication goes on while the next layer is computed, one transfer after the other.
         seed: of the payload.
         bytes_per_second: of a link between two hosts that messages are delayed to; None: they are not.
@@ -57,6 +67,7 @@ class Spec:
     trials: int = 200
     warmup: int | None = None
     overlap: bool = False
+    iterations: int = 1
     seed: int = 0
     bytes_per_second: float | None = None
     join_seconds: float = 120.0
@@ -78,12 +89,27 @@ class Spec:
             )
         if self.trials < 1:
             raise ArgumentError(f"trials={self.trials}: at least one is needed")
+        if self.iterations < 1:
+            raise ArgumentError(f"iterations={self.iterations}: at least one is needed")
+        if self.iterations > 1 and _computes(self.workload):
+            raise ArgumentError(
+                f"iterations={self.iterations}: what is done in a row has nothing computed in front of it, and this "
+                "workload computes: give --sizes or a sweep, or --compute none"
+            )
         if self.warmup is not None and self.warmup < 1:
             raise ArgumentError(f"warmup={self.warmup}: at least one is needed, as results are checked in the warm-up")
         for name in ("join_seconds", "stall_seconds"):
             if not getattr(self, name) > 0:
                 raise ArgumentError(f"{name} is {getattr(self, name)}: expected a time above 0")
+        shared = [place for place, transfer in enumerate(self.workload.transfers) if transfer.shares]
+        if any(self.algorithm_of(place) not in (ENGINE, *_UNEVEN) for place in shared):
+            raise ArgumentError(
+                f"the algorithm {self.algorithm!r} gives every host as much: of an uneven all_to_all give one of "
+                f"{', '.join(_UNEVEN)}, {ENGINE}"
+            )
         if self.algorithm == ENGINE:
+            if self.workload.op == "avg" and self.backend == "gloo":
+                raise ArgumentError("gloo has no average of its own: give --algorithm ring, for example, or --op sum")
             if self.bytes_per_second is not None:
                 raise ArgumentError(
                     "the engine's own collectives cannot be delayed: take a step list (--algorithm ring), or make "

@@ -14,8 +14,12 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PartitionError
-from penstock.partition._compat import storage_of
+from penstock.partition._compat import size_of, storage_of
 from penstock.partition.recording import Recording
+
+
+class UnwatchableError(PartitionError):
+    """What is saved for backward cannot be seen: the forward uses what does not go together with torch's hooks."""
 
 
 class Watch(BaseException):
@@ -61,11 +65,16 @@ class Saved:
     Args:
         root: the memory that a tensor stands for, where that is not its own.
         is_watched: whether it is looked at; else nothing is collected.
+
+    Attributes:
+        sizes: of all memory that was saved, in bytes.
     """
 
     def __init__(self, root: Callable[[Tensor], int], *, is_watched: bool) -> None:
         self._root, self.is_watched = root, is_watched
         self._storages: set[int] = set()
+        self._real: set[int] = set()  # of these, what fakes stand for
+        self.sizes: dict[int, int] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -78,22 +87,36 @@ class Saved:
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error):
                 raise
-            raise PartitionError(
+            raise UnwatchableError(
                 "the forward updates tensors in place that backward may need, and uses what does not let Penstock see "
                 f"whether it does ({error}). Make the update out of place"
             ) from error
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        self._storages |= {storage_of(tensor), self._root(tensor)}
+        storage = storage_of(tensor)
+        self._storages |= {storage, self._root(tensor)}
+        self.sizes[storage] = size_of(tensor)
         return tensor
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is saved meanwhile is forgotten."""
+        storages, real = set(self._storages), set(self._real)
+        try:
+            yield
+        finally:
+            self._storages, self._real = storages, real
 
     def take(self) -> frozenset[int]:
         """What was saved since the last call."""
-        found = frozenset(self._storages)
+        found = frozenset(self._storages - self._real)
         self._storages.clear()
+        self._real.clear()
         return found
 
     def stands_for(self, real: Tensor, fake: Tensor) -> None:
         """What was saved of a real tensor, which a unit ran on, is its fake's."""
         if storage_of(real) in self._storages:
             self._storages.add(storage_of(fake))
+            self._real.add(storage_of(real))
+            self.sizes[storage_of(fake)] = self.sizes[storage_of(real)]
