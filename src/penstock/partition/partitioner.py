@@ -340,8 +340,11 @@ def _opened(model: nn.Module, units: Collection[int]) -> list[nn.Module]:
 
 
 def _saved(recording: Recording, split: Split) -> tuple[int, ...]:
-    saved = [frozenset[int]().union(*(split.facts[node].saved for node in plan.run)) for plan in split.plans]
-    return tuple(sum(recording.saved.get(s, 0) for s in one.difference(recording.memory)) for one in saved)
+    found = []
+    for plan in split.plans:
+        sizes = {s: size for node in plan.run for s, size in split.facts[node].saved_sizes.items()}
+        found.append(sum(size for storage, size in sizes.items() if storage not in recording.memory))
+    return tuple(found)
 
 
 def _work(recording: Recording, split: Split) -> tuple[int, ...]:

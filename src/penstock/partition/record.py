@@ -289,6 +289,8 @@ def _finish(recorder: Recorder, loan: Loan, units: Any, result: Any, left: Seque
     tensors = [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
     carried = [entry.to_carry(lambda t: outputs.setdefault(recorder.node_of(t), len(outputs))) for entry in left]
     tensors += [t for entry in left for t in entry.small]
+    recorder.observer.saved.follow(tensors)
+    recorder.observer.saved.settle(recorder.observer.statistics)
     texts = frozenset(entry.text for entry in left if entry.small)
     needed = [loan.names[id(t)] for t in leaves_of(tensors) if id(t) in loan.names]
     drawing = recorder.drawing
@@ -317,7 +319,6 @@ def _finish(recorder: Recorder, loan: Loan, units: Any, result: Any, left: Seque
         asks=tuple(recorder.chance.asks),
         is_foreign=recorder.chance.is_foreign,
         needed=frozenset(needed),
-        saved=dict(recorder.observer.saved.sizes),
         touched=frozenset(recorder.observer.provenance.touched),
     )
 
