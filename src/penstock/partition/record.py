@@ -70,14 +70,21 @@ def one_way(
     opening: Opening,
     grain: Grain,
     functions: frozenset[FunctionType],
-    watches: bool,
+    sees_saved: bool,
     choices: Mapping[int, bool],
 ) -> Recording:
-    """The way that the forward takes with these answers where it branches by chance."""
-    fake_calls: frozenset[int] = frozenset()
+    """The way that the forward takes with these answers where it branches by chance.
+
+    What is saved for backward is looked at in a second run only: what looks keeps memory alive, so that blocks could no
+    longer be compared with their second runs.
+    """
+    fake_calls, watches = frozenset[int](), False
     while True:
         try:
-            return _record(model, args, kwargs, units, functions, fake_calls, opening, grain, choices, watches)
+            found = _record(model, args, kwargs, units, functions, fake_calls, opening, grain, choices, watches)
+            if watches or not sees_saved:
+                return found
+            watches = True
         except Restart as restart:
             fake_calls = restart.fake_calls  # calls are numbered anew in each way
         except Watch:
