@@ -77,6 +77,17 @@ class WritesCloned(Block):
         return y
 
 
+class Codebook(Block):
+    """The distances save what is updated, but no gradient is taken of the choice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        chosen = torch.cdist(x, self.scale.diag()).argmin(-1)
+        found = nn.functional.one_hot(chosen, WIDTH).to(x) @ self.scale.diag()
+        self.scale.data.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x + (found - x).detach()
+
+
 class Between(nn.Module):
     """Writes what enters each block once the block has run; `skipped` blocks are left alone, for they come first."""
 
@@ -158,7 +169,7 @@ def test_layers_that_run_again_find_what_they_found_at_first() -> None:
         (WritesWeight, "'1.layer.weight'"),  # that of the first block is not saved: its input takes no gradient
         (WritesWeightForReal, "'1.layer.weight'"),
         (WritesBuffer, "'0.scale'"),
-        (WritesStray, "'0.stray', a tensor that is no buffer,"),
+        (WritesStray, "'0.stray', a tensor that is not a buffer,"),
     ],
 )
 def test_what_the_model_holds_is_not_written_while_another_microbatch_needs_it(block: type[Block], name: str) -> None:
@@ -170,6 +181,10 @@ def test_what_the_model_holds_is_not_written_while_another_microbatch_needs_it(b
 
 def test_what_is_cloned_may_be_written() -> None:
     check(lambda: nn.Sequential(*(nn.Sequential(WritesCloned(), nn.BatchNorm1d(WIDTH)) for _ in range(4))), ranks=2)
+
+
+def test_what_no_gradient_is_taken_of_may_be_written() -> None:
+    check(chain(Codebook), ranks=2, microbatches=4)
 
 
 def test_recording_leaves_the_weights_as_they_were() -> None:

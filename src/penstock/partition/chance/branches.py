@@ -84,7 +84,7 @@ class _Merger:
         )
 
     def _outputs(self, number: int) -> tuple[fx.Node, ...]:
-        """The values of a region that are used behind it."""
+        """The values of a region that are used after it."""
         region = self.found.regions[number]
         outputs = tuple(n for n in region if any(self.members.get(user) != number for user in self.users[n]))
         for node in outputs:
@@ -93,7 +93,7 @@ class _Merger:
                 raise UnlikeError(f"nothing is there for {node.name!r}, which is used later", number)
             run, passed = self.base.facts[node].meta, self.base.facts[instead].meta
             if run is None or passed is None:
-                raise UnlikeError(f"{node.name!r}, which is used later, is no tensor", number)
+                raise UnlikeError(f"{node.name!r}, which is used later, is not a tensor", number)
             if (run.shape, run.stride, run.dtype) != (passed.shape, passed.stride, passed.dtype):
                 raise UnlikeError(f"{instead.name!r} has not the shape, stride and dtype of {node.name!r}", number)
             if passed.requires_grad and not run.requires_grad:
@@ -143,6 +143,7 @@ class _Merger:
             writes=frozenset(s for f in facts.values() for s in f.writes if s in base.memory),
             unseen=frozenset().union(*(f.unseen for f in facts.values())),
             saved=frozenset().union(*(f.saved for f in facts.values())),
+            saved_sizes={s: size for f in facts.values() for s, size in f.saved_sizes.items()},
             takes_gradient=any(f.takes_gradient for f in facts.values()),
             source_line=branch.source_line,
             work=sum(f.work for f in facts.values()),
@@ -158,6 +159,7 @@ class _Merger:
                 writes=frozenset(),
                 unseen=frozenset(),
                 saved=frozenset(),
+                saved_sizes={},
                 work=0,
             )
 
