@@ -41,7 +41,7 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result:
         return OPERATIONS_PER_BYTE * moved
     moved = (_bytes(given) + _bytes(made)) * (3 if taking else 1)
     operations = _operations(func, args, kwargs, result) if group == "product" else 0
-    factors = sum(tensor.ndim > 1 for tensor in taking)  # a bias is no factor
+    factors = sum(tensor.ndim > 1 for tensor in taking)  # a bias is not a factor
     return operations * (1 + min(factors, 2)) + OPERATIONS_PER_BYTE * moved
 
 
