@@ -258,11 +258,12 @@ def _cut(example: tuple[tuple[Any, ...], dict[str, Any]], order: Schedule, cutti
 
 def _check_alike(engine: Engine, sizes: tuple[int, ...]) -> None:
     rows = [sum(others) for others in engine.control.gather(sizes)]
-    if len(set(rows)) > 1:
-        raise ArgumentError(
-            f"the example has {rows} rows on the processes 0..{len(rows) - 1}; each must give one of the same shape "
-            "(later batches of replicas may differ)"
-        )
+    with engine.control.agreed():
+        if len(set(rows)) > 1:
+            raise ArgumentError(
+                f"the example has {rows} rows on the processes 0..{len(rows) - 1}; each must give one of the same "
+                "shape (later batches of replicas may differ)"
+            )
 
 
 def _schedule(schedule: str | Schedule, ranks: int, microbatches: int | None, chunks: int | None) -> Schedule:

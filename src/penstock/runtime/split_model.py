@@ -57,30 +57,33 @@ class SplitModel:
         self._stages: Sequence[Stage] = ()
         self._engine = engine
         self._placement = placement
-        self._partitioner = Partitioner(
-            model,
-            stages=placement.depth,
-            cuts=cuts,
-            leaves=leaves,
-            opens=opens,
-            balance=balance,
-            streams=engine.streams,
-        )
-        self.model = self._partitioner.model
-        self._named = list(self.model.named_modules())
-        self._modules = [module for _, module in self._named]
         # A forward may branch on values: all ranks record the same.
         example = engine.control.give(example)
         self._examples, self._sizes = example.fill(), example.sizes
         self._copied: dict[int, tuple[Partition, Partition]] = {}
         self._placed: dict[int, tuple[Partition, Partition]] = {}
         self._known_parameters: set[str] = set()  # of the example, and those that were warned of
-        self._agree()
-        stages = self._record(training=True)[0].stages
-        refuse_overlaps(stages, lambda stage: self._place_of(placement.rank_of[stage]))
-        shared = ties([stage.meta for stage in stages])
-        self._refuse_copies(shared)
-        self._take_over(rule)
+        with engine.control.agreed():
+            self._partitioner = Partitioner(
+                model,
+                stages=placement.depth,
+                cuts=cuts,
+                leaves=leaves,
+                opens=opens,
+                balance=balance,
+                streams=engine.streams,
+            )
+            self.model = self._partitioner.model
+            self._named = list(self.model.named_modules())
+            self._modules = [module for _, module in self._named]
+            self._record(training=True)
+        self._cut_alike()
+        with engine.control.agreed():
+            stages = self._record(training=True)[0].stages
+            refuse_overlaps(stages, lambda stage: self._place_of(placement.rank_of[stage]))
+            shared = ties([stage.meta for stage in stages])
+            self._refuse_copies(shared, parallelize)
+            self._take_over(rule)
         engine.control.start_equal(self._held_tensors())
         if parallelize is not None:
             self._parallelize(parallelize, shared)
@@ -228,11 +231,6 @@ class SplitModel:
         """Applies the user's function to this process's stages. What was recorded before is recorded anew."""
         from penstock.runtime.frame import Frames  # torch's FSDP takes long to import
 
-        if self._placement.pipelines > 1:
-            raise ArgumentError(
-                "parallelize= works on one copy of each stage, and this schedule has several; take one with one copy "
-                "(dualpipe-v for dualpipe)"
-            )
         here = [s for s in self.partitions(training=True)[0].stages if self._is_here(s)]
         self._frames = Frames(self.model, here, function)
         self._copied.clear()
@@ -242,9 +240,8 @@ class SplitModel:
             if self._is_here(stage):
                 check_sharding(stage, self._engine.world.divided, shared)
 
-    def _agree(self) -> None:
+    def _cut_alike(self) -> None:
         """Cuts where the first process does: what a block's work depends on may differ from process to process."""
-        self._record(training=True)
         division = self._engine.control.give_all(self._partitioner.division)
         if division != self._partitioner.division:
             self._copied.clear()
@@ -335,7 +332,12 @@ class SplitModel:
         """Where a rank's parameters are: processes hold their own, ranks in one process share each device's."""
         return str(self._engine.devices[rank]) if self._engine.world.is_local else rank
 
-    def _refuse_copies(self, shared: dict[str, tuple[int, ...]]) -> None:
+    def _refuse_copies(self, shared: dict[str, tuple[int, ...]], parallelize: Parallelize | None) -> None:
+        if parallelize is not None and self._placement.pipelines > 1:
+            raise ArgumentError(
+                "parallelize= works on one copy of each stage, and this schedule has several; take one with one copy "
+                "(dualpipe-v for dualpipe)"
+            )
         if not self._engine.world.is_local:
             return
         for name, stages in shared.items():
