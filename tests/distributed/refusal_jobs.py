@@ -35,6 +35,10 @@ def _no_change(stage: nn.Module) -> None:
     """What `parallelize` may as well do."""
 
 
+def _another(stage: nn.Module) -> nn.Module:
+    return nn.Sequential()
+
+
 def _materialize(name: str, module: nn.Module) -> None:
     if dist.get_rank() == 0:
         raise penstock.ArgumentError(f"no values for {name}")
@@ -44,6 +48,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "cuts": (layers, {"cuts": ["no such module"]}),
     "too few layers": (small, {}),
     "copies": (layers, {"schedule": "chimera", "parallelize": _no_change}),
+    "another module": (layers, {"parallelize": _another}),
     "compiled": (layers, {"compile": {"backend": "eager"}, "parallelize": _no_change}),
     "keepings": (layers, {"recompute": {7: "always"}}),
     "norms": (layers, {"deferred_batch_norm": True}),

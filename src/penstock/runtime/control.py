@@ -122,14 +122,18 @@ class Control:
             self._sums.popleft().wait()
 
     @contextmanager
-    def agreed(self) -> Iterator[None]:
+    def agreed(self, kind: type[Exception] = Exception) -> Iterator[None]:
         """Around what every process does alike and by itself: what one refuses, all raise, once all are through.
 
         A process that is ahead would else report its refusal while another, which is about to refuse the same, seems to
-        wait for it, and ends as if the run had failed. Nothing within may wait for another process.
+        wait for it, and ends as if the run had failed. Nothing within may wait for another process, except where one
+        that raises a `kind` has waited for as much as the others.
+
+        Args:
+            kind: what is a refusal; anything else ends the run at once.
 
         Raises:
-            Exception: what was raised within.
+            kind: what was raised within.
             PipelineFailure: that was on other processes only; it has the words of the first of them.
         """
         if self.groups is None:
@@ -138,7 +142,7 @@ class Control:
         own: Exception | None = None
         try:
             yield
-        except Exception as error:
+        except kind as error:
             own = error
         failures = self.gather(None if own is None else Failure.of(self.world.name, None, own))
         first = next((failure for failure in failures if failure is not None), None)
@@ -193,7 +197,7 @@ class Control:
         return values
 
     def fail(self, error: BaseException) -> BaseException:
-        """Tells the others that this rank raised, unless they know; returns what is to be raised here: the first cause."""
+        """Tells the others that this rank raised, unless they know. Returns what is to be raised here: the first cause."""
         if self._agreed:
             return error
         position = self.watchdog.position

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ArgumentError, PartitionError
+from penstock.errors import ArgumentError, PartitionError, PenstockError
 from penstock.partition import KEPT_PARTITIONS, Balance, Partition, Partitioner, Stage, default_kwargs, retarget
 from penstock.runtime.copies import with_copies
 from penstock.runtime.distribution import check_sharding
@@ -86,7 +86,8 @@ class SplitModel:
             self._take_over(rule)
         engine.control.start_equal(self._held_tensors())
         if parallelize is not None:
-            self._parallelize(parallelize, shared)
+            with engine.control.agreed(PenstockError):  # the user's function may wait for other processes
+                self._parallelize(parallelize, shared)
         self.sharded_stages: frozenset[int] = frozenset().union(*engine.control.gather_line(set(self.sharded)))
         self._parameters = list(self.model.parameters())
         self._names = [name for name, _ in self.model.named_parameters()]
