@@ -197,7 +197,7 @@ class Control:
         return values
 
     def fail(self, error: BaseException) -> BaseException:
-        """Tells the others that this rank raised, unless they know. Returns what is to be raised here: the first cause."""
+        """Tells the others that this rank raised, unless they know; returns what is to be raised: the first cause."""
         if self._agreed:
             return error
         position = self.watchdog.position
