@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from penstock.errors import ArgumentError, ClosedError
 from penstock.groups import OptionsOf, parameter_groups
 from penstock.options import Options
-from penstock.partition.aliases import crosses_twice
+from penstock.partition.chance.aliases import crosses_twice
 from penstock.result import StepResult
 from penstock.runtime import batch as batches
 from penstock.runtime import compiled

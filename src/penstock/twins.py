@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
 from penstock.partition._compat import storage_of
+from penstock.partition.loan import same_bits
 
 Model = nn.Module | Sequence[nn.Module]
 
@@ -122,9 +123,7 @@ def _refuse_different(first: Made, second: Made) -> None:
 def _alike(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
         return False
-    if one.is_meta or other.is_meta or one.layout != torch.strided:
-        return True
-    return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
+    return same_bits(one, other)
 
 
 def _copied(made: Made) -> tuple[Made, Made]:

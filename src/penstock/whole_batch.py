@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from penstock.comparison import WholeBatch
 from penstock.partition._compat import flatten, unflatten
 from penstock.partition.complete import shortened
-from penstock.partition.reach import Reach
+from penstock.partition.state.reach import Reach
 from penstock.pipe import Pipeline
 from penstock.runtime.batch import Microbatches, split
 from penstock.runtime.batch_dims import Dims

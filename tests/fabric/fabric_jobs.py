@@ -15,11 +15,12 @@ import torch.distributed as dist
 
 from penstock.errors import FabricError
 from penstock.fabric.algorithms import ENGINE, algorithms, generate
+from penstock.fabric.dtypes import OPS
 from penstock.fabric.emulation import board, clock, links, probe, signals
 from penstock.fabric.emulation.collectives import Engine, Place, Stepwise, wrong
-from penstock.fabric.emulation.host import _check, _parts
+from penstock.fabric.emulation.host import _check, _follow, _parts, _warm_up
 from penstock.fabric.emulation.joining import Members
-from penstock.fabric.emulation.payload import DTYPES
+from penstock.fabric.emulation.payload import DTYPES, TYPES
 from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.emulation.trials import Trials
 from penstock.fabric.emulation.wires import Delayed, Message, Plain, Wire
@@ -63,6 +64,38 @@ def everything(rank: int, sizes: Sequence[int]) -> tuple[int, list[str]]:
                 faults.append(f"{what}: only {part.elements} are sent")
             count += 1
     return count, faults
+
+
+def in_every_type(rank: int) -> tuple[int, list[str]]:
+    """Every op on numbers of every type that has it, by step lists and by the engine, which has an op of its own."""
+    count, faults = 0, []
+    kinds: tuple[tuple[Collective, str], ...] = (
+        ("all_reduce", "ring"), ("all_reduce", ENGINE), ("reduce_scatter", "pairwise"), ("reduce", "binomial"),
+        ("reduce", ENGINE), ("all_to_all", "pairwise"), ("sendrecv", ENGINE),
+    )  # fmt: skip
+    for (name, dtype), op, (collective, algorithm) in itertools.product(TYPES.items(), OPS, kinds):
+        if op == "avg" and (algorithm == ENGINE or not dtype.is_floating_point):
+            continue
+        place = replace(place_of(rank, collective, 29), dtype=dtype, op=op)
+        fault = wrong(place, part_of(place, algorithm, Plain()))
+        count += 1
+        if fault is not None:
+            faults.append(f"{op} of {name}, {collective} by {algorithm}: {fault}")
+    return count, faults
+
+
+def uneven(rank: int, every: Sequence[tuple[int, ...]]) -> list[str | None]:
+    """All-to-alls with shares, by all that can do them: what was wrong."""
+    found = []
+    for shares, elements, algorithm in itertools.product(every, (1, 64, 1001), ("pairwise", "direct", ENGINE)):
+        place = place_of(rank, "all_to_all", elements)
+        place = replace(place, transfer=replace(place.transfer, shares=shares))
+        if algorithm == ENGINE:
+            part: Stepwise | Engine = Engine(place, None, CPU)
+        else:
+            part = Stepwise(place, generate("all_to_all", algorithm, len(shares), shares=shares), Plain(), CPU)
+        found.append(wrong(place, part))
+    return found
 
 
 class Spoiling(Plain):
@@ -171,6 +204,62 @@ def trials_of(rank: int, spec: Spec, count: int, spoils: bool = False) -> Any:
     found = [trials.one() for _ in range(count)]
     rows = [row for trial in found for row in trial.step_rows] + list(trials.last_steps())
     return began, time.monotonic_ns(), [trial.stamps.numpy() for trial in found], rows
+
+
+class Counting:
+    """A part that counts how often it was done, and in how many trials."""
+
+    def __init__(self, part: Stepwise | Engine) -> None:
+        self._part, self.runs, self.trials = part, 0, 0
+
+    def reset(self) -> None:
+        self.trials += 1
+        self._part.reset()
+
+    def run(self) -> None:
+        self.runs += 1
+        self._part.run()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._part, name)
+
+
+def in_a_row(rank: int, spec: Spec, count: int) -> tuple[int, int]:
+    """In some trials of a spec: how often its transfer was done, and how often it was made ready."""
+    members = Members(rank, spec.hosts, None, None)
+    parts: Any = [part and (part[0], Counting(part[1])) for part in _parts(spec, members, Plain())]
+    trials = Trials(spec, parts, members)
+    for _ in range(count):
+        trials.one()
+    return parts[0][1].runs, parts[0][1].trials
+
+
+class Settling:
+    """A part that takes less and less time."""
+
+    def __init__(self, part: Stepwise | Engine, seconds: float, factor: float) -> None:
+        self._part, self._seconds, self._factor = part, seconds, factor
+
+    def run(self) -> None:
+        time.sleep(self._seconds)
+        self._seconds *= self._factor
+        self._part.run()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._part, name)
+
+
+def warmed_up(rank: int, spec: Spec, seconds: float, factor: float) -> Any:
+    """On rank 0 what its warm-up says, and the trials that count; on others None."""
+    members = Members(rank, spec.hosts, None, None)
+    parts: Any = [part and (part[0], Settling(part[1], seconds, factor)) for part in _parts(spec, members, Plain())]
+    trials = Trials(spec, parts, members)
+    if rank:
+        return _follow(spec, trials) and None
+    found = _warm_up(spec, trials)
+    counted = [trials.one() for _ in range(spec.trials)]
+    steps = [row for trial in counted for row in trial.step_rows] + list(trials.last_steps())
+    return found, [trial.longest_ns() for trial in counted], steps
 
 
 def probed(rank: int, spec: Spec) -> Any:

@@ -151,6 +151,8 @@ def test_sends_and_receives_match_by_tag(tmp_path):
         ("all_reduce", 0, 400),
         ("all_gather", 2, 134),  # what each of three ranks gives
         ("gather", 3, 134),
+        ("reduce", 1, 400),
+        ("scatter", 4, 400),
         ("broadcast", 5, 400),
         ("all_to_all", 6, 400),
         ("reduce_scatter", 7, 400),
@@ -160,6 +162,16 @@ def test_collectives_by_the_schemas_numbers(tmp_path, collective, number, size):
     file = chakra.write_chakra(Workload("one", (Transfer("x", 400, collective),)), tmp_path, 3)[0]
     (node,) = chakra.read_chakra(file).nodes
     assert (node.attributes["comm_type"], node.attributes["comm_size"]) == (number, size)
+
+
+def test_both_ways_at_once_are_a_send_and_a_receive_that_do_not_wait_for_each_other(tmp_path):
+    workload = Workload("ring", (Transfer("x", 400, "sendrecv"), Transfer("y", 400)))
+    for rank, file in enumerate(chakra.write_chakra(workload, tmp_path, 3)[:3]):
+        send, receive, after = chakra.read_chakra(file).nodes
+        assert (send.type, receive.type) == (chakra.COMM_SEND_NODE, chakra.COMM_RECV_NODE)
+        ends = [(node.attributes["comm_src"], node.attributes["comm_dst"]) for node in (send, receive)]
+        assert ends == [(rank, (rank + 1) % 3), ((rank - 1) % 3, rank)]
+        assert [node.data_deps for node in (send, receive, after)] == [(), (), (0, 1)]
 
 
 def test_long_names_need_more_than_a_byte_of_length(tmp_path):

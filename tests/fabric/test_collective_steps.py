@@ -112,6 +112,30 @@ def test_the_table_is_that_of_torch_distributed() -> None:
     assert ends("all_to_all", 1) == [([0], 1), ([1], 1), ([2], 1)]
     assert ends("broadcast", 2) == [([0], 0)]
     assert [ends("send", rank) for rank in range(3)] == [[], [([0], 0)], []]
+    assert [ends("reduce", rank) for rank in range(3)] == [[(every, 0)], [], []]
+    assert ends("scatter", 1) == [([0], 1)]
+    assert [ends("sendrecv", rank) for rank in range(3)] == [[([2], 0)], [([0], 0)], [([1], 0)]]
+
+
+@pytest.mark.parametrize("algorithm", ["pairwise", "direct"])
+@pytest.mark.parametrize("shares", [(3, 1), (1, 0, 2), (4, 2, 1, 1), (0, 0, 0, 0, 7)])
+def test_an_uneven_all_to_all_gives_each_rank_its_share_of_everyone(algorithm: str, shares: tuple[int, ...]) -> None:
+    steps = generate("all_to_all", algorithm, len(shares), shares=shares)
+    assert prove(steps) == []
+    inputs, memory = one_after_the_other(steps, seed=1)
+    for rank, share in enumerate(shares):
+        first = sum(shares[:rank])
+        right = [number for given in inputs for number in given[first : first + share]]
+        assert memory[rank][steps.output : steps.output + len(right)].tolist() == right
+    lost = replace(steps, rounds=(steps.rounds[0][1:], *steps.rounds[1:]))
+    assert prove(lost) != []
+
+
+def test_shares_that_are_none_are_refused() -> None:
+    for shares in ((1, 2), (1, -1, 1), (0, 0, 0)):
+        with pytest.raises(ArgumentError, match="give 3 whole numbers, one a rank"):
+            generate("all_to_all", "direct", 3, shares=shares)
+    assert generate("all_to_all", "direct", 3, shares=(2, 2, 2)).shares == (), "an even one"
 
 
 LOGS: dict[tuple[str, str], Any] = {

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
 from penstock.errors import ArgumentError
 from penstock.fabric.bounds import lower_bound_seconds
 from penstock.fabric.models import LinkFit, known_algorithms, predict
+from penstock.fabric.steps import Collective
 
 LINK = LinkFit(1e-4, 8e-8)
 """100 Mbit/s."""
 SLOW = LinkFit(5e-4, 8e-7)
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "gather", "send")
+KINDS = get_args(Collective)
 
 
 def _ring(hosts: int, link: LinkFit = LINK) -> list[tuple[tuple[int, int], LinkFit]]:
@@ -34,10 +37,19 @@ def test_no_algorithm_is_faster_in_however_many_pieces(kind: str, size: int) -> 
 @pytest.mark.parametrize(
     ("kind", "factor"),
     [("all_reduce", 1.5), ("all_gather", 0.75), ("reduce_scatter", 0.75), ("all_to_all", 0.75), ("broadcast", 1),
-     ("gather", 0.75)],
+     ("reduce", 1), ("gather", 0.75), ("scatter", 0.75), ("sendrecv", 1)],
 )  # fmt: skip
 def test_what_has_to_pass_a_port_does(kind: str, factor: float) -> None:
     assert lower_bound_seconds(_ring(4), kind, range(4), 1e6) == pytest.approx(1e-4 + factor * 0.08)
+
+
+def test_of_an_uneven_all_to_all_the_busiest_port_decides() -> None:
+    def bound(shares: tuple[int, ...]) -> float | None:
+        return lower_bound_seconds(_ring(4), "all_to_all", range(4), 1e6, shares)
+
+    assert bound((1, 1, 1, 1)) == bound(()) == pytest.approx(1e-4 + 0.75 * 0.08)
+    assert bound((5, 1, 1, 1)) == pytest.approx(1e-4 + 15 / 8 * 0.08), "into the first"
+    assert bound((2, 2, 2, 0)) == pytest.approx(1e-4 + 0.08), "out of the last"
 
 
 def test_a_slow_host_counts_where_it_has_to_send_or_receive() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from distributed.ranks import Ranks
 from penstock.fabric.algorithms import ENGINE, algorithms
-from penstock.fabric.emulation import clock, wires
+from penstock.fabric.emulation import clock, payload, wires
 from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.emulation.wires import Delayed, Message
 from penstock.fabric.steps import Collective
@@ -31,6 +31,37 @@ def test_every_algorithm_gives_the_right_result(pool: str, request: pytest.Fixtu
     found = ranks.run(jobs.everything, SIZES)
     assert [fault for _, faults in found for fault in faults] == []
     assert [count for count, _ in found[:2]] == [ON_TWO, ON_TWO]
+
+
+@pytest.mark.distributed
+def test_every_op_on_every_type_is_right_and_so_says_the_engine(ranks3: Ranks) -> None:
+    found = ranks3.run(jobs.in_every_type)
+    assert [fault for _, faults in found for fault in faults] == []
+    assert found[0][0] == 8 * 4 * 7 + 4 * 4
+
+
+@pytest.mark.distributed
+def test_an_uneven_all_to_all_gives_each_rank_its_share(ranks3: Ranks) -> None:
+    for faults in ranks3.run(jobs.uneven, [(5, 2, 1), (0, 1, 3), (1, 1, 2)]):
+        assert len(faults) == 27
+        assert set(faults) == {None}
+
+
+@pytest.mark.distributed
+def test_iterations_are_done_in_a_row(ranks2: Ranks) -> None:
+    spec = _spec(Workload.of_sizes([40]), 2, iterations=7)
+    assert ranks2.run(jobs.in_a_row, spec, 3) == [(21, 3), (21, 3)]
+
+
+def test_an_average_and_a_product_are_exact_in_any_type_and_differ_from_a_sum() -> None:
+    for ranks in (2, 3, 16, 200):
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            numbers = [payload.contribution(rank, ranks, 600, 5, dtype, "avg") for rank in range(ranks)]
+            right = torch.stack(numbers).double().mean(0)
+            assert torch.equal(payload.expected("all_reduce", 0, ranks, 600, 5, dtype, "avg").double(), right)
+            assert len(right.unique()) == 3
+    numbers = [payload.contribution(rank, 3, 60, 5, torch.int8, "prod") for rank in range(3)]
+    assert torch.equal(payload.expected("all_reduce", 0, 3, 60, 5, torch.int8, "prod"), torch.stack(numbers).prod(0))
 
 
 @pytest.mark.distributed
@@ -53,6 +84,9 @@ def test_a_changed_number_is_found_on_the_rank_that_got_it(ranks3: Ranks, collec
         ("reduce_scatter", "pairwise"),
         ("all_to_all", "pairwise"),
         ("gather", "binomial"),
+        ("scatter", "binomial"),
+        ("reduce", "chain"),
+        ("sendrecv", "direct"),
         ("broadcast", "chain"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -27,8 +28,9 @@ from penstock.fabric.models import (
     predictions,
     record_links,
 )
+from penstock.fabric.steps import Collective
 
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "gather", "send")
+COLLECTIVES = get_args(Collective)
 EVERY = [(kind, name) for kind in COLLECTIVES for name in known_algorithms(kind)]
 LINK = LinkFit(1e-4, 8e-8)
 """100 Mbit/s."""
@@ -44,11 +46,17 @@ def test_every_algorithm_has_a_closed_form() -> None:
 @pytest.mark.parametrize(
     ("kind", "factor"),
     [("all_reduce", 1.5), ("all_gather", 0.75), ("reduce_scatter", 0.75), ("all_to_all", 0.75), ("gather", 0.75),
-     ("broadcast", 1.0), ("send", 1.0)],
+     ("scatter", 0.75), ("broadcast", 1.0), ("reduce", 1.0), ("sendrecv", 1.0), ("send", 1.0)],
 )  # fmt: skip
 def test_bus_bandwidth_is_by_the_convention_of_nccl_tests(kind: str, factor: float) -> None:
     """doc/PERFORMANCE.md of nccl-tests, and its source for gather; of four ranks."""
     assert busbw_factor(kind, 4) == factor
+
+
+def test_bus_bandwidth_of_an_uneven_all_to_all_is_that_of_the_busiest_port() -> None:
+    assert busbw_factor("all_to_all", 4, (1, 1, 1, 1)) == 0.75
+    assert busbw_factor("all_to_all", 4, (5, 1, 1, 1)) == 3 * 5 / 8, "into the first"
+    assert busbw_factor("all_to_all", 4, (2, 2, 2, 0)) == 1, "out of the last"
 
 
 @pytest.mark.parametrize(("kind", "name"), EVERY)

@@ -20,7 +20,7 @@ from made_runs import SLOW_RANK, made_run, made_workload, write_run
 from rich.console import Console
 
 from penstock.fabric.compare import compare
-from penstock.fabric.report import nccl
+from penstock.fabric.report import facts, nccl
 from penstock.fabric.report.numbers import cut, seconds
 from penstock.fabric.report.page import page, write_page
 from penstock.fabric.report.plots import _apart, _timeline, draw
@@ -218,10 +218,45 @@ def test_the_columns_of_nccl_tests_are_those_of_its_users_parsers():
     assert [int(cell[0]) for cell in cells] == [2600, 33024, 131584, 803840]
     assert cells[3][1:5] == ["200960", "float", "sum", "-1"]
     assert cells[3][5:9] == ["N/A"] * 4  # an all_reduce of torch.distributed is in place
-    times = (run.end_ns - run.start_ns).max(axis=2)[:, 3] / 1e3
-    assert float(cells[3][9]) == pytest.approx(times.mean(), rel=1e-4)
+    times = (run.end_ns - run.start_ns)[:, 3] / 1e3
+    assert float(cells[3][9]) == pytest.approx(times.mean(), rel=1e-4), "over trials and ranks, as with -a 1"
     assert cells[3][12] == "0"
     assert sum(line.startswith("# Avg bus bandwidth    : ") for line in lines) == 1
+
+
+def test_averages_over_ranks_are_those_of_nccl_tests():
+    run = made_run(30, iterations=5)
+    times = (run.end_ns - run.start_ns)[:, 3] / 1e3 / 5
+    right = {"avg": times.mean(), "max": times.max(1).mean(), "min": times.min(1).mean(), "rank0": times[:, 0].mean()}
+    assert len(set(right.values())) == 4
+    for average, mean in right.items():
+        assert nccl.rows(run, results(run), average)[3].time == pytest.approx(mean)
+        assert nccl.to_dict(run, results(run), average)["results"][3]["in_place"]["time"] == pytest.approx(mean)
+    assert nccl.to_dict(run, results(run))["config"]["aggregated_iterations"] == 5
+
+
+def test_types_ops_and_roots_are_in_the_words_of_nccl_tests():
+    kinds = {"reduce": ("max", 0), "scatter": ("none", 0), "sendrecv": ("none", -1), "all_reduce": ("max", -1)}
+    transfers = tuple(Transfer(kind, 80_000, kind) for kind in kinds)
+    run = made_run(30, workload=Workload("mixed", transfers, element_bytes=2, dtype="float16", op="max"))
+    for row in nccl.rows(run, results(run)):
+        assert (row.redop, row.root) == kinds[row.collective]
+        assert (row.type, row.count) == ("half", 10_000 if row.collective == "scatter" else 40_000)
+    assert "Collective test starting: sendrecv_perf" in nccl.text(run, results(run))
+
+
+def test_times_are_of_one_of_the_iterations_in_a_row_and_lateness_is_not():
+    once, often = results(made_run(60)), results(made_run(60, iterations=4))
+    for one, other in zip(once["transfers"], often["transfers"], strict=True):
+        for name in ("time_s", "transfer_s"):
+            assert other[name]["p50"] == pytest.approx(one[name]["p50"] / 4)
+        assert other["arrival_skew_s"] == one["arrival_skew_s"]
+        assert other["busbw_GBps"] == pytest.approx(4 * one["busbw_GBps"])
+    run = made_run(60, iterations=4, workload=Workload.of_sizes([2600]))
+    assert results(run)["step"]["time_s"]["p50"] == pytest.approx(
+        results(made_run(60, workload=Workload.of_sizes([2600])))["step"]["time_s"]["p50"] / 4
+    )
+    assert any("of one of 4 iterations in a row" in note for note in facts.notes(run, results(run)))
 
 
 def test_bandwidths_in_the_shape_of_nccl_tests_are_of_the_mean_and_by_its_convention():

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from models import Case
 from penstock.partition import Partition, default_kwargs
 from penstock.partition._compat import flatten
-from penstock.partition.state import map_tensors
+from penstock.partition.loan import map_tensors
 from penstock.stages import MODEL_INPUT
 
 

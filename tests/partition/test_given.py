@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock import PartitionError, pipeline
-from penstock.partition.given import Given
+from penstock.partition.state.given import Given
 
 WIDTH = 6
 FACTOR = 1.0

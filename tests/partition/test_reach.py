@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from penstock.partition._compat import fake_mode
-from penstock.partition.reach import PART, Reach
-from penstock.partition.state import Loan
+from penstock.partition.loan import Loan
+from penstock.partition.state.reach import PART, Reach
 
 
 class Holder(nn.Module):

@@ -90,7 +90,7 @@ def test_all_that_is_in_the_way_at_once() -> None:
     assert "(2) " in said
     assert "registers a hook on an activation" in said
     assert leaves_of(said) == ["part.m0", "part.m2"]
-    assert "so that they run as wholes (tried: 'part.m0' is 45% of the work" in said
+    assert "so that they run as wholes (tried: 'part.m0' is 40% of the work" in said
     follow(model, said)
 
 

@@ -16,8 +16,8 @@ from torch.nn.modules.module import register_module_full_backward_hook
 
 import penstock
 from penstock import ArgumentError, PartitionError, inspect, verify
-from penstock.partition import sideways
-from penstock.partition.remembered import Remembered
+from penstock.partition.state import sideways
+from penstock.partition.state.remembered import Remembered
 
 WIDTH = 4
 BANK = torch.zeros(WIDTH)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
 from penstock.cli._spread import Json
-from penstock.errors import MissingExtraError
+from penstock.errors import ArgumentError, MissingExtraError
 
 if TYPE_CHECKING:
     from penstock.fabric.samples import Run
+
+Average = Literal["avg", "max", "min", "rank0"]
+"""Of `penstock.fabric.report.nccl`, which is loaded when it is needed."""
 
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Of a run.")]
 
@@ -27,6 +30,7 @@ class Output:
     as_json: bool = False
     chakra: bool = False
     as_nccl: bool = False
+    average: Average = "avg"
 
 
 def report(output: Output) -> None:
@@ -41,10 +45,10 @@ def report(output: Output) -> None:
     found = results(run)
     made, notes = _files(folder, run, found, chakra=output.chakra)
     if output.as_json:
-        print(json.dumps(nccl.to_dict(run, found) if output.as_nccl else found))
+        print(json.dumps(nccl.to_dict(run, found, output.average) if output.as_nccl else found))
         return
     if output.as_nccl:
-        print(nccl.text(run, found))
+        print(nccl.text(run, found, output.average))
         return
     console = Console(highlight=False)
     show(run, found, console)
@@ -90,11 +94,18 @@ def _links(run: Run, found: dict[str, Any]) -> dict[str, Any] | None:
 def show_run(
     folder: Folder,
     nccl: Annotated[bool, typer.Option("--nccl", help="As nccl-tests prints it; with --json, its JSON.")] = False,
+    average: Annotated[
+        Average | None, typer.Option(help="With --nccl, over the ranks: avg, as nccl-tests does by default (-a), ...")
+    ] = None,
     chakra: Annotated[bool, typer.Option("--chakra", help="Write Chakra traces, a rank a file, into FOLDER.")] = False,
     as_json: Json = False,
 ) -> None:
     """Show a run again, also one that was killed: what was sampled until then."""
-    report(Output(folder, as_json, chakra, nccl))
+    if average is not None and not nccl:
+        raise ArgumentError(
+            "--average is for --nccl: Penstock's own tables have the slowest rank; give both, or neither"
+        )
+    report(Output(folder, as_json, chakra, nccl, average or "avg"))
 
 
 def compare_runs(

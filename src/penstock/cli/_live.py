@@ -18,9 +18,12 @@ _SHOWN_SECONDS = 0.25
 class Follower:
     """Told of every trial that has ended, and now and then that time goes by."""
 
-    def __init__(self, names: Sequence[str], tell: Callable[[int, str, float | None], None]) -> None:
+    def __init__(
+        self, names: Sequence[str], tell: Callable[[int, str, float | None], None], iterations: int = 1
+    ) -> None:
         self._names = names
         self._tell = tell
+        self._iterations = iterations
         self._times = [StreamingQuantile() for _ in names]
         self._done = 0
         self._ended_at = self._shown_at = 0.0
@@ -29,7 +32,7 @@ class Follower:
         """Trial `number` has ended; each transfer's longest duration."""
         for times, duration_ns in zip(self._times, longest_ns, strict=True):
             if duration_ns > 0:
-                times.add([duration_ns / 1e9])
+                times.add([duration_ns / 1e9 / self._iterations])
         self._done, self._ended_at = number + 1, time.monotonic()
         self.tick()
 
@@ -42,9 +45,9 @@ class Follower:
         place, left = 0, now - self._ended_at
         while place < len(self._times) - 1:
             usual = self._times[place].quantile(0.5)
-            if usual is None or left < usual:
+            if usual is None or left < usual * self._iterations:
                 break
-            left -= usual
+            left -= usual * self._iterations
             place += 1
         times = self._times[place]
         bounded = times.count >= fewest(0.99)
@@ -52,10 +55,10 @@ class Follower:
 
 
 @contextmanager
-def follower(names: Sequence[str], trials: int, *, quiet: bool) -> Iterator[Follower | None]:
+def follower(names: Sequence[str], trials: int, *, quiet: bool, iterations: int = 1) -> Iterator[Follower | None]:
     """A bar on stderr; None where it is no terminal, or nothing is to be shown."""
     if quiet or not sys.stderr.isatty():
         yield None
         return
     with live(trials, Console(stderr=True), transfers=len(names)) as tell:
-        yield Follower(names, tell)
+        yield Follower(names, tell, iterations)

@@ -10,6 +10,7 @@ import typer
 
 from penstock.cli._target import loaded, names
 from penstock.errors import ArgumentError
+from penstock.fabric.dtypes import BYTES, dtype_of, op_of
 from penstock.fabric.presets import preset, trials_of
 from penstock.fabric.samples import Run
 from penstock.fabric.units import size_of
@@ -21,7 +22,19 @@ _MODEL_PANEL = "With --model"
 DEFAULT_HOSTS = 4
 DEFAULT_TRIALS = 200
 
-CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "gather", "send"]
+CollectiveName = Literal[
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "sendrecv",
+    "send",
+]
+"""`penstock.fabric.steps.Collective`, which typer cannot take from there before it is needed."""
 
 
 def _option(text: str, *flags: str, **more: Any) -> Any:
@@ -48,6 +61,13 @@ class TrafficOptions:
     last: Annotated[str | None, _option("A sweep's largest size, 64MiB.", "--to")] = None
     factor: Annotated[float | None, _option("From one size of a sweep to the next; 2 if nothing is said.")] = None
     collective: Annotated[CollectiveName | None, _option("Of sizes and sweeps; all_reduce if nothing is said.")] = None
+    dtype: Annotated[
+        str | None, _option("Of sizes and sweeps: float32, float16, bfloat16, int8, ...; float32 if nothing is said.")
+    ] = None
+    op: Annotated[str | None, _option("How they are reduced: sum, prod, min, max, avg; sum if nothing is said.")] = None
+    uneven: Annotated[str | None, _option("Of all_to_all: how much goes to each host, 4,2,1,1.", metavar="SHARES")] = (
+        None
+    )
     cuts: Annotated[str | None, _of_model("The modules that begin a new stage, a,b,c; by default balanced.")] = None
     opens: Annotated[str | None, _of_model("Modules to take apart, so that cuts can fall inside, a,b,c.")] = None
     ranks: Annotated[
@@ -92,19 +112,28 @@ class TrafficOptions:
             return Workload.from_dict(Run.read(self.like).record["workload"])
         if self.model is not None:
             return self._of_model(self.model, hosts)
-        collective = self.collective or "all_reduce"
+        made = self._by_size()
+        return made if self.uneven is None else _uneven(made, self.uneven, hosts)
+
+    def _by_size(self) -> Workload:
+        """Of sizes by hand, or of a sweep."""
+        dtype = dtype_of(self.dtype or "float32")
+        op = op_of(self.op or "sum", dtype)
+        collective, element_bytes = self.collective or "all_reduce", BYTES[dtype]
         if self.sizes is not None:
-            return Workload.of_sizes([size_of(text) for text in self.sizes.split(",")], collective)
+            made = Workload.of_sizes([size_of(text) for text in self.sizes.split(",")], collective, element_bytes)
+            return replace(made, dtype=dtype, op=op)
         if self.first is None or self.last is None:
             raise ArgumentError("a sweep needs both --from and --to, and --factor if it is not 2")
         factor = 2 if self.factor is None else self.factor
-        return Workload.sweep(size_of(self.first), size_of(self.last), factor, collective)
+        made = Workload.sweep(size_of(self.first), size_of(self.last), factor, collective, element_bytes)
+        return replace(made, dtype=dtype, op=op)
 
     def _refuse_others(self, way: str) -> None:
         """No option is silently ignored."""
         belongs = {
-            "--sizes": ("collective",),
-            "--from and --to": ("factor", "collective", "first", "last"),
+            "--sizes": ("collective", "dtype", "op", "uneven"),
+            "--from and --to": ("factor", "collective", "dtype", "op", "uneven", "first", "last"),
             "--model": ("cuts", "opens", "ranks", "schedule", "microbatches", "traffic", "sharded", "compute"),
             "--preset": ("preset_name",),
             "--like": ("like",),
@@ -173,6 +202,16 @@ class TrafficOptions:
             return float(compute)
         except ValueError:
             raise ArgumentError(f"--compute {compute}: give none, measure or a number of seconds") from None
+
+
+def _uneven(made: Workload, text: str, hosts: int) -> Workload:
+    """All-to-alls that give some hosts more than others."""
+    shares = tuple(int(share) if share.isascii() and share.isdigit() else -1 for share in text.split(","))
+    if any(transfer.collective != "all_to_all" for transfer in made.transfers):
+        raise ArgumentError("--uneven belongs to --collective all_to_all: give that as well, or leave it out")
+    if len(shares) != hosts or min(shares) < 0 or not any(shares):
+        raise ArgumentError(f"--uneven {text}: give {hosts} whole numbers, one a host, like 4,2,1,1, and not all 0")
+    return replace(made, hosts=hosts, transfers=tuple(replace(one, shares=shares) for one in made.transfers))
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,17 @@ class RunOptions:
         ),
     ] = None
     overlap: Annotated[bool, typer.Option("--overlap", help="Computing goes on while something is sent.")] = False
-    warmup: Annotated[int, typer.Option(help="Trials before the first that counts; their results are checked.")] = 3
+    warmup: Annotated[
+        int | None,
+        typer.Option(
+            help="Trials before the first that counts; their results are checked. If nothing is said, 3 whose results "
+            "are checked, and then as many as it takes until a test finds times steady."
+        ),
+    ] = None
+    iterations: Annotated[
+        int,
+        typer.Option(help="Each transfer so many times in a row within a trial, as nccl-tests does; times are of one."),
+    ] = 1
     seed: Annotated[int, typer.Option(help="Of the payload.")] = 0
     backend: Annotated[str, typer.Option(help="Of torch.distributed: gloo, nccl, mpi.")] = "gloo"
     join_timeout: Annotated[float, typer.Option(help="Seconds in which every host has to be there.")] = 120.0
@@ -83,6 +93,7 @@ class RunOptions:
             trials=trials,
             warmup=self.warmup,
             overlap=self.overlap,
+            iterations=self.iterations,
             seed=self.seed,
             bytes_per_second=topology.link.bytes_per_second if delays and topology is not None else None,
             join_seconds=self.join_timeout,
@@ -178,10 +189,10 @@ def train(
     `penstock fabric --like FOLDER` then emulates it with the compute times
     that it had, and `penstock fabric compare` shows both side by side.
     """
-    if how.algorithm not in (None, ENGINE) or how.overlap:
+    if how.algorithm not in (None, ENGINE) or how.overlap or how.iterations != 1:
         raise ArgumentError(
             "the training sums each layer's gradients by the engine, one after the other: leave out "
-            "--algorithm and --overlap"
+            "--algorithm, --overlap and --iterations"
         )
     how = replace(how, algorithm=ENGINE)
     network = asked.network(how.number())
@@ -289,7 +300,8 @@ def _machines(network: Network | None) -> Iterator[Machines | None]:
 
 
 def _followed(spec: Spec, *, quiet: bool) -> AbstractContextManager[Follower | None]:
-    return follower([transfer.name for transfer in spec.workload.transfers], spec.trials, quiet=quiet)
+    names = [transfer.name for transfer in spec.workload.transfers]
+    return follower(names, spec.trials, quiet=quiet, iterations=spec.iterations)
 
 
 app.command("show")(show_run)

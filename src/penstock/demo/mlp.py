@@ -273,7 +273,7 @@ def train(spec: Spec, folder: Path) -> None:
         samples = SampleFile(folder / SAMPLES, HEAD) if members.rank == 0 else None
         training = train_mlp(
             spec.trials,
-            warmup=spec.warmup,
+            warmup=spec.checked,
             seed=spec.seed,
             offset_ns=offset.offset_ns,
             keep=samples.add if samples else lambda rows: None,
@@ -283,6 +283,7 @@ def train(spec: Spec, folder: Path) -> None:
             clock=gathered(asdict(offset), members),
             training=digits()[2],
             links=[],
+            warmup=spec.checked,
         )
         if samples is None or training is None:
             return

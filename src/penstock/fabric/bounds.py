@@ -34,13 +34,20 @@ _NEEDS: dict[str, Callable[[int, bool], tuple[float, float]]] = {
     "all_to_all": lambda n, root: ((n - 1) / n, (n - 1) / n),
     "broadcast": lambda n, root: (1.0, 0.0) if root else (0.0, 1.0),
     "gather": lambda n, root: (0.0, (n - 1) / n) if root else (1 / n, 0.0),
+    "reduce": lambda n, root: (0.0, 1.0) if root else (1.0, 0.0),
+    "scatter": lambda n, root: ((n - 1) / n, 0.0) if root else (0.0, 1 / n),
+    "sendrecv": lambda n, root: (1.0, 1.0),
     "send": lambda n, root: (1.0, 0.0) if root else (0.0, 1.0),
 }
 """What a rank has to send and to receive, as shares of the size, among n ranks; the root is the first."""
 
 
 def lower_bound_seconds(
-    links: Iterable[Measured], collective: str, members: Sequence[int], size_bytes: float
+    links: Iterable[Measured],
+    collective: str,
+    members: Sequence[int],
+    size_bytes: float,
+    shares: Sequence[int] = (),
 ) -> float | None:
     """The least that a collective can take, by any algorithm.
 
@@ -49,6 +56,7 @@ def lower_bound_seconds(
         collective: of `penstock.fabric.algorithms`.
         members: the ranks that take part, the root or the sender first; two or more.
         size_bytes: nccl-tests' size.
+        shares: of an uneven all_to_all, see `Transfer`.
 
     Returns:
         None where no link was measured.
@@ -63,13 +71,21 @@ def lower_bound_seconds(
         return None
     ports = [_port(rank, links) for rank in members]
     bound = max(
-        _through(port, *(share * size_bytes for share in _NEEDS[collective](len(members), place == 0)))
+        _through(port, *(share * size_bytes for share in _needs(collective, len(members), place, shares)))
         for place, port in enumerate(ports)
     )
     if collective == "all_reduce":
         carried = 2 * (len(ports) - 1) * size_bytes / sum(port.out for port in ports)
         bound = max(bound, carried + min(port.latency_seconds for port in ports))
     return bound
+
+
+def _needs(collective: str, ranks: int, place: int, shares: Sequence[int]) -> tuple[float, float]:
+    """What a rank has to send and to receive, as shares of the size."""
+    if not shares:
+        return _NEEDS[collective](ranks, place == 0)
+    own = shares[place] / sum(shares)
+    return 1 - own, (ranks - 1) * own
 
 
 def _port(rank: int, links: Sequence[Measured]) -> _Port:

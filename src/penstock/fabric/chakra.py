@@ -28,8 +28,10 @@ METADATA_NODE, COMP_NODE, COMM_SEND_NODE, COMM_RECV_NODE, COMM_COLL_NODE = 1, 4,
 
 COMM_TYPES: dict[Collective, int] = {
     "all_reduce": 0,
+    "reduce": 1,
     "all_gather": 2,
     "gather": 3,
+    "scatter": 4,
     "broadcast": 5,
     "all_to_all": 6,
     "reduce_scatter": 7,
@@ -114,7 +116,7 @@ def process_groups(workload: Workload, hosts: int) -> dict[tuple[int, ...], str]
     """The groups of ranks that have collectives, each with its name: a number, of which "0" is always all ranks."""
     groups: dict[tuple[int, ...], str] = {tuple(range(hosts)): "0"}
     for transfer in workload.transfers:
-        if transfer.collective != "send" and transfer.ranks:
+        if transfer.collective not in ("send", "sendrecv") and transfer.ranks:
             groups.setdefault(tuple(sorted(transfer.ranks)), str(len(groups)))
     return groups
 
@@ -122,9 +124,9 @@ def process_groups(workload: Workload, hosts: int) -> dict[tuple[int, ...], str]
 def nodes_of(workload: Workload, rank: int, hosts: int, groups: dict[tuple[int, ...], str]) -> Iterator[Node]:
     """What a rank does, each node after the one before it."""
     number = 0
+    before: tuple[int, ...] = ()
 
     def node(name: str, kind: int, seconds: float, attributes: dict[str, int | str] | None = None) -> Node:
-        before = (number - 1,) if number else ()
         micros = math.ceil(round(seconds * 1e9) / 1000)
         return Node(number, name, kind, before, micros, {"is_cpu_op": False, **(attributes or {})})
 
@@ -135,31 +137,39 @@ def nodes_of(workload: Workload, rank: int, hosts: int, groups: dict[tuple[int, 
         seconds = transfer.compute_of(rank)
         if seconds:
             yield node(f"compute before {transfer.name}", COMP_NODE, seconds)
+            before, number = (number,), number + 1
+        made = _communication(transfer, ranks, rank, tag, groups)
+        first = number
+        for kind, attributes in made:  # none of them waits for another
+            yield node(transfer.name, kind, 0, attributes)
             number += 1
-        kind, attributes = _communication(transfer, ranks, rank, tag, groups)
-        yield node(transfer.name, kind, 0, attributes)
-        number += 1
+        before = tuple(range(first, number))
     if workload.compute_seconds:
         yield node("compute after the last transfer", COMP_NODE, workload.compute_seconds)
 
 
 def _communication(
     transfer: Transfer, ranks: tuple[int, ...], rank: int, tag: int, groups: dict[tuple[int, ...], str]
-) -> tuple[int, dict[str, int | str]]:
-    """The type of a transfer's node on a rank, and its attributes."""
-    if transfer.collective == "send":
-        source, target = ranks[:2]
-        ends: dict[str, int | str] = {"comm_src": source, "comm_dst": target, "comm_tag": tag}
-        return COMM_SEND_NODE if rank == source else COMM_RECV_NODE, {"comm_size": transfer.bytes, **ends}
+) -> list[tuple[int, dict[str, int | str]]]:
+    """The types of a transfer's nodes on a rank, and their attributes."""
+    if transfer.collective in ("send", "sendrecv"):
+        place = ranks.index(rank)
+        to_next = (rank, ranks[(place + 1) % len(ranks)])
+        from_last = (ranks[place - 1], rank)
+        both = [(COMM_SEND_NODE, to_next), (COMM_RECV_NODE, from_last)]
+        return [
+            (kind, {"comm_size": transfer.bytes, "comm_src": source, "comm_dst": target, "comm_tag": tag})
+            for kind, (source, target) in (both if transfer.collective == "sendrecv" else both[place : place + 1])
+        ]
     size = -(-transfer.bytes // len(ranks)) if transfer.collective in _GIVES_A_PART else transfer.bytes
     attributes: dict[str, int | str] = {
         "comm_type": COMM_TYPES[transfer.collective],
         "comm_size": size,
         "pg_name": groups[tuple(sorted(ranks))],
     }
-    if transfer.collective in ("broadcast", "gather"):
+    if transfer.collective in ("broadcast", "reduce", "gather", "scatter"):
         attributes["root"] = ranks[0]
-    return COMM_COLL_NODE, attributes
+    return [(COMM_COLL_NODE, attributes)]
 
 
 # -- messages ---------------------------------------------------------------------------------------------------------

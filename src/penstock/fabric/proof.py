@@ -7,8 +7,11 @@ The definition of each collective, the only one; n ranks, chunk = slot of the in
     reduce_scatter   all chunks              its part's sums, in the place of part r          every rank
     all_gather       part r, in its place    all parts, each from its rank                    every rank
     gather           part r, in its place    all parts, each from its rank                    rank 0
-    all_to_all       all chunks              in the place of part j: rank j's part r          every rank
+    all_to_all       all chunks              one after the other: each rank's part r          every rank
     broadcast        rank 0: all chunks      rank 0's chunks                                  every rank
+    reduce           all chunks              each chunk's sum over all ranks                  rank 0
+    scatter          rank 0: all chunks      rank 0's part r, in the place of part r          every rank
+    sendrecv         all chunks              the chunks of rank r-1 (the last one's at 0)     every rank
     send             rank 0: all chunks      rank 0's chunks                                  rank 1
 
 What a rank gives to itself needs no network: where the output has slots of its own (all_to_all), rank r has put its
@@ -26,7 +29,7 @@ from typing import NamedTuple
 
 from penstock.fabric.steps import Collective, Move, StepList
 
-_PARTED: frozenset[Collective] = frozenset({"reduce_scatter", "all_gather", "gather", "all_to_all"})
+_PARTED: frozenset[Collective] = frozenset({"reduce_scatter", "all_gather", "gather", "scatter", "all_to_all"})
 """Those whose chunks belong to ranks, so that n has to divide their number."""
 
 
@@ -50,24 +53,28 @@ class _Sum(NamedTuple):
 
 def given(steps: StepList, rank: int) -> dict[int, int]:
     """Which slots of a rank hold which chunk of its own input before the first round."""
-    every, own = range(steps.chunks), _part(steps, rank)
+    every, own = range(steps.chunks), steps.part(rank)
     match steps.collective:
-        case "all_reduce" | "reduce_scatter":
+        case "all_reduce" | "reduce_scatter" | "reduce" | "sendrecv":
             return {chunk: chunk for chunk in every}
         case "all_gather" | "gather":
             return {chunk: chunk for chunk in own}
-        case "broadcast" | "send":
+        case "broadcast" | "scatter" | "send":
             return {chunk: chunk for chunk in every} if rank == 0 else {}
         case "all_to_all":
-            return {chunk: chunk for chunk in every} | {steps.output + chunk: chunk for chunk in own}
+            return {chunk: chunk for chunk in every} | {
+                steps.output + rank * len(own) + place: chunk for place, chunk in enumerate(own)
+            }
 
 
 def wanted(steps: StepList, rank: int) -> tuple[Result, ...]:
     """What a rank has to end with, by slot."""
-    n, first, every, own = steps.ranks, steps.output, range(steps.chunks), _part(steps, rank)
+    n, first, every, own = steps.ranks, steps.output, range(steps.chunks), steps.part(rank)
     match steps.collective:
         case "all_reduce":
             return tuple(Result(first + chunk, range(n), chunk) for chunk in every)
+        case "reduce":
+            return tuple(Result(first + chunk, range(n), chunk) for chunk in every) if rank == 0 else ()
         case "reduce_scatter":
             return tuple(Result(first + chunk, range(n), chunk) for chunk in own)
         case "all_gather":
@@ -76,12 +83,17 @@ def wanted(steps: StepList, rank: int) -> tuple[Result, ...]:
             return _from_owners(steps) if rank == 0 else ()
         case "all_to_all":
             return tuple(
-                Result(first + to, range(other, other + 1), chunk)
+                Result(first + other * len(own) + place, range(other, other + 1), chunk)
                 for other in range(n)
-                for to, chunk in zip(_part(steps, other), own, strict=True)
+                for place, chunk in enumerate(own)
             )
         case "broadcast":
             return tuple(Result(first + chunk, range(1), chunk) for chunk in every)
+        case "scatter":
+            return tuple(Result(first + chunk, range(1), chunk) for chunk in own)
+        case "sendrecv":
+            before = (rank - 1) % n
+            return tuple(Result(first + chunk, range(before, before + 1), chunk) for chunk in every)
         case "send":
             return tuple(Result(first + chunk, range(1), chunk) for chunk in every) if rank == 1 else ()
 
@@ -96,10 +108,11 @@ def prove(steps: StepList, most: int = 20) -> list[str]:
         steps: of any algorithm.
         most: how many lines at most, and one that counts the rest.
     """
-    if steps.collective in _PARTED and steps.chunks % steps.ranks:
+    if steps.collective in _PARTED and not steps.shares and steps.chunks % steps.ranks:
         return [f"{steps.chunks} chunks are no multiple of {steps.ranks} ranks, so the parts are not equal"]
-    if not 0 <= steps.output <= steps.slots - steps.chunks:
-        return [f"{steps.slots} slots have no room for {steps.chunks} chunks of output from slot {steps.output} on"]
+    needed = steps.ranks * max(steps.shares) if steps.shares else steps.chunks
+    if not 0 <= steps.output <= steps.slots - needed:
+        return [f"{steps.slots} slots have no room for {needed} chunks of output from slot {steps.output} on"]
     wrong: list[str] = []
     memory: list[list[_Sum | None]] = [[None] * steps.slots for _ in range(steps.ranks)]
     for rank, held in enumerate(memory):
@@ -113,16 +126,11 @@ def prove(steps: StepList, most: int = 20) -> list[str]:
     return wrong if len(wrong) <= most else [*wrong[:most], f"and {len(wrong) - most} more"]
 
 
-def _part(steps: StepList, rank: int) -> range:
-    size = steps.chunks // steps.ranks
-    return range(rank * size, rank * size + size)
-
-
 def _from_owners(steps: StepList) -> tuple[Result, ...]:
     return tuple(
         Result(steps.output + chunk, range(owner, owner + 1), chunk)
         for owner in range(steps.ranks)
-        for chunk in _part(steps, owner)
+        for chunk in steps.part(owner)
     )
 
 

@@ -59,8 +59,8 @@ def results(run: Run) -> dict[str, Any]:
         "links": record.get("links") or [],
         "environment": {
             "hosts": record.get("environment"),
-            **{key: record.get(key) for key in ("algorithm", "backend", "link", "seed", "overlap", "warmup", "clock")},
-            **{key: record.get(key) for key in ("network", "switch", "happened")},
+            **{key: record.get(key) for key in ("algorithm", "backend", "link", "seed", "overlap", "iterations")},
+            **{key: record.get(key) for key in ("warmup", "steady", "clock", "network", "switch", "happened")},
         },
     }
     return made | {"model": [one.to_dict() for one in forecasts(record, made)]}
@@ -82,7 +82,7 @@ def _transfer(
     ranks = len(times.ranks)
     summary = Summary.of(times.completion)
     own = [one for one in links if set(one[0]) <= set(times.ranks)] or links
-    bound = lower_bound_seconds(own, transfer.collective, times.ranks, transfer.bytes)
+    bound = lower_bound_seconds(own, transfer.collective, times.ranks, transfer.bytes, transfer.shares)
     waiting = Summary.of(times.transfer)
     median = (waiting if rate_key(transfer.collective) == "transfer_s" else summary).p50
     return {
@@ -91,6 +91,7 @@ def _transfer(
         "collective": transfer.collective,
         "algorithm": algorithm,
         "kind": transfer.kind,
+        "shares": list(transfer.shares),
         "ranks": list(times.ranks),
         "trials": summary.count,
         "effective_trials": summary.effective,
@@ -98,7 +99,7 @@ def _transfer(
         **_times("time", summary),
         **_times("arrival_skew", Summary.of(times.arrival_skew)),
         **_times("transfer", waiting),
-        **_rates(transfer.bytes, transfer.bytes * busbw_factor(transfer.collective, ranks), median),
+        **_rates(transfer.bytes, transfer.bytes * busbw_factor(transfer.collective, ranks, transfer.shares), median),
         "bound_s": bound,
         "ideal_percent": 100 * bound / median if bound is not None and median else None,
         "outliers": [int(trial) for trial in outliers(times.completion)],
@@ -173,7 +174,7 @@ def _step(run: Run, workload: Workload, times: list[TransferTimes], transfers: l
     summary = Summary.of(measured)
     medians = {overlap: summary.p50, not overlap: Summary.of(other).p50}
     size = sum(transfer.bytes for transfer in workload.transfers)
-    bus = sum(one["bytes"] * busbw_factor(one["collective"], len(one["ranks"])) for one in transfers)
+    bus = sum(one["bytes"] * busbw_factor(one["collective"], len(one["ranks"]), one["shares"]) for one in transfers)
     bounds = [one["bound_s"] for one in transfers]
     bound = None if None in bounds else _if_transfers_took(workload, bounds, hosts, overlap=overlap)
     return {

@@ -17,8 +17,20 @@ from typing import Literal
 
 from penstock.errors import ArgumentError
 
-Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "gather", "send"]
-"""By torch.distributed's names; "send" is point-to-point, from rank 0 to rank 1."""
+Collective = Literal[
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "sendrecv",
+    "send",
+]
+"""By torch.distributed's names; "send" is point-to-point, from rank 0 to rank 1. "sendrecv" is nccl-tests': every rank
+sends to the next and receives from the one before, so that two ranks send to each other at once."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -48,6 +60,7 @@ class StepList:
             are divided, the last one padded. A slot has the size of one.
         slots: of the memory of each rank. The input lies in slots 0..chunks-1, where this rank has one (see `proof`).
         output: the first slot of the result, which lies in order from there.
+        shares: of an uneven all_to_all, how many chunks go to each rank; empty: as many to all.
         rounds: the messages of each round.
 
     Raises:
@@ -61,6 +74,7 @@ class StepList:
     slots: int
     rounds: tuple[tuple[Move, ...], ...]
     output: int = 0
+    shares: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for number, moves in enumerate(self.rounds):
@@ -70,6 +84,12 @@ class StepList:
                 last = max(move.first, move.into) + move.count
                 if move.count < 1 or min(move.first, move.into) < 0 or last > self.slots:
                     raise ArgumentError(f"round {number}: {move} is not within {self.slots} slots")
+
+    def part(self, rank: int) -> range:
+        """The chunks of a buffer that belong to a rank, where each has some."""
+        shares = self.shares or (self.chunks // self.ranks,) * self.ranks
+        first = sum(shares[:rank])
+        return range(first, first + shares[rank])
 
     def slot_bytes(self, size_bytes: int, element_bytes: int = 1) -> int:
         """Of one slot, for a collective of a size: whole elements, rounded up."""

@@ -8,7 +8,7 @@ source is named.)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -19,6 +19,10 @@ from penstock.fabric.algorithms.tree import double_tree
 
 PIECES = 8
 """Into how many the algorithms with a pipeline cut the data, unless another number is given."""
+
+
+_IN_PARTS = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
+"""Of whose size a rank has a part already."""
 
 
 class Terms(NamedTuple):
@@ -59,11 +63,16 @@ def known_algorithms(collective: str) -> tuple[str, ...]:
     return tuple(_FORMS[collective])
 
 
-def busbw_factor(collective: str, ranks: int) -> float:
-    """Bus bandwidth over algorithm bandwidth, by the nccl-tests convention."""
+def busbw_factor(collective: str, ranks: int, shares: Sequence[int] = ()) -> float:
+    """Bus bandwidth over algorithm bandwidth, by the nccl-tests convention.
+
+    Of an uneven all_to_all (see `Transfer`) it is that of the busiest port, as of an even one.
+    """
+    if shares:
+        return max(max(sum(shares) - one, (ranks - 1) * one) for one in shares) / sum(shares)
     if collective == "all_reduce":
         return 2 * (ranks - 1) / ranks
-    return (ranks - 1) / ranks if collective in ("all_gather", "reduce_scatter", "all_to_all", "gather") else 1.0
+    return (ranks - 1) / ranks if collective in _IN_PARTS else 1.0
 
 
 def _fold(n: int) -> tuple[int, int]:
@@ -175,6 +184,9 @@ _FORMS: dict[str, dict[str, Callable[[int, int], Terms]]] = {
     "reduce_scatter": {"ring": _around, "ring2": _around, "halving": _halving, "pairwise": _around},
     "all_to_all": {"pairwise": _around, "direct": _at_once, "bruck": _all_to_all_bruck},
     "broadcast": {"binomial": _binomial, "scatter-allgather": _scatter_allgather, "chain": _chain},
+    "reduce": {"binomial": _binomial, "chain": _chain},
     "gather": {"direct": _at_once, "binomial": _log_rounds},
+    "scatter": {"direct": _at_once, "binomial": _log_rounds},
+    "sendrecv": {"direct": _send},
     "send": {"direct": _send},
 }

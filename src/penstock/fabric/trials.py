@@ -24,7 +24,7 @@ Seconds = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class TransferTimes:
-    """Of one transfer of the workload.
+    """Of one transfer of the workload; of one iteration, where a trial has several, but for how late ranks began.
 
     Attributes:
         ranks: who takes part.
@@ -48,14 +48,15 @@ class TransferTimes:
         # Nanoseconds of a clock do not fit into a float: differences first.
         start, end = run.start_ns[:, place, taking], run.end_ns[:, place, taking]
         first, last = start.min(1, keepdims=True), start.max(1, keepdims=True)
-        durations = np.asarray((end - start) * 1e-9, float)
+        each = 1e-9 / iterations_of(run.record)
+        durations = np.asarray((end - start) * each, float)
         return cls(
             ranks=ranks,
             durations=durations,
             late=(start - first) * 1e-9,
             completion=durations.max(1),
             arrival_skew=(last - first)[:, 0] * 1e-9,
-            transfer=(end.max(1) - last[:, 0]) * 1e-9,
+            transfer=(end.max(1) - last[:, 0]) * each,
         )
 
 
@@ -73,6 +74,11 @@ def ranks_of(workload: Workload, place: int, hosts: int) -> tuple[int, ...]:
     return workload.transfers[place].ranks or tuple(range(hosts))
 
 
+def iterations_of(record: dict[str, Any]) -> int:
+    """How often a trial does each transfer in a row."""
+    return int(record.get("iterations") or 1)
+
+
 def algorithm_of(record: dict[str, Any], place: int) -> str:
     """Of a transfer: the one that was asked for, or what stood in where it does not do that collective."""
     return str((record.get("algorithms") or [record.get("algorithm", "")] * (place + 1))[place])
@@ -88,7 +94,7 @@ def measured_step(run: Run, workload: Workload) -> Seconds:
         if place is not None:
             firsts.append(run.start_ns[:, place, host] - int(workload.transfers[place].compute_of(host) * 1e9))
     took_ns = run.end_ns.max((1, 2)) - np.min(firsts, axis=0)
-    return np.asarray(took_ns * 1e-9 + workload.compute_seconds)
+    return np.asarray(took_ns * (1e-9 / iterations_of(run.record)) + workload.compute_seconds)
 
 
 def computed_step(workload: Workload, transfers: Sequence[Seconds], hosts: int, *, overlap: bool) -> Seconds:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from penstock.errors import ArgumentError
+from penstock.fabric.dtypes import BYTES, REDUCES, USUAL, Op, op_of
 from penstock.fabric.steps import Collective
 from penstock.fabric.units import size_text
 
@@ -28,6 +29,7 @@ class Transfer:
         ranks: who takes part, the root (or the sender) first; empty: all hosts.
         compute_seconds: what its ranks compute between the transfer before it and this one.
         compute_by_rank: the same of each of `ranks`, in their order, where they differ; empty: they do not.
+        shares: of an uneven all_to_all, how much goes to each of `ranks`, in their order; empty: as much to all.
         kind: what it carries: gradient, activation, activation gradient, tied gradient, parameters...
     """
 
@@ -38,6 +40,7 @@ class Transfer:
     compute_seconds: float = 0.0
     kind: str = "gradient"
     compute_by_rank: tuple[float, ...] = ()
+    shares: tuple[int, ...] = ()
 
     def compute_of(self, host: int) -> float:
         """Seconds that a host computes in front of it."""
@@ -53,6 +56,8 @@ class Workload:
         hosts: how many it needs; 0: any number.
         transfers: in order of execution.
         element_bytes: of the numbers that are sent: sizes are multiples of it.
+        dtype: of these numbers; empty: the usual one of so many bytes.
+        op: how they are reduced, where they are.
         compute_seconds: after the last transfer, until the step ends.
         notes: what a reader has to know about how it was made.
 
@@ -67,10 +72,17 @@ class Workload:
     element_bytes: int = 4
     compute_seconds: float = 0.0
     notes: tuple[str, ...] = ()
+    dtype: str = ""
+    op: Op = "sum"
 
     def __post_init__(self) -> None:
         if self.element_bytes not in (1, 2, 4, 8):
             raise ArgumentError(f"element_bytes is {self.element_bytes}: numbers have 1, 2, 4 or 8 bytes")
+        if self.dtype and BYTES.get(self.dtype) != self.element_bytes:
+            raise ArgumentError(f"dtype is {self.dtype!r}, which has not {self.element_bytes} bytes")
+        op_of(self.op, self.number)
+        if self.op != "sum" and not any(transfer.collective in REDUCES for transfer in self.transfers):
+            raise ArgumentError(f"op is {self.op!r}, but nothing is reduced: it is for {', '.join(REDUCES)}")
         if not self.transfers:
             raise ArgumentError(f"the workload {self.name!r} has no transfers: give at least one size")
         names: set[str] = set()
@@ -87,12 +99,27 @@ class Workload:
                 raise ArgumentError(f"{transfer.name}: compute_seconds is {transfer.compute_seconds}, below 0")
             if transfer.compute_by_rank and len(transfer.compute_by_rank) != len(transfer.ranks):
                 raise ArgumentError(f"{transfer.name}: compute_by_rank has a time for each of the ranks, or is empty")
+            if transfer.shares and (
+                transfer.collective != "all_to_all"
+                or len(transfer.shares) != (len(transfer.ranks) or self.hosts)
+                or min(transfer.shares) < 0
+                or not any(transfer.shares)
+            ):
+                raise ArgumentError(
+                    f"{transfer.name} has the shares {transfer.shares}: give an all_to_all a whole number a rank, 0 or "
+                    "more and not all 0"
+                )
             if len(set(transfer.ranks)) < len(transfer.ranks) or len(transfer.ranks) == 1:
                 raise ArgumentError(
                     f"{transfer.name} is between the ranks {transfer.ranks}: give two or more, each once"
                 )
             if self.hosts and not all(0 <= rank < self.hosts for rank in transfer.ranks):
                 raise ArgumentError(f"{transfer.name} is between the ranks {transfer.ranks} of {self.hosts} hosts")
+
+    @property
+    def number(self) -> str:
+        """The type of the numbers that are sent."""
+        return self.dtype or USUAL[self.element_bytes]
 
     @classmethod
     def of_sizes(cls, sizes: Iterable[int], collective: Collective = "all_reduce", element_bytes: int = 4) -> Self:
@@ -139,6 +166,8 @@ class Workload:
     @classmethod
     def from_dict(cls, given: dict[str, Any]) -> Self:
         """What `to_dict` made."""
-        tuples = ("ranks", "compute_by_rank")
-        transfers = tuple(Transfer(**{**one, **{key: tuple(one[key]) for key in tuples}}) for one in given["transfers"])
+        tuples = ("ranks", "compute_by_rank", "shares")
+        transfers = tuple(
+            Transfer(**{**one, **{key: tuple(one.get(key, ())) for key in tuples}}) for one in given["transfers"]
+        )
         return cls(**{**given, "transfers": transfers, "notes": tuple(given["notes"])})

@@ -1,17 +1,18 @@
 """Any model, unedited -> a list of stages."""
 
+from penstock.partition.chance.gate import gates_of
 from penstock.partition.complete import leaves_of
 from penstock.partition.cut import Balance, TooFewLayersError
-from penstock.partition.gate import gates_of
 from penstock.partition.objects import tensors_in
 from penstock.partition.partition import Origin, Partition, check_alike
 from penstock.partition.partitioner import KEPT_PARTITIONS, Partitioner, default_kwargs
 from penstock.partition.recording import RandomSource
-from penstock.partition.stage import INPUT_OVERWRITTEN, RUNS_AGAIN, Stage, retarget
+from penstock.partition.stage import INPUT_OVERWRITTEN, OVERWRITTEN_BY, RUNS_AGAIN, Stage, retarget
 
 __all__ = [
     "INPUT_OVERWRITTEN",
     "KEPT_PARTITIONS",
+    "OVERWRITTEN_BY",
     "RUNS_AGAIN",
     "Balance",
     "Origin",

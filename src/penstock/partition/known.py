@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.partition._compat import FakeTensorMode, flatten, quiet, storage_of, unset_fake_temporarily
+from penstock.partition.loan import map_tensors
 from penstock.partition.objects import holds_tensors
 from penstock.partition.observer import Observer
-from penstock.partition.state import map_tensors
 
 
 class Restart(BaseException):

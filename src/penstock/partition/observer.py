@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.partition._compat import FakeTensor, flatten, storage_of
 from penstock.partition.lost import Seeds
-from penstock.partition.provenance import Provenance, is_seeded, tensors_of
+from penstock.partition.state.provenance import Provenance, is_seeded, tensors_of
+from penstock.partition.state.unseen import Saved
 from penstock.partition.work import Operation, work_of
 
 RUNNING = ("running_mean", "running_var")
@@ -32,11 +33,15 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         position: set by the owner; the index of the node that is being recorded.
         work: of the calls since the owner last set it to 0; see `work_of`.
         provenance: where tensors come from.
+        saved: what is saved for backward.
+        statistics: the memory of batch norms' running statistics, which get no new version when they are updated.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, registered: Collection[int] | None = None, seeds: Seeds | None = None) -> None:
+    def __init__(
+        self, registered: Collection[int] | None = None, seeds: Seeds | None = None, *, watches_saved: bool = False
+    ) -> None:
         """`registered`: ids of the model's modules; what is drawn in one made by the forward is its caller's.
 
         `seeds`: is told of the generators that operators are given.
@@ -50,6 +55,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.work = 0
         self._inside_function = False
         self.provenance = Provenance()
+        self.saved = Saved(self.provenance.root, is_watched=watches_saved)
+        self.statistics: set[int] = set()
         self._log: list[Any] | None = None
         self._drew: list[nn.Module | None] = []
         self._written: dict[int, Tensor] = {}
@@ -75,6 +82,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     if isinstance(tensor, Tensor) and (name not in RUNNING or given.get("training", True)):
                         self._written[storage_of(tensor)] = tensor
                         writing.append(tensor)
+                        if name in RUNNING:
+                            self.statistics.add(storage_of(tensor))
         values = (*args, *kwargs.values())
         if self._log is not None:
             self._log.append((func, described(values), numbers_given(func, args)))
@@ -89,6 +98,21 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             trains = self._inside_function or torch.is_grad_enabled()
             self.work += work_of(Operation(func, args, kwargs, result), given_tensors, made, trains)
         return result
+
+    @contextmanager
+    def not_counting(self) -> Iterator[None]:
+        """Meanwhile operators are not the model's work."""
+        work = self.work
+        try:
+            yield
+        finally:
+            self.work = work
+
+    def stands_for(self, real: Tensor, fake: Tensor) -> None:
+        """What was seen of a real tensor, which a unit ran on, holds of the fake one."""
+        if storage_of(real) in self.statistics:
+            self.statistics.add(storage_of(fake))
+        self.saved.stands_for(real, fake)
 
     @contextmanager
     def in_function(self) -> Iterator[None]:

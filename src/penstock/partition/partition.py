@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from penstock.errors import PartitionError, ShapeError
 from penstock.partition._compat import Flat, flatten, unflatten
-from penstock.partition.given import contents_of
 from penstock.partition.guards import Guard
-from penstock.partition.left import Left, in_place
 from penstock.partition.objects import input_path
 from penstock.partition.recording import Constant
 from penstock.partition.stage import Stage
+from penstock.partition.state.given import contents_of
+from penstock.partition.state.left_behind import Left, in_place
 from penstock.stages import MODEL_INPUT
 
 Leaf = tuple[object, ...]

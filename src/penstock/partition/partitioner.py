@@ -16,8 +16,8 @@ from penstock.partition._compat import autocast_state, flatten
 from penstock.partition.chain import as_module, known_names
 from penstock.partition.complete import check_complete, unused_note
 from penstock.partition.cut import Balance, balanced_cuts, candidates, cut_positions
-from penstock.partition.given import Attributes, Given
 from penstock.partition.hierarchy import more_to_open, opening_for
+from penstock.partition.inseparable import joined, spans, too_few
 from penstock.partition.objects import input_path
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.opening import Opening
@@ -27,7 +27,7 @@ from penstock.partition.recording import RandomSource, Recording
 from penstock.partition.remedies import explained
 from penstock.partition.split import Split
 from penstock.partition.stage import Stage, build_stage
-from penstock.partition.together import joined, spans, too_few
+from penstock.partition.state.given import Attributes, Given
 from penstock.partition.units import Grain, find_units, refuse_compiled
 
 Division = tuple[tuple[str, ...], Opening]

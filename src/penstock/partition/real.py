@@ -5,6 +5,7 @@ A mixture of experts, for example, asks which experts the values chose. Inside a
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,10 +17,10 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from penstock.errors import PartitionError
 from penstock.partition._compat import FakeTensor, storage_of, unset_fake_temporarily
+from penstock.partition.loan import Loan, Snapshot, fake_value, map_tensors, same_bits
 from penstock.partition.objects import tensors_in
 from penstock.partition.observer import Observer
 from penstock.partition.passed import Passed
-from penstock.partition.state import Loan, Snapshot, fake_value, map_tensors
 from penstock.partition.units import Call, Unit, has_forward
 
 
@@ -35,7 +36,7 @@ def run_for_real(
 ) -> tuple[Any, list[Any], frozenset[int]]:
     """The unit's result as fake tensors, what in it drew, and the (fake) memory that it wrote.
 
-    Parameters are the model's own, or made up where they are on `meta`; buffers are copies, so that none is updated.
+    Parameters and buffers are copies, so that none is updated, or made up where they are on `meta`.
     """
     made: dict[int, tuple[Tensor, Tensor]] = {}  # id of the fake -> fake, real
     modules = list(unit.module.modules())
@@ -49,16 +50,20 @@ def run_for_real(
 
     with unset_fake_temporarily() as mode, _same_draws():
         try:
-            real_args, real_kwargs = map_tensors(real, (args, kwargs))
-            for module in modules:
-                for slots in (module._parameters, module._buffers):
-                    slots.update({k: real(t) for k, t in slots.items() if t is not None})  # type: ignore[misc]
-                if isinstance(module, nn.RNNBase):
-                    module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
-            given = Passed(real_args, real_kwargs)
-            versions = {key: r._version for key, (_, r) in made.items()}
+            with observer.not_counting():
+                real_args, real_kwargs = map_tensors(real, (args, kwargs))
+                for module in modules:
+                    for slots in (module._parameters, module._buffers):
+                        slots.update({k: real(t) for k, t in slots.items() if t is not None})  # type: ignore[misc]
+                    if isinstance(module, nn.RNNBase):
+                        module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
+                given = Passed(real_args, real_kwargs)
+                versions = {key: r._version for key, (_, r) in made.items()}
+                before = {key: r.detach().clone() for key, (_, r) in made.items()}
             observer.take(keep=False)  # to make tensors up is to write to them
             result = original(unit.module, *real_args, **real_kwargs)
+            with observer.not_counting():  # numpy writes past torch's operators
+                other = {key for key, copied in before.items() if not same_bits(copied, made[key][1])}
         except PartitionError:
             raise
         except Exception as error:
@@ -68,12 +73,15 @@ def run_for_real(
         finally:
             snapshot.restore_tensors(partial(_is_made_to_learn, observer))
     drew, seen = observer.take(keep=False)  # batch norm updates its running statistics without a new version
-    written = {
-        storage_of(f)
-        for key, (f, r) in made.items()
-        if r._version != versions.get(key, r._version) or storage_of(r) in seen
-    }
-    back = _back_to_fakes(list(made.values()), mode, device)
+    written = set()
+    for key, (f, r) in made.items():
+        if r._version != versions.get(key, r._version):
+            torch.autograd.graph.increment_version(f)
+            written.add(storage_of(f))
+        elif storage_of(r) in seen or key in other:
+            written.add(storage_of(f))
+        observer.stands_for(r, f)
+    back = _back_to_fakes(list(made.values()), observer, mode, device)
     left = map_tensors(back, (result, given.containers))
     Passed(args, kwargs).write_back(given.changed(), left[1])
     return left[0], drew, frozenset(written)
@@ -133,7 +141,9 @@ def _may_draw(module: nn.Module) -> bool:
     return isinstance(module, nn.RReLU) or bool(getattr(module, "dropout", 0.0))
 
 
-def _back_to_fakes(made: list[tuple[Tensor, Tensor]], mode: Any, device: torch.device) -> Callable[[Tensor], Tensor]:
+def _back_to_fakes(
+    made: list[tuple[Tensor, Tensor]], observer: Observer, mode: Any, device: torch.device
+) -> Callable[[Tensor], Tensor]:
     by_id = {id(real): fake for fake, real in made}
     by_storage = {storage_of(real): fake for fake, real in made}
 
@@ -143,16 +153,18 @@ def _back_to_fakes(made: list[tuple[Tensor, Tensor]], mode: Any, device: torch.d
         base = by_storage.get(storage_of(tensor))
         if base is not None and base.dtype == tensor.dtype:
             return base.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
-        return fake_value(tensor, mode, device)
+        new = fake_value(tensor, mode, device)
+        observer.stands_for(tensor, new)
+        return new
 
     return fake
 
 
 def _make(fake: Tensor, original: Tensor | None, device: torch.device) -> Tensor:
-    """A real tensor to stand in for a fake one: the model's own parameter, a copy of its buffer, or made up."""
+    """A real tensor to stand in for a fake one: a copy of the model's parameter or buffer, or made up."""
     with torch.no_grad():
         if original is not None and original.device == device:
-            return original if isinstance(original, nn.Parameter) else original.clone()
+            return copy.deepcopy(original) if isinstance(original, nn.Parameter) else original.clone()
         reach = 1 + sum(step * (size - 1) for step, size in zip(fake.stride(), fake.size(), strict=True))
         memory = torch.empty(reach if fake.numel() else 0, dtype=fake.dtype, device=fake.device)
         if fake.is_floating_point() or fake.is_complex():
@@ -163,5 +175,5 @@ def _make(fake: Tensor, original: Tensor | None, device: torch.device) -> Tensor
     if fake.is_leaf or not fake.requires_grad:
         return tensor.requires_grad_(fake.requires_grad)
     with torch.enable_grad():
-        copy = tensor.requires_grad_().clone()  # no leaf, so that it may be updated in place
-        return copy if copy.stride() == tensor.stride() else tensor.view_as(tensor)
+        value = tensor.requires_grad_().clone()  # no leaf, so that it may be updated in place
+        return value if value.stride() == tensor.stride() else tensor.view_as(tensor)

@@ -30,27 +30,28 @@ from penstock.partition._compat import (
     storage_of,
     unflatten,
 )
-from penstock.partition.branches import with_branches
 from penstock.partition.chain import Chain
-from penstock.partition.chance import node_of_drawn
+from penstock.partition.chance.branches import with_branches
+from penstock.partition.chance.draws import node_of_drawn
+from penstock.partition.chance.foreign import WholeFunction
 from penstock.partition.complete import leaves_of, shortened
-from penstock.partition.foreign import WholeFunction
 from penstock.partition.functions import autograd_functions
 from penstock.partition.guards import is_integer
 from penstock.partition.known import Restart
-from penstock.partition.left import EVERY, Behind, gather
+from penstock.partition.loan import Loan, Snapshot, fake_like, fake_value, untouched_generators
 from penstock.partition.lost import refuse_backward_hooks
 from penstock.partition.modes import Entry
 from penstock.partition.objects import hides_tensors, holds_tensors, input_path
 from penstock.partition.obstacle import Obstacle, rates_read
 from penstock.partition.opening import NOTHING, Opening, StayWhole
-from penstock.partition.reach import Reach
 from penstock.partition.recorder import Recorder
 from penstock.partition.recording import Constant, Recording
-from penstock.partition.remembered import Remembered, draws_alone, iterators_stopped, strays
 from penstock.partition.source import raising_line
-from penstock.partition.state import Loan, Snapshot, fake_like, fake_value, untouched_generators
-from penstock.partition.stateful import carried_over, same
+from penstock.partition.state.carried_over import carried_over, same
+from penstock.partition.state.left_behind import EVERY, Behind, gather
+from penstock.partition.state.reach import Reach
+from penstock.partition.state.remembered import Remembered, draws_alone, iterators_stopped, strays
+from penstock.partition.state.unseen import Watch, may_overwrite
 from penstock.partition.units import (
     NO_GRAIN,
     Grain,
@@ -136,12 +137,14 @@ def _one_way(
     choices: Mapping[int, bool],
 ) -> Recording:
     """The way that the forward takes with these answers where it branches by chance."""
-    fake_calls: frozenset[int] = frozenset()
+    fake_calls, watches = frozenset[int](), False
     while True:
         try:
-            return _record(model, args, kwargs, units, functions, fake_calls, opening, grain, choices)
+            return _record(model, args, kwargs, units, functions, fake_calls, opening, grain, choices, watches)
         except Restart as restart:
             fake_calls = restart.fake_calls  # calls are numbered anew in each way
+        except Watch:
+            watches = True
 
 
 def _regrouped(grain: Grain, wish: Leak | Regroup, leaves: Sequence[str]) -> Grain:
@@ -174,6 +177,7 @@ def _record(
     opening: Opening,
     grain: Grain,
     choices: Mapping[int, bool],
+    watches: bool,
 ) -> Recording:
     given = flatten((tuple(args), dict(kwargs)))
     device = next((x.device for x in given.leaves if isinstance(x, Tensor)), torch.device("cpu"))
@@ -186,7 +190,7 @@ def _record(
             reach = Reach(model)
             stack.enter_context(iterators_stopped(reach))
             new = partial(Recorder, model, units, loan, Entry(device), names, mode, fake_calls, reach, choices, opening)
-            recorder = new(once=grain.once)
+            recorder = new(once=grain.once, watches_saved=watches)
             stack.callback(recorder.observer.provenance.restore)
             inputs = _inputs(model, recorder, mode, given)
             with _staying_whole(recorder):
@@ -203,6 +207,8 @@ def _record(
                 recording = replace(
                     _finish(recorder, loan, units, result, left, grain), remembered=remembered_by(recorder, reach)
                 )
+                if not watches and may_overwrite(recording, recorder.observer.statistics):
+                    raise Watch
                 changed = carried_over(reach, provenance, [u.name for u in units.values()])
                 if changed:
                     second = new(once=True)
@@ -280,7 +286,8 @@ def _run(model: nn.Module, recorder: Recorder, mode: Any, inputs: list[Any], str
     try:
         with mode, observer, observer.following_modules(), autograd_functions(recorder), _quiet_about_hooks(), quiet():
             with without_validation(recorder.note_unchecked), intercepted(modules, recorder.call_unit), recorder:
-                return model(*args, **kwargs)
+                with observer.saved.watching():
+                    return model(*args, **kwargs)
     except DATA_DEPENDENT as error:
         raise _depends_on_values(recorder, error) from error
     except UNSUPPORTED as error:

@@ -26,10 +26,10 @@ from penstock.partition._compat import (
     storage_of,
     unset_fake_temporarily,
 )
-from penstock.partition.chance import Chance, holds_drawn, stand_ins
+from penstock.partition.chance.draws import Chance, holds_drawn, stand_ins
 from penstock.partition.guards import Guard, make_guard
-from penstock.partition.hooked import Hook
 from penstock.partition.known import Known
+from penstock.partition.loan import Loan
 from penstock.partition.lost import Seeds
 from penstock.partition.modes import Entry
 from penstock.partition.objects import (
@@ -40,12 +40,12 @@ from penstock.partition.observer import Observer
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.opening import Opening
 from penstock.partition.passed import Passed
-from penstock.partition.provenance import Call as Running
-from penstock.partition.reach import Reach
 from penstock.partition.real import may_draw, run_for_real
 from penstock.partition.returned import Returned
-from penstock.partition.sideways import Sideways
-from penstock.partition.state import Loan
+from penstock.partition.state.gradient_hooks import Hook
+from penstock.partition.state.provenance import Call as Running
+from penstock.partition.state.reach import Reach
+from penstock.partition.state.sideways import Sideways
 from penstock.partition.units import Call, Regroup, Unit
 from penstock.partition.writer import Writer
 
@@ -71,9 +71,10 @@ class Recorder(Writer, TorchFunctionMode):
         opening: Opening,
         *,
         once: bool = False,
+        watches_saved: bool = False,
     ) -> None:
         self.seeds = Seeds()
-        observer = Observer(names, self.seeds)
+        observer = Observer(names, self.seeds, watches_saved=watches_saved)
         observer.provenance.held = {storage_of(fake): name for name, fake in loan.fakes.items()}
         observer.provenance.own = frozenset(map(storage_of, loan.originals.values()))
         sideways = Sideways(model, units, reach, observer, once=once)
@@ -184,6 +185,8 @@ class Recorder(Writer, TorchFunctionMode):
                 target = calls.Target("call_module", unit.name, *self._arguments(args, kwargs))
                 fact = self._write(target, "unit", result, False, writes)
             fact.runs_again = in_checkpoint()
+            if fact.runs_again and self.observer.saved.is_watched:  # checkpoints keep arguments, unseen by autograd
+                fact.saved |= {storage_of(tensor) for tensor in leaves if isinstance(tensor, Tensor)}
             self.observer.place_calls(first_call, fact.index)  # nodes for its arguments stand before it
             fact.depends_on_values = unit.name in self.real
             self.returned.note(fact, result)

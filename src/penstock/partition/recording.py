@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor, fx, nn
 
-from penstock.partition.left import Left
 from penstock.partition.opening import NOTHING, Opening
-from penstock.partition.remembered import Remembered
+from penstock.partition.state.left_behind import Left
+from penstock.partition.state.remembered import Remembered
 from penstock.partition.units import NO_GRAIN, Grain
 from penstock.stages import TensorMeta
 
 if TYPE_CHECKING:
-    from penstock.partition.chance import Ask
+    from penstock.partition.chance.draws import Ask
     from penstock.partition.guards import Guard
     from penstock.partition.returned import Pattern
 
@@ -57,6 +57,8 @@ class Fact:
         meta: of the result, where that is one tensor.
         storages: the memory behind its result's tensors. Equal numbers mean shared memory.
         writes: the memory that it updated in place.
+        unseen: of that, what autograd does not know to be updated: it was written through `.data`.
+        saved: the memory that it saved for backward; empty if nothing was updated in place that may have been saved.
         takes_gradient: whether any tensor of its result requires a gradient.
         draws: a torch call outside the units that draws random numbers.
         stream: the name of the stream that it draws from.
@@ -78,6 +80,8 @@ class Fact:
     meta: TensorMeta | None = None
     storages: frozenset[int] = frozenset()
     writes: frozenset[int] = frozenset()
+    unseen: frozenset[int] = frozenset()
+    saved: frozenset[int] = frozenset()
     takes_gradient: bool = False
     draws: bool = False
     stream: str = ""

@@ -16,7 +16,7 @@ from torch import fx, nn
 from penstock.errors import PartitionError
 from penstock.partition.objects import OPAQUE
 from penstock.partition.recording import Fact, Recording
-from penstock.partition.remembered import Remembered
+from penstock.partition.state.remembered import Remembered
 from penstock.stages import MODEL_INPUT, Input, Output, TensorMeta
 
 HELD = ("parameter", "buffer", "constant")
@@ -60,6 +60,7 @@ class Split:
         received[0].update(n for r in received for n in r if self.facts[n].kind == "input")
         self._check_held(received, run)
         self._check_views(run)
+        self._check_saved(run)
         self._check_remembered(run)
         plans = []
         for stage in range(self.count):
@@ -182,8 +183,8 @@ class Split:
                 maker = maker.args[0]
             user = next(u for u in node.users if self.stage_of(self.facts[u].index) == stage)
             raise PartitionError(
-                f"{self._name(self.facts[maker])} returns a {node.meta[OPAQUE]}, which holds tensors that cannot be "
-                f"taken out of it, and a cut separates it from {self._name(self.facts[user])}, which takes it. Move "
+                f"{self.name_of(self.facts[maker])} returns a {node.meta[OPAQUE]}, which holds tensors that cannot be "
+                f"taken out of it, and a cut separates it from {self.name_of(self.facts[user])}, which takes it. Move "
                 "the cut, or return the tensors themselves"
             )
 
@@ -233,7 +234,7 @@ class Split:
             if storage in self.written:
                 writer = next(f for f in self.facts.values() if storage in f.writes)
                 raise PartitionError(
-                    f"{names[storage]!r} is updated in place by {self._name(writer)} but used on stages "
+                    f"{names[storage]!r} is updated in place by {self.name_of(writer)} but used on stages "
                     f"{sorted(stages[storage])}: copies on several stages would differ. Move the cut so that all its "
                     "uses are on one stage"
                 )
@@ -316,10 +317,48 @@ class Split:
         roots = {self._root(a, storage, stage) for a in writer.all_input_nodes if storage in self.facts[a].storages}
         if roots != {self._root(view, storage, stage)}:
             raise PartitionError(
-                f"{self._name(self.facts[writer])} updates in place memory that {view.name!r} shares, but a cut "
+                f"{self.name_of(self.facts[writer])} updates in place memory that {view.name!r} shares, but a cut "
                 f"separates the two, so that {view.name!r} would keep the old values. Move the cut, or make the "
                 "update out of place"
             )
+
+    def _check_saved(self, run: Sequence[set[fx.Node]]) -> None:
+        """What autograd does not see to be updated must not be saved for the backward of an earlier stage."""
+        for stage, nodes in enumerate(run):
+            for node in nodes:
+                writer = self.overwritten_unseen(node)
+                if writer is None:
+                    continue
+                reader = self.name_of(self.facts[node])
+                what = (
+                    f"{self.name_of(writer)} updates in place, unseen by autograd (through .data), what the backward "
+                    f"of {reader} uses"
+                )
+                if self.facts[node].runs_again:
+                    raise PartitionError(
+                        f"{what} when its checkpoint runs it again, which a stage does not. Make the update out of "
+                        "place, or leave out the checkpoint"
+                    )
+                if (other := self.stage_of(writer.index)) != stage:
+                    raise PartitionError(
+                        f"{what}, but on stage {other} and not on stage {stage}, where that backward runs. Make the "
+                        "update out of place, or move the cut so that both are on one stage"
+                    )
+
+    def overwritten_unseen(self, node: fx.Node) -> Fact | None:
+        """The last later call that updates what backward of this one uses, unseen by autograd."""
+        fact = self.facts[node]
+        values = fact.saved.difference(self.recording.memory)
+        later = [writer for writer in self.writers if writer.index > fact.index and writer.unseen & values]
+        return later[-1] if later else None
+
+    def overwritten(self, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+        """What the model holds that some calls both update and save for their backward, as users know it."""
+        facts = [self.facts[node] for node in nodes]
+        written = frozenset[int]().union(*(fact.writes for fact in facts))
+        saved = frozenset[int]().union(*(fact.saved for fact in facts))
+        held = [repr(name) for storage, name in self.recording.memory.items() if storage in written & saved]
+        return *held, *(each.text for each in self.recording.remembered if each.storage in saved)
 
     def _root(self, node: fx.Node, storage: int, stage: int) -> fx.Node:
         """The value as which the memory came to a stage: followed through the views that are made there."""
@@ -331,5 +370,5 @@ class Split:
                 return self._root(argument, storage, stage)
         return node
 
-    def _name(self, fact: Fact) -> str:
+    def name_of(self, fact: Fact) -> str:
         return f"block {fact.scope!r}" if fact.kind == "unit" else f"the call at {fact.source_line}"

@@ -14,17 +14,20 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from penstock.partition.chain import public_names
-from penstock.partition.gate import Gate
+from penstock.partition.chance.gate import Gate
 from penstock.partition.modes import enter_autocast, leave_autocast
 from penstock.partition.objects import free_name
 from penstock.partition.recording import Branch, Fact, Modes, RandomSource
-from penstock.partition.remembered import Remembered
 from penstock.partition.returned import check_returned, check_unchanged, versions_of
 from penstock.partition.split import Plan, Split
+from penstock.partition.state.remembered import Remembered
 from penstock.stages import StageMeta
 
 INPUT_OVERWRITTEN = "input overwritten"
 """In the `meta` of a stage's node that calls a module: an input of that call is updated in place by it, or later."""
+
+OVERWRITTEN_BY = "overwritten by"
+"""In the `meta` of such a node: who updates what its backward uses later, unseen by autograd; or ""."""
 
 RUNS_AGAIN = "runs again"
 """In the `meta` of such a node: plain torch would run the module again in backward, since it is in a checkpoint."""
@@ -51,6 +54,8 @@ class Stage:
         parameters, buffers: the model's own tensors that live here, by the names in `meta`.
         may_update: of the buffers, those that the forward may update for some values, besides those in `meta`.
         device: where it was recorded; calls that make tensors make them there. See `retarget`.
+        overwritten: what the forward updates in place although its backward uses it: parameters, buffers, and what
+            the forward remembers. No other forward may run in between.
         remembered: what its forward carries over from one microbatch to the next; see `Remembered`.
         frame: called with the stage's forward and its arguments; None where nothing is to be done around it.
     """
@@ -63,6 +68,7 @@ class Stage:
     frame: Surroundings | None = None
     may_update: tuple[str, ...] = ()
     remembered: tuple[Remembered, ...] = ()
+    overwritten: tuple[str, ...] = ()
 
     @property
     def forward(self) -> Callable[..., Sequence[Tensor]]:
@@ -140,7 +146,16 @@ def build_stage(split: Split, plan: Plan, index: int, streams: RandomSource) -> 
     uncertain = {name for node in plan.run if split.depends_on_values(node) for name in split.held_by(node)}
     may_update = tuple(public[n] for n in names if n in uncertain and n not in split.updated and public[n] in buffers)
     remembered = tuple(r for r in recording.remembered if any(split.uses(node, r) for node in plan.run))
-    return Stage(meta, module, parameters, buffers, recording.device, may_update=may_update, remembered=remembered)
+    return Stage(
+        meta,
+        module,
+        parameters,
+        buffers,
+        recording.device,
+        may_update=may_update,
+        remembered=remembered,
+        overwritten=split.overwritten(plan.run),
+    )
 
 
 class _Root(nn.Module):
@@ -191,6 +206,7 @@ def _graph(split: Split, plan: Plan, streams_name: str) -> fx.Graph:
     for node in plan.run:
         if split.facts[node].kind == "unit":
             new[node].meta[INPUT_OVERWRITTEN] = split.overwrites_input(node)
+            new[node].meta[OVERWRITTEN_BY] = (writer := split.overwritten_unseen(node)) and split.name_of(writer)
             if split.facts[node].depends_on_values and (watched := [new[a] for a in split.passed_over(node)]):
                 with graph.inserting_before(new[node]):
                     before = graph.call_function(versions_of, (watched,))

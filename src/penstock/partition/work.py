@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from penstock.partition.provenance import tensors_of
+from penstock.partition.state.provenance import tensors_of
 
 OPERATIONS_PER_BYTE = 10
 """What a processor does while it moves a byte: about 5 on a CPU's core, 15 on a GPU (float32). A whole number, so that

@@ -21,7 +21,8 @@ from penstock.partition._compat import (
     flatten,
     storage_of,
 )
-from penstock.partition.chance import node_of_drawn
+from penstock.partition.chance.draws import node_of_drawn
+from penstock.partition.loan import Loan
 from penstock.partition.modes import Entry
 from penstock.partition.objects import (
     CONSTANTS,
@@ -38,8 +39,8 @@ from penstock.partition.obstacle import Obstacle
 from penstock.partition.opening import Opening
 from penstock.partition.passed import Passed, kept_by
 from penstock.partition.recording import Fact, Kind, tensor_meta
-from penstock.partition.sideways import Sideways
-from penstock.partition.state import Loan
+from penstock.partition.state.sideways import Sideways
+from penstock.partition.state.unseen import Versions
 from penstock.partition.trees import LEAF, Flat
 from penstock.partition.units import Leak, Unit
 
@@ -68,6 +69,7 @@ class Writer:
         self.constants: dict[str, object] = {}
         self.inputs: dict[fx.Node, int] = {}  # placeholder -> its place among the leaves of (args, kwargs)
         self._seen: dict[int, Seen] = {}
+        self._versions = Versions(loan.fakes.values())
         self.on_memory: dict[int, list[int]] = {}  # storage -> ids of the tensors seen on it
         self._attributes: dict[str, fx.Node] = {}
         self._constants = free_name(model, "constants")
@@ -92,7 +94,8 @@ class Writer:
             args, kwargs = self._arguments(args, kwargs)
         node = self.graph.create_node(target.op, target.function, args, kwargs)
         fact = self._fact(node, kind, result)
-        fact.writes, fact.draws = writes, draws
+        fact.writes, fact.unseen, fact.draws = writes, self._unseen(writes), draws
+        fact.saved = self.observer.saved.take() - self.observer.statistics  # which training saves but does not use
         if draws:
             fact.stream = self._stream(fact)
         if kind == "unit":
@@ -105,6 +108,18 @@ class Writer:
                 if known is not node:
                     self.facts[known].updates.append((fact.index, tensor_meta(tensor)))
         return fact
+
+    def _unseen(self, writes: frozenset[int]) -> frozenset[int]:
+        """Of the memory that was written, that of tensors that have no new version."""
+        found: set[int] = set()
+        for storage in writes - self.observer.statistics:
+            tensors = [self._seen[key][0] for key in dict.fromkeys(self.on_memory.get(storage, ()))]
+            if (name := self.observer.provenance.held.get(storage)) is not None:
+                tensors.append(self.loan.fakes[name])
+            new = [self._versions.has_new(tensor) for tensor in tensors]  # of each, so that it is noted
+            if not all(new):
+                found.add(storage)
+        return frozenset(found)
 
     def write_number(
         self, op: str, target: Any, args: tuple[Any, ...], kwargs: Any = None, *, draws: bool = False
@@ -207,6 +222,7 @@ class Writer:
 
     def _see(self, tensor: Tensor, node: fx.Node) -> None:
         self._seen[id(tensor)] = (tensor, node, tensor.requires_grad)
+        self._versions.add(tensor)
         self.on_memory.setdefault(storage_of(tensor), []).append(id(tensor))
 
     # -- values to nodes --------------------------------------------------------------------------------------------

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
 from penstock.partition import RUNS_AGAIN, Partition, Stage
-from penstock.runtime.between import Between
 from penstock.runtime.compiled import OwnGradients, any_compiled, forward_of
 from penstock.runtime.deferred_norm import DeferredNorms
 from penstock.runtime.finite import FiniteStage
+from penstock.runtime.forward_state import ForwardState
+from penstock.runtime.in_flight import refuse_in_flight
 from penstock.runtime.keeping import Keeping
 from penstock.runtime.loss import LossHead
 from penstock.runtime.offload import Offload
@@ -97,6 +98,8 @@ def assemble(
     keeping = choices.keepings[index % len(choices.keepings)] if choices.keepings else Keeping()
     sharded = choices.sharded.get(index)
     _refuse(stage, keeping, choices)
+    if training:
+        refuse_in_flight(stage, row)
     if keeping.every is not None:
         stages = _with_layers_again(stages, keeping.every)
     arounds: list[Around] = []
@@ -162,14 +165,14 @@ def _extras(
     again = microbatches_to_recompute(keeping.recompute, row, stage.meta.index)
     keeper = Keeper(stages, overwritten(stage.meta, metas), offload) if again else None
     last = None if sharded is None else _last_backward(row, stage.meta.index)
-    between = repeated = None
+    forward_state = repeated = None
     if choices.compile is None:
         modules = [module for each in stages for module in each.module.modules()]
-        between = Between(modules)
+        forward_state = ForwardState(modules)
         if stage.meta.updated and choices.norms is None:  # which see to these updates too
             updated = [stage.buffers[n] for n in stage.meta.updated if n in stage.buffers]
             repeated = RepeatedUpdates(modules, updated, _checkpointed(stage))
-    return Extras(keeper, again, offload, choices.norms, sharded, last, between, repeated)
+    return Extras(keeper, again, offload, choices.norms, sharded, last, forward_state, repeated)
 
 
 def _checkpointed(stage: Stage) -> list[nn.Module]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from penstock.errors import PartitionError
 from penstock.partition import Partition
-from penstock.partition.remembered import refuse_copies
+from penstock.partition.state.remembered import refuse_copies
 from penstock.stages import shifted
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from penstock.errors import ArgumentError, PartitionError
 from penstock.partition._compat import Flat, flatten, unflatten
 from penstock.partition.guards import is_integer
+from penstock.partition.loan import map_tensors
 from penstock.partition.objects import input_path
-from penstock.partition.state import map_tensors
 from penstock.runtime.batch import Cut
 from penstock.words import counted
 

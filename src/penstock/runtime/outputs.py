@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.errors import ArgumentError, ShapeError
 from penstock.partition._compat import flatten, unflatten
-from penstock.partition.state import map_tensors
+from penstock.partition.loan import map_tensors
 from penstock.runtime import exact
 from penstock.runtime.batch_dims import Dim, Dims, checked
 from penstock.runtime.engine import Engine

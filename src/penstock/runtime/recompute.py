@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from penstock.errors import PartitionError
 from penstock.partition import Stage
-from penstock.partition.remembered import refuse_again
+from penstock.partition.state.remembered import refuse_again
 from penstock.runtime import exact
 from penstock.runtime.keeping import Recompute
 from penstock.runtime.kept import Kept

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock.errors import ArgumentError
-from penstock.partition import INPUT_OVERWRITTEN, Stage
+from penstock.errors import ArgumentError, PartitionError
+from penstock.partition import INPUT_OVERWRITTEN, OVERWRITTEN_BY, Stage
 from penstock.partition._compat import flatten, unflatten
-from penstock.partition.remembered import refuse_again
-from penstock.partition.state import map_tensors
+from penstock.partition.loan import map_tensors
+from penstock.partition.state.remembered import refuse_again
 from penstock.runtime import exact
 from penstock.runtime.recompute import BufferCopies, Buffers, updated_buffers
 
@@ -43,6 +43,12 @@ def with_recomputed_layers(stage: Stage, every: int) -> fx.GraphModule:
         )
     refuse_again(stage.meta.index, stage.remembered, {str(node.target) for node in calls[::every]})
     for number, node in enumerate(calls[::every]):
+        if writer := node.meta.get(OVERWRITTEN_BY):
+            raise PartitionError(
+                f"recompute={every}: {writer} updates in place, unseen by autograd (through .data), what the backward "
+                f"of {str(node.target)!r} uses, so that running {str(node.target)!r} again would give something else; "
+                f"choose recompute={{{stage.meta.index}: 'never'}}, or 'always'"
+            )
         layer = module.get_submodule(str(node.target))
         node.target = f"recomputed_{number}"
         again = _Again(layer, Buffers([layer], updated), copies=node.meta.get(INPUT_OVERWRITTEN, False))

@@ -18,9 +18,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.errors import ArgumentError, PartitionError
 from penstock.runtime import exact
-from penstock.runtime.between import Between
 from penstock.runtime.deferred_norm import DeferredNorms
 from penstock.runtime.distribution import is_distributed
+from penstock.runtime.forward_state import ForwardState
 from penstock.runtime.loss import LossHead
 from penstock.runtime.offload import Offload
 from penstock.runtime.recompute import Keeper, Rerun
@@ -49,7 +49,7 @@ class Extras:
         offload: keeps what other forwards save for backward on the host.
         norms: takes the statistics of batch norms.
         sharded: what `fully_shard` was applied to; its gradients are reduced in the backward of microbatch `last`.
-        between: keeps what modules leave in their attributes for their own backward.
+        forward_state: keeps what modules leave in their attributes for their own backward.
         repeated: orders the updates of modules that run themselves again in backward.
     """
 
@@ -59,14 +59,14 @@ class Extras:
     norms: DeferredNorms | None = None
     sharded: Sharded | None = None
     last: int | None = None
-    between: Between | None = None
+    forward_state: ForwardState | None = None
     repeated: RepeatedUpdates | None = None
 
     @contextmanager
     def forward(self, microbatch: int) -> Iterator[None]:
         """Around a forward, when it is run first."""
         with (
-            nullcontext() if self.between is None else self.between.forward(microbatch),
+            nullcontext() if self.forward_state is None else self.forward_state.forward(microbatch),
             nullcontext() if self.repeated is None else self.repeated.forward(microbatch),
         ):
             yield
@@ -149,7 +149,7 @@ class StageRunner:
         self._grads.mail.clear()
         if self.split is not None:
             self.split.begin_step()
-        for extra in (self._extras.offload, self._extras.between, self._extras.repeated):
+        for extra in (self._extras.offload, self._extras.forward_state, self._extras.repeated):
             if extra is not None:
                 extra.begin_step()
 
@@ -242,8 +242,8 @@ class StageRunner:
 
     def backward(self, microbatch: int, grads: list[Tensor | None]) -> None:
         """Runs B or I; hands the gradients of the inputs on."""
-        between = self._extras.between
-        with nullcontext() if between is None else between.backward(microbatch):
+        state = self._extras.forward_state
+        with nullcontext() if state is None else state.backward(microbatch):
             self._backward(microbatch, grads)
 
     def _backward(self, microbatch: int, grads: list[Tensor | None]) -> None:

@@ -47,7 +47,10 @@ _GENERATORS: dict[Collective, dict[str, Callable[..., StepList]]] = {
         "scatter-allgather": rooted.broadcast_scattered,
         "chain": rooted.broadcast_chain,
     },
+    "reduce": {"binomial": rooted.reduce_binomial, "chain": rooted.reduce_chain},
     "gather": {"direct": direct.gather, "binomial": rooted.gather_binomial},
+    "scatter": {"direct": direct.scatter, "binomial": rooted.scatter_binomial},
+    "sendrecv": {"direct": direct.sendrecv},
     "send": {"direct": direct.send},
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from penstock.errors import ArgumentError
+from penstock.fabric.algorithms.rounds import Rounds
 from penstock.fabric.steps import Move, StepList
 
 
@@ -10,22 +12,45 @@ def send(ranks: int) -> StepList:
     return StepList("send", "direct", ranks, 1, 1, ((Move(0, 1, 0, 1, 0),),))
 
 
+def sendrecv(ranks: int) -> StepList:
+    """To the next rank, and from the one before: one round, the size out of every port and into it."""
+    moves = tuple(Move(rank, (rank + 1) % ranks, 0, 1, 1) for rank in range(ranks))
+    return StepList("sendrecv", "direct", ranks, 1, 2, (moves,), 1)
+
+
+def scatter(ranks: int) -> StepList:
+    """The root to all at once: one round, (n-1)/n of the size out of one port."""
+    moves = tuple(Move(0, rank, rank, 1, rank) for rank in range(1, ranks))
+    return StepList("scatter", "direct", ranks, ranks, ranks, (moves,))
+
+
 def gather(ranks: int) -> StepList:
     """All to the root at once: one round, (n-1)/n of the size into one port (incast)."""
     moves = tuple(Move(rank, 0, rank, 1, rank) for rank in range(1, ranks))
     return StepList("gather", "direct", ranks, ranks, ranks, (moves,))
 
 
-def all_to_all(ranks: int) -> StepList:
-    """All at once: one round, (n-1)/n of the size."""
-    moves = tuple(move for distance in range(1, ranks) for move in _exchange(ranks, distance))
-    return StepList("all_to_all", "direct", ranks, ranks, 2 * ranks, (moves,), ranks)
+def all_to_all(ranks: int, shares: tuple[int, ...] = ()) -> StepList:
+    """All at once: one round, (n-1)/n of the size.
+
+    Args:
+        ranks: any number.
+        shares: how many pieces each rank gets from every one; empty: one. A mixture of experts sends so.
+    """
+    shares = _checked_shares(ranks, shares)
+    moves = tuple(move for distance in range(1, ranks) for move in _exchange(shares, distance))
+    return _exchanged("direct", shares, (moves,))
 
 
-def all_to_all_pairwise(ranks: int) -> StepList:
-    """To the rank at distance 1, then 2, ...: n-1 rounds, (n-1)/n of the size, and never two into one port."""
-    rounds = tuple(_exchange(ranks, distance) for distance in range(1, ranks))
-    return StepList("all_to_all", "pairwise", ranks, ranks, 2 * ranks, rounds, ranks)
+def all_to_all_pairwise(ranks: int, shares: tuple[int, ...] = ()) -> StepList:
+    """To the rank at distance 1, then 2, ...: n-1 rounds, (n-1)/n of the size, and never two into one port.
+
+    Args:
+        ranks: any number.
+        shares: as for `all_to_all`.
+    """
+    shares = _checked_shares(ranks, shares)
+    return _exchanged("pairwise", shares, tuple(_exchange(shares, distance) for distance in range(1, ranks)))
 
 
 def reduce_scatter_pairwise(ranks: int) -> StepList:
@@ -37,7 +62,24 @@ def reduce_scatter_pairwise(ranks: int) -> StepList:
     return StepList("reduce_scatter", "pairwise", ranks, ranks, ranks, tuple(rounds))
 
 
-def _exchange(ranks: int, distance: int) -> tuple[Move, ...]:
-    """Each rank's part for the one at a distance, into the slot of the sender in the output."""
+def _checked_shares(ranks: int, shares: tuple[int, ...]) -> tuple[int, ...]:
+    if shares and (len(shares) != ranks or min(shares) < 0 or not any(shares)):
+        raise ArgumentError(f"shares are {shares}: give {ranks} whole numbers, one a rank, of 0 or more and not all 0")
+    return shares or (1,) * ranks
+
+
+def _exchange(shares: tuple[int, ...], distance: int) -> tuple[Move, ...]:
+    """Each rank's part for the one at a distance, into the slots of the sender in the output."""
+    ranks, chunks = len(shares), sum(shares)
     targets = [(rank, (rank + distance) % ranks) for rank in range(ranks)]
-    return tuple(Move(rank, target, target, 1, ranks + rank) for rank, target in targets)
+    return tuple(
+        Move(rank, target, sum(shares[:target]), shares[target], chunks + rank * shares[target])
+        for rank, target in targets
+        if shares[target]
+    )
+
+
+def _exchanged(algorithm: str, shares: tuple[int, ...], rounds: Rounds) -> StepList:
+    ranks, chunks = len(shares), sum(shares)
+    uneven = shares if len(set(shares)) > 1 else ()
+    return StepList("all_to_all", algorithm, ranks, chunks, chunks + ranks * max(shares), rounds, chunks, uneven)

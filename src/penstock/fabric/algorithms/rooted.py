@@ -35,6 +35,37 @@ def broadcast_chain(ranks: int, pieces: int = 8) -> StepList:
     return StepList("broadcast", "chain", ranks, pieces, pieces, tuple(rounds))
 
 
+def reduce_binomial(ranks: int) -> StepList:
+    """The other way, adding: ceil(log2 n) rounds, each of the whole size."""
+    rounds = tuple(
+        tuple(Move(move.source, move.target, 0, 1, 0, adds=True) for move in moves)
+        for moves in mirrored(_scattered(ranks))
+    )
+    return StepList("reduce", "binomial", ranks, 1, 1, rounds)
+
+
+def reduce_chain(ranks: int, pieces: int = 8) -> StepList:
+    """From the last rank to the root, piece by piece, each adding its own: n-2 + pieces rounds, of 1/pieces each.
+
+    Args:
+        ranks: any number.
+        pieces: more fill the chain better, and take more rounds.
+    """
+    checked_pieces(pieces)
+    rounds = []
+    for number in range(ranks - 2 + pieces):
+        under_way = [(rank, number - (ranks - 1 - rank)) for rank in range(1, ranks)]
+        rounds.append(
+            tuple(Move(rank, rank - 1, piece, 1, piece, adds=True) for rank, piece in under_way if 0 <= piece < pieces)
+        )
+    return StepList("reduce", "chain", ranks, pieces, pieces, tuple(rounds))
+
+
+def scatter_binomial(ranks: int) -> StepList:
+    """Half of what is left goes on each round: ceil(log2 n) rounds, (n-1)/n of the size out of the root."""
+    return StepList("scatter", "binomial", ranks, ranks, ranks, _scattered(ranks))
+
+
 def gather_binomial(ranks: int) -> StepList:
     """Each rank passes on what it has gathered: ceil(log2 n) rounds, (n-1)/n of the size into the root."""
     return StepList("gather", "binomial", ranks, ranks, ranks, mirrored(_scattered(ranks)))

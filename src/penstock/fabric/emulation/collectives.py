@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.errors import ArgumentError
 from penstock.fabric.algorithms.volume import moves_of
+from penstock.fabric.dtypes import REDUCES, Op
 from penstock.fabric.emulation import payload
 from penstock.fabric.emulation.wires import Message, Wire
 from penstock.fabric.steps import Collective, Move, StepList
@@ -47,7 +48,7 @@ class Place:
         transfer: what is done.
         members: the ranks of the job that take part; this one's number among them is `rank`.
         elements: of the largest buffer, before any padding.
-        seed, dtype: of the payload.
+        seed, dtype, op: of the payload.
     """
 
     transfer: Transfer
@@ -56,6 +57,7 @@ class Place:
     elements: int
     seed: int
     dtype: torch.dtype
+    op: Op = "sum"
 
     @property
     def collective(self) -> Collective:
@@ -63,11 +65,12 @@ class Place:
 
     def expected(self, elements: int) -> Tensor | None:
         """The result of this rank for a payload of as many elements."""
-        return payload.expected(self.collective, self.rank, len(self.members), elements, self.seed, self.dtype)
+        payload_of = (self.rank, len(self.members), elements, self.seed, self.dtype, self.op)
+        return payload.expected(self.collective, *payload_of, self.transfer.shares)
 
     def given(self, elements: int) -> Tensor:
         """Its payload."""
-        return payload.given(self.collective, self.rank, len(self.members), elements, self.seed, self.dtype)
+        return payload.given(self.collective, self.rank, len(self.members), elements, self.seed, self.dtype, self.op)
 
 
 class _Copy(NamedTuple):
@@ -91,6 +94,7 @@ class Stepwise:
         self._steps = steps
         self._wire = wire
         self._rank = place.rank
+        self._op: Op = place.op if place.collective in REDUCES else "sum"
         slot = -(-place.elements // steps.chunks)
         self.elements = slot * steps.chunks
         self._memory = torch.empty(slot * steps.slots, dtype=place.dtype, device=device)
@@ -145,9 +149,8 @@ class Stepwise:
     def reset(self) -> None:
         self._memory[: len(self._given)].copy_(self._given)
         if self._steps.collective == "all_to_all":  # what a rank gives to itself goes over no network
-            part = self.elements // self._steps.ranks
-            own = slice(self._rank * part, (self._rank + 1) * part)
-            self._output()[own].copy_(self._given[own])
+            own = self._given[payload.own_part(self._rank, self._steps.ranks, self.elements, self._steps.shares)]
+            self._output()[self._rank * len(own) : (self._rank + 1) * len(own)].copy_(own)
 
     def run(self) -> None:
         stamps = []
@@ -162,19 +165,21 @@ class Stepwise:
             self._wire.exchange(one.leaving, one.arriving)
             for copy in one.after:
                 if copy.adds:
-                    copy.target.add_(copy.source)
+                    payload.reduce_into(copy.target, copy.source, self._op)
                 else:
                     copy.target.copy_(copy.source)
             stamps.append((one.number, start, time.monotonic_ns()))
+        if self._op == "avg":
+            self._output().div_(self._steps.ranks)
         self._stamps = stamps
 
     def result(self) -> Tensor | None:
         whole = self._output()
         part = self.elements // self._steps.ranks
         match self._steps.collective:
-            case "reduce_scatter":
+            case "reduce_scatter" | "scatter":
                 return whole[self._rank * part : (self._rank + 1) * part]
-            case "gather":
+            case "gather" | "reduce":
                 return whole if self._rank == 0 else None
             case "send":
                 return whole if self._rank == 1 else None
@@ -185,7 +190,10 @@ class Stepwise:
 
     def _output(self) -> Tensor:
         first = len(self._memory) // self._steps.slots * self._steps.output
-        return self._memory[first : first + self.elements]
+        got = self.elements
+        if self._steps.shares:
+            got = self._steps.ranks * self._slot * self._steps.shares[self._rank]
+        return self._memory[first : first + got]
 
 
 def _by(moves: Sequence[Move], end: Literal["source", "target"]) -> dict[int, list[Move]]:
@@ -201,25 +209,48 @@ _ALL_GATHER: Callable[..., object] = getattr(dist, "all_gather_single", dist.all
 _REDUCE_SCATTER: Callable[..., object] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
+_OPS: Mapping[Op, Any] = {
+    "sum": dist.ReduceOp.SUM,
+    "prod": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "avg": dist.ReduceOp.AVG,
+}
+
+
 class Engine:
     """torch.distributed's own collective."""
 
     def __init__(self, place: Place, group: dist.ProcessGroup | None, device: torch.device) -> None:
         ranks = len(place.members)
-        self.elements = payload.padded(place.collective, place.elements, ranks)
+        shares = place.transfer.shares
+        unit = sum(shares) if shares else 1
+        self.elements = unit * payload.padded(place.collective, -(-place.elements // unit), ranks)
         self._given = place.given(self.elements).to(device)
         self._buffer = self._given.clone()
         self._part = self.elements // ranks
         self._place = place
         self._group = group
-        self._output = torch.empty_like(self._buffer)
+        self._sent = [shares[rank] * self.elements // unit for rank in range(ranks)] if shares else None
+        mine = self._sent[place.rank] if self._sent else self._part
+        self._received = [mine] * ranks if self._sent else None
+        self._output = self._buffer.new_empty(mine * ranks if self._sent else self.elements)
         self._call = self._calls()[place.collective]
 
     def _calls(self) -> Mapping[Collective, Callable[[], object]]:
         buffer, output, group, members = self._buffer, self._output, self._group, self._place.members
+        op = _OPS[self._place.op]
         mine = slice(self._place.rank * self._part, (self._place.rank + 1) * self._part)
         is_root = self._place.rank == 0
         parts = list(output.chunk(len(members))) if is_root else None
+        given = list(buffer.chunk(len(members))) if is_root else None
+
+        def sendrecv() -> None:
+            rank, ranks = self._place.rank, len(members)
+            works = [dist.irecv(output, members[rank - 1]), dist.isend(buffer, members[(rank + 1) % ranks])]
+            for work in works:
+                if work is not None:
+                    work.wait()
 
         def send() -> None:
             if is_root:
@@ -228,11 +259,14 @@ class Engine:
                 dist.recv(output, members[0])
 
         return {
-            "all_reduce": lambda: dist.all_reduce(buffer, group=group),
+            "all_reduce": lambda: dist.all_reduce(buffer, op, group=group),
             "all_gather": lambda: _ALL_GATHER(output, buffer[mine], group=group),
-            "reduce_scatter": lambda: _REDUCE_SCATTER(output[: self._part], buffer, group=group),
-            "all_to_all": lambda: dist.all_to_all_single(output, buffer, group=group),
+            "reduce_scatter": lambda: _REDUCE_SCATTER(output[: self._part], buffer, op, group=group),
+            "all_to_all": lambda: dist.all_to_all_single(output, buffer, self._received, self._sent, group=group),
             "broadcast": lambda: dist.broadcast(buffer, members[0], group=group),
+            "reduce": lambda: dist.reduce(buffer, members[0], op, group=group),
+            "scatter": lambda: dist.scatter(output[: self._part], given, src=members[0], group=group),
+            "sendrecv": sendrecv,
             "gather": lambda: dist.gather(buffer[mine], parts, dst=members[0], group=group),
             "send": send,
         }
@@ -247,12 +281,12 @@ class Engine:
 
     def result(self) -> Tensor | None:
         match self._place.collective:
-            case "all_reduce" | "broadcast":
-                found = self._buffer
-            case "reduce_scatter":
-                found = self._output[: self._part]
-            case "gather" if self._place.rank != 0:
+            case "reduce" | "gather" if self._place.rank != 0:
                 return None
+            case "all_reduce" | "broadcast" | "reduce":
+                found = self._buffer
+            case "reduce_scatter" | "scatter":
+                found = self._output[: self._part]
             case "send" if self._place.rank != 1:
                 return None
             case _:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,14 +21,15 @@ from penstock.fabric.algorithms import ENGINE, generate
 from penstock.fabric.emulation import clock, links
 from penstock.fabric.emulation.collectives import Engine, Place, Stepwise, check_backend, wrong
 from penstock.fabric.emulation.joining import Members
-from penstock.fabric.emulation.payload import DTYPES
+from penstock.fabric.emulation.payload import TYPES
 from penstock.fabric.emulation.record import gathered, recorded
 from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.emulation.trials import Trials
 from penstock.fabric.emulation.watch import Watch
 from penstock.fabric.emulation.wires import Delayed, Plain, Wire
-from penstock.fabric.network.record import cpu_usage
+from penstock.fabric.network.record import CpuUsage, cpu_usage
 from penstock.fabric.samples import HEAD, SAMPLES, SPEC, STEPS, STEPS_HEAD, SampleFile
+from penstock.fabric.steadiness import WarmUp
 
 
 def run(spec: Spec, folder: Path, watch: Watch | None = None) -> None:
@@ -50,13 +52,12 @@ def run(spec: Spec, folder: Path, watch: Watch | None = None) -> None:
         parts = _parts(spec, members, wire)
         _check(spec, parts, members)
         trials = Trials(spec, parts, members)
-        began = cpu_usage()
         if members.rank == 0:
+            record.add(**({"warmup": spec.checked} if spec.warmup else _warm_up(spec, trials)))
+            began = cpu_usage()
             _write(spec, folder, trials, watch)
         else:
-            for _ in range(spec.trials):
-                trials.one()
-            trials.last_steps()
+            began = _follow(spec, trials)
         record.add(cpu=gathered(cpu_usage().since(began), members))
 
 
@@ -83,23 +84,45 @@ def _parts(spec: Spec, members: Members, wire: Wire) -> list[tuple[Place, Stepwi
             ranks.index(members.rank),
             elements,
             spec.seed + number,
-            DTYPES[spec.workload.element_bytes],
+            TYPES[spec.workload.number],
+            spec.workload.op,
         )
         if spec.algorithm == ENGINE:
             made.append((place, Engine(place, groups.get(ranks), device)))
         else:
-            steps = generate(transfer.collective, spec.algorithm_of(number), len(ranks))
+            options = {"shares": transfer.shares} if transfer.shares else {}
+            steps = generate(transfer.collective, spec.algorithm_of(number), len(ranks), **options)
             made.append((place, Stepwise(place, steps, wire, device)))
     return made
 
 
 def _check(spec: Spec, parts: list[tuple[Place, Stepwise | Engine] | None], members: Members) -> None:
-    """The warm-up: every transfer's result is compared on every host."""
-    for _ in range(spec.warmup):
+    """The first trials of the warm-up: every transfer's result is compared on every host."""
+    for _ in range(spec.checked):
         faults = [fault for part in parts if part is not None and (fault := wrong(*part))]
         found = [fault for one in gathered(faults, members) for fault in one]
         if found:
             raise FabricError(found[0])
+
+
+def _warm_up(spec: Spec, trials: Trials) -> dict[str, Any]:
+    """By host 0: trials like those that count, until nothing says that times still change. What the record gets."""
+    warm = WarmUp(spec.trials)
+    while not warm.is_over:
+        warm.add(trials.one(counts=False).longest_ns())
+    return {"warmup": spec.checked + warm.count, "steady": warm.is_steady}
+
+
+def _follow(spec: Spec, trials: Trials) -> CpuUsage:
+    """By the other hosts: all trials, and as many of warm-up as host 0 has. What had been used at the end of these."""
+    began, count = cpu_usage(), 0
+    while count < spec.trials:
+        if trials.one().counts:
+            count += 1
+        else:
+            began = cpu_usage()
+    trials.last_steps()
+    return began
 
 
 def _write(spec: Spec, folder: Path, trials: Trials, watch: Watch | None) -> None:

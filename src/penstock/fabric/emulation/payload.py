@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from penstock.fabric.dtypes import BYTES, REDUCES, USUAL, Op
 from penstock.fabric.steps import Collective
 
-DTYPES = {1: torch.uint8, 2: torch.float16, 4: torch.float32, 8: torch.float64}
+TYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in BYTES}
+"""By name."""
+
+DTYPES = {size: TYPES[name] for size, name in USUAL.items()}
 """By the bytes of an element."""
 
 NOTHING = 77
 """What no rank gives."""
 
-_MOST = {torch.uint8: 255, torch.float16: 2048, torch.float32: 2**24, torch.float64: 2**24}
+_MOST = {torch.int8: 127, torch.uint8: 255, torch.bfloat16: 256, torch.float16: 2048}
 """Whole numbers up to here, and so all sums, are exact."""
 
 
-def contribution(rank: int, ranks: int, elements: int, seed: int, dtype: torch.dtype) -> Tensor:
-    """What a rank gives: element i differs from its neighbours and from other ranks' i, as far as sums stay exact."""
-    values = max(2, min(13, _MOST[dtype] // ranks + 1))
+def contribution(rank: int, ranks: int, elements: int, seed: int, dtype: torch.dtype, op: Op = "sum") -> Tensor:
+    """What a rank gives: element i differs from its neighbours and from other ranks' i, as far as sums stay exact.
+
+    A product or an average is exact in any type, if of each element one rank alone gives more than 1, or than 0.
+    """
     place = torch.arange(elements, dtype=torch.int64)
+    if op in ("prod", "avg"):
+        mine = (place * 7 + rank + seed) % ranks == 0
+        return torch.where(mine, 2 ** (place % 3) * (ranks if op == "avg" else 2), int(op == "prod")).to(dtype)
+    values = max(2, min(13, _MOST.get(dtype, 2**24) // ranks + 1))
     return ((place * 7 + rank * 5 + seed) % values).to(dtype)
 
 
-def given(collective: Collective, rank: int, ranks: int, elements: int, seed: int, dtype: torch.dtype) -> Tensor:
+def given(
+    collective: Collective, rank: int, ranks: int, elements: int, seed: int, dtype: torch.dtype, op: Op = "sum"
+) -> Tensor:
     """The buffer of a rank before the collective; `elements` is a multiple of `ranks` where it is divided among them.
 
     What a rank has no input for is `NOTHING`.
@@ -34,35 +48,74 @@ def given(collective: Collective, rank: int, ranks: int, elements: int, seed: in
         part = elements // ranks
         nothing[rank * part : (rank + 1) * part] = contribution(rank, ranks, part, seed, dtype)
         return nothing
-    if collective in ("broadcast", "send") and rank != 0:
+    if collective in ("broadcast", "scatter", "send") and rank != 0:
         return nothing
-    return contribution(rank, ranks, elements, seed, dtype)
+    return contribution(rank, ranks, elements, seed, dtype, op if collective in REDUCES else "sum")
 
 
 def expected(
-    collective: Collective, rank: int, ranks: int, elements: int, seed: int, dtype: torch.dtype
+    collective: Collective,
+    rank: int,
+    ranks: int,
+    elements: int,
+    seed: int,
+    dtype: torch.dtype,
+    op: Op = "sum",
+    shares: Sequence[int] = (),
 ) -> Tensor | None:
-    """The result of a rank; None if it has none."""
+    """The result of a rank; None if it has none. `shares`: of an uneven all_to_all, see `Transfer`."""
     part = elements // ranks
 
     def of(other: int, count: int = elements) -> Tensor:
-        return contribution(other, ranks, count, seed, dtype)
+        return contribution(other, ranks, count, seed, dtype, op if collective in REDUCES else "sum")
 
-    if collective in ("all_reduce", "reduce_scatter"):
-        total = sum((of(other) for other in range(ranks)), torch.zeros(elements, dtype=dtype))
-        return total if collective == "all_reduce" else total[rank * part : (rank + 1) * part]
+    if collective in ("all_reduce", "reduce_scatter") or (collective == "reduce" and rank == 0):
+        total = of(0)
+        for other in range(1, ranks):
+            reduce_into(total, of(other), op)
+        if op == "avg":
+            total /= ranks
+        return total[rank * part : (rank + 1) * part] if collective == "reduce_scatter" else total
     if collective == "all_gather" or (collective == "gather" and rank == 0):
         return torch.cat([of(other, part) for other in range(ranks)])
     if collective == "all_to_all":
-        return torch.cat([of(other)[rank * part : (rank + 1) * part] for other in range(ranks)])
+        mine = own_part(rank, ranks, elements, shares)
+        return torch.cat([of(other)[mine] for other in range(ranks)])
+    if collective == "scatter":
+        return of(0)[rank * part : (rank + 1) * part]
+    if collective == "sendrecv":
+        return of((rank - 1) % ranks)
     if collective == "broadcast" or (collective == "send" and rank == 1):
         return of(0)
     return None
 
 
+def reduce_into(total: Tensor, more: Tensor, op: Op) -> None:
+    """Adds one rank's numbers to others', or multiplies, or takes the smaller or the larger ones; in place.
+
+    Of an average this is the sum.
+    """
+    match op:
+        case "sum" | "avg":
+            total.add_(more)
+        case "prod":
+            total.mul_(more)
+        case "min":
+            torch.minimum(total, more, out=total)
+        case "max":
+            torch.maximum(total, more, out=total)
+
+
+def own_part(rank: int, ranks: int, elements: int, shares: Sequence[int] = ()) -> slice:
+    """Where a rank's part is of a buffer that is divided among them."""
+    shares = shares or (1,) * ranks
+    unit = elements // sum(shares)
+    return slice(sum(shares[:rank]) * unit, sum(shares[: rank + 1]) * unit)
+
+
 def padded(collective: Collective, elements: int, ranks: int, chunks: int = 1) -> int:
     """Elements that divide among the ranks, where they have to, and into chunks: no fewer than given."""
     unit = chunks
-    if collective in ("all_gather", "gather", "reduce_scatter", "all_to_all") and chunks % ranks:
+    if collective in ("all_gather", "gather", "reduce_scatter", "scatter", "all_to_all") and chunks % ranks:
         unit = chunks * ranks
     return -(-elements // unit) * unit

@@ -15,11 +15,23 @@ from penstock.fabric.workload import Workload
 BACKENDS = ("gloo", "nccl", "mpi")
 """Of torch.distributed."""
 
+CHECKED = 3
+"""Trials of the warm-up whose results are checked, unless a number is given."""
+
 
 def usual_algorithm(workload: Workload) -> str:
     """Without a wish: the ring, and for collectives that have none, the first of those of the first transfer."""
     kinds = [transfer.collective for transfer in workload.transfers]
     return "ring" if any("ring" in algorithms(kind) for kind in kinds) else algorithms(kinds[0])[0]
+
+
+_UNEVEN = ("pairwise", "direct")
+"""Step lists of all_to_all that take shares."""
+
+
+def _computes(workload: Workload) -> bool:
+    computed = (max((one.compute_seconds, *one.compute_by_rank)) for one in workload.transfers)
+    return max(workload.compute_seconds, *computed) > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +43,10 @@ class Spec:
         hosts: how many.
         algorithm: of the step lists, for every collective that knows it; others take their first. "engine": the
             backend's own.
-        trials, warmup: how many are measured, and how many go before them, checked for right results.
+        trials: how many are measured.
+        warmup: how many go before them, checked for right results; None: `CHECKED`, and then as many as it takes until
+            times are steady.
+        iterations: how often each transfer is done in a row within a trial, as nccl-tests does it; times are of one.
         overlap: communication goes on while the next layer is computed, one transfer after the other.
         seed: of the payload.
         bytes_per_second: of a link between two hosts that messages are delayed to; None: they are not.
@@ -50,8 +65,9 @@ class Spec:
     hosts: int
     algorithm: str = "ring"
     trials: int = 200
-    warmup: int = 3
+    warmup: int | None = None
     overlap: bool = False
+    iterations: int = 1
     seed: int = 0
     bytes_per_second: float | None = None
     join_seconds: float = 120.0
@@ -71,15 +87,29 @@ class Spec:
                 f"the workload {self.workload.name!r} is made for {self.workload.hosts} hosts, not for {self.hosts}: "
                 f"give --hosts {self.workload.hosts}"
             )
-        if self.trials < 1 or self.warmup < 1:
+        if self.trials < 1:
+            raise ArgumentError(f"trials={self.trials}: at least one is needed")
+        if self.iterations < 1:
+            raise ArgumentError(f"iterations={self.iterations}: at least one is needed")
+        if self.iterations > 1 and _computes(self.workload):
             raise ArgumentError(
-                f"trials={self.trials}, warmup={self.warmup}: at least one of each is needed (results are checked in "
-                "the warm-up)"
+                f"iterations={self.iterations}: what is done in a row has nothing computed in front of it, and this "
+                "workload computes: give --sizes or a sweep, or --compute none"
             )
+        if self.warmup is not None and self.warmup < 1:
+            raise ArgumentError(f"warmup={self.warmup}: at least one is needed, as results are checked in the warm-up")
         for name in ("join_seconds", "stall_seconds"):
             if not getattr(self, name) > 0:
                 raise ArgumentError(f"{name} is {getattr(self, name)}: expected a time above 0")
+        shared = [place for place, transfer in enumerate(self.workload.transfers) if transfer.shares]
+        if any(self.algorithm_of(place) not in (ENGINE, *_UNEVEN) for place in shared):
+            raise ArgumentError(
+                f"the algorithm {self.algorithm!r} gives every host as much: of an uneven all_to_all give one of "
+                f"{', '.join(_UNEVEN)}, {ENGINE}"
+            )
         if self.algorithm == ENGINE:
+            if self.workload.op == "avg" and self.backend == "gloo":
+                raise ArgumentError("gloo has no average of its own: give --algorithm ring, for example, or --op sum")
             if self.bytes_per_second is not None:
                 raise ArgumentError(
                     "the engine's own collectives cannot be delayed: take a step list (--algorithm ring), or make "
@@ -92,6 +122,11 @@ class Spec:
                 generate(min(kinds), self.algorithm, 2)
             except ArgumentError as error:  # says which step lists there are
                 raise ArgumentError(f"{error}; {ENGINE} is torch.distributed's own") from None
+
+    @property
+    def checked(self) -> int:
+        """Trials of the warm-up whose results are checked."""
+        return CHECKED if self.warmup is None else self.warmup
 
     def algorithm_of(self, place: int) -> str:
         """By which a transfer is done."""

@@ -18,8 +18,9 @@ from penstock.fabric.emulation.signals import Signals
 from penstock.fabric.emulation.spec import Spec
 from penstock.step_file import announcer
 
-_KEEP, _ESTIMATE = 1, 2
-"""What host 0 asks for before a trial: the steps of the last one; new estimates of the clocks."""
+_KEEP, _ESTIMATE, _WARM = 1, 2, 4
+"""What host 0 asks for before a trial: the steps of the last one; new estimates of the clocks. And what it says of it:
+that it is one of the warm-up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +31,12 @@ class Trial:
         stamps: start and end by transfer and rank, shape (ranks, transfers, 2), in nanoseconds on rank 0's clock;
             -1 where a rank takes no part.
         step_rows: as in steps.csv, of the trial before this one if it was the slowest so far, or the first.
+        counts: it is none of the warm-up.
     """
 
     stamps: Tensor
     step_rows: Sequence[tuple[int, ...]]
+    counts: bool = True
 
     def rows(self, number: int) -> Iterable[tuple[int, ...]]:
         """As in samples.csv."""
@@ -66,31 +69,35 @@ class Trials:
         self._keeps = False
         """Whether the steps of the last trial are worth keeping; host 0 decides."""
 
-    def one(self) -> Trial:
-        """The next trial; on hosts other than 0 its stamps are this host's only."""
+    def one(self, *, counts: bool = True) -> Trial:
+        """The next trial; on hosts other than 0 its stamps are this host's only.
+
+        Args:
+            counts: False on host 0: it is one of the warm-up, and so the others are told. Of theirs it does not matter.
+        """
         for part in self._parts:
             if part is not None:
                 part[1].reset()
-        due_ns, kept = self._agree()
-        if self._announce is not None:
+        due_ns, kept, counts = self._agree(counts)
+        if self._announce is not None and counts:
             self._announce(self._number + 1)
         _sleep_until(due_ns)
         stamps = self._run(due_ns)
-        self._number += 1
-        return Trial(self._gather(stamps), kept)
+        self._number += counts
+        return Trial(self._gather(stamps, counts), kept, counts)
 
     def last_steps(self) -> Sequence[tuple[int, ...]]:
         """The step rows of the last trial, where they are kept."""
         return self._agree()[1]
 
-    def _agree(self) -> tuple[int, Sequence[tuple[int, ...]]]:
-        """When the next trial begins, on this host's clock, and the steps of the last one."""
+    def _agree(self, counts: bool = True) -> tuple[int, Sequence[tuple[int, ...]], bool]:
+        """When the next trial begins, on this host's clock, the steps of the last one, and whether the next counts."""
         kept: Sequence[tuple[int, ...]] = ()
         while True:
             stale = not self._one_clock and time.monotonic() - self._estimated_at > clock.CLOCK_SECONDS
-            word = self._signals.word(self._keeps * _KEEP | stale * _ESTIMATE, self._offset_ns)
-            if not word.flags:
-                return word.due_ns, kept
+            word = self._signals.word(self._keeps * _KEEP | stale * _ESTIMATE | (not counts) * _WARM, self._offset_ns)
+            if not word.flags & ~_WARM:
+                return word.due_ns, kept, not word.flags & _WARM
             if word.flags & _KEEP:
                 kept = self._gather_steps()
                 self._keeps = False
@@ -111,14 +118,17 @@ class Trials:
             if compute_ns:
                 _sleep_until(ready_ns)
             start_ns = time.monotonic_ns()
-            part[1].run()
+            for _ in range(self._spec.iterations):
+                part[1].run()
             done_ns = time.monotonic_ns()
             stamps[number, 0], stamps[number, 1] = start_ns, done_ns
         return stamps
 
-    def _gather(self, stamps: Tensor) -> Tensor:
+    def _gather(self, stamps: Tensor, counts: bool) -> Tensor:
         """Those of all ranks, on rank 0's clock."""
         whole = self._signals.report(torch.where(stamps >= 0, stamps + self._offset_ns, stamps))
+        if not counts:
+            return whole
         took_ns = int(whole[:, :, 1].max() - whole[whole >= 0].min())
         self._keeps = self._members.rank == 0 and took_ns > self._slowest_ns
         self._slowest_ns = max(took_ns, self._slowest_ns)

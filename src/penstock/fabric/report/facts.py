@@ -13,7 +13,7 @@ from penstock.fabric.report.numbers import NONE, seconds
 from penstock.fabric.report.ranks import figures_of_ranks
 from penstock.fabric.samples import Run
 from penstock.fabric.statistics import PERCENTILES, fewest
-from penstock.fabric.trials import rate_key
+from penstock.fabric.trials import iterations_of, rate_key
 from penstock.words import counted
 
 TIMES = {"min": "min", "p50": "p50", "p90": "p90", "p99": "p99", "p999": "p99.9", "max": "max"}
@@ -62,6 +62,11 @@ def warnings(run: Run, results: dict[str, Any]) -> list[str]:
     found = []
     if not results["complete"]:
         found.append(f"the run is not complete; missing: {results['missing'] or 'its end'}")
+    if run.record.get("steady") is False:
+        found.append(
+            f"times still changed after {run.record['warmup']} trials of warm-up, and so they may in the first that "
+            "count: give --warmup a larger number"
+        )
     told = run.record.get("switch")
     if told and (reason := saturated(told)):
         found.append(reason)
@@ -165,6 +170,8 @@ def notes(run: Run, results: dict[str, Any]) -> list[str]:
         "the bound of the measured link by the median. \u00b1: the wider side of the mean's 95% interval; n/a above "
         "100%."
     ]
+    if (times := iterations_of(run.record)) > 1:
+        found.append(f"Times are of one of {times} iterations in a row; a trial's skew is that of their first.")
     if any(rate_key(one["collective"]) == "transfer_s" for one in results["transfers"]):
         found.append("Rates and ideal of a send are of the time from when both of its ranks were there.")
     found += _too_few(results, len(run.start_ns))

@@ -1,7 +1,8 @@
 """The results in the shape that nccl-tests prints and writes (its JSON's version 2), for the tools that read those.
 
-A row's time is the mean over the trials of the slowest rank's, and algbw and busbw are made from it, as nccl-tests
-does with `-a 3`; so they differ from the medians of Penstock's own tables. torch.distributed works in place for some
+A row's time is the mean over the trials of the average over ranks, as nccl-tests has it by default (`-a 1`), or of the
+slowest, the fastest or the first rank's (`-a 3`, `-a 2`, `-a 0`), and algbw and busbw are made from it; so they differ
+from the medians of the slowest rank in Penstock's own tables. torch.distributed works in place for some
 collectives and not for others: the columns of the way that was not taken say N/A, and null in JSON.
 """
 
@@ -9,20 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+from penstock.fabric.dtypes import NCCL, REDUCES
 from penstock.fabric.models import busbw_factor
 from penstock.fabric.samples import Run
-from penstock.fabric.trials import rate_key
+from penstock.fabric.trials import TransferTimes, iterations_of, rate_key
+from penstock.fabric.workload import Workload
 
-_IN_PLACE = {"all_reduce", "broadcast"}
-_REDUCES = {"all_reduce", "reduce_scatter"}
-_ROOTED = {"broadcast", "gather"}
-_COUNTS_PIECES = {"all_gather", "reduce_scatter", "all_to_all", "gather"}
+Average = Literal["avg", "max", "min", "rank0"]
+"""Over the ranks."""
+
+_IN_PLACE = {"all_reduce", "broadcast", "reduce"}
+_ROOTED = {"broadcast", "reduce", "gather", "scatter"}
+_COUNTS_PIECES = {"all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"}
 """Their count is of what one rank gives to one, or gets from it; their size of the whole."""
 
-_PROGRAMS = {"all_to_all": "alltoall", "send": "sendrecv"}
-_TYPES = {1: "int8", 2: "half", 4: "float", 8: "double"}
+_PROGRAMS = {"all_to_all": "alltoall"}
 
 _LEFT = "  {:>12}  {:>8}  {:>6}  {:>6}"
 _RIGHT = "  {:>7}  {:>6}  {:>6}  {:>6}"
@@ -52,13 +56,13 @@ class Row:
     trials: int
 
 
-def rows(run: Run, results: dict[str, Any]) -> list[Row]:
+def rows(run: Run, results: dict[str, Any], average: Average = "avg") -> list[Row]:
     """The transfers in order of execution."""
-    element_bytes = run.record["workload"]["element_bytes"]
+    workload = Workload.from_dict(run.record["workload"])
     made = []
-    for transfer in results["transfers"]:
+    for place, transfer in enumerate(results["transfers"]):
         collective, size = transfer["collective"], transfer["bytes"]
-        mean = transfer[rate_key(collective)]["mean"]
+        mean = _mean(TransferTimes.of(run, workload, place), collective, average)
         ranks = len(transfer["ranks"])
         algbw = size / mean / 1e9 if mean else None
         made.append(
@@ -66,22 +70,39 @@ def rows(run: Run, results: dict[str, Any]) -> list[Row]:
                 name=transfer["name"],
                 collective=collective,
                 size=size,
-                count=size // element_bytes // (ranks if collective in _COUNTS_PIECES else 1),
-                type=_TYPES.get(element_bytes, f"{element_bytes}B"),
-                redop="sum" if collective in _REDUCES else "none",
+                count=size // workload.element_bytes // (ranks if collective in _COUNTS_PIECES else 1),
+                type=NCCL.get(workload.number, workload.number),
+                redop=workload.op if collective in REDUCES else "none",
                 root=0 if collective in _ROOTED else -1,
                 time=mean and mean * 1e6,
                 algbw=algbw,
-                busbw=algbw and algbw * busbw_factor(collective, ranks),
+                busbw=algbw and algbw * busbw_factor(collective, ranks, transfer["shares"]),
                 trials=transfer["trials"],
             )
         )
     return made
 
 
-def text(run: Run, results: dict[str, Any]) -> str:
+def _mean(times: TransferTimes, collective: str, average: Average) -> float | None:
+    """Over the trials. A message takes what it takes once both of its ranks are there."""
+    if not len(times.durations):
+        return None
+    if rate_key(collective) == "transfer_s":
+        return float(times.transfer.mean())
+    match average:
+        case "avg":
+            return float(times.durations.mean())
+        case "max":
+            return float(times.durations.max(1).mean())
+        case "min":
+            return float(times.durations.min(1).mean())
+        case "rank0":
+            return float(times.durations[:, 0].mean())
+
+
+def text(run: Run, results: dict[str, Any], average: Average = "avg") -> str:
     """What nccl-tests would have printed: a table for each collective, of transfers in order of execution."""
-    return "\n".join(_lines(run, rows(run, results))) + "\n"
+    return "\n".join(_lines(run, rows(run, results, average))) + "\n"
 
 
 def _lines(run: Run, found: list[Row]) -> Iterator[str]:
@@ -92,7 +113,8 @@ def _lines(run: Run, found: list[Row]) -> Iterator[str]:
         yield f"# Collective test starting: {_program(collective)}"
         yield (
             f"# nThread 1 nGpus 1 minBytes {min(sizes)} maxBytes {max(sizes)} warmup iters: {record['warmup']} "
-            f"iters: {record['trials']} agg iters: 1 validation: {int(wrong is not None)} graph: 0"
+            f"iters: {record['trials']} agg iters: {iterations_of(record)} validation: {int(wrong is not None)} "
+            "graph: 0"
         )
         yield "#"
         yield "# Using devices"
@@ -136,9 +158,9 @@ def _wrong(run: Run) -> int | None:
     return 0 if run.record["warmup"] and len(run.start_ns) else None
 
 
-def to_dict(run: Run, results: dict[str, Any]) -> dict[str, Any]:
+def to_dict(run: Run, results: dict[str, Any], average: Average = "avg") -> dict[str, Any]:
     """For JSON, as `nccl-tests --json` writes it; `experiment_name` has the collective and the transfer's name."""
-    record, found, wrong = run.record, rows(run, results), _wrong(run)
+    record, found, wrong = run.record, rows(run, results, average), _wrong(run)
     sizes = [row.size for row in found]
     busbw = [row.busbw for row in found if row.busbw is not None]
     hosts = enumerate(record["environment"])
@@ -151,7 +173,7 @@ def to_dict(run: Run, results: dict[str, Any]) -> dict[str, Any]:
             "maximum_bytes": max(sizes),
             "warmup_iters": record["warmup"],
             "iterations": record["trials"],
-            "aggregated_iterations": 1,
+            "aggregated_iterations": iterations_of(record),
             "validation": int(wrong is not None),
             "graph": 0,
             "devices": [{"rank": rank, "group": 0, "hostname": host.get("host", "")} for rank, host in hosts],

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from penstock.partition.named import CACHED
 from penstock.partition.objects import hides_tensors
+from penstock.partition.state.names_in_classes import CACHED
 
 
-class Tables:
+class CachedFunctions:
     """The functions that keep results among those that a model's code names (see `named_by`).
 
     Their entries are not looked at until there are more of them.

@@ -13,9 +13,9 @@ from penstock.errors import PartitionError
 from penstock.partition._compat import unset_fake_temporarily
 from penstock.partition.complete import shortened
 from penstock.partition.observer import Observer
-from penstock.partition.provenance import Call, Foreign
-from penstock.partition.reach import Place, Reach
-from penstock.partition.replay import Operators
+from penstock.partition.state.provenance import Call, Foreign
+from penstock.partition.state.reach import Place, Reach
+from penstock.partition.state.replay import Operators
 
 Replay = Callable[[Callable[[Foreign], None] | None], Operators | None]
 

@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor, fx
 
 from penstock.partition.objects import tensors_in
-from penstock.partition.provenance import Provenance
-from penstock.partition.reach import Place, Reach
+from penstock.partition.state.provenance import Provenance
+from penstock.partition.state.reach import Place, Reach
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 

@@ -16,7 +16,7 @@ import penstock
 from penstock import PartitionError, inspect, verify
 from penstock.partition._compat import FakeTensor
 from penstock.partition.record import record
-from penstock.partition.sideways import Sideways
+from penstock.partition.state.sideways import Sideways
 
 WIDTH = 6
 LOSSES: list[Tensor] = []

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from penstock.errors import PartitionError
 from penstock.partition.objects import CONSTANTS, tensors_in
-from penstock.partition.provenance import Provenance
-from penstock.partition.reach import Place, Reach
+from penstock.partition.state.provenance import Provenance
+from penstock.partition.state.reach import Place, Reach
 from penstock.partition.units import Grain, Regroup, Unit
 
 SMALL = 1024

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from penstock.errors import PartitionError
 from penstock.partition._compat import storage_of
-from penstock.partition.provenance import Provenance, Stray
-from penstock.partition.reach import DICTS, Place, Reach
+from penstock.partition.state.provenance import Provenance, Stray
+from penstock.partition.state.reach import DICTS, Place, Reach
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,6 +142,13 @@ def _fake_memory(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> 
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
 
 
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype hold the same values, NaNs among them; True if they hold none."""
+    if one.is_meta or other.is_meta or one.layout != torch.strided:
+        return True
+    return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
+
+
 def map_tensors(function: Any, tree: Any) -> Any:
     """The tree with a function's result in place of each tensor; objects that hold tensors become new ones."""
     flat = flatten(tree)

@@ -10,7 +10,7 @@ _GONE = object()
 _CODE = (FunctionType, staticmethod, classmethod, property, type)
 
 
-class OfClass(MutableMapping[str, Any]):
+class ClassData(MutableMapping[str, Any]):
     """A class's own attributes, without methods and other descriptors. Setting one sets it on the class."""
 
     def __init__(self, cls: type) -> None:

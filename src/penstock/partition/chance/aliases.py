@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable, Iterator
 
 from torch import fx
 
-from penstock.partition.gate import Gate
+from penstock.partition.chance.gate import Gate
 from penstock.partition.stage import Stage
 
 

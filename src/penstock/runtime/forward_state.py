@@ -96,7 +96,7 @@ class Kept(NamedTuple):
     behind: Values
 
 
-class Between:
+class ForwardState:
     """What the modules of one stage hold between forward and backward.
 
     Which places a forward sets is found out once: by comparing before and behind, until the first backward.

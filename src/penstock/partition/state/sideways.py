@@ -17,14 +17,14 @@ from penstock.errors import PartitionError
 from penstock.partition import source
 from penstock.partition._compat import flatten, storage_of
 from penstock.partition.complete import shortened
-from penstock.partition.hooked import Hook, refuse_hooks
 from penstock.partition.objects import hides_tensors
 from penstock.partition.observer import Observer
-from penstock.partition.provenance import Call, Foreign
-from penstock.partition.reach import Place, Reach
 from penstock.partition.real import on_other_values
-from penstock.partition.remembered import Remembered
-from penstock.partition.replay import Operators, operators
+from penstock.partition.state.gradient_hooks import Hook, refuse_hooks
+from penstock.partition.state.provenance import Call, Foreign
+from penstock.partition.state.reach import Place, Reach
+from penstock.partition.state.remembered import Remembered
+from penstock.partition.state.replay import Operators, operators
 from penstock.partition.units import Regroup, Unit
 
 Run = Callable[[Any, Any], Any]
@@ -74,11 +74,11 @@ class Sideways:
 
         Notes whether what has changed since the forward began makes the unit do something else.
         """
-        self._reach.tables.forget()  # nor does it get them from others
+        self._reach.cached.forget()  # nor does it get them from others
         try:
             return self._run_unit(unit, args, kwargs, run)
         finally:
-            self._reach.tables.forget()
+            self._reach.cached.forget()
 
     def _run_unit(self, unit: Unit, args: Any, kwargs: Any, run: Callable[[Any, Any], tuple[Any, bool]]) -> Any:
         if self._once:

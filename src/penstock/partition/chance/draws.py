@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, fx
 
 from penstock.errors import PartitionError
-from penstock.partition import foreign, source
+from penstock.partition import source
 from penstock.partition._compat import FakeTensor
-from penstock.partition.foreign import States
+from penstock.partition.chance import foreign
+from penstock.partition.chance.foreign import States
 from penstock.partition.obstacle import Rate, rates_here
 from penstock.partition.trees import Leaf
 

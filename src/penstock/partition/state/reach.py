@@ -18,13 +18,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.partition.glance import Glance
-from penstock.partition.named import named_by
 from penstock.partition.objects import CONSTANTS
-from penstock.partition.of_class import OfClass
-from penstock.partition.tables import Tables
+from penstock.partition.state.cached_functions import CachedFunctions
+from penstock.partition.state.class_data import ClassData
+from penstock.partition.state.glance import Glance
+from penstock.partition.state.names_in_classes import named_by
 
-LISTS, DICTS, SETS = (list, deque), (dict, OrderedDict, defaultdict, OfClass), (set,)
+LISTS, DICTS, SETS = (list, deque), (dict, OrderedDict, defaultdict, ClassData), (set,)
 LARGEST = 1000
 """Containers with more entries are tables, not what a forward leaves something in."""
 
@@ -72,7 +72,7 @@ class Place:
             return _contents(now) is not before
         if _is_array(now):
             return bool(now.tobytes() != before.tobytes())
-        if isinstance(now, OfClass):
+        if isinstance(now, ClassData):
             return now.differs(before)
         if len(now) != len(before):
             return True
@@ -142,7 +142,7 @@ class Reach:
     def __init__(self, model: nn.Module) -> None:
         self.places: list[Place] = []
         self.named = named_by(model)
-        self.tables = Tables(self.named)
+        self.cached = CachedFunctions(self.named)
         self._seen: set[int] = set()
         self._first: dict[int, str] = {}  # object -> where it was found
         self._again: list[tuple[str, str]] = []  # where it was found, and where once more (empty: among globals)
@@ -175,7 +175,7 @@ class Reach:
         for place in self.changed():
             if place.before is not _EMPTY:
                 place.put(place.before)
-        self.tables.forget()
+        self.cached.forget()
 
     def _add(self, text: str, entries: Any, **kind: bool) -> None:
         before = _contents(entries) if isinstance(entries, CellType) else entries.copy()
@@ -196,7 +196,7 @@ class Reach:
             return
         self._seen.add(id(kind))
         before, self._outside = self._outside, True
-        self._add(kind.__qualname__, held := OfClass(kind), attributes=True)
+        self._add(kind.__qualname__, held := ClassData(kind), attributes=True)
         for key, item in held.items():
             self._visit(item, f"{kind.__qualname__}.{key}", 2)
         self._outside = before

@@ -16,10 +16,10 @@ from typing import Any
 from torch import Tensor
 
 from penstock.partition._compat import FakeTensor, flatten, quiet
+from penstock.partition.loan import map_tensors
 from penstock.partition.observer import Observer
-from penstock.partition.provenance import Call, Foreign
-from penstock.partition.reach import Reach, in_context
-from penstock.partition.state import map_tensors
+from penstock.partition.state.provenance import Call, Foreign
+from penstock.partition.state.reach import Reach, in_context
 from penstock.partition.units import LeavesTraces
 
 Operators = Sequence[Any]

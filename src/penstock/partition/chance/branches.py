@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from torch import fx
 
+from penstock.partition.chance.ways import Found, UnlikeError, explore
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.recording import Branch, Fact, Recording
-from penstock.partition.ways import Found, UnlikeError, explore
 
 
 def with_branches(first: Recording, record: Callable[[Mapping[int, bool]], Recording]) -> Recording:
@@ -141,6 +141,8 @@ class _Merger:
             scope=next((u for u in units if u in base.blocks), units[0]) if units else first.scope,
             storages=frozenset(s for n in outputs for s in facts[n].storages),
             writes=frozenset(s for f in facts.values() for s in f.writes if s in base.memory),
+            unseen=frozenset().union(*(f.unseen for f in facts.values())),
+            saved=frozenset().union(*(f.saved for f in facts.values())),
             takes_gradient=any(f.takes_gradient for f in facts.values()),
             source_line=branch.source_line,
             work=sum(f.work for f in facts.values()),
@@ -149,7 +151,14 @@ class _Merger:
         for place, output in enumerate(outputs):
             self.new[output] = item = self.graph.call_function(operator.getitem, (node, place))
             self.facts[item] = replace(
-                facts[output], index=len(self.facts), kind="call", draws=False, writes=frozenset(), work=0
+                facts[output],
+                index=len(self.facts),
+                kind="call",
+                draws=False,
+                writes=frozenset(),
+                unseen=frozenset(),
+                saved=frozenset(),
+                work=0,
             )
 
     def _make_anywhere(self, node: fx.Node) -> None:

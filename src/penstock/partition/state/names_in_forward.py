@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from penstock.partition.reach import PLAIN_OBJECTS
+from penstock.partition.state.reach import PLAIN_OBJECTS
 
 FUNCTIONS = 200
 """How many functions of one module's forward are followed."""

@@ -1,0 +1,44 @@
+"""The numbers that are sent, by torch's names, and how they are reduced."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from penstock.errors import ArgumentError
+
+BYTES = {
+    "int8": 1, "uint8": 1, "int32": 4, "int64": 8, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
+}  # fmt: skip
+"""Of a number of each type."""
+
+USUAL = {1: "uint8", 2: "float16", 4: "float32", 8: "float64"}
+"""By the bytes of a number, where a type is not said."""
+
+NCCL = {"float16": "half", "float32": "float", "float64": "double"}
+"""What nccl-tests calls them, where that is another name."""
+
+Op = Literal["sum", "prod", "min", "max", "avg"]
+OPS: tuple[Op, ...] = get_args(Op)
+
+REDUCES = ("all_reduce", "reduce_scatter", "reduce")
+"""Collectives that an op is for."""
+
+
+def dtype_of(text: str) -> str:
+    """By torch's name or by nccl-tests'. Raises ArgumentError for an unknown one."""
+    name = {theirs: ours for ours, theirs in NCCL.items()}.get(text, text)
+    if name not in BYTES:
+        raise ArgumentError(f"there is no dtype {text!r}: give one of {', '.join(BYTES)}")
+    return name
+
+
+def op_of(text: str, dtype: str) -> Op:
+    """By its name. Raises ArgumentError for an unknown one, or one that numbers of this type have not."""
+    for op in OPS:
+        if op == text:
+            break
+    else:
+        raise ArgumentError(f"there is no op {text!r}: give one of {', '.join(OPS)}")
+    if op == "avg" and "float" not in dtype:
+        raise ArgumentError(f"an average of {dtype} is no {dtype}: give --op sum, or a dtype like float32")
+    return op

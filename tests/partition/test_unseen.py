@@ -1,0 +1,179 @@
+"""Updates in place of what backward uses: through `.data`, which autograd does not see, and of what the model holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from penstock import PartitionError, inspect, verify
+
+WIDTH = 6
+
+
+class Block(nn.Module):
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.ones(WIDTH))
+        self.stray = torch.ones(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x))
+
+
+class WritesInput(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        x.data.mul_(0.5)
+        return y
+
+
+class WritesInputForReal(Block):
+    """Fake tensors cannot follow it, and numpy's writes are no operators of torch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        x.detach().numpy()[:] *= 0.5
+        return y
+
+
+class WritesWeight(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer.weight.data.mul_(0.9)
+        return super().forward(x)
+
+
+class WritesWeightForReal(WritesWeight):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + 0 * len(x.detach().sum(1).nonzero().tolist()))
+
+
+class WritesBuffer(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x) * self.scale
+        self.scale.data.mul_(0.9)
+        return y
+
+
+class WritesStray(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x) * self.stray
+        self.stray.data.mul_(0.9)
+        return y
+
+
+class WritesCloned(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x) * self.scale.clone()
+        self.scale.data.mul_(0.9)
+        return y
+
+
+class Between(nn.Module):
+    """Writes what enters each block once the block has run; `skipped` blocks are left alone, for they come first."""
+
+    def __init__(self, skipped: int = 1) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.skipped = skipped
+
+    def call(self, block: nn.Module, x: Tensor) -> Any:
+        return block(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            y = self.call(block, x)
+            if number >= self.skipped:
+                x.data.mul_(0.5)
+            x = y
+        return x
+
+
+class BetweenCheckpoints(Between):
+    def call(self, block: nn.Module, x: Tensor) -> Any:
+        return checkpoint(block, x, use_reentrant=False)
+
+
+class WritesModelInput(nn.Module):
+    """The first block saves the model's input, which takes no gradient, for the gradient of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x
+        for number, block in enumerate(self.blocks):
+            y = block(y)
+            if number == 2:
+                x.data.mul_(0.5)
+        return y
+
+
+def chain(block: type[Block]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(*(block() for _ in range(4)))
+
+
+def check(make: Callable[[], nn.Module], **options: Any) -> None:
+    x, target = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    options = {"ranks": 1, "schedule": "gpipe", "microbatches": 2, "whole_batch": False, **options}
+    assert verify(make, (x,), target, F.mse_loss, **options).ok
+
+
+@pytest.mark.parametrize("make", [chain(WritesInput), chain(WritesInputForReal), Between])
+def test_what_an_earlier_stage_saved_is_not_written_behind_its_back(make: Callable[[], nn.Module]) -> None:
+    check(make)
+    with pytest.raises(PartitionError, match=r"through \.data.*but on stage 1 and not on stage 0"):
+        check(make, ranks=2)
+
+
+def test_cuts_go_where_nothing_is_separated() -> None:
+    check(lambda: Between(skipped=3), ranks=2)
+    check(WritesModelInput, ranks=2)
+    stages = inspect(WritesModelInput(), (torch.randn(4, WIDTH),), stages=2).stages
+    assert stages[1].begins == "blocks.3"
+    with pytest.raises(PartitionError, match=r"of block 'blocks\.0' uses, but on stage 1"):
+        check(WritesModelInput, ranks=2, cuts=["blocks.2"])
+
+
+def test_layers_that_run_again_find_what_they_found_at_first() -> None:
+    check(Between, recompute="always")
+    with pytest.raises(PartitionError, match=r"recompute=1: the call at .* updates in place.*of 'blocks.0' uses"):
+        check(Between, recompute=1)
+    with pytest.raises(PartitionError, match="when its checkpoint runs it again, which a stage does not"):
+        check(BetweenCheckpoints)
+
+
+@pytest.mark.parametrize(
+    ("block", "name"),
+    [
+        (WritesWeight, "'1.layer.weight'"),  # that of the first block is not saved: its input takes no gradient
+        (WritesWeightForReal, "'1.layer.weight'"),
+        (WritesBuffer, "'0.scale'"),
+        (WritesStray, "'0.stray', a tensor that is no buffer,"),
+    ],
+)
+def test_what_the_model_holds_is_not_written_while_another_microbatch_needs_it(block: type[Block], name: str) -> None:
+    check(chain(block), schedule="naive")
+    for schedule in ("gpipe", "zb-h1"):
+        with pytest.raises(PartitionError, match=f"forward of stage 0 updates {name} in place although its backward"):
+            check(chain(block), ranks=2, schedule=schedule, microbatches=4)
+
+
+def test_what_is_cloned_may_be_written() -> None:
+    check(lambda: nn.Sequential(*(nn.Sequential(WritesCloned(), nn.BatchNorm1d(WIDTH)) for _ in range(4))), ranks=2)
+
+
+def test_recording_leaves_the_weights_as_they_were() -> None:
+    model = chain(WritesWeightForReal)()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    inspect(model, (torch.randn(4, WIDTH),), stages=2)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
