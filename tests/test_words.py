@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.words import counted
+from penstock.words import counted, in_ranges
 
 
 @pytest.mark.parametrize(
@@ -18,3 +18,23 @@ from penstock.words import counted
 )
 def test_counted(number: int, what: str, text: str) -> None:
     assert counted(number, what) == text
+
+
+def test_names_that_count_up_are_one_range() -> None:
+    names = [
+        "embed",
+        "h.0",
+        "h.1",
+        "h.2",
+        "h.4",
+        "fc1",
+        "fc2",
+        "s.2.b.8",
+        "s.2.b.9",
+        "s.2.b.10",
+        "h.3.mlp",
+        "h.4.mlp",
+        "x",
+    ]
+    assert in_ranges(names) == ["embed", "h.0-2", "h.4", "fc1-2", "s.2.b.8-10", "h.3-4.mlp", "x"]
+    assert in_ranges(["h.1", "h.0", "0", "1", ""]) == ["h.1", "h.0", "0-1", ""]

@@ -13,6 +13,7 @@ from torch import nn
 from penstock.errors import ArgumentError
 from penstock.partition import Balance, Partition, Partitioner
 from penstock.partition._compat import flatten, unflatten
+from penstock.partition.chance.gate import Gate
 from penstock.runtime.batch import Cut, Microbatches, check_enough
 from penstock.runtime.batch_dims import BatchDims, Dim
 from penstock.runtime.cutting import Cutting, Merge, Split
@@ -37,6 +38,9 @@ class StageFound:
         updated: those that the forward updates.
         draws: the names of the modules on it that draw random numbers.
         inputs: the names of the model's inputs that it uses.
+        modules: the names of the modules that run on it, none within another.
+        activation_bytes: what a microbatch keeps on it from its forward to its backward, parameters and buffers aside;
+            None where that cannot be seen.
     """
 
     index: int
@@ -50,6 +54,8 @@ class StageFound:
     updated: tuple[str, ...]
     draws: tuple[str, ...]
     inputs: tuple[str, ...]
+    modules: tuple[str, ...]
+    activation_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +98,7 @@ class Inspection:
     Attributes:
         model: the class of the model.
         parameters, parameter_bytes: of the unsplit model, each parameter once.
+        microbatches: into how many the batch is cut; bytes and shapes are those of the first.
         stages, crossings, ties: see there.
         branches: `file:line` of each place where the forward reads the values of an input, and what it read. The split
             holds for batches that read the same.
@@ -101,6 +108,7 @@ class Inspection:
     model: str
     parameters: int
     parameter_bytes: int
+    microbatches: int
     stages: tuple[StageFound, ...]
     crossings: tuple[Crossing, ...]
     ties: tuple[Tie, ...]
@@ -157,7 +165,9 @@ def inspect(
         PartitionError: the model cannot be recorded or cut; the text names the module, the line and the remedy.
     """
     cut = _cut(tuple(args), dict(kwargs or {}), microbatches, Cutting.of(batch_dims, split, merge))
-    partitioner = Partitioner(model, stages, cuts, leaves, opens=opens, streams=_NoStreams(), balance=balance)
+    partitioner = Partitioner(
+        model, stages, cuts, leaves, opens=opens, streams=_NoStreams(), balance=balance, sees_saved=True
+    )
     with torch.enable_grad(), telling_rows(cut.sizes):
         partition, *_ = [partitioner(*unflatten(piece.leaves, piece.structure)) for piece in cut.pieces]
     every = list(partitioner.model.parameters())
@@ -166,6 +176,7 @@ def inspect(
         model=type(model).__name__ if isinstance(model, nn.Module) else counted(len(model), "layer"),
         parameters=parameters,
         parameter_bytes=sum(p.numel() * p.element_size() for p in every),
+        microbatches=len(cut.pieces),
         stages=tuple(_stage(partition, index, parameters) for index in range(len(partition.stages))),
         crossings=_crossings(partition),
         ties=_ties(partition),
@@ -205,7 +216,20 @@ def _stage(partition: Partition, index: int, parameters: int) -> StageFound:
         updated=stage.meta.updated,
         draws=tuple(name for name, module in partition.drawing_modules.items() if id(module) in inside),
         inputs=tuple(value.name for value in stage.meta.inputs if value.source == MODEL_INPUT),
+        modules=_modules(partition, index),
+        activation_bytes=partition.saved[index] if partition.saved else None,
     )
+
+
+def _modules(partition: Partition, index: int) -> tuple[str, ...]:
+    module = partition.stages[index].module
+    names: dict[str, None] = {}
+    for node in module.graph.nodes:
+        if node.op == "call_module":
+            called = module.get_submodule(str(node.target))
+            inside = called.inside.graph.nodes if isinstance(called, Gate) else (node,)
+            names.update({str(n.target): None for n in inside if n.op == "call_module"})
+    return tuple(names)
 
 
 def _crossings(partition: Partition) -> tuple[Crossing, ...]:

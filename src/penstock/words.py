@@ -2,8 +2,25 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+
 
 def counted(number: int, what: str) -> str:
     """`1 stage`, `1,024 stages`, `3 microbatches`."""
     plural = "" if number == 1 else "es" if what.endswith("ch") else "s"
     return f"{number:,} {what}{plural}"
+
+
+def in_ranges(names: Iterable[str]) -> list[str]:
+    """`blocks.0`, `blocks.1` and `blocks.2` as `blocks.0-2`; other names as they are."""
+    found: list[tuple[str, str, str, str]] = []  # before the last number, from which to which, behind it
+    for name in names:
+        match = re.fullmatch(r"(.*?)(0|[1-9]\d*|)(\D*)", name)
+        before, number, behind = match.groups() if match else (name, "", "")
+        last = found[-1] if found else ("", "", "", "")
+        if number and last[2] and (last[0], int(last[2]) + 1, last[3]) == (before, int(number), behind):
+            found[-1] = before, last[1], number, behind
+        else:
+            found.append((before, number, number, behind))
+    return [f"{before}{first if first == last else f'{first}-{last}'}{behind}" for before, first, last, behind in found]

@@ -82,6 +82,7 @@ def test_stages_cuts_and_ties_are_those_of_the_pipeline(targets: str) -> None:
     assert shares[0] == pytest.approx(sum(first.values()) / found["parameters"])
     assert sum(stage["work_share"] for stage in found["stages"]) == pytest.approx(1)
     assert all(stage["draws"] for stage in found["stages"])
+    assert all(stage["modules"] and stage["activation_bytes"] > 0 for stage in found["stages"])
 
 
 def test_what_crosses_has_a_shape_a_size_and_a_maker(targets: str) -> None:

@@ -77,6 +77,17 @@ class WritesCloned(Block):
         return y
 
 
+class Codebook(Block):
+    """The distances save what is updated, but no gradient is taken of the choice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        chosen = torch.cdist(x, self.scale.diag()).argmin(-1)
+        found = nn.functional.one_hot(chosen, WIDTH).to(x) @ self.scale.diag()
+        self.scale.data.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x + (found - x).detach()
+
+
 class Between(nn.Module):
     """Writes what enters each block once the block has run; `skipped` blocks are left alone, for they come first."""
 
@@ -170,6 +181,10 @@ def test_what_the_model_holds_is_not_written_while_another_microbatch_needs_it(b
 
 def test_what_is_cloned_may_be_written() -> None:
     check(lambda: nn.Sequential(*(nn.Sequential(WritesCloned(), nn.BatchNorm1d(WIDTH)) for _ in range(4))), ranks=2)
+
+
+def test_what_no_gradient_is_taken_of_may_be_written() -> None:
+    check(chain(Codebook), ranks=2, microbatches=4)
 
 
 def test_recording_leaves_the_weights_as_they_were() -> None:

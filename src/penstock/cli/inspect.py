@@ -14,7 +14,7 @@ from rich.text import Text
 
 from penstock.cli._spread import Json
 from penstock.cli._target import Cuts, Leaves, Opens, TargetName, loaded, names
-from penstock.words import counted
+from penstock.words import counted, in_ranges
 
 if TYPE_CHECKING:
     from penstock.inspection import Crossing, Inspection, StageFound
@@ -81,10 +81,15 @@ def find(
 def show(found: Inspection, console: Console) -> None:
     """Prints the tables."""
     size = f"{found.parameters:,} parameters, {_size(found.parameter_bytes)}"
-    console.print(Text(f"{found.model}: {size}, {counted(len(found.stages), 'stage')}", "bold"), end="\n\n")
+    console.print(Text(f"{found.model}: {size}, {counted(len(found.stages), 'stage')}", "bold"))
+    whole = found.microbatches == 1
+    console.print(
+        f"activations and what crosses: of {'the batch' if whole else f'one of {found.microbatches} microbatches'}",
+        end="\n\n",
+    )
     table = _table(
         *(("stage", False), ("begins at", False), ("work", True)),
-        *(("parameters", True), ("share", True), ("size", True)),
+        *(("parameters", True), ("share", True), ("size", True), ("activations", True)),
     )
     for stage in found.stages:
         table.add_row(
@@ -94,6 +99,7 @@ def show(found: Inspection, console: Console) -> None:
             f"{stage.parameters:,}",
             f"{stage.parameter_share:.1%}",
             _size(stage.parameter_bytes),
+            "unknown" if stage.activation_bytes is None else _size(stage.activation_bytes),
         )
     console.print(table)
     if found.crossings:
@@ -117,6 +123,7 @@ def show(found: Inspection, console: Console) -> None:
             )
         console.print(table)
     lines = [
+        *(f"stage {s.index} runs {', '.join(in_ranges(s.modules))}" for s in found.stages if s.modules),
         *(f"tied: {tie.name} on stages {_listed(tie.stages)}; gradients are added up" for tie in found.ties),
         *(f"stage {s.index} takes no gradient: its parameters are frozen" for s in found.stages if _frozen(s)),
         *(f"stage {s.index} updates {_listed(s.updated)}" for s in found.stages if s.updated),

@@ -9,6 +9,7 @@ import collections
 import logging
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
     unset_fake_temporarily,
 )
+from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
@@ -37,7 +39,9 @@ __all__ = [
     "WeakStorage",
     "fake_mode",
     "flatten",
+    "packed_by",
     "quiet",
+    "size_of",
     "storage_of",
     "unflatten",
     "unset_fake_temporarily",
@@ -95,6 +99,40 @@ def storage_of(tensor: Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # sparse tensors have no storage
         return id(tensor)
+
+
+def size_of(tensor: Tensor) -> int:
+    """The bytes of the memory behind a tensor, of which it may be a part; of a sparse tensor, those of its values."""
+    try:
+        return tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):
+        return tensor._nnz() * tensor.element_size() if tensor.layout == torch.sparse_coo else 0
+
+
+def packed_by(node: Node) -> list[object] | None:
+    """What a node of an autograd graph has saved: what the hooks on saved tensors have made of it, or the tensors.
+
+    None if the node does not tell: a function of an extension in C++, or of another torch. To unpack what was saved is
+    public, but would run a checkpoint again.
+    """
+    if "CppNode" in node.name():
+        return None
+    found: list[object] = []
+    for name in _raw_names(type(node)):
+        raw = getattr(node, name)
+        for saved in raw if isinstance(raw, tuple) else (raw,):
+            try:
+                found.append(saved.data)
+            except RuntimeError:  # freed by a backward inside the forward
+                continue
+            except AttributeError:
+                return None
+    return found
+
+
+@cache
+def _raw_names(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
 class WeakStorage:

@@ -46,6 +46,8 @@ class Partition:
         draw_offsets: for each stage, how often each drawing module is called on the stages before it.
         cuts: the names of the modules at which stages 1.. begin.
         work: of each stage, its backward included; see `work_of`.
+        saved: of each stage, the bytes that a microbatch's forward keeps for its backward, parameters and buffers
+            aside; empty if that was not looked at, or cannot be seen.
         notes: what the user should know about the recording.
         origins: for each value that enters or leaves a stage, by name: where it was made.
         is_foreign: the forward draws from Python's or numpy's generators.
@@ -70,6 +72,7 @@ class Partition:
     result_structure: Any
     result_leaves: tuple[int | Constant, ...]
     left: tuple[Left, ...] = ()
+    saved: tuple[int, ...] = ()
     elsewhere: Mapping[str, Tensor] = field(default_factory=dict)
     other_way: str = ""
     """How this model can be told not to branch on masks, in brackets; empty where there is no switch."""

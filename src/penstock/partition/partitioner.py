@@ -28,6 +28,7 @@ from penstock.partition.remedies import explained
 from penstock.partition.split import Split
 from penstock.partition.stage import Stage, build_stage
 from penstock.partition.state.given import Attributes, Given
+from penstock.partition.state.unseen import UnwatchableError
 from penstock.partition.units import Grain, find_units, refuse_compiled
 
 Division = tuple[tuple[str, ...], Opening]
@@ -52,6 +53,7 @@ class Partitioner:
         leaves: names of modules to run as a whole, for what a recording cannot follow.
         opens: names of modules to record call by call, so that cuts can fall inside of them; see `Opening`.
         streams: sets the generator for recorded random calls; see `RandomSource`.
+        sees_saved: look at what forwards save for backward; see `Partition.saved`.
         balance: what the stages share evenly, `"flops"` (see `work_of`), `"parameters"` or (repeated) `"layers"`.
 
     Raises ArgumentError for arguments that are wrong by themselves, PartitionError (also when called) for a model that
@@ -68,6 +70,7 @@ class Partitioner:
         opens: Sequence[str] | None = None,
         streams: RandomSource,
         balance: Balance = "flops",
+        sees_saved: bool = False,
     ) -> None:
         if stages < 1:
             raise ArgumentError(f"stages={stages}: expected at least 1")
@@ -82,6 +85,7 @@ class Partitioner:
         self.stages = stages
         self.cuts = None if cuts is None else tuple(cuts)
         self._leaves, self._streams, self._balance = tuple(leaves or ()), streams, balance
+        self._sees_saved = sees_saved
         self._partitions: dict[Hashable, list[Partition]] = {}
         self._keep_alive: dict[Hashable, list[object]] = {}
         self._grain = Grain()
@@ -175,7 +179,12 @@ class Partitioner:
 
     def _record(self, args: Sequence[Any], kwargs: dict[str, Any], opening: Opening) -> Recording:
         try:
-            return record(self.model, args, kwargs, self._leaves, self._grain, opening)
+            return record(self.model, args, kwargs, self._leaves, self._grain, opening, sees_saved=self._sees_saved)
+        except UnwatchableError:
+            if not self._sees_saved:
+                raise
+            self._sees_saved = False
+            return self._record(args, kwargs, opening)
         except Obstacle as obstacle:
 
             def again(leaves: Sequence[str], given: Mapping[str, Any]) -> Recording:
@@ -202,6 +211,7 @@ class Partitioner:
             draw_offsets=_draw_offsets(recording, split.starts),
             cuts=self.cuts,
             work=_work(recording, split),
+            saved=_saved(recording, split) if self._sees_saved else (),
             notes=(*recording.notes, *unused_note(recording, stages)),
             origins=_origins(recording, stages),
             guards=recording.guards,
@@ -327,6 +337,14 @@ def _opened(model: nn.Module, units: Collection[int]) -> list[nn.Module]:
         found.append(pending.pop())
         pending += [child for child in found[-1].children() if id(child) not in units]
     return found
+
+
+def _saved(recording: Recording, split: Split) -> tuple[int, ...]:
+    found = []
+    for plan in split.plans:
+        sizes = {s: size for node in plan.run for s, size in split.facts[node].saved_sizes.items()}
+        found.append(sum(size for storage, size in sizes.items() if storage not in recording.memory))
+    return tuple(found)
 
 
 def _work(recording: Recording, split: Split) -> tuple[int, ...]:

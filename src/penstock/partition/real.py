@@ -62,6 +62,7 @@ def run_for_real(
                 before = {key: r.detach().clone() for key, (_, r) in made.items()}
             observer.take(keep=False)  # to make tensors up is to write to them
             result = original(unit.module, *real_args, **real_kwargs)
+            observer.saved.follow(tensors_in((result, given.containers)))
             with observer.not_counting():  # numpy writes past torch's operators
                 other = {key for key, copied in before.items() if not same_bits(copied, made[key][1])}
         except PartitionError:

@@ -73,18 +73,20 @@ def record(
     leaves: Sequence[str] = (),
     grain: Grain = NO_GRAIN,
     opening: Opening = NOTHING,
+    *,
+    sees_saved: bool = False,
 ) -> Recording:
     """Record `model(*args, **kwargs)`. Parameters may be on `meta`: they are taken to be where the first input is.
 
     `leaves`, `grain` and `opening`: see `find_units`; what the forward taught besides, and what was opened, is in the
-    recording.
+    recording. `sees_saved`: look at what is saved for backward.
 
     Raises PartitionError, with the line of the user's code, for what a stage could not replay.
     """
     reason, taught, without, functions = "", False, None, frozenset[FunctionType]()
     while True:
         units = find_units(model, leaves, grain, opening.names)
-        one_way = partial(_one_way, model, args, kwargs, units, opening, grain, functions)
+        one_way = partial(_one_way, model, args, kwargs, units, opening, grain, functions, sees_saved)
         try:
             found = one_way({})
             if found.asks and any(entry.is_carried for entry in found.left):
@@ -134,10 +136,11 @@ def _one_way(
     opening: Opening,
     grain: Grain,
     functions: frozenset[FunctionType],
+    watches: bool,
     choices: Mapping[int, bool],
 ) -> Recording:
     """The way that the forward takes with these answers where it branches by chance."""
-    fake_calls, watches = frozenset[int](), False
+    fake_calls: frozenset[int] = frozenset()
     while True:
         try:
             return _record(model, args, kwargs, units, functions, fake_calls, opening, grain, choices, watches)
@@ -372,6 +375,8 @@ def _finish(recorder: Recorder, loan: Loan, units: Any, result: Any, left: Seque
     tensors = [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
     carried = [entry.to_carry(lambda t: outputs.setdefault(recorder.node_of(t), len(outputs))) for entry in left]
     tensors += [t for entry in left for t in entry.small]
+    recorder.observer.saved.follow(tensors)
+    recorder.observer.saved.settle(recorder.observer.statistics)
     texts = frozenset(entry.text for entry in left if entry.small)
     needed = [loan.names[id(t)] for t in leaves_of(tensors) if id(t) in loan.names]
     drawing = recorder.drawing

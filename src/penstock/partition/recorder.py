@@ -21,7 +21,6 @@ from penstock.partition import calls, source
 from penstock.partition._compat import (
     FakeTensorMode,
     flatten,
-    in_checkpoint,
     quiet,
     storage_of,
     unset_fake_temporarily,
@@ -184,9 +183,6 @@ class Recorder(Writer, TorchFunctionMode):
             with self._passing(given, unit):
                 target = calls.Target("call_module", unit.name, *self._arguments(args, kwargs))
                 fact = self._write(target, "unit", result, False, writes)
-            fact.runs_again = in_checkpoint()
-            if fact.runs_again and self.observer.saved.is_watched:  # checkpoints keep arguments, unseen by autograd
-                fact.saved |= {storage_of(tensor) for tensor in leaves if isinstance(tensor, Tensor)}
             self.observer.place_calls(first_call, fact.index)  # nodes for its arguments stand before it
             fact.depends_on_values = unit.name in self.real
             self.returned.note(fact, result)
@@ -235,13 +231,15 @@ class Recorder(Writer, TorchFunctionMode):
         """
         depth, called, work = len(self.observer.stack), len(self.observer.calls), self.observer.work
         try:
-            with quiet():
+            # around a checkpoint, whose hooks would hide what a stage, which runs nothing again for it, saves
+            with quiet(), self.observer.saved.watching():
                 return (original(unit.module, *args, **kwargs), *self.observer.take()), True
         except PartitionError:
             raise
         except Exception as error:  # whatever a fake kernel raises; if the unit itself is wrong it raises again
             del self.observer.stack[depth:], self.observer.calls[called:]
             self.observer.take()
+            self.observer.saved.forget()
             self.observer.work = work
             result, drew, writes = run_for_real(
                 original, unit, args, kwargs, self.loan, self.entry.device, self.observer, error

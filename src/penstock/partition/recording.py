@@ -58,7 +58,8 @@ class Fact:
         storages: the memory behind its result's tensors. Equal numbers mean shared memory.
         writes: the memory that it updated in place.
         unseen: of that, what autograd does not know to be updated: it was written through `.data`.
-        saved: the memory that it saved for backward; empty if nothing was updated in place that may have been saved.
+        saved: the memory that it saved for backward; empty if that was not looked at.
+        saved_sizes: of that memory, the bytes; one number for each.
         takes_gradient: whether any tensor of its result requires a gradient.
         draws: a torch call outside the units that draws random numbers.
         stream: the name of the stream that it draws from.
@@ -82,6 +83,7 @@ class Fact:
     writes: frozenset[int] = frozenset()
     unseen: frozenset[int] = frozenset()
     saved: frozenset[int] = frozenset()
+    saved_sizes: Mapping[int, int] = field(default_factory=dict)
     takes_gradient: bool = False
     draws: bool = False
     stream: str = ""

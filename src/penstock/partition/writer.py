@@ -19,6 +19,7 @@ from penstock.partition import calls, source
 from penstock.partition._compat import (
     FakeTensor,
     flatten,
+    in_checkpoint,
     storage_of,
 )
 from penstock.partition.chance.draws import node_of_drawn
@@ -33,6 +34,7 @@ from penstock.partition.objects import (
     holds_tensors,
     is_named_tuple,
     rebuilt,
+    tensors_in,
 )
 from penstock.partition.observer import Observer
 from penstock.partition.obstacle import Obstacle
@@ -95,12 +97,13 @@ class Writer:
         node = self.graph.create_node(target.op, target.function, args, kwargs)
         fact = self._fact(node, kind, result)
         fact.writes, fact.unseen, fact.draws = writes, self._unseen(writes), draws
-        fact.saved = self.observer.saved.take() - self.observer.statistics  # which training saves but does not use
         if draws:
             fact.stream = self._stream(fact)
         if kind == "unit":
-            fact.scope = str(target.function)
+            fact.scope, fact.runs_again = str(target.function), in_checkpoint()
         self._bind(result, node, writes, alone=True)
+        self.observer.saved.follow(tensors_in(result))
+        self.observer.saved.belongs_to(fact, tensors_in((target.args, target.kwargs)))
         for storage in writes:  # an update in place may make aliases take a gradient, or change their strides
             for key in self.on_memory.get(storage, ()):
                 tensor, known, _ = self._seen[key]

@@ -143,6 +143,7 @@ class _Merger:
             writes=frozenset(s for f in facts.values() for s in f.writes if s in base.memory),
             unseen=frozenset().union(*(f.unseen for f in facts.values())),
             saved=frozenset().union(*(f.saved for f in facts.values())),
+            saved_sizes={s: size for f in facts.values() for s, size in f.saved_sizes.items()},
             takes_gradient=any(f.takes_gradient for f in facts.values()),
             source_line=branch.source_line,
             work=sum(f.work for f in facts.values()),
@@ -158,6 +159,7 @@ class _Merger:
                 writes=frozenset(),
                 unseen=frozenset(),
                 saved=frozenset(),
+                saved_sizes={},
                 work=0,
             )
 

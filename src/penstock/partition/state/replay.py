@@ -55,7 +55,7 @@ def operators(
     call = Call(-1, "", True, given)
     try:
         for _ in range(times):
-            with observer.provenance.calling(call), quiet(), observer.logging() as log:
+            with observer.provenance.calling(call), observer.saved.aside(), quiet(), observer.logging() as log:
                 run(*copies)
         found: Operators | None = log
         for foreign in observer.provenance.foreign.values():

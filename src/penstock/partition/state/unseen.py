@@ -9,13 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from penstock.errors import PartitionError
-from penstock.partition._compat import storage_of
-from penstock.partition.recording import Recording
+from penstock.partition._compat import packed_by, size_of, storage_of
+from penstock.partition.recording import Fact, Recording
+
+
+class UnwatchableError(PartitionError):
+    """What is saved for backward cannot be seen: the forward uses what does not go together with torch's hooks."""
 
 
 class Watch(BaseException):
@@ -56,7 +62,9 @@ class Versions:
 
 
 class Saved:
-    """The memory that the forward saves for backward, collected until `take` is called.
+    """What the forward saves for backward, for each recorded call.
+
+    Only what the graph of its results leads to counts: a codebook's distances, of which no gradient is taken, do not.
 
     Args:
         root: the memory that a tensor stands for, where that is not its own.
@@ -65,7 +73,11 @@ class Saved:
 
     def __init__(self, root: Callable[[Tensor], int], *, is_watched: bool) -> None:
         self._root, self.is_watched = root, is_watched
-        self._storages: set[int] = set()
+        self._recent: list[_Packed] = []  # since the last call was written
+        self._of_calls: list[tuple[Fact, list[_Packed]]] = []
+        self._visited: set[Node] = set()
+        self._is_blind = False  # there are nodes that do not tell what they save
+        self._keeps_given = False  # what the last results rest on keeps the arguments of its call
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -73,27 +85,93 @@ class Saved:
             yield
             return
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
                 yield
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error):
                 raise
-            raise PartitionError(
+            raise UnwatchableError(
                 "the forward updates tensors in place that backward may need, and uses what does not let Penstock see "
                 f"whether it does ({error}). Make the update out of place"
             ) from error
 
-    def _pack(self, tensor: Tensor) -> Tensor:
-        self._storages |= {storage_of(tensor), self._root(tensor)}
-        return tensor
+    def _pack(self, tensor: Tensor) -> _Packed:
+        storage = storage_of(tensor)
+        self._recent.append(_Packed(tensor, {storage, self._root(tensor)}, storage, size_of(tensor)))
+        return self._recent[-1]
 
-    def take(self) -> frozenset[int]:
-        """What was saved since the last call."""
-        found = frozenset(self._storages)
-        self._storages.clear()
-        return found
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is saved meanwhile is forgotten."""
+        recent, self._recent = self._recent, []
+        try:
+            yield
+        finally:
+            self._recent = recent
+
+    def forget(self) -> None:
+        """What was saved since a call was written is none's."""
+        self._recent = []
+
+    def follow(self, results: Iterable[Tensor]) -> None:
+        """Notes what the backward of some results will use."""
+        if not self.is_watched:
+            return
+        pending = [t.grad_fn for t in results if t.grad_fn is not None]
+        while pending:
+            node = pending.pop()
+            if node in self._visited:
+                continue
+            self._visited.add(node)
+            pending += [following for following, _ in node.next_functions if following is not None]
+            packed = packed_by(node)
+            self._is_blind |= packed is None
+            for one in packed or ():
+                if isinstance(one, _Packed):
+                    one.is_used = True
+                elif one is not None:  # by other hooks, as a checkpoint's, which keep what the call was given
+                    self._keeps_given = True
 
     def stands_for(self, real: Tensor, fake: Tensor) -> None:
         """What was saved of a real tensor, which a unit ran on, is its fake's."""
-        if storage_of(real) in self._storages:
-            self._storages.add(storage_of(fake))
+        for packed in self._recent:
+            if storage_of(real) in packed.memory:
+                packed.memory.add(storage_of(fake))
+                packed.key = storage_of(fake)
+
+    def belongs_to(self, fact: Fact, given: Iterable[Tensor]) -> None:
+        """What was saved since the last call is this one's. `given`: its arguments."""
+        if self._keeps_given or fact.runs_again:
+            fact.saved = frozenset(map(storage_of, given))
+        if self._recent:
+            self._of_calls.append((fact, self._recent))
+        self._recent, self._keeps_given = [], False
+
+    def settle(self, statistics: Collection[int]) -> None:
+        """Tells the facts, once the forward has ended. `statistics`: see `may_overwrite`."""
+        for fact, packed in self._of_calls:
+            used = [each for each in packed if each.is_used or self._is_blind]
+            fact.saved = fact.saved.union(*(each.memory for each in used)).difference(statistics)
+            fact.saved_sizes = {each.key: each.size for each in used}
+
+
+@dataclass(slots=True)
+class _Packed:
+    """One tensor that is saved.
+
+    Attributes:
+        memory: the numbers of its memory, all that it goes by.
+        key: one of them, the same for all that have this memory.
+        size: of its memory, in bytes.
+        is_used: whether a node of a result's graph has it.
+    """
+
+    tensor: Tensor
+    memory: set[int]
+    key: int
+    size: int
+    is_used: bool = False
+
+
+def _unpack(packed: _Packed) -> Tensor:
+    return packed.tensor
