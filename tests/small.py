@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from penstock import Pipeline
+from penstock.runtime.stage import StageRunner
+
 torch.set_num_threads(1)  # bits are compared
 
 ROWS, WIDTH = 11, 9
@@ -30,3 +33,9 @@ def tokens(vocabulary: int = 19) -> tuple[Tensor, Tensor]:
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def training_runners(pipe: Pipeline) -> list[StageRunner]:
+    """What runs each stage of this process in a training step."""
+    job = next(job for job in pipe._steps.jobs if job.training)
+    return [runner for program in job.programs for runner in program.runners.values()]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
-from penstock.schedule import Action, Op, Overlap, Placement, Schedule, generate, generators, names
+from penstock.schedule import Action, Op, Overlap, Placement, Schedule, generate, generators, names, split_backward
 from penstock.schedule.generators import Numbers
 
 
@@ -54,6 +54,12 @@ def arbitrary(draw: st.DrawFn) -> Schedule:
         done.add(action)
         rows[rank_of[action.stage]].append(action)
     return Schedule("arbitrary", Placement(ranks, rank_of), microbatches, rows)
+
+
+def small_ones() -> st.SearchStrategy[Schedule]:
+    """Schedules of all kinds on a few ranks: with a name, with and without split backwards, and arbitrary ones."""
+    named = generated(max_ranks=5, max_microbatches=8)
+    return st.one_of(arbitrary(), named, named.map(split_backward))
 
 
 def needs_by_hand(schedule: Schedule) -> dict[Action, set[Action]]:

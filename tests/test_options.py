@@ -23,140 +23,117 @@ from small import ONE_STAGE, WIDTH, batch, mlp, tokens
 # -- 17: options ------------------------------------------------------------------------------------------------------
 
 
-def options_case() -> dict[str, Callable[[], None]]:
-    """For each option of `pipeline`, what shows that it is used."""
-    x, y = batch()
+X, Y = batch()
 
-    def made(**options: Any) -> penstock.Pipeline:
-        given = {"ranks": 2, "microbatches": 2, "loss": squared_error, **options}
-        model = given.pop("model", None) or mlp()
-        return pipeline(model, given.pop("example_args", (x,)), given.pop("example_kwargs", None), **given)
 
-    def refused(error: type[Exception], match: str, **options: Any) -> None:
-        with pytest.raises(error, match=match):
-            made(**options)
+def made(**options: Any) -> penstock.Pipeline:
+    given = {"ranks": 2, "microbatches": 2, "loss": squared_error, **options}
+    model = given.pop("model", None) or mlp()
+    return pipeline(model, given.pop("example_args", (X,)), given.pop("example_kwargs", None), **given)
 
-    def step(**options: Any) -> penstock.StepResult:
-        with made(**options) as pipe:
-            return pipe.step(x, target=y)
 
-    def example_kwargs() -> None:
-        with made(example_args=(), example_kwargs={"input": x}, model=mlp(1), ranks=1) as pipe:
-            pipe.step(input=x, target=y)
+def refused(error: type[Exception], match: str, **options: Any) -> None:
+    with pytest.raises(error, match=match):
+        made(**options)
 
-    def balance() -> None:
-        model = nn.Sequential(nn.Linear(WIDTH, 400), nn.Linear(400, WIDTH), *mlp(4))
-        assert made(model=model, balance="layers").cuts != made(model=model, balance="parameters").cuts
-        refused(ArgumentError, "balance='time': expected one of 'flops', 'parameters', 'layers'", balance="time")
 
-    def leaves() -> None:
-        whole = nn.Module()
-        whole.inner, whole.head = SkipsTwice(WIDTH), nn.Linear(WIDTH, WIDTH)
-        whole.forward = lambda x: whole.head(whole.inner(x))  # type: ignore[method-assign]
-        assert "self.inner.layers" in made(model=whole).code
-        assert "self.inner.layers" not in made(model=whole, leaves=["inner"]).code
-        refused(PartitionError, r"leaves: .*'iner'.*'inner'", model=whole, leaves=["iner"])
+def step(**options: Any) -> penstock.StepResult:
+    with made(**options) as pipe:
+        return pipe.step(X, target=Y)
 
-    def opens() -> None:
-        model = nn.Sequential(OrderedDict(inner=SkipsTwice(WIDTH), head=nn.Linear(WIDTH, WIDTH)))
-        assert "self.inner.layers" not in made(model=model).code
-        assert "self.inner.layers" in made(model=model, opens=["inner"]).code
-        refused(PartitionError, r"opens: .*'iner'.*'inner'", model=model, opens=["iner"])
 
-    def materialize() -> None:
-        with torch.device("meta"):
-            model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-        seen = []
+def shows_example_kwargs() -> None:
+    with made(example_args=(), example_kwargs={"input": X}, model=mlp(1), ranks=1) as pipe:
+        pipe.step(input=X, target=Y)
 
-        def rule(name: str, module: nn.Module) -> None:
-            seen.append(name)
-            for parameter in module.parameters():
-                nn.init.constant_(parameter, 0.25)
 
-        with made(model=model, materialize=rule) as pipe:
-            assert all((p == 0.25).all() for p in pipe.parameters())
-        assert seen == ["0", "1"]
+def shows_balance() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, 400), nn.Linear(400, WIDTH), *mlp(4))
+    assert made(model=model, balance="layers").cuts != made(model=model, balance="parameters").cuts
+    refused(ArgumentError, "balance='time': expected one of 'flops', 'parameters', 'layers'", balance="time")
 
-    def seed() -> None:
-        model = nn.Sequential(*mlp(2), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH))
-        losses = [step(model=model, seed=seed).loss for seed in (1, 2, 1)]
-        assert losses[0] == losses[2] != losses[1]
 
-    def offload() -> None:
-        with made(schedule="zb-h1", offload=True) as pipe:
-            pipe.step(x, target=y)
-            assert pipe.split_share == {0: 0.0, 1: 0.0}
+def shows_leaves() -> None:
+    whole = nn.Module()
+    whole.inner, whole.head = SkipsTwice(WIDTH), nn.Linear(WIDTH, WIDTH)
+    whole.forward = lambda x: whole.head(whole.inner(x))  # type: ignore[method-assign]
+    assert "self.inner.layers" in made(model=whole).code
+    assert "self.inner.layers" not in made(model=whole, leaves=["inner"]).code
+    refused(PartitionError, r"leaves: .*'iner'.*'inner'", model=whole, leaves=["iner"])
 
-    def compiled() -> None:
-        assert any("compiled" in note for note in made(compile={"backend": "eager"}).notes)
-        refused(ArgumentError, "compile=1: expected True, False, or a dict", compile=1)
 
-    def check_finite() -> None:
-        with pytest.raises(NonFiniteError, match="the loss is NaN"):
-            step(check_finite=True, loss=lambda output, _: output.sum() * float("nan"))
-        refused(ArgumentError, "check_finite='no': expected True or False", check_finite="no")
+def shows_opens() -> None:
+    model = nn.Sequential(OrderedDict(inner=SkipsTwice(WIDTH), head=nn.Linear(WIDTH, WIDTH)))
+    assert "self.inner.layers" not in made(model=model).code
+    assert "self.inner.layers" in made(model=model, opens=["inner"]).code
+    refused(PartitionError, r"opens: .*'iner'.*'inner'", model=model, opens=["iner"])
 
-    def parallelize() -> None:
-        given: list[set[str]] = []
 
-        def look(stage: nn.Module) -> None:
-            given.append({name for name, _ in stage.named_parameters()})
+def shows_materialize() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    seen = []
 
-        with made(parallelize=look) as pipe:
-            assert given == [set(stage.parameters) for stage in pipe.stages]
-            pipe.step(x, target=y)
-        refused(ArgumentError, "parallelize returned a Sequential", parallelize=nn.Sequential)
+    def rule(name: str, module: nn.Module) -> None:
+        seen.append(name)
+        for parameter in module.parameters():
+            nn.init.constant_(parameter, 0.25)
 
-    def batch_dims() -> None:
-        refused(ArgumentError, "batch_dims='rows': expected a dimension for all", batch_dims="rows")
-        with made(batch_dims=1, example_args=(x.t(),), model=Turned()) as pipe:
-            torch.testing.assert_close(pipe.predict(x.t()), mlp()(x).t().detach())
+    with made(model=model, materialize=rule) as pipe:
+        assert all((p == 0.25).all() for p in pipe.parameters())
+    assert seen == ["0", "1"]
 
-    def cutting() -> None:
-        def split(args: Any, kwargs: Any, target: Any, count: int) -> list[penstock.Microbatch]:
-            wanted = [None] * 2 if target is None else [target[:1], target[1:]]
-            pieces = [args[0][:1], args[0][1:]]
-            return [penstock.Microbatch((piece,), {}, one) for piece, one in zip(pieces, wanted, strict=True)]
 
-        assert step(split=split).sizes == (1, len(x) - 1)
-        with made(merge=len) as pipe:
-            assert pipe.predict(x) == 2
+def shows_seed() -> None:
+    model = nn.Sequential(*mlp(2), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH))
+    losses = [step(model=model, seed=seed).loss for seed in (1, 2, 1)]
+    assert losses[0] == losses[2] != losses[1]
 
-    return {
-        "batch_dims": batch_dims,
-        "split": cutting,
-        "merge": cutting,
-        "model": lambda: refused(ArgumentError, "model", model=[1, 2]),
-        "example_args": lambda: refused(ShapeError, "example: no tensor with rows", example_args=()),
-        "example_kwargs": example_kwargs,
-        "ranks": lambda: assert_equal(made(ranks=3).world.ranks, 3),
-        "chunks": lambda: assert_equal(len(made(chunks=3, schedule="gpipe").stages), 6),
-        "schedule": lambda: assert_equal(made(schedule="naive").schedule.name, "naive"),
-        "microbatches": lambda: assert_equal(len(step(microbatches=7).losses), 7),
-        "loss": lambda: assert_equal(float(step(loss=lambda output, _: output.sum() * 0 + 3).loss), 3.0),
-        "reduction": lambda: refused_in(lambda: step(reduction="median"), "reduction='median'"),
-        "cuts": lambda: assert_equal(made(cuts=["4"]).cuts, ("4",)),
-        "leaves": leaves,
-        "opens": opens,
-        "balance": balance,
-        "mesh": lambda: refused(ArgumentError, "ranks=2, but the mesh has 1", mesh=one_rank_mesh()),
-        "devices": lambda: refused(
-            ArgumentError, "devices has 3 entries; expected one for each of 2", devices=["cpu"] * 3
-        ),
-        "share_loss": lambda: assert_equal(step(share_loss=False).loss.shape, ()),  # seen on other ranks only
-        "materialize": materialize,
-        "seed": seed,
-        "recompute": lambda: refused(ArgumentError, "recompute='sometimes': expected 'never'", recompute="sometimes"),
-        "offload": offload,
-        "deferred_batch_norm": lambda: refused(
-            ArgumentError, "deferred_batch_norm=True: no batch norm", deferred_batch_norm=True
-        ),
-        "compile": compiled,
-        "check_finite": check_finite,
-        "parallelize": parallelize,
-        # How long it waits is seen over a network that is silent: tests/distributed/test_bad_network.py.
-        "lost_after": lambda: refused(ArgumentError, "lost_after=0: expected seconds, 1 or more", lost_after=0),
-    }
+
+def shows_offload() -> None:
+    with made(schedule="zb-h1", offload=True) as pipe:
+        pipe.step(X, target=Y)
+        assert pipe.split_share == {0: 0.0, 1: 0.0}
+
+
+def shows_compiled() -> None:
+    assert any("compiled" in note for note in made(compile={"backend": "eager"}).notes)
+    refused(ArgumentError, "compile=1: expected True, False, or a dict", compile=1)
+
+
+def shows_check_finite() -> None:
+    with pytest.raises(NonFiniteError, match="the loss is NaN"):
+        step(check_finite=True, loss=lambda output, _: output.sum() * float("nan"))
+    refused(ArgumentError, "check_finite='no': expected True or False", check_finite="no")
+
+
+def shows_parallelize() -> None:
+    given: list[set[str]] = []
+
+    def look(stage: nn.Module) -> None:
+        given.append({name for name, _ in stage.named_parameters()})
+
+    with made(parallelize=look) as pipe:
+        assert given == [set(stage.parameters) for stage in pipe.stages]
+        pipe.step(X, target=Y)
+    refused(ArgumentError, "parallelize returned a Sequential", parallelize=nn.Sequential)
+
+
+def shows_batch_dims() -> None:
+    refused(ArgumentError, "batch_dims='rows': expected a dimension for all", batch_dims="rows")
+    with made(batch_dims=1, example_args=(X.t(),), model=Turned()) as pipe:
+        torch.testing.assert_close(pipe.predict(X.t()), mlp()(X).t().detach())
+
+
+def shows_cutting() -> None:
+    def split(args: Any, kwargs: Any, target: Any, count: int) -> list[penstock.Microbatch]:
+        wanted = [None] * 2 if target is None else [target[:1], target[1:]]
+        pieces = [args[0][:1], args[0][1:]]
+        return [penstock.Microbatch((piece,), {}, one) for piece, one in zip(pieces, wanted, strict=True)]
+
+    assert step(split=split).sizes == (1, len(X) - 1)
+    with made(merge=len) as pipe:
+        assert pipe.predict(X) == 2
 
 
 class Turned(nn.Module):
@@ -185,16 +162,51 @@ def assert_equal(one: Any, other: Any) -> None:
     assert one == other
 
 
+SHOWN: dict[str, Callable[[], None]] = {
+    "batch_dims": shows_batch_dims,
+    "split": shows_cutting,
+    "merge": shows_cutting,
+    "model": lambda: refused(ArgumentError, "model", model=[1, 2]),
+    "example_args": lambda: refused(ShapeError, "example: no tensor with rows", example_args=()),
+    "example_kwargs": shows_example_kwargs,
+    "ranks": lambda: assert_equal(made(ranks=3).world.ranks, 3),
+    "chunks": lambda: assert_equal(len(made(chunks=3, schedule="gpipe").stages), 6),
+    "schedule": lambda: assert_equal(made(schedule="naive").schedule.name, "naive"),
+    "microbatches": lambda: assert_equal(len(step(microbatches=7).losses), 7),
+    "loss": lambda: assert_equal(float(step(loss=lambda output, _: output.sum() * 0 + 3).loss), 3.0),
+    "reduction": lambda: refused_in(lambda: step(reduction="median"), "reduction='median'"),
+    "cuts": lambda: assert_equal(made(cuts=["4"]).cuts, ("4",)),
+    "leaves": shows_leaves,
+    "opens": shows_opens,
+    "balance": shows_balance,
+    "mesh": lambda: refused(ArgumentError, "ranks=2, but the mesh has 1", mesh=one_rank_mesh()),
+    "devices": lambda: refused(ArgumentError, "devices has 3 entries; expected one for each of 2", devices=["cpu"] * 3),
+    "share_loss": lambda: assert_equal(step(share_loss=False).loss.shape, ()),  # seen on other ranks only
+    "materialize": shows_materialize,
+    "seed": shows_seed,
+    "recompute": lambda: refused(ArgumentError, "recompute='sometimes': expected 'never'", recompute="sometimes"),
+    "offload": shows_offload,
+    "deferred_batch_norm": lambda: refused(
+        ArgumentError, "deferred_batch_norm=True: no batch norm", deferred_batch_norm=True
+    ),
+    "compile": shows_compiled,
+    "check_finite": shows_check_finite,
+    "parallelize": shows_parallelize,
+    # How long it waits is seen over a network that is silent: tests/distributed/test_bad_network.py.
+    "lost_after": lambda: refused(ArgumentError, "lost_after=0: expected seconds, 1 or more", lost_after=0),
+}
+"""For each option of `pipeline`, what shows that it is used."""
+
 SEEN_ELSEWHERE = {"transport"}  # in tests/distributed: it has no meaning in one process
 
 
-@pytest.mark.parametrize("option", options_case())
+@pytest.mark.parametrize("option", SHOWN)
 def test_trap_17_every_option_is_used(option: str) -> None:
-    options_case()[option]()
+    SHOWN[option]()
 
 
 def test_trap_17_no_option_is_left_out() -> None:
-    assert set(inspect.signature(pipeline).parameters) - SEEN_ELSEWHERE == set(options_case())
+    assert set(inspect.signature(pipeline).parameters) - SEEN_ELSEWHERE == set(SHOWN)
     with pytest.raises(TypeError, match="unknown_option"):
         pipeline(mlp(), batch()[:1], unknown_option=1)  # type: ignore[call-arg]
 

@@ -340,7 +340,7 @@ def test_a_loss_that_is_no_mean_is_warned_of() -> None:
     report = verified(mlp, loss=F.cross_entropy, target=target)
     assert report.ok
     assert "warning: the microbatches' loss is" in report.summary()
-    assert "the outputs agree, so that the loss is no mean over rows" in report.summary()
+    assert "the outputs agree, so that the loss is not a mean over rows" in report.summary()
     told = verified(mlp, loss=F.cross_entropy, target=target, reduction=lambda t: (t != -100).sum())
     assert told.whole_batch is not None
     assert told.whole_batch.verdict == "close"

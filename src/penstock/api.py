@@ -5,9 +5,8 @@ The same script runs alone (one process drives all ranks) and under torchrun (ea
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import ArgumentError, PartitionError
 from penstock.options import Options
-from penstock.partition import Balance, TooFewLayersError
+from penstock.partition import Balance, Partitioner, TooFewLayersError
 from penstock.pipe import Pipeline
 from penstock.runtime import batch as batches
-from penstock.runtime import compiled
 from penstock.runtime.batch_dims import BatchDims, Dim
 from penstock.runtime.board import Patience
 from penstock.runtime.compiled import Compile
@@ -113,7 +111,7 @@ def pipeline(
             for replicas that train on other data; "tp" for layers that `parallelize` divides. None: all, one pipeline.
         devices: see `penstock.runtime.world.device_of`.
         transport: what carries values between processes, where there are several: "auto" takes shared memory between
-            CPU ranks of one machine and `torch.distributed` else; "distributed" always the latter.
+            CPU ranks of one machine and `torch.distributed` otherwise; "distributed" always the latter.
         share_loss: give the loss to every rank, not only to that of the last stage.
         materialize: `materialize(name, module)` sets the values of a module that was built on the meta device;
             None: its `reset_parameters()`.
@@ -140,57 +138,31 @@ def pipeline(
     _check_numbers(microbatches=microbatches, chunks=chunks)
     _check_names(example_kwargs or {})
     _check_model(model, example_args)
-    loss = checked_loss(loss)
-    cutting = Cutting.of(batch_dims, split, merge)
-    if not callable(reduction) and reduction not in ("mean", "sum"):
-        raise ArgumentError(f"reduction={reduction!r}: expected 'mean', 'sum' or a function of the target")
-    for name, value in {"cuts": cuts, "leaves": leaves, "opens": opens}.items():
-        if isinstance(value, str):
-            raise ArgumentError(f"{name}={value!r}: expected a list of names, such as [{value!r}]")
-    if transport not in get_args(TransportChoice):
-        raise ArgumentError(
-            f"transport={transport!r}: expected one of {', '.join(map(repr, get_args(TransportChoice)))}"
-        )
-    kind = torch.device(devices).type if isinstance(devices, (str, torch.device)) else _device_of(model).type
-    if not isinstance(check_finite, bool):
-        raise ArgumentError(f"check_finite={check_finite!r}: expected True or False")
-    if lost_after is not None and (
-        isinstance(lost_after, bool) or not isinstance(lost_after, (int, float)) or not 1 <= lost_after < math.inf
-    ):
-        raise ArgumentError(f"lost_after={lost_after!r}: expected seconds, 1 or more, or None")
-    if compiled.arguments_of(compile) is not None and check_finite:
-        raise ArgumentError(
-            "check_finite=True looks at every call of a stage, which compiled stages do not show; leave compile= out "
-            "while you look for a NaN"
-        )
-    world = join(ranks, mesh, kind)
-    return build(
-        model,
-        (tuple(example_args), dict(example_kwargs or {})),
-        world,
-        _schedule(schedule, world.ranks, microbatches, chunks),
-        Options(
-            loss=loss,
-            reduction=reduction,
-            cutting=cutting,
-            cuts=cuts,
-            leaves=leaves,
-            opens=opens,
-            balance=balance,
-            devices=devices,
-            share_loss=share_loss,
-            transport=transport,
-            materialize=materialize,
-            parallelize=parallelize,
-            seed=seed,
-            recompute=recompute,
-            offload=offload,
-            deferred_batch_norm=deferred_batch_norm,
-            compile=compile,
-            check_finite=check_finite,
-            lost_after=lost_after,
-        ),
+    options = Options(
+        loss=checked_loss(loss),
+        reduction=reduction,
+        cutting=Cutting.of(batch_dims, split, merge),
+        cuts=cuts,
+        leaves=leaves,
+        opens=opens,
+        balance=balance,
+        devices=devices,
+        share_loss=share_loss,
+        transport=transport,
+        materialize=materialize,
+        parallelize=parallelize,
+        seed=seed,
+        recompute=recompute,
+        offload=offload,
+        deferred_batch_norm=deferred_batch_norm,
+        compile=compile,
+        check_finite=check_finite,
+        lost_after=lost_after,
     )
+    kind = torch.device(devices).type if isinstance(devices, (str, torch.device)) else _device_of(model).type
+    world = join(ranks, mesh, kind)
+    order = _schedule(schedule, world.ranks, microbatches, chunks)
+    return build(model, (tuple(example_args), dict(example_kwargs or {})), world, order, options)
 
 
 def build(
@@ -217,15 +189,21 @@ def build(
     try:
         _check_alike(engine, given.sizes)
         try:
+            with engine.control.agreed():
+                partitioner = Partitioner(
+                    model,
+                    stages=order.placement.depth,
+                    cuts=options.cuts,
+                    leaves=options.leaves,
+                    opens=options.opens,
+                    balance=options.balance,
+                    streams=engine.streams,
+                )
             split = SplitModel(
-                model,
+                partitioner,
                 Outline.of(given),
                 order.placement,
                 engine,
-                cuts=options.cuts,
-                leaves=options.leaves,
-                opens=options.opens,
-                balance=options.balance,
                 rule=options.materialize,
                 parallelize=options.parallelize,
             )

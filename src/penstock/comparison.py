@@ -57,7 +57,7 @@ class WholeBatch:
         microbatches: the loss that the microbatches' losses make, as `reduction` says.
         whole: the loss of the whole batch.
         verdict: "close" within rounding; "explained" where what a model is meant to do makes them differ (batch norm,
-            dropout), or they could not be compared; "warning" where the loss is no mean over rows, or rows depend on
+            dropout), or they could not be compared; "warning" where the loss is not a mean over rows, or rows depend on
             each other; "different" where these are signs that the batch is cut along the wrong dimension.
         why: what explains it; empty where they are close.
     """

@@ -27,7 +27,7 @@ def parameter_groups(
         held: those of this process, by the same names.
 
     Raises:
-        ArgumentError: the options are no dict, or hold parameters.
+        ArgumentError: the options are not a dict, or hold parameters.
     """
     here = dict(held)
     groups: list[dict[str, Any]] = []

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import torch
 
+from penstock.errors import ArgumentError
 from penstock.partition import Balance
-from penstock.runtime.compiled import Compile
+from penstock.runtime.compiled import Compile, arguments_of
 from penstock.runtime.cutting import Cutting
 from penstock.runtime.engine import TransportChoice
 from penstock.runtime.keeping import OffloadChoice, RecomputeChoice
@@ -22,7 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The arguments of `penstock.pipeline` by the same names; `cutting` is of batch_dims, split and merge."""
+    """The arguments of `penstock.pipeline` by the same names; `cutting` is made of batch_dims, split and merge.
+
+    Raises:
+        ArgumentError: one of them is wrong by itself, or two of them exclude each other.
+    """
 
     loss: Loss | None = None
     reduction: Reduction = "mean"
@@ -43,3 +49,26 @@ class Options:
     compile: Compile = False
     check_finite: bool = False
     lost_after: float | None = None
+
+    def __post_init__(self) -> None:
+        if not callable(self.reduction) and self.reduction not in ("mean", "sum"):
+            raise ArgumentError(f"reduction={self.reduction!r}: expected 'mean', 'sum' or a function of the target")
+        for name, value in {"cuts": self.cuts, "leaves": self.leaves, "opens": self.opens}.items():
+            if isinstance(value, str):
+                raise ArgumentError(f"{name}={value!r}: expected a list of names, such as [{value!r}]")
+        transports = get_args(TransportChoice)
+        if self.transport not in transports:
+            raise ArgumentError(f"transport={self.transport!r}: expected one of {', '.join(map(repr, transports))}")
+        if not isinstance(self.check_finite, bool):
+            raise ArgumentError(f"check_finite={self.check_finite!r}: expected True or False")
+        if self.lost_after is not None and not _is_wait(self.lost_after):
+            raise ArgumentError(f"lost_after={self.lost_after!r}: expected seconds, 1 or more, or None")
+        if arguments_of(self.compile) is not None and self.check_finite:
+            raise ArgumentError(
+                "check_finite=True looks at every call of a stage, which compiled stages do not show; leave compile= "
+                "out while you look for a NaN"
+            )
+
+
+def _is_wait(seconds: object) -> bool:
+    return isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and 1 <= seconds < math.inf

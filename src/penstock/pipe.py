@@ -101,7 +101,7 @@ class Pipeline:
         Raises:
             ShapeError: tensors disagree on the number of rows.
             PartitionError: the model cannot be recorded for this batch.
-            ArgumentError: a target is missing, the loss is no scalar, or the ranks do not make the same call.
+            ArgumentError: a target is missing, the loss is not a scalar, or the ranks do not make the same call.
             PipelineFailure: another rank failed.
         """
         self.loss_scale = checked_scale(loss_scale)
@@ -242,7 +242,7 @@ class Pipeline:
                 parameters that take no gradient: those are left out.
 
         Raises:
-            ArgumentError: the options are no dict, or hold parameters.
+            ArgumentError: the options are not a dict, or hold parameters.
         """
         return parameter_groups(self.all_parameters(), self.named_parameters(), options_of)
 

@@ -136,7 +136,7 @@ def _check(text: str, returned: Any, again: Callable[[], Target]) -> Target:
     cutting = rest[0] if rest else {}
     if not isinstance(cutting, dict) or not cutting.keys() <= _CUTTING:
         raise ArgumentError(
-            f"TARGET {text!r} returned {cutting!r} behind the loss; expected a dict with any of "
+            f"TARGET {text!r} returned {cutting!r} after the loss; expected a dict with any of "
             f"{', '.join(sorted(_CUTTING))}"
         )
     if not isinstance(model, nn.Module) and not _is_layers(model):

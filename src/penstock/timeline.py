@@ -91,7 +91,7 @@ class Timeline:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Timeline:
-        """What `to_dict` wrote. Raises ArgumentError if it is no timeline."""
+        """What `to_dict` wrote. Raises ArgumentError if it is not a timeline."""
         try:
             tracks = [
                 _track(
@@ -101,7 +101,7 @@ class Timeline:
                 for track in data["ranks"]
             ]
         except (KeyError, TypeError, ValueError) as error:
-            raise ArgumentError(f"the data are no timeline, as `Timeline.to_dict` writes it: {error!r}") from None
+            raise ArgumentError(f"the data are not a timeline, as `Timeline.to_dict` writes it: {error!r}") from None
         return cls(tuple(tracks))
 
     def to_dict(self) -> dict[str, Any]:

@@ -234,7 +234,7 @@ def _run_unsplit(alone: Pipeline, loss: Loss | None, reduction: Reduction, repli
                 first = {name: buffer.detach().clone() for name, buffer in alone.named_buffers()}
         with torch.no_grad():
             for name, buffer in alone.named_buffers():
-                buffer.copy_(first[name])  # deferred norms are committed behind this
+                buffer.copy_(first[name])  # deferred norms are committed after this
     total = weighted_sum(losses, weighted)
     assert total is not None
     return outputs, total.cpu()

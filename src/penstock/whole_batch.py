@@ -2,7 +2,7 @@
 
 A pipeline's loss is made of its microbatches' losses. That this is the batch's loss rests on rows that do not depend on
 each other, and on a loss that is a mean over them. Both are tried here on the unsplit model: with the whole batch at
-once, then with batch norm and dropout switched off and in double precision, so that what is left is no rounding.
+once, then with batch norm and dropout switched off and in double precision, so that what is left is not rounding.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5}
 """By how much losses may differ through rounding, over the largest of them; 2e-2 in half precision."""
 
 _QUIET_TOLERANCE = 1e-7
-"""Likewise in double precision, with nothing random: what is more is no rounding."""
+"""Likewise in double precision, with nothing random: what is more is not rounding."""
 
 _WHOLE = Dims("batch", (("", None),))
 
@@ -167,8 +167,8 @@ class Whole:
         if self.reduction == "mean" and abs(sum(losses) - whole.loss) <= 1e-6 * abs(whole.loss):
             return "the outputs agree, and the loss is a sum over rows; pass reduction='sum'"
         return (
-            "the outputs agree, so that the loss is no mean over rows (masked targets? see reduction=); gradients are "
-            "those of the microbatches' losses"
+            "the outputs agree, so that the loss is not a mean over rows (masked targets? see reduction=); gradients "
+            "are those of the microbatches' losses"
         )
 
     def _along_another(self, run: Any, whole: _Ran, tolerance: float) -> str:

@@ -4,7 +4,6 @@ import io
 import json
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import descendants, has_ended
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -94,26 +94,6 @@ def test_ctrl_c_leaves_no_process_and_says_so(training: tuple[subprocess.Popen[s
     assert "Traceback" not in said
     assert len(tree) >= 3  # the agent and two ranks
     assert all(has_ended(pid, seconds=5) for pid in tree)
-
-
-def descendants(pid: int) -> list[int]:
-    """The ids of a process's children, their children, and so on."""
-    children: list[int] = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        children += map(int, (task / "children").read_text().split())
-    return [found for child in children for found in (child, *descendants(child))]
-
-
-def has_ended(pid: int, seconds: float) -> bool:
-    """Whether a process that is not our child ends in that time."""
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([handle], [], [], seconds)[0])
-    finally:
-        os.close(handle)
 
 
 @pytest.mark.parametrize(

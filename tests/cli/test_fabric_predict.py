@@ -198,12 +198,12 @@ def test_a_run_that_was_killed_predicts_from_what_there_is_and_says_so(tmp_path:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--hosts", "4,x"), "'x' is no number of hosts"),
-        (("--hosts", ""), "'' is no number of hosts"),
+        (("--hosts", "4,x"), "'x' is not a number of hosts"),
+        (("--hosts", ""), "'' is not a number of hosts"),
         (("--hosts", "4,1"), "hosts are 4, 1: expected 2 to 65,536"),
         (("--hosts", "1000000"), "expected 2 to 65,536"),
         (("--sizes", "0"), "'0' is 0 bytes"),
-        (("--sizes", "64KiB,big"), "'big' is no size"),
+        (("--sizes", "64KiB,big"), "'big' is not a size"),
     ],
 )
 def test_numbers_that_make_no_sense(tmp_path: Path, arguments: tuple[str, ...], says: str) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from processes import has_ended
 
 from penstock import launch
 
@@ -70,18 +70,6 @@ def staying(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
         for pid in pids:
             if not has_ended(pid, seconds=0):
                 os.kill(pid, signal.SIGKILL)
-
-
-def has_ended(pid: int, seconds: float) -> bool:
-    """Whether a process that is not our child ends in that time."""
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([handle], [], [], seconds)[0])
-    finally:
-        os.close(handle)
 
 
 def agent_of(launcher: int) -> int:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from command_line import penstock
+from processes import has_ended
 
 from penstock.fabric.network import checks, keeper
 from penstock.fabric.network.checks import why_not
@@ -73,18 +73,6 @@ def staying(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
 def left_of(launcher: int) -> list[str]:
     """The namespaces that a process has made."""
     return [name for name in keeper.names_of() if name.startswith(f"penstock-{launcher}-")]
-
-
-def has_ended(pid: int, seconds: float = 30) -> bool:
-    """Whether a process that is not our child ends in that time."""
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([handle], [], [], seconds)[0])
-    finally:
-        os.close(handle)
 
 
 def becomes_true(what: Callable[[], bool], seconds: float = 30) -> bool:

@@ -32,7 +32,7 @@ def test_texts(text: str, expected: Neighbour) -> None:
     ("text", "said"),
     [
         ("", "empty"),
-        ("lots", "no rate"),
+        ("lots", "not a rate"),
         ("0mbit", "rate is 0"),
         ("50mbit to 4", "there is no host 4"),
         ("50mbit to", "lacks its value"),

@@ -333,7 +333,7 @@ def test_a_round_reads_what_was_before_it() -> None:
 
 
 def test_unequal_parts_and_outputs_out_of_range_are_told() -> None:
-    assert "no multiple of 3 ranks" in prove(StepList("all_gather", "x", 3, 4, 4, ()))[0]
+    assert "are not a multiple of 3 ranks" in prove(StepList("all_gather", "x", 3, 4, 4, ()))[0]
     assert "no room for 2 chunks of output from slot 1" in prove(StepList("all_to_all", "x", 2, 2, 2, (), output=1))[0]
 
 
@@ -354,7 +354,7 @@ def test_many_defects_are_counted() -> None:
         (("all_reduce", "zzz", 4), "'zzz' is no algorithm for all_reduce: known are ring"),
         (
             ("allreduce", "ring", 4),
-            r"'allreduce' is no collective: did you mean 'all_reduce'\? Known are all_reduce, all_g",
+            r"'allreduce' is not a collective: did you mean 'all_reduce'\? Known are all_reduce, all_g",
         ),
         (("all_reduce", "ring", 1), "all_reduce among 1 ranks: give 2 or more"),
         (("send", "direct", 0), "send among 0 ranks: give 2 or more"),

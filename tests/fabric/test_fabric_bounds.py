@@ -73,5 +73,5 @@ def test_directions_may_differ() -> None:
 def test_without_links_there_is_no_bound() -> None:
     assert lower_bound_seconds([], "all_reduce", range(4), 1e6) is None
     assert lower_bound_seconds(_ring(2, LinkFit(1e-4, 0.0)), "all_reduce", (0, 1), 1e6) == pytest.approx(1e-4)
-    with pytest.raises(ArgumentError, match="'shuffle' is no collective: known are all_reduce"):
+    with pytest.raises(ArgumentError, match="'shuffle' is not a collective: known are all_reduce"):
         lower_bound_seconds(_ring(2), "shuffle", (0, 1), 4)

@@ -99,7 +99,7 @@ def test_bus_bandwidth_is_that_of_nccl_tests(kind: str, factor: float) -> None:
     ("given", "says"),
     [
         (("all_reduce", "engine", 4), "'engine' has no closed form for all_reduce: known are ring"),
-        (("sum", "ring", 4), "'sum' is no collective: known are all_reduce"),
+        (("sum", "ring", 4), "'sum' is not a collective: known are all_reduce"),
         (("all_reduce", "ring", 1), "ranks=1, pieces=8: expected 2 ranks or more"),
         (("all_reduce", "tree", 4, 0), "1 piece or more"),
     ],

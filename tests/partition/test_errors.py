@@ -14,6 +14,7 @@ from chained import NoStreams
 from torch import Tensor, nn
 
 from models import gpt, in_place, mlp, skips
+from penstock import inspect, verify
 from penstock.errors import ArgumentError, PartitionError, ShapeError
 from penstock.partition import Partition, Partitioner
 
@@ -298,3 +299,13 @@ def test_inputs_that_are_not_as_recorded() -> None:
         made.flatten_inputs((), {"y": x})
     with pytest.raises(ShapeError, match="1 tensors, not 2"):
         made.build_output([x, x])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torchscript_is_refused_by_name() -> None:
+    layer, x = torch.jit.script(nn.Linear(6, 6)), torch.randn(4, 6)
+    model = nn.Sequential(nn.Linear(6, 6), layer)
+    with pytest.raises(PartitionError, match="'1' is a module of TorchScript"):
+        inspect(model, (x,), stages=2)
+    with pytest.raises(PartitionError, match="'1' is a module of TorchScript"):
+        verify(model, (x,), None, lambda output: output.mean(), ranks=2, microbatches=2)

@@ -55,19 +55,3 @@ def test_an_encoder_with_batch_norm_for_two_views_is_cut_around_it(ranks: int) -
 def test_what_is_used_from_beginning_to_end_leaves_one_stage() -> None:
     with pytest.raises(PartitionError, match=r"'steps' is updated in place.* leave 1 stage at most"):
         inspect(Counting(), (torch.randn(4, WIDTH),), stages=2)
-
-
-def test_a_layer_without_parts_is_not_offered_for_opening() -> None:
-    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    with pytest.raises(PartitionError, match=r"Use at most 2 stages$"):
-        inspect(layers, (torch.randn(4, WIDTH),), stages=3)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_torchscript_is_refused_by_name() -> None:
-    layer = torch.jit.script(nn.Linear(WIDTH, WIDTH))
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), layer)
-    with pytest.raises(PartitionError, match="'1' is a module of TorchScript"):
-        inspect(model, (torch.randn(4, WIDTH),), stages=2)
-    with pytest.raises(PartitionError, match="'1' is a module of TorchScript"):
-        verify(model, (torch.randn(4, WIDTH),), None, lambda output: output.mean(), ranks=2, microbatches=2)

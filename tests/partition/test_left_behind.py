@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import penstock
 from penstock import PartitionError, inspect, verify
 from penstock.partition._compat import FakeTensor
-from penstock.partition.record import record
+from penstock.partition.attempts import record
 from penstock.partition.state.sideways import Sideways
 
 WIDTH = 6

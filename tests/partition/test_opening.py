@@ -244,6 +244,12 @@ def test_opens_gives_more_places_to_cut() -> None:
     assert len(cuts_of(plain.eval(), 3, opens=["0", "1"])) == 2
 
 
+def test_a_layer_without_parts_is_not_offered_for_opening() -> None:
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    with pytest.raises(PartitionError, match=r"Use at most 2 stages$"):
+        inspect(layers, (torch.randn(4, WIDTH),), stages=3)
+
+
 def test_stages_of_a_hierarchical_model_share_the_work() -> None:
     with torch.device("meta"):
         model = transformers.SwinForImageClassification(transformers.SwinConfig())

@@ -169,7 +169,7 @@ def test_layers_that_run_again_find_what_they_found_at_first() -> None:
         (WritesWeight, "'1.layer.weight'"),  # that of the first block is not saved: its input takes no gradient
         (WritesWeightForReal, "'1.layer.weight'"),
         (WritesBuffer, "'0.scale'"),
-        (WritesStray, "'0.stray', a tensor that is no buffer,"),
+        (WritesStray, "'0.stray', a tensor that is not a buffer,"),
     ],
 )
 def test_what_the_model_holds_is_not_written_while_another_microbatch_needs_it(block: type[Block], name: str) -> None:

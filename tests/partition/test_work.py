@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from models import gpt
 from penstock import inspect, pipeline
 from penstock.partition import Balance, Partitioner
-from penstock.partition.record import record
+from penstock.partition.attempts import record
 from penstock.partition.work import OPERATIONS_PER_BYTE as PER_BYTE
 
 
@@ -28,7 +28,7 @@ def test_a_product_counts_once_forward_and_once_for_each_factor_that_takes_a_gra
     once, moved = 2 * rows * wide * narrow, 4 * (rows * wide + wide * narrow + rows * narrow) * PER_BYTE
     assert work(model, x) == 2 * once + 3 * moved
     assert work(model, x.requires_grad_()) == 3 * once + 3 * moved
-    with_bias = nn.Linear(wide, narrow)  # which takes a gradient too, but is no factor
+    with_bias = nn.Linear(wide, narrow)  # which takes a gradient too, but is not a factor
     assert work(with_bias, x) == 3 * once + 3 * (moved + 4 * narrow * PER_BYTE)
     with torch.no_grad():
         assert work(model, x) == once + moved

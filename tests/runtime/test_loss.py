@@ -1,4 +1,4 @@
-"""Weights that make microbatches' losses the loss of the batch, and what stands behind the last stage."""
+"""Weights that make microbatches' losses the loss of the batch, and what follows the last stage."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from models import ConvNet, squared_error
 from penstock import pipeline, verify
 from penstock.runtime import offload
 from penstock.runtime.offload import Away
-from small import batch, mlp
+from small import batch, mlp, training_runners
 
 SCHEDULES = [("gpipe", 4, 1), ("1f1b", 4, 1), ("interleaved-1f1b", 2, 2), ("zb-h1", 4, 1), ("zb-v", 2, 2)]
 
@@ -84,12 +84,7 @@ def test_a_choice_a_stage(choice: Any, stages: set[int], monkeypatch: pytest.Mon
         pipe.step(x, target=y)
         assert len(counted.gone) == counted.back
         assert bool(counted.gone) == bool(stages)
-        runners = [
-            r
-            for program in next(job for job in pipe._steps.jobs if job.training).programs
-            for r in program.runners.values()
-        ]
-        assert {r.meta.index for r in runners if r._extras.offload is not None} == stages
+        assert {r.meta.index for r in training_runners(pipe) if r._extras.offload is not None} == stages
         counted.gone.clear()
         pipe.evaluate(x, target=y)
         assert not counted.gone

@@ -21,7 +21,7 @@ from models import squared_error
 from penstock import ArgumentError, PartitionError, Pipeline, pipeline, verify
 from penstock.runtime.recompute import microbatches_to_recompute
 from penstock.schedule import Op, generate, split_backward
-from small import batch, mlp
+from small import batch, mlp, training_runners
 
 POLICIES: list[Any] = ["except_last", "always", 1, 2, {0: "always", 1: 2, 3: "except_last"}]
 SCHEDULES = [("gpipe", 4, 1), ("1f1b", 4, 1), ("interleaved-1f1b", 2, 2), ("zb-h1", 4, 1), ("zb-v", 2, 2)]
@@ -419,7 +419,7 @@ class Renorms(nn.Module):
 def test_what_cannot_be_run_again_is_refused() -> None:
     x, _ = batch()
     options: dict[str, Any] = {"loss": squared_error, "schedule": "gpipe", "microbatches": 3}
-    with pytest.raises(PartitionError, match=r"recompute: 'total', a tensor that is no buffer, of stage 0 carries"):
+    with pytest.raises(PartitionError, match=r"recompute: 'total', a tensor that is not a buffer, of stage 0 carries"):
         pipeline(Stray(), (x,), recompute="always", **options)
     with pytest.raises(PartitionError, match=r"recompute: .*stage 0 updates parameter 'layer.weight' in place"):
         pipeline(Renorms(), (x,), recompute="always", **options)
@@ -460,9 +460,4 @@ def test_a_step_that_raised_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def _kept(pipe: Pipeline) -> int:
-    runners = [
-        r
-        for program in next(job for job in pipe._steps.jobs if job.training).programs
-        for r in program.runners.values()
-    ]
-    return sum(len(runner._kept) + len(runner._saved) for runner in runners)
+    return sum(len(runner._kept) + len(runner._saved) for runner in training_runners(pipe))

@@ -22,19 +22,14 @@ from penstock.schedule import (
     forward_only,
     generate,
     reduce_ties,
-    split_backward,
 )
 from penstock.schedule.order import earliest_times
 from penstock.simulate import Links, simulate
-from some_schedules import arbitrary, generated, with_overlaps
+from some_schedules import small_ones, with_overlaps
 
 # Whole numbers: sums of them are exact.
 from_zero, from_one = st.integers(0, 9).map(float), st.integers(1, 5).map(float)
-schedules = st.one_of(
-    arbitrary(),
-    generated(max_ranks=5, max_microbatches=8),
-    generated(max_ranks=5, max_microbatches=8).map(split_backward),
-)
+schedules = small_ones()
 
 
 def without_overlaps(schedule: Schedule) -> Schedule:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from penstock.costs import LinkCost, StageCost
 from penstock.errors import ScheduleError
-from penstock.schedule import Action, Op, Schedule, add_communication, generate, reduce_ties, split_backward
+from penstock.schedule import Action, Op, Schedule, add_communication, generate, reduce_ties
 from penstock.simulate import Cause, critical_path, idle, simulate
 from penstock.timeline import Span, Timeline
-from some_schedules import arbitrary, generated, with_overlaps
+from some_schedules import small_ones, with_overlaps
 
 ROUNDING = Fraction(1, 2**40)
 """Of a sum of some hundred numbers, each rounded at 53 bits."""
@@ -26,11 +26,7 @@ stage_costs = st.builds(
     StageCost, number, number, number, output_bytes=number, overlapped_seconds=st.one_of(st.none(), number)
 )
 links = st.builds(LinkCost, number, st.sampled_from([0.25, 0.5, 1.0]))
-schedules = st.one_of(
-    arbitrary(),
-    generated(max_ranks=5, max_microbatches=8),
-    generated(max_ranks=5, max_microbatches=8).map(split_backward),
-)
+schedules = small_ones()
 
 
 def simulated(schedule: Schedule, data: st.DataObject, contended: bool = False) -> Timeline:

@@ -129,7 +129,7 @@ def _link(entry: Any, where: str) -> LinkCost:
 def _numbers(
     entry: Any, known: Sequence[str] | Mapping[str, str], needed: Sequence[str], where: str
 ) -> dict[str, float]:
-    """The entry's numbers by key. Raises ArgumentError for unknown and missing keys, and what is no number."""
+    """The entry's numbers by key. Raises ArgumentError for unknown and missing keys, and what is not a number."""
     if not isinstance(entry, dict):
         raise ArgumentError(
             f"{where}: expected an object of numbers by name ({', '.join(known)}), not {shortened(entry):.60}"

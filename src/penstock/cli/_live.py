@@ -56,7 +56,7 @@ class Follower:
 
 @contextmanager
 def follower(names: Sequence[str], trials: int, *, quiet: bool, iterations: int = 1) -> Iterator[Follower | None]:
-    """A bar on stderr; None where it is no terminal, or nothing is to be shown."""
+    """A bar on stderr; None where it is not a terminal, or nothing is to be shown."""
     if quiet or not sys.stderr.isatty():
         yield None
         return

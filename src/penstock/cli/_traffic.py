@@ -187,7 +187,7 @@ class TrafficOptions:
         if ranks < 1:
             raise ArgumentError(f"--ranks {ranks}: a pipeline has 1 or more")
         if hosts % ranks:
-            raise ArgumentError(f"--hosts {hosts} is no multiple of --ranks {ranks}: replicas are whole pipelines")
+            raise ArgumentError(f"--hosts {hosts} is not a multiple of --ranks {ranks}: replicas are whole pipelines")
         for name in ("cuts", "opens", "schedule"):
             if ranks == 1 and getattr(self, name) is not None:
                 raise ArgumentError(f"--{name} is of a pipeline's stages, and --ranks is 1: give more, or leave it out")

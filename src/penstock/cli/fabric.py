@@ -33,6 +33,11 @@ app = typer.Typer(add_completion=False, invoke_without_command=True)
 
 RUNS = Path("runs")
 
+Folder = Annotated[
+    Path | None,
+    typer.Option(help="The run's folder; runs/fabric-<n> if nothing is said.", rich_help_panel=OUTPUT_PANEL),
+]
+
 _BUFFERS = 2
 """Of a transfer's size on each host, at least: what is given, and what is sent or received."""
 
@@ -134,10 +139,7 @@ def fabric(
     how: RunOptions,
     asked: NetworkOptions,
     counts: CountOptions,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="The run's folder; runs/fabric-<n> if nothing is said.", rich_help_panel=OUTPUT_PANEL),
-    ] = None,
+    out: Folder = None,
     chakra: Annotated[
         bool,
         typer.Option(
@@ -178,10 +180,7 @@ def train(
     how: RunOptions,
     asked: NetworkOptions,
     counts: CountOptions,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="The run's folder; runs/fabric-<n> if nothing is said.", rich_help_panel=OUTPUT_PANEL),
-    ] = None,
+    out: Folder = None,
     as_json: Json = False,
 ) -> None:
     """Train the preset mlp for real on the hosts, with the same samples: what its emulation is compared with.
@@ -263,7 +262,7 @@ def _refuse_options(ctx: typer.Context) -> None:
         source = ctx.get_parameter_source(option.name or "")
         if source is not None and source.name == "COMMANDLINE":  # click's own enum moves between typer's versions
             verb = ctx.invoked_subcommand
-            raise ArgumentError(f"{option.opts[0]} stands in front of {verb}: give {verb}'s own options behind it")
+            raise ArgumentError(f"{option.opts[0]} comes before {verb}: give {verb}'s own options after it")
 
 
 def _started_hosts() -> int:

@@ -105,7 +105,7 @@ def verify(
     tuple of the model's inputs, or a pair of that and a dict of inputs by name;
     loss(output, target) gives a scalar; target and loss may be None where the
     model computes its own loss. Where the batch is not in the first dimension, a
-    dict comes behind these, with batch_dims, split or merge. TARGET is called
+    dict follows these, with batch_dims, split or merge. TARGET is called
     twice, with all generators at seed 0, for two models that share nothing.
 
     The exit status is 0 if all is equal, 1 if something differs, and 2 if

@@ -65,7 +65,7 @@ def lower_bound_seconds(
         ArgumentError: there is no such collective.
     """
     if collective not in _NEEDS:
-        raise ArgumentError(f"{collective!r} is no collective: known are {', '.join(_NEEDS)}")
+        raise ArgumentError(f"{collective!r} is not a collective: known are {', '.join(_NEEDS)}")
     links = tuple(links)
     if not links:
         return None

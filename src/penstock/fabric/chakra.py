@@ -253,7 +253,7 @@ def _decoded(message: Any) -> Node:
 
 
 def _write(file: BinaryIO, message: Any) -> None:
-    """A message behind its length as a varint: seven bits a byte, the lowest first; the eighth: more follow."""
+    """A message after its length as a varint: seven bits a byte, the lowest first; the eighth: more follow."""
     text = message.SerializeToString(deterministic=True)
     left = len(text)
     while left > 127:

@@ -109,7 +109,7 @@ def prove(steps: StepList, most: int = 20) -> list[str]:
         most: how many lines at most, and one that counts the rest.
     """
     if steps.collective in _PARTED and not steps.shares and steps.chunks % steps.ranks:
-        return [f"{steps.chunks} chunks are no multiple of {steps.ranks} ranks, so the parts are not equal"]
+        return [f"{steps.chunks} chunks are not a multiple of {steps.ranks} ranks, so the parts are not equal"]
     needed = steps.ranks * max(steps.shares) if steps.shares else steps.chunks
     if not 0 <= steps.output <= steps.slots - needed:
         return [f"{steps.slots} slots have no room for {needed} chunks of output from slot {steps.output} on"]

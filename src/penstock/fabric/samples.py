@@ -94,7 +94,7 @@ class Run:
 def _table(path: Path, head: tuple[str, ...]) -> NDArray[np.int64]:
     """The rows below the head; a last line that was cut off is left out. None of a file that was not begun."""
     text = path.read_text() if path.exists() else ""
-    _, _, rows = text[: text.rfind("\n") + 1].partition("\n")  # what stands behind the last line's end is cut off
+    _, _, rows = text[: text.rfind("\n") + 1].partition("\n")  # what follows the last line's end was cut off
     if not rows:
         return np.empty((0, len(head)), np.int64)
     return np.loadtxt(io.StringIO(rows), np.int64, delimiter=",", ndmin=2, usecols=range(len(head)))

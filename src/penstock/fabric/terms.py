@@ -59,7 +59,7 @@ def closed_form(collective: str, algorithm: str, ranks: int, pieces: int = PIECE
 def known_algorithms(collective: str) -> tuple[str, ...]:
     """Those with a closed form. Raises ArgumentError for an unknown collective."""
     if collective not in _FORMS:
-        raise ArgumentError(f"{collective!r} is no collective: known are {', '.join(_FORMS)}")
+        raise ArgumentError(f"{collective!r} is not a collective: known are {', '.join(_FORMS)}")
     return tuple(_FORMS[collective])
 
 
@@ -105,7 +105,7 @@ def _log_rounds(n: int, _: int) -> Terms:
 
 
 def _halving_doubling(n: int, _: int) -> Terms:
-    """Rabenseifner's, folded where n is no power of two: the whole size in, and out again."""
+    """Rabenseifner's, folded where n is not a power of two: the whole size in, and out again."""
     p, extra = _fold(n)
     fold = 2 if extra else 0
     return Terms(2 * _log(p) + fold, 2 * (p - 1) / p + fold)

@@ -32,7 +32,7 @@ class Guard:
 def make_guard(
     target: Target, result: object, facts: Mapping[fx.Node, Fact], inputs: Mapping[fx.Node, int], source_line: str
 ) -> Guard:
-    """A guard for a call that is about to be left out of the graph, since its result is no tensor."""
+    """A guard for a call that is about to be left out of the graph, since its result is not a tensor."""
     needed = _ancestors(target, facts)
     graph = fx.Graph()
     used = [node for node in inputs if node in needed]

@@ -33,7 +33,7 @@ class Restart(BaseException):
 
 class Outcome(NamedTuple):
     """A call's result, the modules in which it drew random numbers, the memory that it wrote, and whether the result
-    depends on the values of the model's inputs although it is no tensor.
+    depends on the values of the model's inputs although it is not a tensor.
     """
 
     result: Any

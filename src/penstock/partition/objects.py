@@ -21,10 +21,10 @@ CONSTANTS = (
 """Types whose values a graph prints as they are."""
 
 OPAQUE = "holds tensors"
-"""In the `meta` of a node whose result is no tensor but hides some: the name of its type."""
+"""In the `meta` of a node whose result is not a tensor but hides some: the name of its type."""
 
 HIDDEN = 2000
-"""How many objects are looked at behind one that cannot be taken apart."""
+"""How many objects are looked at inside one that cannot be taken apart."""
 
 
 def leaf(value: Any, index: int) -> Any:
@@ -43,7 +43,7 @@ def input_path(path: str) -> str:
 
 
 def free_name(model: nn.Module, name: str) -> str:
-    """The name, or with underscores behind it one that the model does not use."""
+    """The name, with underscores appended until the model has no such attribute."""
     while hasattr(model, name):
         name += "_"
     return name

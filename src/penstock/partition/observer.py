@@ -124,7 +124,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._inside_function = before
 
     def draw(self) -> None:
-        """To be called where the running module draws what is no operator's: Python's or numpy's random numbers."""
+        """To be called where the running module draws what is not an operator's: Python's or numpy's random numbers."""
         self._drew.append(next((m for m in reversed(self.stack) if self._is_registered(m)), None))
 
     def _is_registered(self, module: nn.Module) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 
 from penstock.errors import ArgumentError, PartitionError
 from penstock.partition._compat import autocast_state, flatten
+from penstock.partition.attempts import record
 from penstock.partition.chain import as_module, known_names
 from penstock.partition.complete import check_complete, unused_note
 from penstock.partition.cut import Balance, balanced_cuts, candidates, cut_positions
@@ -22,7 +23,6 @@ from penstock.partition.objects import input_path
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.opening import Opening
 from penstock.partition.partition import Origin, Partition, describe
-from penstock.partition.record import record
 from penstock.partition.recording import RandomSource, Recording
 from penstock.partition.remedies import explained
 from penstock.partition.split import Split
@@ -147,7 +147,7 @@ class Partitioner:
         return self._given.read()
 
     def settle(self, attributes: Attributes) -> None:
-        """To be called behind a step, with what `attributes` was before: what the step has changed is no news."""
+        """To be called after a step, with what `attributes` was before: what the step itself has changed is no news."""
         self._given.settle(attributes)
 
     def opened_modules(self) -> frozenset[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -31,7 +31,6 @@ from penstock.partition._compat import (
     unflatten,
 )
 from penstock.partition.chain import Chain
-from penstock.partition.chance.branches import with_branches
 from penstock.partition.chance.draws import node_of_drawn
 from penstock.partition.chance.foreign import WholeFunction
 from penstock.partition.complete import leaves_of, shortened
@@ -43,92 +42,27 @@ from penstock.partition.lost import refuse_backward_hooks
 from penstock.partition.modes import Entry
 from penstock.partition.objects import hides_tensors, holds_tensors, input_path
 from penstock.partition.obstacle import Obstacle, rates_read
-from penstock.partition.opening import NOTHING, Opening, StayWhole
+from penstock.partition.opening import Opening, StayWhole
 from penstock.partition.recorder import Recorder
 from penstock.partition.recording import Constant, Recording
 from penstock.partition.source import raising_line
 from penstock.partition.state.carried_over import carried_over, same
-from penstock.partition.state.left_behind import EVERY, Behind, gather
+from penstock.partition.state.left_behind import Behind, gather
 from penstock.partition.state.reach import Reach
 from penstock.partition.state.remembered import Remembered, draws_alone, iterators_stopped, strays
 from penstock.partition.state.unseen import Watch, may_overwrite
 from penstock.partition.units import (
-    NO_GRAIN,
     Grain,
     Leak,
-    LeavesTraces,
     Regroup,
     Unit,
     canonical_names,
-    find_units,
     intercepted,
 )
 from penstock.partition.validation import without_validation
 
 
-def record(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    leaves: Sequence[str] = (),
-    grain: Grain = NO_GRAIN,
-    opening: Opening = NOTHING,
-    *,
-    sees_saved: bool = False,
-) -> Recording:
-    """Record `model(*args, **kwargs)`. Parameters may be on `meta`: they are taken to be where the first input is.
-
-    `leaves`, `grain` and `opening`: see `find_units`; what the forward taught besides, and what was opened, is in the
-    recording. `sees_saved`: look at what is saved for backward.
-
-    Raises PartitionError, with the line of the user's code, for what a stage could not replay.
-    """
-    reason, taught, without, functions = "", False, None, frozenset[FunctionType]()
-    while True:
-        units = find_units(model, leaves, grain, opening.names)
-        one_way = partial(_one_way, model, args, kwargs, units, opening, grain, functions, sees_saved)
-        try:
-            found = one_way({})
-            if found.asks and any(entry.is_carried for entry in found.left):
-                grain, without, reason = replace(without or grain, shut=grain.shut | {EVERY}), None, ""
-                continue  # a way that leaves a module out has no value to carry
-            return replace(with_branches(found, one_way) if found.asks else found, opening=opening)
-        except WholeFunction as whole:
-            if whole.function in functions:
-                raise PartitionError(whole.refusal) from None
-            functions |= {whole.function}
-        except LeavesTraces:
-            grain, without, reason = replace(grain, once=True), None, ""
-        except StayWhole as refusal:
-            opening = opening.without(_alike(model, refusal.name, opening.tried))
-        except (Leak, Regroup) as wish:
-            if opening.names == opening.asked:
-                if isinstance(wish, Regroup) and not wish.needed:
-                    without = replace(without or grain, shut=grain.shut | wish.opened)
-                try:
-                    reason, grain = wish.refusal, _regrouped(grain, wish, leaves)
-                except PartitionError:
-                    if without is None:
-                        raise
-                    grain, without, reason = without, None, ""
-            elif not taught:  # what a model teaches must not depend on its cuts
-                grain, taught = record(model, args, kwargs, leaves, grain, Opening(opening.asked)).grain, True
-            elif opening.tried:
-                opening = opening.without(opening.tried)
-            else:
-                raise PartitionError(opening.refusal(sorted(opening.for_cuts)[0], wish.refusal)) from None
-        except Exception as error:
-            if without is not None:
-                grain, without, reason = without, None, ""
-            elif not reason or not isinstance(error, PartitionError):
-                raise
-            elif isinstance(error, Obstacle):
-                raise error.because(reason) from error
-            else:
-                raise PartitionError(f"{reason}. To record it call by call does not help: {error}") from error
-
-
-def _one_way(
+def one_way(
     model: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -136,38 +70,25 @@ def _one_way(
     opening: Opening,
     grain: Grain,
     functions: frozenset[FunctionType],
-    watches: bool,
+    sees_saved: bool,
     choices: Mapping[int, bool],
 ) -> Recording:
-    """The way that the forward takes with these answers where it branches by chance."""
-    fake_calls: frozenset[int] = frozenset()
+    """The way that the forward takes with these answers where it branches by chance.
+
+    What is saved for backward is looked at in a second run only: what looks keeps memory alive, so that blocks could no
+    longer be compared with their second runs.
+    """
+    fake_calls, watches = frozenset[int](), False
     while True:
         try:
-            return _record(model, args, kwargs, units, functions, fake_calls, opening, grain, choices, watches)
+            found = _record(model, args, kwargs, units, functions, fake_calls, opening, grain, choices, watches)
+            if watches or not sees_saved:
+                return found
+            watches = True
         except Restart as restart:
             fake_calls = restart.fake_calls  # calls are numbered anew in each way
         except Watch:
             watches = True
-
-
-def _regrouped(grain: Grain, wish: Leak | Regroup, leaves: Sequence[str]) -> Grain:
-    """With other modules opened, or run as a whole. Raises PartitionError for what was asked to be the opposite."""
-    if isinstance(wish, Leak):
-        if wish.kind in grain.exposed:
-            raise PartitionError(wish.refusal)
-        return replace(grain, exposed=grain.exposed | {wish.kind})
-    opened, whole = grain.opened | wish.opened, grain.whole | wish.whole
-    kept = sorted(wish.opened & {*leaves})
-    if kept:
-        raise PartitionError(f"{wish.refusal}; or leave {kept} out of leaves, so that it can be recorded call by call")
-    if opened & whole or (whole <= grain.whole and opened <= grain.opened):
-        raise PartitionError(wish.refusal)
-    return replace(grain, opened=opened, whole=whole)
-
-
-def _alike(model: nn.Module, name: str, tried: Collection[str]) -> Collection[str]:
-    """What cannot be recorded call by call either: modules of one kind with the named one; all, if none is named."""
-    return [n for n in tried if not name or type(model.get_submodule(n)) is type(model.get_submodule(name))]
 
 
 def _record(

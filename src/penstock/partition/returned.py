@@ -183,7 +183,7 @@ def _difference(value: Any, pattern: Pattern) -> tuple[str, str]:
         return next(_difference(v, p) for v, p in zip(inside, pattern[-1], strict=True) if not _fits(v, p))
     if pattern[0] == "tensor":
         return _text(value), "a tensor" if pattern[1] is None else f"a tensor of shape {pattern[1]}"
-    return _text(value), repr(pattern[1]) if pattern[0] == "value" else "an object that is no tensor"
+    return _text(value), repr(pattern[1]) if pattern[0] == "value" else "an object that is not a tensor"
 
 
 def _text(value: Any) -> str:

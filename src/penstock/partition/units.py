@@ -105,7 +105,7 @@ def find_units(
         grain: see `Grain`.
         apart: names of more modules that are no units; see `Opening`.
 
-    Raises PartitionError for a name in `leaves` that is no module.
+    Raises PartitionError for a name in `leaves` that is not a module.
     """
     opens = {id(model.get_submodule(name)) for name in apart}
     named = {id(resolve(model, name, "leaves")) for name in (*leaves, *sorted(grain.whole))}

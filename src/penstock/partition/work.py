@@ -52,7 +52,7 @@ def work_of(call: Operation, given: Sequence[Tensor], made: Sequence[Tensor], tr
         return OPERATIONS_PER_BYTE * moved
     moved = (_bytes(given) + _bytes(made)) * (3 if taking else 1)
     operations = _operations(call) if group == "product" else 0
-    factors = sum(tensor.ndim > 1 for tensor in taking)  # a bias is no factor
+    factors = sum(tensor.ndim > 1 for tensor in taking)  # a bias is not a factor
     return operations * (1 + min(factors, 2)) + OPERATIONS_PER_BYTE * moved
 
 

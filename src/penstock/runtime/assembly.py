@@ -88,7 +88,7 @@ def assemble(
 
     Args:
         partitions: of each microbatch.
-        head: what stands behind the last stage; None on others.
+        head: what follows the last stage; None on others.
 
     Raises:
         ArgumentError: two choices cannot go together.

@@ -56,7 +56,7 @@ class Connection:
             raise ValueError("a message without an end")
         messages = [json.loads(line) for line in lines]
         if not all(isinstance(message, dict) for message in messages):
-            raise ValueError("a message that is no object")
+            raise ValueError("a message that is not an object")
         return messages
 
     def close(self) -> None:

@@ -55,7 +55,7 @@ class DeferredNorms:
     """The batch norms of one process's stages.
 
     Args:
-        modules: of the model, by name; those that are no batch norm, or keep no statistics, are passed over.
+        modules: of the model, by name; those that are not batch norms, or keep no statistics, are passed over.
     """
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:

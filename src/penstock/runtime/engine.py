@@ -95,7 +95,7 @@ class Engine:
     def _transport(
         self, rank: int, groups: Groups, device: torch.device, choice: TransportChoice
     ) -> DistributedTransport | SharedMemoryTransport:
-        """Shared memory between CPU ranks of one machine, `torch.distributed` else."""
+        """Shared memory between CPU ranks of one machine, `torch.distributed` otherwise."""
         plain = DistributedTransport(rank, groups, device)
         possible = device.type == "cpu" and Neighbours.supported()
         if not all(self.control.gather_line(possible and choice == "auto")):

@@ -13,7 +13,7 @@ Every rule was found by experiment; break it, and bits change (tests/runtime/tes
    root of that stage's backward, so that it is the first term of the sum there (`backward`).
 5. Strides and the address modulo a cache line survive a cut (`Layout`), for values and for gradients alike; every
    microbatch has its own allocation (`own`). BLAS takes another path, with other bits, for another address.
-6. A received tensor may be updated in place (`Receive` hands the buffer on as a value that is no leaf).
+6. A received tensor may be updated in place (`Receive` hands the buffer on as a value that is not a leaf).
 7. Random streams are keyed by seed, step, microbatch and module: `penstock.runtime.streams`.
 8. Backward runs outside of autocast (`outside_autocast`), as it does after `with torch.autocast(...): loss = ...`.
    Under autocast, products that the forward made in float32 would get gradients in half precision.

@@ -28,7 +28,7 @@ class FiniteStage:
     """Looks at what one stage of one rank computes in training. Called around each of its actions.
 
     Args:
-        head: what stands behind the last stage; None on others.
+        head: what follows the last stage; None on others.
     """
 
     def __init__(self, rank: int, partition: Partition, index: int, head: LossHead | None) -> None:

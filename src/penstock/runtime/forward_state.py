@@ -18,13 +18,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-LARGEST = 1000
-"""Containers with more entries are tables."""
+from penstock.partition.state.library import OF_TORCH
+from penstock.partition.state.reach import LARGEST
 
 _MISSING = object()
 _NOT_PLAIN = (nn.Module, Tensor, type, FunctionType, ModuleType)
 _CONTAINERS = (list, deque, dict, OrderedDict)
-_OF_TORCH = frozenset(vars(nn.Module()))
 
 
 Key = tuple[int, str]
@@ -90,16 +89,16 @@ Values = dict[Key, Any]
 
 
 class Kept(NamedTuple):
-    """What the places held before and behind the forward of one microbatch."""
+    """What the places held before and after the forward of one microbatch."""
 
     before: Values
-    behind: Values
+    after: Values
 
 
 class ForwardState:
     """What the modules of one stage hold between forward and backward.
 
-    Which places a forward sets is found out once: by comparing before and behind, until the first backward.
+    Which places a forward sets is found out once: by comparing before and after it, until the first backward.
 
     Args:
         modules: whose forward the stage runs.
@@ -143,7 +142,7 @@ class ForwardState:
             yield
             return
         now = self._now()
-        self._put(kept.behind)
+        self._put(kept.after)
         try:
             yield
         finally:
@@ -179,12 +178,12 @@ def _places_in(modules: Iterable[nn.Module]) -> dict[Key, Place]:
         holders[id(module.__dict__)] = module.__dict__
         for name, value in module.__dict__.items():
             held = getattr(value, "__dict__", None)
-            if name not in _OF_TORCH and isinstance(held, dict) and not isinstance(value, _NOT_PLAIN):
+            if name not in OF_TORCH and isinstance(held, dict) and not isinstance(value, _NOT_PLAIN):
                 holders[id(held)] = held
     found: dict[Key, Place] = {}
     for holder in holders.values():
         for name, value in holder.items():
-            if name in _OF_TORCH:
+            if name in OF_TORCH:
                 continue
             places: list[Place] = [Attribute(holder, name)]
             if type(value) in _CONTAINERS and len(value) <= LARGEST:

@@ -71,7 +71,7 @@ def no_loss(output: object) -> ArgumentError:
 
 
 class LossHead:
-    """What stands behind the last stage: the model's output, its loss, and the seed of backward.
+    """What follows the last stage: the model's output, its loss, and the seed of backward.
 
     `start` gives it a step's targets and weights; `losses` and `outputs` are in order of microbatch.
 

@@ -74,8 +74,8 @@ def join(outputs: Sequence[Any], sizes: Sequence[int], dims: Dims = _FIRST) -> A
 
     Raises:
         ArgumentError: some outputs are on another rank.
-        ShapeError: for a value that is no tensor of its microbatch's rows, unless it is plain and the same in all, or
-            `dims` say what becomes of it.
+        ShapeError: for a value that is not a tensor of its microbatch's rows, unless it is plain and the same in all,
+            or `dims` say what becomes of it.
     """
     refuse_missing(outputs)
     flats = [flatten(output) for output in outputs]

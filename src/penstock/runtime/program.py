@@ -114,7 +114,7 @@ class Program:
         number: tells programs of one pipeline apart; the same on every rank.
         partitions: of each microbatch; they differ in shapes only.
         row: the rank's actions, communication included.
-        head: what stands behind the last stage; used on its rank only.
+        head: what follows the last stage; used on its rank only.
         reducers: by tie group.
         names: of the ranks, by which messages call them.
         averages: over replicas, by stage.
@@ -146,8 +146,8 @@ class Program:
         self._arounds: dict[int, Sequence[Around]] = {}
         self._finite: list[FiniteStage] = []
         for index in placement.stages_on(rank):
-            behind = head if placement.is_last(index) else None
-            parts = assemble(names[rank], partitions, index, row, device, choices, behind, training=training)
+            own_head = head if placement.is_last(index) else None
+            parts = assemble(names[rank], partitions, index, row, device, choices, own_head, training=training)
             self._arounds[index] = parts.arounds
             self._finite += [] if parts.finite is None else [parts.finite]
             self.runners[index] = StageRunner(
@@ -155,7 +155,7 @@ class Program:
                 parts.functions,
                 builder.roots(index),
                 builder.routes(index),
-                behind,
+                own_head,
                 streams,
                 partitions[0].draw_offsets[index],
                 device,

@@ -128,12 +128,12 @@ class Keeper:
         return Kept.of(arg)
 
     def check(self, before: Sequence[int]) -> None:
-        """Refuses a forward that has updated what is no buffer. `before`: from `stray_versions`."""
+        """Refuses a forward that has updated what is not a buffer. `before`: from `stray_versions`."""
         for (name, stray), version in zip(self._strays, before, strict=True):
             if stray._version != version:
                 raise PartitionError(
-                    f"recompute: the forward of stage {self._meta.index} updates {name!r}, a tensor that is no buffer, "
-                    "so that running it again would give something else; register it as a buffer, or choose "
+                    f"recompute: the forward of stage {self._meta.index} updates {name!r}, a tensor that is not a "
+                    "buffer, so that running it again would give something else; register it as a buffer, or choose "
                     f"recompute={{{self._meta.index}: 'never'}}"
                 )
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ArgumentError, PartitionError, PenstockError
-from penstock.partition import KEPT_PARTITIONS, Balance, Partition, Partitioner, Stage, default_kwargs, retarget
+from penstock.partition import KEPT_PARTITIONS, Partition, Partitioner, Stage, default_kwargs, retarget
 from penstock.runtime.copies import with_copies
 from penstock.runtime.distribution import check_sharding
 from penstock.runtime.engine import Engine
@@ -41,15 +41,11 @@ class SplitModel:
 
     def __init__(
         self,
-        model: nn.Module | Sequence[nn.Module],
+        partitioner: Partitioner,
         example: Outline,
         placement: Placement,
         engine: Engine,
         *,
-        cuts: Sequence[str] | None,
-        leaves: Sequence[str] | None,
-        opens: Sequence[str] | None = None,
-        balance: Balance,
         rule: Materialize | None,
         parallelize: Parallelize | None = None,
     ) -> None:
@@ -57,6 +53,10 @@ class SplitModel:
         self._stages: Sequence[Stage] = ()
         self._engine = engine
         self._placement = placement
+        self._partitioner = partitioner
+        self.model = partitioner.model
+        self._named = list(self.model.named_modules())
+        self._modules = [module for _, module in self._named]
         # A forward may branch on values: all ranks record the same.
         example = engine.control.give(example)
         self._examples, self._sizes = example.fill(), example.sizes
@@ -64,18 +64,6 @@ class SplitModel:
         self._placed: dict[int, tuple[Partition, Partition]] = {}
         self._known_parameters: set[str] = set()  # of the example, and those that were warned of
         with engine.control.agreed():
-            self._partitioner = Partitioner(
-                model,
-                stages=placement.depth,
-                cuts=cuts,
-                leaves=leaves,
-                opens=opens,
-                balance=balance,
-                streams=engine.streams,
-            )
-            self.model = self._partitioner.model
-            self._named = list(self.model.named_modules())
-            self._modules = [module for _, module in self._named]
             self._record(training=True)
         self._cut_alike()
         with engine.control.agreed():

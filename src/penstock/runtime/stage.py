@@ -96,7 +96,7 @@ class StageRunner:
     Args:
         functions: the stage's forward for each microbatch (the same function, unless sizes differ).
         roots: where gradients come in.
-        head: what stands behind the last stage; None on others.
+        head: what follows the last stage; None on others.
         streams: random streams, if anything on this stage draws.
         draw_offsets: how often each module that draws was called on earlier stages.
         split: runs the backward of some microbatches in two parts; None where all are whole.
@@ -200,7 +200,7 @@ class StageRunner:
         passed_on = [get_gradient_edge(args[position]) for position in self._root_inputs]
         split = self._split_of(microbatch)
         if self._extras.sharded is not None:
-            # A weight that autocast has cast for another microbatch would get its gradient behind the reduction of all:
+            # A weight that autocast has cast for another microbatch would get its gradient after the reduction of all:
             # in backward, what was made first comes last.
             torch.clear_autocast_cache()
         if split is None:

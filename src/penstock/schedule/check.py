@@ -272,7 +272,7 @@ def _early(dependencies: Dependencies, unbuffered: Advance) -> Iterator[Violatio
     for receive, last in early_receives(dependencies, unbuffered.order):
         text = (
             f"rank {rank_of[receive]} has {actions[receive]} before {actions[last]}, which its message depends on; "
-            f"post it behind {actions[last]}"
+            f"post it after {actions[last]}"
         )
         yield Violation(rank_of[receive], actions[receive], "early receive", text)
 

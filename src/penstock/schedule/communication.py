@@ -4,7 +4,7 @@ A RECV posts a receive and does not wait; the compute action that needs the data
 
 - a SEND comes right after the action that makes the data;
 - a RECV comes one compute action before the one that needs the data, so that they travel while the rank computes;
-  but behind every action of its own rank that the message depends on (`receives.py`);
+  but after every action of its own rank that the message depends on (`receives.py`);
 - the messages from one rank to another travel in the order in which the receiver needs them. Sends and receives of a
   pair of ranks thus match in order, which NCCL relies on;
 - at most two receives of a link are posted and not yet used: two buffers a link, whatever the number of microbatches.

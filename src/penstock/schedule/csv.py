@@ -76,7 +76,7 @@ def to_csv(schedule: Schedule, format: Format = "compute_only") -> str:
         schedule: with or without messages.
         format: "compute_only": F, B, I, W and overlaps alone; all else is left out, as torch puts in its own.
             "compute_comms": where there are no messages, `add_communication` adds them. A stage with a backward and
-            no `REDUCE_GRAD` gets one behind its last B or W, since there torch divides gradients by the number of
+            no `REDUCE_GRAD` gets one after its last B or W, since there torch divides gradients by the number of
             microbatches. Sharded (FSDP) stages need `UNSHARD` and `RESHARD` too, which torch adds to the other format.
 
     Raises:
@@ -115,7 +115,7 @@ def from_csv(text: str, name: str = "csv", *, drop: Collection[Op] = ()) -> Sche
             which mean nothing without sharded stages; where a stage has several of them, `check` calls them repeated.
 
     Raises:
-        ScheduleError: it is no schedule; names row and column, counted from 1, and the cell's text.
+        ScheduleError: it is not a schedule; names row and column, counted from 1, and the cell's text.
         ArgumentError: `drop` has a computation.
     """
     computing = [op.value for op in drop if op.is_compute]

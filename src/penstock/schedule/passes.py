@@ -172,7 +172,7 @@ def whole_last_backward(schedule: Schedule, stages: Set[int]) -> Schedule:
 
 
 def _ending_whole(items: list[Action | Overlap], stage: int, last: int) -> list[Action | Overlap]:
-    """The items with the stage's I at `last` whole, and the Ws behind it, but its own, in front of it."""
+    """The items with the stage's I at `last` whole, and the Ws after it, but its own, before it."""
     (number,) = [part.microbatch for part in items[last].parts if part.stage == stage and part.op is Op.I]
     waiting = [i for i in items[last:] if isinstance(i, Action) and i.stage == stage and i.op is Op.W]
     whole = Action(stage, Op.B, number)
@@ -183,7 +183,7 @@ def _ending_whole(items: list[Action | Overlap], stage: int, last: int) -> list[
 
 
 def add_sharding(schedule: Schedule, stages: Set[int]) -> Schedule:
-    """Adds `UNSHARD` before the first computation of each of these stages, and `RESHARD` behind its last action.
+    """Adds `UNSHARD` before the first computation of each of these stages, and `RESHARD` after its last action.
 
     Messages do not count for the first: how far ahead they are posted depends on the number of microbatches, and
     replicas must gather in one order though one may have fewer.
@@ -203,7 +203,7 @@ def add_sharding(schedule: Schedule, stages: Set[int]) -> Schedule:
 
 
 def _with_reductions(row: Row, groups: dict[int, list[int]]) -> list[Action | Overlap]:
-    """The row with each group's reduction behind the last weight gradient of its stages, in order of the groups."""
+    """The row with each group's reduction after the last weight gradient of its stages, in order of the groups."""
     items = list(row.items())
     last = _last_weight_gradients(row)
     place = 0

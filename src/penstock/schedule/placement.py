@@ -103,7 +103,7 @@ class Placement:
 
     @classmethod
     def parse(cls, text: str) -> Placement:
-        """The placement that `str` wrote. Raises ArgumentError if it is none, ValueError if it is no numbers."""
+        """The placement that `str` wrote. Raises ArgumentError if it is none, ValueError if they are not numbers."""
         copies = [tuple(map(int, part.split())) for part in text.split("|")]
         rank_of = tuple(rank for copy in copies for rank in copy)
         if len({len(copy) for copy in copies}) > 1:

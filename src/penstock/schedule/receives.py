@@ -1,4 +1,4 @@
-"""When a receive may be posted: behind every action of its own rank that its message depends on.
+"""When a receive may be posted: after every action of its own rank that its message depends on.
 
 Such a receive could not be filled before that action has run anyway. Posted earlier it does harm where a posted receive
 holds something: on a GPU it is a kernel that spins, and what is launched behind it on the same hardware queue (the very
@@ -47,7 +47,7 @@ def early_receives(dependencies: Dependencies, order: Sequence[int]) -> Iterator
 
 
 def postpone_receives(schedule: Schedule) -> Schedule:
-    """The schedule with each receive behind all actions of its rank that its message depends on.
+    """The schedule with each receive after all actions of its rank that its message depends on.
 
     Keeps the order of messages, and what runs to its end still does: such an action is before the SEND already, so
     that the SEND waits for nothing new.
@@ -63,7 +63,7 @@ def postpone_receives(schedule: Schedule) -> Schedule:
 
 
 def _moved(schedule: Schedule, dependencies: Dependencies, rank: int, moved: dict[int, int]) -> list[Action | Overlap]:
-    """A rank's items, each receive of `moved` behind the node that it stands for there."""
+    """A rank's items, each receive of `moved` after the node that it stands for there."""
     items: list[Action | Overlap] = []
     behind: defaultdict[int, list[Action | Overlap]] = defaultdict(list)
     node = dependencies.first[rank]

@@ -83,7 +83,6 @@ def exact(
     rows = asked.rows(start.schedule)
     if start.proven or rows is None:
         return start
-    schedule = start.schedule
     model = _Model(asked, rows, start.lower_bound_seconds, cp_model.CpModel())
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = max(0.01, seconds - (time.monotonic() - began))
@@ -95,12 +94,8 @@ def exact(
             f"the solver says {solver.status_name(status)} where a schedule is known: a defect of exact"
         )
     bound = max(start.lower_bound_seconds, solver.best_objective_bound / model.scale)
-    if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        solved = model.rows(solver)
-        timing = time_rows(asked, solved)
-        is_allowed = all(fits(asked, rank, row) for rank, row in enumerate(solved))
-        if timing is not None and is_allowed and timing.cost < start.objective_seconds:
-            schedule = asked.schedule("exact", solved)
+    solved = None if status == cp_model.UNKNOWN else _better(asked, model.rows(solver), start.objective_seconds)
+    schedule = start.schedule if solved is None else asked.schedule("exact", solved)
     timeline, objective_seconds = judged(schedule, costs, links, objective)
     return replace(
         start,
@@ -111,6 +106,13 @@ def exact(
         search_seconds=time.monotonic() - began,
         cut_off=status != cp_model.OPTIMAL,
     )
+
+
+def _better(asked: Problem, rows: Rows, than: float) -> Rows | None:
+    """The solver's rows, if they run within memory and have a smaller objective: its model is looser than that."""
+    timing = time_rows(asked, rows)
+    allowed = all(fits(asked, rank, row) for rank, row in enumerate(rows))
+    return rows if timing is not None and allowed and timing.cost < than else None
 
 
 class _Model:

@@ -60,7 +60,7 @@ def from_model(
     which scatters its gradients.
 
     "pipeline": activations and their gradients from stage to stage as the schedule has it, sums of tied parameters'
-    gradients among the ranks that hold them, and sums of each stage's gradients over the replicas behind its last
+    gradients among the ranks that hold them, and sums of each stage's gradients over the replicas after its last
     backward. Sharded: a stage's parameters are gathered before its first forward, its gradients scattered in its last
     backward.
 

@@ -38,7 +38,7 @@ class Replicated:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A transfer, and behind how many layers of the backward it can begin; -1: in the forward."""
+    """A transfer, and after how many layers of the backward it can begin; -1: in the forward."""
 
     transfer: Transfer
     layers: int

@@ -63,7 +63,7 @@ def algorithms(collective: str) -> tuple[str, ...]:
     """
     if collective not in _GENERATORS:
         known = get_args(Collective)
-        raise ArgumentError(f"{collective!r} is no collective: {_nearest(collective, known)}")
+        raise ArgumentError(f"{collective!r} is not a collective: {_nearest(collective, known)}")
     return tuple(_GENERATORS[collective])
 
 

@@ -1,6 +1,6 @@
 """Recursive halving and doubling: pairs at distance n/2, n/4, ... 1 exchange what the other one needs.
 
-log2 n rounds each way. A number of ranks that is no power of two is folded: of the first pairs, the even rank gives
+log2 n rounds each way. A number of ranks that is not a power of two is folded: of the first pairs, the even rank gives
 all it has to the odd one, looks on, and gets the result in the end (Thakur, Rabenseifner and Gropp, "Optimization of
 collective communication operations in MPICH", 2005).
 """

@@ -21,7 +21,7 @@ from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.emulation.watch import Watch
 from penstock.fabric.network.director import playing
 from penstock.fabric.network.machines import Machines
-from penstock.fabric.network.nodes import agent_commands, memory
+from penstock.fabric.network.nodes import agent_commands, end_agents, memory, start_agent
 from penstock.fabric.network.scenario import Event
 from penstock.fabric.samples import RUN, SAMPLES, STEPS
 from penstock.launch import agent_command, forwarded_signals, job
@@ -65,25 +65,15 @@ def emulate(
     with contextlib.ExitStack() as stack:
         steps, board = stack.enter_context(memory("step")), stack.enter_context(memory("start"))
         agents: list[subprocess.Popen[bytes]] = []
-        stack.callback(_end, agents)
+        stack.callback(end_agents, agents)
         for number, argv in enumerate(_commands(spec, folder, machines, module)):
             environment = stack.enter_context(job())
             environment |= {VARIABLE: steps, BOARD: board}
             environment.setdefault("OMP_NUM_THREADS", "1")
-            environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # warns of host names that are not in DNS
             if machines is None:
                 environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
             log = stack.enter_context((folder / f"host-{number}.log").open("wb"))
-            agents.append(
-                subprocess.Popen(
-                    argv,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    process_group=0,
-                )
-            )
+            agents.append(start_agent(argv, environment, subprocess.DEVNULL, log))
         with _scenario(machines, events, steps) as happened, forwarded_signals(agents) as received:
             try:
                 ended = _wait(agents, received, _Tail(folder, spec), watch, machines)
@@ -148,14 +138,6 @@ def _wait(
         if time.monotonic() > deadline or len(received) > 1:
             return failed if failed is not None else 0
         time.sleep(_POLL_SECONDS)
-
-
-def _end(agents: Sequence[subprocess.Popen[bytes]]) -> None:
-    for agent in agents:
-        with contextlib.suppress(ProcessLookupError):
-            agent.kill()
-    for agent in agents:
-        agent.wait()
 
 
 class _Tail:

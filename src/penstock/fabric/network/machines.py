@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,6 +23,7 @@ from penstock.fabric.network.holdback import Means, check_slow, hold_back
 from penstock.fabric.network.inside import within
 from penstock.fabric.network.link import Link
 from penstock.fabric.network.netem import netem
+from penstock.fabric.network.settings import check_congestion_control, with_large_windows, without_ipv6
 from penstock.fabric.network.shapers import AUTO, Shaper, choose
 from penstock.fabric.network.switch.client import Switch
 from penstock.fabric.network.switch.protocol import Order, Setup
@@ -31,8 +31,6 @@ from penstock.fabric.network.topology import Topology
 
 INTERFACE = "eth0"
 """The one that a host has beside lo."""
-MOST_WINDOW_BYTES = 64 * 1024 * 1024
-"""Of a host's TCP connection in each direction, at least: several times what 1 Gbit/s has under way in 100 ms."""
 MOST = 200
 """Hosts of one emulation: a subnet has addresses for 254."""
 
@@ -81,7 +79,7 @@ class Machines:
         if not 1 <= hosts <= MOST:
             raise ArgumentError(f"{hosts} hosts are asked for: give 1 to {MOST}")
         if congestion_control is not None:
-            _check_congestion_control(congestion_control)
+            check_congestion_control(congestion_control)
         for text in background:
             parse_background(text, hosts)
         self.topology = Topology(link) if isinstance(link, Link) else link
@@ -267,8 +265,8 @@ class Machines:
         by_process = self.shaper is not None and self.shaper.name == "switch"
         for name in (*self.hosts, *(() if by_process else (f"{self.id}-switch",))):
             self._run("ip", "netns", "add", name)
-            within(keeper.FOLDER / name, _without_ipv6)
-            within(keeper.FOLDER / name, _with_large_windows)
+            within(keeper.FOLDER / name, without_ipv6)
+            within(keeper.FOLDER / name, with_large_windows)
         if by_process:
             self._start_switch()
         else:
@@ -368,35 +366,6 @@ def clean(force: bool = False) -> list[str]:
         if force or not keeper.maker_lives(emulation):
             removed += keeper.remove(emulation)
     return removed
-
-
-def _without_ipv6() -> None:
-    """In the namespace of the calling thread, before a device is up: no frames but the job's."""
-    for where in ("all", "default"):
-        setting = Path(f"/proc/sys/net/ipv6/conf/{where}/disable_ipv6")
-        if setting.exists():
-            setting.write_text("1")
-
-
-def _with_large_windows() -> None:
-    """In the namespace of the calling thread: TCP may have as much under way as a fast link far away takes.
-
-    As on hosts that are tuned for such links. The kernel's usual 4 MiB to send from would hold 1 Gbit/s over 100 ms
-    there and back to a third. No memory is taken before it is needed.
-    """
-    for name in ("tcp_wmem", "tcp_rmem"):
-        setting = Path("/proc/sys/net/ipv4") / name
-        least, usual, most = setting.read_text().split()
-        setting.write_text(f"{least} {usual} {max(int(most), MOST_WINDOW_BYTES)}")
-
-
-def _check_congestion_control(name: str) -> None:
-    try:
-        known = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
-    except OSError:
-        return
-    if name not in known:
-        raise ArgumentError(f"the kernel has no congestion control {name!r}: give one of {', '.join(known)}")
 
 
 def _tool(name: str) -> str:

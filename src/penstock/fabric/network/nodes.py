@@ -127,25 +127,16 @@ def run(
     agents: list[subprocess.Popen[bytes]] = []
     jobs: list[str] = []
     with contextlib.ExitStack() as stack:
-        stack.callback(_end, agents)
+        stack.callback(end_agents, agents)
         failures, step_file = stack.enter_context(memory("failures")), stack.enter_context(memory("step"))
         commands = agent_commands(machines, job.command, per_host=job.ranks // job.hosts)
         for host, argv in enumerate(commands):
             environment = stack.enter_context(launch.job())
             jobs.append(environment[launch.TAG])
             launch.share_cores(environment, job.ranks, job.threads)
-            environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # warns of host names that are not in DNS
             environment |= {launch.FAILURES: failures, STEP_FILE: step_file}
-            agents.append(
-                subprocess.Popen(
-                    argv,
-                    env=environment,
-                    stdin=launch.usual_input(),
-                    stdout=outputs[host] if outputs else None,
-                    stderr=subprocess.STDOUT if outputs else None,
-                    process_group=0,  # a Ctrl-C of the terminal comes to us alone
-                )
-            )
+            output = outputs[host] if outputs else None
+            agents.append(start_agent(argv, environment, launch.usual_input(), output))
         with (
             playing(machines, events, lambda: read_step(step_file)) as played,
             launch.forwarded_signals(agents) if forward else _no_signals() as received,
@@ -216,7 +207,30 @@ def _no_signals() -> Iterator[list[int]]:
     yield []
 
 
-def _end(agents: Sequence[subprocess.Popen[bytes]]) -> None:
+def start_agent(
+    argv: Sequence[str], environment: dict[str, str], given: int | None, output: IO[bytes] | None = None
+) -> subprocess.Popen[bytes]:
+    """Starts a host's agent.
+
+    Args:
+        argv: of `agent_commands`.
+        environment: of a `launch.job` of its own.
+        given: its standard input, as `subprocess` has it.
+        output: takes all that it and its ranks print; None: this process's own output and errors do.
+    """
+    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of host names that are not in DNS
+    return subprocess.Popen(
+        argv,
+        env=environment,
+        stdin=given,
+        stdout=output,
+        stderr=None if output is None else subprocess.STDOUT,
+        process_group=0,  # a Ctrl-C of the terminal comes to us alone
+    )
+
+
+def end_agents(agents: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Kills those that still run, and waits for all."""
     for agent in agents:
         with contextlib.suppress(ProcessLookupError):
             agent.kill()

@@ -33,7 +33,7 @@ def parse_link(text: str) -> Link:
     `corrupt`, `reorder`, `gap` and `distribution` is as for netem; `jitter` and `stall TIME every TIME` are our own.
 
     Raises:
-        ArgumentError: the text is no link; the message points to the place.
+        ArgumentError: the text is not a link; the message points to the place.
     """
     words = [_Word(match[0], match.start()) for match in re.finditer(r"\S+", text)]
     if not words:
@@ -61,7 +61,7 @@ class _Word:
 
 @dataclass(slots=True)
 class _Values:
-    """The words behind one word, to be taken one by one."""
+    """The words that follow one word, to be taken one by one."""
 
     text: str
     word: _Word
@@ -186,7 +186,7 @@ def _ways(text: str, all_words: list[_Word]) -> dict[str, list[_Word]]:
         if mark.name in found:
             raise _error(text, mark, f"{mark.text!r} comes a second time")
         if not part:
-            raise _error(text, mark, f"nothing comes behind {mark.text!r}: give a rate, like 100mbit")
+            raise _error(text, mark, f"nothing follows {mark.text!r}: give a rate, like 100mbit")
         found[mark.name] = part
     for way, other in (("up", "down"), ("down", "up")):
         if way not in found:

@@ -36,7 +36,7 @@ def _scaled(
         match = NUMBER.fullmatch(text)
         factor = units.get(match[2].lower()) if match else None
         if match is None or factor is None:
-            raise ValueError(f"{text!r} is no {what}: give one like {examples}")
+            raise ValueError(f"{text!r} is not a {what}: give one like {examples}")
         value = float(match[1]) * factor
         if value > most:
             raise ValueError(f"{text!r} is a {what} beyond all networks: give {most_text} at most")
@@ -56,7 +56,7 @@ def share(text: str) -> float:
     """0..1, of a percentage. The sign is asked for: a bare 0.1 could be meant as either."""
     match = NUMBER.fullmatch(text[:-1]) if text.endswith("%") else None
     if match is None or match[2]:
-        raise ValueError(f"{text!r} is no percentage: give one like 0.1% or 25%")
+        raise ValueError(f"{text!r} is not a percentage: give one like 0.1% or 25%")
     if float(match[1]) > 100:
         raise ValueError(f"{text!r} is more than all: give 0% to 100%")
     return float(match[1]) / 100

@@ -99,7 +99,7 @@ def parse_own(texts: Sequence[str], hosts: int) -> dict[int, Link]:
         number, sign, link = text.partition("=")
         if not sign or not (number.strip().isascii() and number.strip().isdigit()):
             raise ArgumentError(
-                f'{text!r} is no link of a host: give the host and its link, like "2=100mbit delay 20ms"'
+                f'{text!r} is not a link of a host: give the host and its link, like "2=100mbit delay 20ms"'
             )
         host = int(number)
         if host >= hosts:

@@ -172,7 +172,7 @@ def _compared(rows: Sequence[Difference], *, tails: bool) -> Table:
 @contextmanager
 def live(trials: int, console: Console, *, transfers: int = 1) -> Iterator[Callable[[int, str, float | None], None]]:
     """A bar that is gone at the end; what it gives is called with the trials that are done, the current layer's name
-    and its p99 so far in seconds, None while it is not bounded. On what is no terminal nothing is shown.
+    and its p99 so far in seconds, None while it is not bounded. On what is not a terminal nothing is shown.
     """
     columns = (
         TextColumn("{task.fields[layer]}"),

@@ -84,7 +84,7 @@ class _Merger:
         )
 
     def _outputs(self, number: int) -> tuple[fx.Node, ...]:
-        """The values of a region that are used behind it."""
+        """The values of a region that are used after it."""
         region = self.found.regions[number]
         outputs = tuple(n for n in region if any(self.members.get(user) != number for user in self.users[n]))
         for node in outputs:
@@ -93,7 +93,7 @@ class _Merger:
                 raise UnlikeError(f"nothing is there for {node.name!r}, which is used later", number)
             run, passed = self.base.facts[node].meta, self.base.facts[instead].meta
             if run is None or passed is None:
-                raise UnlikeError(f"{node.name!r}, which is used later, is no tensor", number)
+                raise UnlikeError(f"{node.name!r}, which is used later, is not a tensor", number)
             if (run.shape, run.stride, run.dtype) != (passed.shape, passed.stride, passed.dtype):
                 raise UnlikeError(f"{instead.name!r} has not the shape, stride and dtype of {node.name!r}", number)
             if passed.requires_grad and not run.requires_grad:

@@ -1,4 +1,4 @@
-"""The ways that a forward takes by chance, compared node by node: what runs only on one side, and what follows else.
+"""The ways that a forward takes by chance, compared node by node: what runs only on one side, and what else follows.
 
 Two decisions or more give more ways than can be recorded. So that in which most runs is the base, and of the others as
 many are recorded as bring any two decisions together in all four combinations: two for each binary digit of their
@@ -56,7 +56,7 @@ class Found:
 
     Attributes:
         regions: for each decision, the nodes of the base that run only on its side of it.
-        instead: for a node in a region that is used behind it, what is used there where the region did not run.
+        instead: for a node in a region that is used after it, what is used there where the region did not run.
     """
 
     base: Way
@@ -121,7 +121,7 @@ class Found:
         spare = len(mine) - len(theirs)
         if number is None:
             if spare:
-                raise UnlikeError("it changes what runs behind the next question")
+                raise UnlikeError("it changes what runs after the next question")
             return mine
         start = _start_of_region(mine, theirs, spare) if spare >= 0 else None
         if start is None:
@@ -164,7 +164,7 @@ def explore(first: Recording, record: Callable[[Mapping[int, bool]], Recording])
 
 
 def _start_of_region(mine: Sequence[fx.Node], theirs: Sequence[fx.Node], spare: int) -> int | None:
-    """Where in `mine` the `spare` nodes are that `theirs` does not have: at the question, or behind what follows it."""
+    """Where in `mine` the `spare` nodes are that `theirs` does not have: at the question, or after what follows it."""
     ours, others = [(n.op, n.target) for n in mine], [(n.op, n.target) for n in theirs]
     starts = (s for s in range(len(theirs) + 1) if ours[:s] == others[:s] and ours[s + spare :] == others[s:])
     return next(starts, None)

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from penstock.partition.state.library import OF_TORCH, package_of
 from penstock.partition.state.names_in_forward import Names, names_of
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, slice, range)
@@ -33,7 +34,6 @@ LENGTH = 64
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_modules")
 NEW = object()
 """Stands for what was not there before a step."""
-OF_TORCH = frozenset(vars(nn.Module()))
 
 LARGEST_ARRAY = 4096
 """Arrays with more bytes are known by identity alone."""
@@ -74,7 +74,7 @@ class Given:
         return tuple((path, value) for path, value in found.items() if value is not NEW)
 
     def settle(self, before: Attributes) -> None:
-        """To be called behind a step, with what `read` returned before it."""
+        """To be called after a step, with what `read` returned before it."""
         after = self._read()
         for path, value in before:
             if path not in self._own and after.get(path, value) != value:
@@ -103,7 +103,7 @@ class Given:
 
     def _read_classes(self, found: Found, name: str, module: nn.Module) -> None:
         for cls in type(module).__mro__:
-            if cls.__module__.partition(".")[0] == "torch":
+            if package_of(cls.__module__) == "torch":
                 break
             for attribute, value in vars(cls).items():
                 if not attribute.startswith("__") and isinstance(value, PLAIN):
@@ -148,7 +148,7 @@ def chances_of(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
 
 def _of_class(kind: type) -> dict[str, object]:
     """What a module's own classes hold, without those of torch."""
-    own = [cls for cls in reversed(kind.__mro__) if cls.__module__.partition(".")[0] not in ("torch", "builtins")]
+    own = [cls for cls in reversed(kind.__mro__) if package_of(cls.__module__) not in ("torch", "builtins")]
     return {name: value for cls in own for name, value in vars(cls).items() if not name.startswith("__")}
 
 
@@ -181,7 +181,7 @@ def _parts(value: Any) -> list[tuple[str, Any]] | None:
         held = {"func": value.func, "args": value.args, "keywords": value.keywords}
     elif isinstance(value, MethodType):
         return [("self", value.__self__), ("function", value.__func__)]
-    package = type(value).__module__.partition(".")[0]
+    package = package_of(type(value).__module__)
     if isinstance(value, (Tensor, nn.Module, type, FunctionType)) or package in ("torch", "_thread", "_io"):
         return None
     slots = [name for cls in type(value).__mro__ for name in _slots_of(cls) if hasattr(value, name)]

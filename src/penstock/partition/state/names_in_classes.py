@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections import deque
 from collections.abc import Iterator
 from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
+
+from penstock.partition.state.cells import EMPTY, contents
+from penstock.partition.state.library import is_library
 
 CACHED = type(functools.cache(lambda: None))
 
@@ -65,15 +67,9 @@ _CODE = (FunctionType, type, CACHED, staticmethod, classmethod, MethodType, prop
 
 
 def _closure(function: FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # nothing was assigned yet
-            continue
+    held = (contents(cell) for cell in function.__closure__ or ())
+    return (value for value in held if value is not EMPTY)
 
 
-@functools.cache
 def _is_of_others(module: str | None) -> bool:
-    """Whether a Python module is torch's, numpy's, ours or the standard library's (but for a script's own)."""
-    first = (module or "").partition(".")[0]
-    return first in ("", "torch", "numpy", "penstock") or (first in sys.stdlib_module_names and first != "__main__")
+    return not module or is_library(module)

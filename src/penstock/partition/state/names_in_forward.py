@@ -17,14 +17,12 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from penstock.partition.state.cells import EMPTY, contents
+from penstock.partition.state.library import OF_TORCH, is_library, package_of
 from penstock.partition.state.reach import PLAIN_OBJECTS
 
 FUNCTIONS = 200
 """How many functions of one module's forward are followed."""
-
-LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "penstock"}
-_ABSENT = object()
-_OF_TORCH = frozenset(vars(nn.Module()))
 
 Path = tuple[str, ...]
 
@@ -40,7 +38,7 @@ class Names:
     def values(self) -> Iterator[tuple[Path, Any]]:
         for name in sorted(self.names & self.holder.keys()):  # an attribute may hide the one of the class later
             value = _content(self.holder[name])
-            if value is not _ABSENT and _counts(value):
+            if value is not EMPTY and _counts(value):
                 yield (*self.path, name), value
 
     def functions(self) -> Iterator[tuple[str, FunctionType]]:
@@ -68,7 +66,7 @@ def names_of(module: nn.Module) -> list[Names]:
     while pending and len(seen) < FUNCTIONS:
         path, owner, function = pending.pop()
         key = id(function), id(owner)
-        if key in seen or _of_library(function.__module__):
+        if key in seen or is_library(function.__module__):
             continue
         seen.add(key)
         label = f"{function.__module__}.{function.__qualname__}:{function.__code__.co_firstlineno}"
@@ -97,15 +95,15 @@ def _of_function(path: Path, function: FunctionType) -> Iterator[Names]:
     yield Names((*path, "defaults"), defaults, frozenset(defaults))
     for name in sorted(named):
         space = function.__globals__[name]
-        if isinstance(space, ModuleType) and not _of_library(space.__name__):
+        if isinstance(space, ModuleType) and not is_library(space.__name__):
             yield Names((*path, name), vars(space), words & vars(space).keys())
 
 
 def _of_module(path: Path, module: nn.Module, words: frozenset[str]) -> Iterator[Names]:
     """What names mean in a module and in its classes."""
-    yield Names((*path, "attributes"), vars(module), words - _OF_TORCH)
+    yield Names((*path, "attributes"), vars(module), words - OF_TORCH)
     for cls in type(module).__mro__:
-        if not _of_library(cls.__module__):
+        if not is_library(cls.__module__):
             names = words.union(["__getattr__"]) & vars(cls).keys()
             yield Names((*path, cls.__qualname__), vars(cls), frozenset(names))
 
@@ -129,10 +127,8 @@ def _counts(value: Any) -> bool:
         return False
     if isinstance(value, FunctionType):
         return not _is_installed(value.__module__)
-    kind = type(value).__module__.partition(".")[0]
-    return (
-        kind == "builtins" or kind in PLAIN_OBJECTS or kind in ("enum", "functools", "numpy") or not _of_library(kind)
-    )
+    package = package_of(type(value).__module__)
+    return package in PLAIN_OBJECTS or package in ("builtins", "enum", "functools", "numpy") or not is_library(package)
 
 
 @functools.cache
@@ -142,16 +138,9 @@ def _is_installed(name: str | None) -> bool:
     return "site-packages" in file or "dist-packages" in file
 
 
-def _of_library(name: str | None) -> bool:
-    return (name or "").partition(".")[0] in LIBRARIES - {"__main__"}
-
-
 def _content(value: Any) -> Any:
     """The value; of a closure's cell, what is in it."""
-    try:
-        return value.cell_contents if isinstance(value, CellType) else value
-    except ValueError:  # not set yet
-        return _ABSENT
+    return contents(value) if isinstance(value, CellType) else value
 
 
 @functools.cache

@@ -196,7 +196,7 @@ class Provenance:
             self.strays[root].users[unit] = Made(call, *_user_line())
 
     def writing(self, tensor: Tensor) -> None:
-        """To be called behind `read`, before an operator updates a tensor in place."""
+        """To be called after `read`, before an operator updates a tensor in place."""
         stray = self.strays.get(self.root(tensor))
         if stray is None or (self._call is not None and self._call.number < 0):
             return

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextvars import copy_context
@@ -20,8 +19,10 @@ from torch import Tensor, nn
 
 from penstock.partition.objects import CONSTANTS
 from penstock.partition.state.cached_functions import CachedFunctions
+from penstock.partition.state.cells import EMPTY, contents
 from penstock.partition.state.class_data import ClassData
 from penstock.partition.state.glance import Glance
+from penstock.partition.state.library import OF_TORCH, is_library, package_of
 from penstock.partition.state.names_in_classes import named_by
 
 LISTS, DICTS, SETS = (list, deque), (dict, OrderedDict, defaultdict, ClassData), (set,)
@@ -34,12 +35,11 @@ PART = 16
 LARGEST_ARRAY = 2**16
 """Arrays with more bytes are tables, too."""
 
-PLAIN_OBJECTS = {"__main__", "argparse", "collections", "types"}
+PLAIN_OBJECTS = {"argparse", "collections", "types"}
 """Modules of the standard library whose objects are made to hold what users put there."""
 
 DEPTH = 5
-INTERNAL = frozenset(vars(nn.Module())) - {"training"}
-_EMPTY = object()
+INTERNAL = OF_TORCH - {"training"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +69,7 @@ class Place:
         """Whether an entry is another object than in a copy."""
         now = self.entries
         if isinstance(now, CellType):
-            return _contents(now) is not before
+            return contents(now) is not before
         if _is_array(now):
             return bool(now.tobytes() != before.tobytes())
         if isinstance(now, ClassData):
@@ -91,7 +91,7 @@ class Place:
                 if not hidden and (key not in self.before or self.before[key] is not value):
                     yield key, value
         elif self.is_changed():
-            yield None, _contents(self.entries) if isinstance(self.entries, CellType) else self.entries
+            yield None, contents(self.entries) if isinstance(self.entries, CellType) else self.entries
 
     def put(self, entries: Any) -> None:
         """Replaces all entries."""
@@ -115,7 +115,7 @@ class Place:
 
     def copied(self) -> Any:
         """The entries as they are now."""
-        return _contents(self.entries) if isinstance(self.entries, CellType) else self.entries.copy()
+        return contents(self.entries) if isinstance(self.entries, CellType) else self.entries.copy()
 
     def name(self, key: Any) -> str:
         if key is None:
@@ -173,12 +173,12 @@ class Reach:
 
     def restore(self) -> None:
         for place in self.changed():
-            if place.before is not _EMPTY:
+            if place.before is not EMPTY:
                 place.put(place.before)
         self.cached.forget()
 
     def _add(self, text: str, entries: Any, **kind: bool) -> None:
-        before = _contents(entries) if isinstance(entries, CellType) else entries.copy()
+        before = contents(entries) if isinstance(entries, CellType) else entries.copy()
         self.places.append(Place(text, entries, before, outside=self._outside, **kind))
 
     def _add_module(self, name: str, module: nn.Module, depth: int) -> None:
@@ -248,7 +248,7 @@ class Reach:
                 self._seen.add(id(cell))
                 text = f"{name}, a variable around {function.__qualname__}"
                 self._add(text, cell)
-                self._visit(_contents(cell), text, depth - 1)
+                self._visit(contents(cell), text, depth - 1)
         known = function.__globals__
         module = str(known.get("__name__", ""))
         if id(known) not in self._seen and not _is_of_others(module):
@@ -287,14 +287,5 @@ def _is_array(value: Any) -> bool:
     return kind.__module__ == "numpy" and kind.__name__ == "ndarray" and value.nbytes <= LARGEST_ARRAY
 
 
-def _contents(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # nothing was assigned yet
-        return _EMPTY
-
-
 def _is_of_others(module: str) -> bool:
-    """Whether a Python module is torch's, numpy's or the standard library's."""
-    first = module.partition(".")[0]
-    return first in ("torch", "numpy", "penstock", "") or first in sys.stdlib_module_names - PLAIN_OBJECTS
+    return not module or (is_library(module) and package_of(module) not in PLAIN_OBJECTS)

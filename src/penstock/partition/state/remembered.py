@@ -1,6 +1,6 @@
 """What units remember from one call to the next, beside their parameters and buffers.
 
-A counter, a queue of features in a tensor that is no buffer, a generator: a unit finds there what it left in the
+A counter, a queue of features in a tensor that is not a buffer, a generator: a unit finds there what it left in the
 microbatch before. That holds where every call runs once, in order, and all that use it are on one stage. It does not
 where two copies of a stage see a part of the batch each, nor where a forward is run again.
 """
@@ -69,8 +69,8 @@ def _text(stray: Stray, reach: Reach) -> str:
     for place in reach.places:
         for key, value in _entries(place):
             if isinstance(value, Tensor) and storage_of(value) == stray.root:
-                return f"{place.name(key)!r}, a tensor that is no buffer,"
-    return f"a tensor of shape {stray.shape} that is no buffer"
+                return f"{place.name(key)!r}, a tensor that is not a buffer,"
+    return f"a tensor of shape {stray.shape} that is not a buffer"
 
 
 def _entries(place: Place) -> Sequence[tuple[Any, Any]]:

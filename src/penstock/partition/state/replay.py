@@ -1,9 +1,9 @@
 """Finds units that do something else because of what Python code before them in the forward has set.
 
-A flag, a length or a counter in an attribute, a shared object or a global is no tensor, and leaves no trace in a
+A flag, a length or a counter in an attribute, a shared object or a global is not a tensor, and leaves no trace in a
 recording. On a stage of its own, a unit finds what was there before the forward, or what it has itself left there for
 another microbatch. So where something has changed, a unit runs once more as if nothing had, and where it changes
-something itself, once more behind that; the operators are compared.
+something itself, once more after that; the operators are compared.
 """
 
 from __future__ import annotations

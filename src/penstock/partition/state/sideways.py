@@ -52,7 +52,7 @@ class Sideways:
         return self._held[unit.name]
 
     def check_call(self, call: Call) -> None:
-        """Raises Regroup or PartitionError if a call that is no unit read what it was not given."""
+        """Raises Regroup or PartitionError if a call that is not a unit read what it was not given."""
         read = [f for f in self._observer.provenance.foreign.values() if f.reader is call]
         if not read:
             return

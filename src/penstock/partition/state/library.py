@@ -1,0 +1,24 @@
+"""Whose code is it: the user's, which may keep state of the model, or that of a library, which does not?"""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+from torch import nn
+
+LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "penstock"}) - {"__main__"}
+
+OF_TORCH = frozenset(vars(nn.Module()))
+"""The attributes that torch itself keeps in every module."""
+
+
+@functools.cache
+def is_library(module: str | None) -> bool:
+    """Whether a Python module belongs to torch, numpy, Penstock or the standard library."""
+    return package_of(module) in LIBRARIES
+
+
+def package_of(module: str | None) -> str:
+    """The outermost package of a Python module; empty where none is known."""
+    return (module or "").partition(".")[0]
