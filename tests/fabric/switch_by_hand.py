@@ -142,7 +142,7 @@ class Network:
             wrong = tuple(sorted({*wrong} ^ {bit}))
         jumps = bool(fate & JUMPS)
         line.told["reordered"] += jumps
-        leaves = at if jumps else max(at + delay, line.last)
+        leaves = at if jumps else at + delay if line.met.overtaking else max(at + delay, line.last)
         if where == "port":  # the other way, its queue has stalled
             through = line.after_stall(max(leaves, line.held))
             if through > leaves:

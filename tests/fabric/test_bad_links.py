@@ -81,6 +81,29 @@ def test_a_link_is_far_changes_and_comes_back(tmp_path: Path) -> None:
     assert "gone = True" in (tmp_path / "run" / "report.html").read_text()
 
 
+def test_trials_that_met_a_stall_are_marked(tmp_path: Path) -> None:
+    asked = [
+        "--sizes",
+        "2600",
+        "--trials",
+        "40",
+        "--warmup",
+        "1",
+        "--link",
+        "100mbit delay 5ms stall 150ms every 600ms",
+    ]
+    found = _found(tmp_path, *asked)
+    rows = (tmp_path / "run" / "samples.csv").read_text().splitlines()[1:]
+    took: dict[int, int] = {}
+    for trial, _, _, start, end in (map(int, row.split(",")) for row in rows):
+        took[trial] = max(took.get(trial, 0), end - start)
+    met = found["stalled"]
+    assert 0 < len(met) < 20, "they take 10 ms and more, so that a few of them meet one"
+    slowest = sorted(took, key=took.__getitem__)[-2:]
+    assert {*slowest} <= {*met}
+    assert [one["every_ns"] for one in found["environment"]["switch"]["stalls"]] == [600_000_000]
+
+
 def test_the_end_of_the_switch_ends_the_run_by_its_name(tmp_path: Path) -> None:
     asked = ["--sizes", "2600", "--trials", "100000", "--link", "100mbit delay 1ms"]
     with _fabric(tmp_path, *asked) as process:

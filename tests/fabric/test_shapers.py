@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import wire
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -68,6 +69,44 @@ def test_netem_goes_before_the_switch_where_it_can(machine: pytest.MonkeyPatch) 
     assert "differs from run to run" in old.remarks[0]
 
 
+def test_whoever_chooses_jitter_is_told_what_becomes_of_it(machine: pytest.MonkeyPatch) -> None:
+    def told(text: str) -> bool:
+        return any("jitter turns into delay" in one for one in choose(Topology(parse_link(text)), 4).remarks)
+
+    assert told("100mbit delay 5ms 1ms")
+    assert told("up 100mbit down 100mbit delay 5ms 1ms")
+    assert not told("100mbit delay 5ms")
+    assert not told("100mbit delay 5ms 1ms overtaking")
+    machine.setattr(shapers, "why_no_netem", lambda: None)
+    machine.setattr(shapers, "netem_keeps_seeds", lambda: True)
+    assert told("100mbit delay 5ms 1ms")
+    assert choose(Topology(parse_link("100mbit delay 5ms 1ms overtaking")), 4).name == "switch", "netem keeps a rate"
+
+
+@hosts_needed
+@pytest.mark.parametrize("asked", ["tbf", "netem"])
+def test_a_tc_that_does_nothing_is_noticed(asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "tc"
+    program.write_text(f'#!/bin/sh\ncase "$*" in *batch*) cat > /dev/null;; *) exec {keeper.tool("tc")} "$@";; esac\n')
+    program.chmod(0o755)
+    find = keeper.tool
+    monkeypatch.setattr(shapers, "why_no_netem", lambda: None)
+    monkeypatch.setattr(keeper, "tool", lambda name: str(program) if name == "tc" else find(name))
+    text = "100mbit" if asked == "tbf" else "100mbit delay 5ms"
+    said = "was to put (tbf|netem) before .* but what is there is qdisc noqueue"
+    with pytest.raises(FabricError, match=said), Machines(2, Topology(parse_link(text)), shaper=asked):
+        pass
+
+
+@hosts_needed
+@pytest.mark.skipif(_MISSING is None and shapers.why_no_netem() is not None, reason="the kernel has no netem")
+def test_a_delay_by_netem_is_found_on_the_wire() -> None:
+    """By the kernel's own netem: what a stand-in for tc cannot show."""
+    with Machines(2, Topology(parse_link("100mbit delay 20ms")), shaper="netem") as made:
+        trips = wire.ping(made, 0, 1, 20, 0.02)
+        assert 40e-3 < min(trips) < 45e-3
+
+
 @pytest.mark.parametrize(
     ("text", "own", "wanted", "only_switch", "said"),
     [
@@ -80,6 +119,7 @@ def test_netem_goes_before_the_switch_where_it_can(machine: pytest.MonkeyPatch) 
         ("up 100mbit delay 5ms down 100mbit stall 1s every 9s", {}, "netem", None, "netem has no stalls"),
         ("100mbit delay 5ms loss 1% 25%", {}, "netem", None, "netem's correlation"),
         ("100mbit delay 5ms", {1: "10mbit"}, "netem", None, "netem does not tell whom"),
+        ("100mbit delay 5ms 1ms overtaking", {}, "netem", None, "netem keeps the order of frames"),
         ("100mbit delay 5ms", {}, "netem", None, "the kernel has no netem"),
         ("100mbit delay 5ms", {}, "htb", None, "there is no shaper 'htb': give one of auto, tbf, netem, switch"),
     ],

@@ -130,6 +130,7 @@ def _both(
 
 
 IMPAIRMENTS = [
+    "delay 3ms jitter 2ms overtaking reorder 20%",
     "",
     "delay 3ms",
     "delay 5ms jitter 2ms distribution pareto loss 10% duplicate 10% corrupt 20% reorder 20%",
@@ -233,6 +234,19 @@ def test_order_is_kept_but_for_frames_that_jump() -> None:
             assert all(other < number or other in jumpers for other in numbers[:place])
     overtaken = [number for number in jumpers if any(other < number for other in numbers[numbers.index(number) :])]
     assert len(overtaken) > len(jumpers) / 2
+
+
+def test_frames_overtake_each_other_where_that_is_asked_for() -> None:
+    text = "1gbit delay 5ms jitter 4ms"
+    frames = [Given(place * 100_000, 0, 1, 60) for place in range(300)]
+    delays = Draws(_topology(text).link.impairment, 1, 0).next(300).delay_ns
+    own = np.array([frame.at for frame in frames]) + 60 * GBIT_NS + delays
+    loose = _both(_topology(f"{text} overtaking"), frames)
+    assert [one.number for one in loose] == np.argsort(own, kind="stable").tolist()
+    kept = _both(_topology(text), frames)
+    assert [one.number for one in kept] == list(range(300))
+    took = [np.mean([one.at - frames[one.number].at for one in taken]) for taken in (loose, kept)]
+    assert took[0] < 5.5 * MS < 7 * MS < took[1], "what keeps its order turns jitter into delay"
 
 
 def test_frames_are_lost_doubled_and_damaged_where_the_model_says() -> None:

@@ -59,6 +59,11 @@ CROWDED_SECONDS = (0.3e-3, 3e-3)
 of benchmarks/switch are without it."""
 
 
+QUICKEST_SECONDS = 1e-3
+"""What the quickest of many frames may take beyond its time. No crowd holds up all of them, so this has nothing to do
+with what the switch says of itself: one that adds 3 ms to every frame, and says so, is found."""
+
+
 def _twice_if_late(measure: Callable[[], tuple[T, dict]]) -> T:
     """What is measured; once more where the machine kept the switch from its work, as the switch itself tells."""
     found, told = measure()
@@ -133,10 +138,10 @@ def test_delays_have_the_distribution_that_was_asked_for(host: int, measured: Me
     assert (found < high + _late(measured[1], "worst") + CROWDED_SECONDS[1]).all()
 
 
-def test_no_frame_comes_before_its_time(measured: Measured) -> None:
+def test_no_frame_comes_before_its_time_and_the_quickest_comes_at_it(measured: Measured) -> None:
     for host in range(len(DISTRIBUTIONS)):
         decided = _drawn(host, FRAMES).delay_ns / 1e9
-        assert min(one.took - decided[one.number] for one in measured[0][host]) > 0
+        assert 0 < min(one.took - decided[one.number] for one in measured[0][host]) < QUICKEST_SECONDS
 
 
 def _share_is(found: int, of: int, asked: float) -> bool:
@@ -286,13 +291,15 @@ def test_links_of_single_hosts_and_of_single_directions(changing: Machines) -> N
     try:
         changing.change(Topology(parse_link("100mbit delay 5ms"), own, SEED))
         flows = [Flow(source, target, 60, 0.01) for source, target in pairs]
-        took = [np.median(_took(one)) for one in wire.sent(changing, flows, last=0.1)]
+        arrived = [_took(one) for one in wire.sent(changing, flows, last=0.1)]
+        took, quickest = [np.median(one) for one in arrived], [min(one) for one in arrived]
         changing.change(Topology(parse_link("up 100mbit delay 7ms down 100mbit delay 1ms"), {}, SEED))
         both = [np.median(_took(one)) for one in wire.sent(changing, flows, last=0.1)]
         late = _late(changing.told())
     finally:
         changing.change(before)
     assert took == pytest.approx([delay / 1e3 for delay in pairs.values()], rel=0.05, abs=late)
+    assert quickest == pytest.approx([delay / 1e3 for delay in pairs.values()], abs=QUICKEST_SECONDS)
     assert both == pytest.approx([8e-3] * 6, rel=0.05, abs=late)
 
 
@@ -300,7 +307,7 @@ def test_ping_takes_the_delay_twice(changing: Machines) -> None:
     trips = wire.ping(changing, 0, 1, 40, 0.02)
     assert None not in trips
     assert np.median(trips) == pytest.approx(10e-3, rel=0.05, abs=2 * _late(changing.told()))
-    assert min(trips) > 10e-3
+    assert 10e-3 < min(trips) < 10e-3 + 2 * QUICKEST_SECONDS
 
 
 # Neighbours.

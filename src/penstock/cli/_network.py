@@ -29,7 +29,7 @@ class NetworkOptions:
         _option(
             'What joins each host to the switch, as for tc: "100mbit", "1gbit delay 5ms 1ms distribution pareto loss '
             '0.1% reorder 0.01% stall 2s every 60s", "up 10mbit down 100mbit". Delay and loss are those between two '
-            "hosts, one way.",
+            "hosts, one way. Jitter keeps frames in order and so delays them under load; with overtaking it does not.",
             metavar="TEXT",
         ),
     ] = None

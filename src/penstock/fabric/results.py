@@ -16,6 +16,7 @@ from penstock.fabric.dependence import effective_counts
 from penstock.fabric.forecast import forecasts
 from penstock.fabric.models import LinkFit, busbw_factor, record_links
 from penstock.fabric.samples import Run
+from penstock.fabric.stalls import stalled
 from penstock.fabric.statistics import Saturation, Summary, fewest, log_histogram, outliers, saturation
 from penstock.fabric.trials import TransferTimes, algorithm_of, computed_step, measured_step, rate_key
 from penstock.fabric.workload import Transfer, Workload
@@ -27,8 +28,8 @@ def results(run: Run) -> dict[str, Any]:
     `time_s`, `arrival_skew_s` and `transfer_s` (see `trials`) have min, p50, p90, p99, p999, max and mean, and beside
     them are the mean's 95 % interval and those of the percentiles. `ideal_percent` is the least that any algorithm
     can take on the measured links (see `bounds`), over the median.
-    `step` has the same figures of the whole trial. `model` is what `penstock fabric predict` makes of each collective
-    that has sizes enough, of its largest.
+    `step` has the same figures of the whole trial; `stalled` are the trials that met a stall which was asked for.
+    `model` is what `penstock fabric predict` makes of each collective that has sizes enough, of its largest.
     """
     record = run.record
     workload = Workload.from_dict(record["workload"])
@@ -50,6 +51,7 @@ def results(run: Run) -> dict[str, Any]:
         **_completeness(record, trials),
         "transfers": transfers,
         "step": step,
+        "stalled": list(stalled(run)),
         "cpu": {
             "saturated": cpu.saturated,
             "scheduler_tails": cpu.scheduler_tails,

@@ -65,6 +65,8 @@ class Impairment:
             others it is the standard deviation before the tails are cut off at four times the jitter.
         correlation: of the jitter, 0..1, as in `Chance`.
         distribution: one of `DISTRIBUTIONS`.
+        overtaking: a frame with a shorter delay passes those in front of it, as with netem where it has no rate; else
+            it waits for them, so that under load jitter turns into delay.
         loss, duplicate, corrupt, reorder: of frames. A reordered frame is not delayed and overtakes others; no other
             frame overtakes one.
         gap: so many frames come between two that are reordered, at least, less one.
@@ -79,6 +81,7 @@ class Impairment:
     jitter_seconds: float = 0.0
     correlation: float = 0.0
     distribution: str = "uniform"
+    overtaking: bool = False
     loss: Chance | Bursts = NEVER
     duplicate: Chance = NEVER
     corrupt: Chance = NEVER
@@ -92,6 +95,8 @@ class Impairment:
             raise ArgumentError(
                 f"there is no distribution {self.distribution!r}: give one of {', '.join(DISTRIBUTIONS)}"
             )
+        if self.overtaking and not self.jitter_seconds:
+            raise ArgumentError("without jitter no frame overtakes another: give jitter 1ms, say, beside overtaking")
         if self.reorder.share and not self.delay_seconds:
             raise ArgumentError("without a delay no frame can overtake another: give delay 5ms, say, beside reorder")
         if self.stall_seconds and self.stall_seconds >= self.stall_every_seconds:

@@ -275,7 +275,7 @@ class Machines:
             self._batch("ip", self.hosts[host], self._host_lines(host))
         if self.topology is not None:
             for host, name in enumerate(self.hosts):
-                self._batch("tc", name, [f"qdisc replace dev {INTERFACE} root {self._egress(host)}"])
+                self._shape(name, INTERFACE, self._egress(host))
 
     def _egress(self, host: int) -> str:
         """What shapes what a host sends, as tc has it. Also before a switch: TCP must feel its own queue."""
@@ -309,7 +309,7 @@ class Machines:
             seed = None if self.shaper is None else self.shaper.seed
             for host, port in enumerate(ports):
                 words = f"handle 1: {netem(down, seed, self._count + host)}" if met else down.port_tbf()
-                self._batch("tc", switch, [f"qdisc replace dev {port} root {words}"])
+                self._shape(switch, port, words)
 
     @property
     def _mtu(self) -> int:
@@ -342,6 +342,19 @@ class Machines:
 
     def _mac(self, host: int) -> str:
         return "02:50:" + ":".join(f"{part:02x}" for part in self.network[host + 1].packed)
+
+    def _shape(self, namespace: str, device: str, words: str) -> None:
+        """Puts a queue in front of a device, and looks whether it is there: without it the link would be too fast."""
+        self._batch("tc", namespace, [f"qdisc replace dev {device} root {words}"])
+        kind = words.split("handle 1: ")[-1].split()[0]
+        shown = subprocess.run(
+            [_tool("tc"), "-n", namespace, "qdisc", "show", "dev", device], capture_output=True, text=True, check=False
+        ).stdout
+        if f"qdisc {kind} " not in shown:
+            raise FabricError(
+                f"{_tool('tc')} was to put {kind} before {device} of {namespace} and said nothing, but what is there "
+                f"is {' '.join(shown.split()) or 'nothing'}: is it the tc of iproute2?"
+            )
 
     def _batch(self, program: str, namespace: str, lines: Iterable[str]) -> None:
         self._run(program, "-n", namespace, "-batch", "-", text="\n".join(lines) + "\n")

@@ -18,6 +18,8 @@ def why_not_netem(topology: Topology) -> str | None:
             continue
         if link.impairment.stall_seconds:
             return "netem has no stalls"
+        if link.impairment.overtaking:
+            return "netem keeps the order of frames where it keeps a rate"
         chances = (link.impairment.loss, link.impairment.duplicate, link.impairment.corrupt, link.impairment.reorder)
         if any(isinstance(chance, Chance) and chance.correlation for chance in chances) or link.impairment.correlation:
             return "netem's correlation changes the share that it is of"

@@ -154,6 +154,7 @@ _WORDS: dict[str, tuple[Callable[[_Values], Found], str]] = {
     "delay": (_delay, "delay TIME [JITTER [CORRELATION]]"),
     "jitter": (_jitter, "jitter TIME [CORRELATION]"),
     "distribution": (_distribution, f"distribution {'|'.join(DISTRIBUTIONS)}"),
+    "overtaking": (lambda values: {"overtaking": True}, "overtaking"),
     "loss": (_loss, "loss [random] PERCENT [CORRELATION] or loss gemodel P [R [1-H [1-K]]]"),
     "drop": (_loss, ""),
     "duplicate": (_happens("duplicate"), "duplicate PERCENT [CORRELATION]"),

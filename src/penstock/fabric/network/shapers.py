@@ -12,7 +12,7 @@ import importlib.util
 import os
 import subprocess
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.errors import ArgumentError, FabricError
 from penstock.fabric.network.checks import why_not
@@ -80,11 +80,23 @@ def choose(topology: Topology, hosts: int, wanted: str = AUTO, only_switch: str 
     if wanted == "netem" or (wanted == AUTO and beyond_netem is None):
         if beyond_netem is not None:
             raise ArgumentError(f"{beyond_netem}; leave --shaper out, or give --shaper switch")
-        return _by_netem(topology)
+        return _told_of_jitter(_by_netem(topology))
     no_switch = why_no_switch()
     if no_switch is not None:
         raise FabricError(f"{no_switch}. And without it: {beyond_netem}")
-    return _fitted(topology, hosts)
+    return _told_of_jitter(_fitted(topology, hosts))
+
+
+def _told_of_jitter(shaper: Shaper) -> Shaper:
+    """With the remark that whoever chooses jitter needs."""
+    links = [one for link in shaper.topology.links for one in (link, link.down) if one is not None]
+    if not any(link.impairment.jitter_seconds and not link.impairment.overtaking for link in links):
+        return shaper
+    said = (
+        "frames keep their order, so that under load jitter turns into delay: one that is late holds up those behind "
+        "it (with the word overtaking they pass it, which TCP takes for loss)"
+    )
+    return replace(shaper, remarks=(*shaper.remarks, said))
 
 
 def _by_netem(topology: Topology) -> Shaper:

@@ -26,6 +26,9 @@ _OFTEN = 0.5
 _FEWEST_FOR_LATE = 20
 """Trials, in fewer of which any rank may come last that often."""
 
+_NAMED = 12
+"""Trials that a line names."""
+
 _DEPENDENT = 0.8
 """Of all trials, below which they are worth a word."""
 _WIDEST = 1.0
@@ -88,6 +91,8 @@ def facts(run: Run, results: dict[str, Any]) -> list[tuple[str, str]]:
         overlaps = ["nothing is computed between the transfers, so that overlap changes nothing"]
     if overlaps:
         found.append(("step", ", ".join(overlaps)))
+    if results["stalled"]:
+        found.append(("stalls", _stalls(results["stalled"], len(run.start_ns))))
     found += [*network(run), *links(run), *_fits(results)]
     late = max(figures_of_ranks(results), key=lambda figures: figures.last, default=None)
     among = max(len(transfer["ranks"]) for transfer in results["transfers"])  # of two, one always is the last
@@ -99,6 +104,14 @@ def facts(run: Run, results: dict[str, Any]) -> list[tuple[str, str]]:
     if text and not (results["cpu"]["saturated"] or results["cpu"]["scheduler_tails"]):
         found.append(("cpu", str(text)))
     return found
+
+
+def _stalls(stalled: Sequence[int], trials: int) -> str:
+    """Which trials met one, the first of many."""
+    said = ", ".join(f"{trial:,}" for trial in stalled[:_NAMED])
+    more = f" and {len(stalled) - _NAMED:,} more" if len(stalled) > _NAMED else ""
+    which = "trial" if len(stalled) == 1 else "trials"
+    return f"{len(stalled):,} of {counted(trials, 'trial')} met a stall that was asked for: {which} {said}{more}"
 
 
 def network(run: Run) -> list[tuple[str, str]]:

@@ -161,6 +161,8 @@ def _trials(run: Run, results: dict[str, Any], times: Floats) -> str:
         )
         marked = far[:MOST_MARKED]
         axes.scatter(marked, took[marked], 17, zorder=3, edgecolors=INK, **{**style, "linewidths": 0.9})
+        for trial in results["stalled"][:MOST_MARKED]:
+            axes.axvline(trial, color=MUTED, lw=0.6, ls=(0, (1, 2)), zorder=0.5)
         median = float(np.median(took))
         axes.axhline(median, color=INK, lw=0.8, zorder=2.5)
         axes.set_yscale("log")
@@ -172,7 +174,8 @@ def _trials(run: Run, results: dict[str, Any], times: Floats) -> str:
         axes.grid(axis="x", visible=False)
         seconds_axis(axes.yaxis)
     rows[-1].set_xlim(-0.01 * trials, trials * 1.01)
-    rows[-1].set_xlabel("trial, in order")
+    stalls = "; dotted: it met a stall that was asked for" if results["stalled"] else ""
+    rows[-1].set_xlabel(f"trial, in order{stalls}")
     figure.supylabel("completion time, slowest rank", fontsize=9.5)
     return svg(figure, "trials")
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 # Of `Tables.lines`, a row for each direction: host h to the switch is row h, the switch to host h row hosts + h.
 BYTE_PS, LIMIT, FREE_NS, LAST_NS, STALL_NS, EVERY_NS, SINCE_NS, HELD_NS, GONE, DRAWN, FILLED = range(11)
 NEAR_USED, NEAR_MADE, FRAMES, BYTES, N_LOST, N_TWICE, N_CORRUPT, N_JUMPED, N_FULL, N_GONE, N_OTHER = range(11, 22)
-NEAR_BYTES, NEAR_FULL, LINES = range(22, 25)
+NEAR_BYTES, NEAR_FULL, LOOSE, LINES = range(22, 26)
 COUNTED = {
     "frames": FRAMES, "bytes": BYTES, "lost": N_LOST, "duplicated": N_TWICE, "corrupted": N_CORRUPT,
     "reordered": N_JUMPED, "queue_full": N_FULL, "host_gone": N_GONE, "no_such_host": N_OTHER,

@@ -82,6 +82,7 @@ class Decided:
             line = t.lines[direction]
             line[columns.BYTE_PS] = max(1, round(1e12 / link.bytes_per_second))
             line[columns.LIMIT] = link.limit_bytes
+            line[columns.LOOSE] = met.overtaking
             stalls = [round(met.stall_seconds * 1e9), round(met.stall_every_seconds * 1e9)]
             if line[[columns.STALL_NS, columns.EVERY_NS]].tolist() != stalls:
                 line[[columns.STALL_NS, columns.EVERY_NS]] = stalls
@@ -123,12 +124,23 @@ def _met(topology: Topology, host: int, hosts: int, *, is_up: bool) -> Impairmen
     return Impairment()
 
 
+STALL = ("since_ns", "length_ns", "every_ns")
+"""Of links that stall: since when, for how long and how often; the first time after a whole period."""
+
+
+def stalls(t: Tables) -> set[tuple[int, ...]]:
+    """Those of all directions, as `STALL` has them."""
+    rows = t.lines[:, [columns.SINCE_NS, columns.STALL_NS, columns.EVERY_NS]].tolist()
+    return {tuple(row) for row in rows if row[1]}
+
+
 def told(t: Tables) -> dict[str, Any]:
     """What was counted so far, in plain values.
 
     seconds: since the beginning. frames: that hosts have sent. failed_writes: frames that a host's device has refused.
     no_room: how often no frame could be read as all memory held others. busy_seconds: not asleep. late: how much later
-    than asked frames left, in seconds. links: by host and direction, see `columns.COUNTED`.
+    than asked frames left, in seconds. stalls: of links, which `penstock.fabric.stalls` reads. links: by host and
+    direction, see `columns.COUNTED`.
     """
     hosts = t.meets.shape[0]
     state = t.state
@@ -139,6 +151,7 @@ def told(t: Tables) -> dict[str, Any]:
         "no_room": int(state[columns.NO_SLOT]),
         "busy_seconds": state[columns.BUSY_NS] / 1e9,
         "late": lateness(state),
+        "stalls": [dict(zip(STALL, one, strict=True)) | {"until_ns": None} for one in sorted(stalls(t))],
         "links": [
             {
                 way: {name: int(t.lines[row, column]) for name, column in columns.COUNTED.items()}

@@ -13,7 +13,8 @@ A frame from a to b meets, in this order:
      limit waits, it is dropped. Traffic of neighbours that is only reckoned with stands in the same queue. A stall of
      b's link holds the whole queue;
   4. at b's link: loss, delay and the like, if frames from a to b meet that link's.
-Frames of one direction keep their order but for those that are to jump. Ties go to who came first.
+Frames of one direction keep their order but for those that are to jump, or where a link lets them overtake. Ties
+go to who came first.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from penstock.fabric.network.switch.columns import (
     LATE_NS,
     LENGTH,
     LIMIT,
+    LOOSE,
     LOW,
     N_CORRUPT,
     N_FULL,
@@ -174,7 +176,9 @@ def _under_rules(t: Tables, direction: Any, slot: Any, at: Any, step: Any) -> No
     if fate & JUMPS:
         line[N_JUMPED] += 1
     else:
-        leaves = max(at + t.draws[direction, place, DELAY_NS], line[LAST_NS])
+        leaves = at + t.draws[direction, place, DELAY_NS]
+        if not line[LOOSE]:
+            leaves = max(leaves, line[LAST_NS])
     if direction < t.meets.shape[0]:  # the other way, its queue has stalled
         leaves = _let_go(t, direction, slot, leaves)
     if not fate & JUMPS:

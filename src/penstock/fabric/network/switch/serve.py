@@ -20,7 +20,7 @@ from typing import Any
 
 from penstock.fabric.network.background import parse_background
 from penstock.fabric.network.switch import columns, loop
-from penstock.fabric.network.switch.filling import Decided, tables, told
+from penstock.fabric.network.switch.filling import STALL, Decided, stalls, tables, told
 from penstock.fabric.network.switch.neighbours import Background
 from penstock.fabric.network.switch.protocol import Order, Setup
 from penstock.fabric.network.switch.tap import Unread, open_tap
@@ -38,6 +38,8 @@ class Served:
         descriptors = [open_tap(setup.interface, Path(name)) for name in setup.namespaces]
         self._unread = [Unread(setup.interface, Path(name)) for name in setup.namespaces]
         self._epoch = 0
+        self._over: list[dict[str, Any]] = []
+        """Stalls of links that have changed since."""
         self.tables = tables(setup.order.topology, descriptors, time.monotonic_ns())
         loop.run(self.tables, 0)  # compiles, or reads what was compiled
         loop.all_neighbours(self.tables)
@@ -52,14 +54,21 @@ class Served:
         hosts = t.meets.shape[0]
         if order.topology is not None:
             self._epoch += 1
-            self._decided = Decided(t, order.topology, self._epoch, time.monotonic_ns())
+            before, now_ns = stalls(t), time.monotonic_ns()
+            self._decided = Decided(t, order.topology, self._epoch, now_ns)
+            over = before - stalls(t)
+            self._over += [dict(zip(STALL, one, strict=True)) | {"until_ns": now_ns} for one in sorted(over)]
         if order.gone is not None:
             t.lines[:hosts, columns.GONE] = [host in order.gone for host in range(hosts)]
         if order.background is not None:
             neighbours = tuple(parse_background(text, hosts) for text in order.background)
             self._background = Background(t, neighbours, self._seed)
             self._background.fill()
-        return told(t) | {"unread": [device.count() for device in self._unread]} if order.tells else {}
+        if not order.tells:
+            return {}
+        found = told(t)
+        found["stalls"] += self._over
+        return found | {"unread": [device.count() for device in self._unread]}
 
     def turn(self) -> None:
         """Passes frames on for a while."""
