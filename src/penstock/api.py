@@ -22,6 +22,7 @@ from penstock.runtime.board import Patience
 from penstock.runtime.compiled import Compile
 from penstock.runtime.cutting import Cutting, Merge, Split
 from penstock.runtime.engine import Engine, TransportChoice
+from penstock.runtime.example import is_whole, shared
 from penstock.runtime.keeping import OffloadChoice, RecomputeChoice
 from penstock.runtime.loss import Loss, Reduction
 from penstock.runtime.losses import checked_loss
@@ -85,8 +86,9 @@ def pipeline(
     Args:
         model: any module; or a list of layers, or of as many modules as there are stages.
         example_args: one batch, as the model's positional inputs: tensors with the batch in their first dimension, or
-            `Microbatches`. Needed on every rank: shapes are read from it, and values only where the forward branches
-            on those of integers. Later batches may have other shapes.
+            `Microbatches`. Shapes are read from it, and values only where the forward branches on those of integers.
+            Ranks that do not run the first stage may give tensors on the meta device, or no example at all. Later
+            batches may have other shapes.
         example_kwargs: likewise by keyword.
         ranks: the number of ranks; None: the world size under torchrun, one otherwise.
         chunks: stages a rank; there are `ranks * chunks` stages. None: the `Schedule`'s, or 1.
@@ -173,8 +175,7 @@ def build(
     options: Options,
 ) -> Pipeline:
     """Makes a pipeline of known processes and schedule. `example` is one batch: positional and keyword inputs."""
-    given = _cut(example, order, options.cutting)
-    batches.check_enough(given, order.microbatches)
+    given = _cut(example, order, options.cutting) if is_whole(example) or world.is_local else None
     current = _device_of(model)
     if world.data_parallel > 1 and not options.share_loss:
         raise ArgumentError(
@@ -187,17 +188,20 @@ def build(
     patience = Patience() if silent is None else Patience(stall_seconds=silent, away_seconds=silent)
     engine = Engine(world, devices, seed, options.transport, patience)
     try:
+        whole = shared(engine.control, example)
+        given = given or _cut(whole, order, options.cutting)
         _check_alike(engine, given.sizes)
         try:
-            partitioner = Partitioner(
-                model,
-                stages=order.placement.depth,
-                cuts=options.cuts,
-                leaves=options.leaves,
-                opens=options.opens,
-                balance=options.balance,
-                streams=engine.streams,
-            )
+            with engine.control.agreed():
+                partitioner = Partitioner(
+                    model,
+                    stages=order.placement.depth,
+                    cuts=options.cuts,
+                    leaves=options.leaves,
+                    opens=options.opens,
+                    balance=options.balance,
+                    streams=engine.streams,
+                )
             split = SplitModel(
                 partitioner,
                 Outline.of(given),
@@ -230,16 +234,19 @@ def _cut(example: tuple[tuple[Any, ...], dict[str, Any]], order: Schedule, cutti
     cutting.check(*example)
     pipelines = order.placement.pipelines
     divided = cutting.divide(*example, None, order.microbatches, "example", pipelines)
-    return cutting.cut(*example, divided, order.microbatches, "example", None, pipelines)
+    cut = cutting.cut(*example, divided, order.microbatches, "example", None, pipelines)
+    batches.check_enough(cut, order.microbatches)
+    return cut
 
 
 def _check_alike(engine: Engine, sizes: tuple[int, ...]) -> None:
     rows = [sum(others) for others in engine.control.gather(sizes)]
-    if len(set(rows)) > 1:
-        raise ArgumentError(
-            f"the example has {rows} rows on the processes 0..{len(rows) - 1}; each must give one of the same shape "
-            "(later batches of replicas may differ)"
-        )
+    with engine.control.agreed():
+        if len(set(rows)) > 1:
+            raise ArgumentError(
+                f"the example has {rows} rows on the processes 0..{len(rows) - 1}; each must give one of the same "
+                "shape (later batches of replicas may differ)"
+            )
 
 
 def _schedule(schedule: str | Schedule, ranks: int, microbatches: int | None, chunks: int | None) -> Schedule:

@@ -54,13 +54,13 @@ class Shared:
     def _patch(self, patches: pytest.MonkeyPatch) -> None:
         record, reference = partitioner.record, verification._reference
 
-        def record_once(model: nn.Module, args: Any, kwargs: Any, *units: Any) -> Any:
+        def record_once(model: nn.Module, args: Any, kwargs: Any, *units: Any, **sees: Any) -> Any:
             given = flatten((args, kwargs)).leaves
             known = self.recordings.setdefault((id(model), *map(describe, given)), [])
             for recording, _ in known:
                 if all(guard.holds(given) for guard in recording.guards):
                     return recording
-            known.append((record(model, args, kwargs, *units), model))  # the model is kept for its id
+            known.append((record(model, args, kwargs, *units, **sees), model))  # the model is kept for its id
             return known[-1][0]
 
         def reference_once(model: Any, pipe: penstock.Pipeline, *rest: Any) -> Any:

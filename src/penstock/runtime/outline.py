@@ -52,6 +52,12 @@ class Outline:
         whole = (unflatten(piece.leaves, piece.structure) for piece in cut.pieces)
         return cls(tuple(map_tensors(_without_values, piece) for piece in whole), device, cut.sizes)
 
+    @classmethod
+    def of_example(cls, example: Example) -> Outline:
+        """What is to be known of a batch that is not cut yet."""
+        device = next((leaf.device.type for leaf in flatten(example).leaves if isinstance(leaf, Tensor)), "cpu")
+        return cls((map_tensors(_without_values, example),), device, ())
+
     def fill(self) -> list[Example]:
         """Examples to record from. Floating-point tensors have memory, but no particular values."""
         return [map_tensors(lambda tensor: _with_memory(tensor, self.device), one) for one in self.examples]

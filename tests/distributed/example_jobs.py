@@ -1,0 +1,70 @@
+"""Training where only the rank of the first stage has the inputs; the forward branches on a mask."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock
+from small import batch
+
+What = Literal["real", "meta", "nothing", "other shape"]
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(9, 9) for _ in range(4))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        if not mask.all():
+            x = x * mask[:, None]
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return Masked()
+
+
+def data() -> tuple[Tensor, Tensor, Tensor]:
+    x, y = batch(8)
+    return x, torch.tensor([True] * 6 + [False] * 2).roll(1), y
+
+
+def train(rank: int, given: What) -> tuple[list[float], bool] | str:
+    """The losses of two steps of training, and whether gradients are here; or what is said."""
+    x, mask, y = data()
+    examples: dict[What, Any] = {
+        "real": (x, mask),
+        "meta": (x.to("meta"), mask.to("meta")),
+        "nothing": (),
+        "other shape": (x[:4].to("meta"), mask[:4].to("meta")),
+    }
+    example = examples["real" if rank == 0 else given]
+    try:
+        with penstock.pipeline(model(), example, microbatches=2, loss=F.mse_loss) as pipe:
+            optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
+            losses = []
+            for _ in range(2):
+                optimizer.zero_grad()
+                inputs = (x, mask) if rank == 0 else ()
+                losses.append(float(pipe.step(*inputs, target=y if pipe.has_outputs else None).loss))
+                optimizer.step()
+            return losses, all(p.grad is not None for p in pipe.parameters())
+    except penstock.PenstockError as error:
+        return str(error)
+
+
+def nobody(rank: int) -> str:
+    """What is said if no rank has an example."""
+    try:
+        penstock.pipeline(model(), (), microbatches=2, loss=F.mse_loss)
+    except penstock.ArgumentError as error:
+        return str(error)
+    raise AssertionError(rank)

@@ -1,0 +1,41 @@
+"""Ranks that do not run the first stage need no inputs: neither batches nor the example."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from distributed.example_jobs import What, data, model, nobody, train
+from distributed.ranks import Ranks
+from penstock import ArgumentError, pipeline
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.parametrize("given", ["meta", "nothing"])
+def test_the_first_rank_alone_has_the_inputs(ranks2: Ranks, given: What) -> None:
+    x, mask, y = data()
+    unsplit = model()
+    optimizer = torch.optim.SGD(unsplit.parameters(), 0.1)
+    expected = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        losses = [F.mse_loss(unsplit(x[rows], mask[rows]), y[rows]) / 2 for rows in (slice(4), slice(4, 8))]
+        for loss in losses:
+            loss.backward()
+        optimizer.step()
+        expected.append(sum(loss.item() for loss in losses))
+    for losses, has_gradients in ranks2.run(train, given):
+        assert losses == pytest.approx(expected, rel=1e-6)
+        assert has_gradients
+
+
+def test_shapes_that_differ_and_examples_that_nobody_has(ranks2: Ranks) -> None:
+    for said in ranks2.run(train, "other shape"):
+        assert "args[0] is [4, 9] on one process, but is [8, 9] on process 0" in said
+    for said in ranks2.run(nobody):
+        assert "on every rank: the rank of the first stage at least has to give real tensors" in said
+    x, mask, _ = data()
+    with pytest.raises(ArgumentError, match="on the meta device"):
+        pipeline(model(), (x.to("meta"), mask.to("meta")), ranks=2, microbatches=2, loss=F.mse_loss)
