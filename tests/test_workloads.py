@@ -358,6 +358,90 @@ def test_bad_input(options, text):
         of(models.mlp(), **options)
 
 
+def _tensor(model: nn.Module, *shape: int, **options: object) -> tuple[list[tuple[str, int, str]], Workload]:
+    workload = from_model(model, (torch.zeros(shape),), hosts=4, traffic="tensor", **options)
+    return [(t.name, t.bytes, t.collective) for t in workload.transfers], workload
+
+
+def test_divided_layers_of_an_mlp_by_hand():
+    """Columns, rows, columns: one sum for the first two, and the last one's pieces are put together."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 3))
+    found, workload = _tensor(model, 5, 8)
+    assert found == [
+        ("forward 2", 5 * 8 * 4, "all_reduce"),
+        ("forward 4", 5 * 3 * 4, "all_gather"),
+        ("backward 4", 5 * 8 * 4, "all_reduce"),  # of the first two none: nobody wants the gradient of the input
+    ]
+    assert [t.kind for t in workload.transfers] == ["activation", "activation", "activation gradient"]
+    assert workload.hosts == 4
+    assert "divided by columns and rows: 0 with 2" in workload.notes
+    twice, _ = _tensor(model, 5, 8, microbatches=2)
+    assert [name for name, *_ in twice] == [f"{name} of microbatch {n}" for n in range(2) for name, *_ in found]
+    _, timed = _tensor(model, 5, 8, compute=0.3)
+    assert [t.compute_seconds for t in timed.transfers] == pytest.approx([0.15, 0.15, 0.6])
+
+
+class Attends(nn.Module):
+    """Queries, keys and values apart or in one matrix, as in Llama or GPT-2; in front a matrix that has no partner."""
+
+    def __init__(self, *, fused: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.block = nn.ModuleDict({"out": nn.Linear(8, 8)})
+        self.block.update({"qkv": nn.Linear(8, 24)} if fused else {name: nn.Linear(8, 8) for name in "qkv"})
+        self.fused = fused
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.fused:
+            q, k, v = self.block["qkv"](x).chunk(3, -1)
+        else:
+            q, k, v = (self.block[name](x) for name in "qkv")
+        return x + self.block["out"]((q @ k.transpose(-1, -2)).softmax(-1) @ v)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_divided_attention_by_hand(fused: bool):
+    whole = 2 * 5 * 8 * 4
+    found, _ = _tensor(Attends(fused=fused), 2, 5, 8)
+    assert found == [
+        ("forward first", whole, "all_gather"),
+        ("forward block.out", whole, "all_reduce"),
+        (f"backward block.{'qkv' if fused else 'q'}", whole, "all_reduce"),  # one, for all three
+    ]
+
+
+def test_a_transformer_of_torch_divides_its_attention_and_its_mlp():
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    found, _ = _tensor(nn.Sequential(nn.Linear(32, 32), layer), 2, 6, 32)
+    whole = 2 * 6 * 32 * 4
+    assert found == [
+        ("forward 0", whole, "all_gather"),
+        ("forward 1.self_attn", whole, "all_reduce"),
+        ("forward 1.linear2", whole, "all_reduce"),
+        ("backward 1.linear1", whole, "all_reduce"),
+        ("backward 1.self_attn", whole, "all_reduce"),
+    ]
+
+
+def test_sharded_traffic_is_that_of_sharded_gradients():
+    sharded = of(models.mlp(), hosts=4, traffic="sharded")
+    assert sharded.transfers == of(models.mlp(), hosts=4, sharded=True).transfers
+    assert {t.collective for t in sharded.transfers} == {"all_gather", "reduce_scatter"}
+
+
+def test_what_divided_layers_do_not_go_with():
+    for options, said in (
+        ({"ranks": 2}, "neither ranks nor sharded"),
+        ({"sharded": True}, "neither ranks nor sharded"),
+        ({"compute": "measure"}, "cannot measure divided layers"),
+    ):
+        with pytest.raises(ArgumentError, match=said):
+            of(models.mlp(), hosts=4, traffic="tensor", **options)
+    with pytest.raises(ArgumentError, match="nothing is divided"):
+        _tensor(nn.Sequential(nn.LayerNorm(8)), 2, 8)
+
+
 def test_measuring_needs_weights():
     with torch.device("meta"):
         model = nn.Linear(3, 3)

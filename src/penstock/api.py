@@ -192,15 +192,16 @@ def build(
         given = given or _cut(whole, order, options.cutting)
         _check_alike(engine, given.sizes)
         try:
-            partitioner = Partitioner(
-                model,
-                stages=order.placement.depth,
-                cuts=options.cuts,
-                leaves=options.leaves,
-                opens=options.opens,
-                balance=options.balance,
-                streams=engine.streams,
-            )
+            with engine.control.agreed():
+                partitioner = Partitioner(
+                    model,
+                    stages=order.placement.depth,
+                    cuts=options.cuts,
+                    leaves=options.leaves,
+                    opens=options.opens,
+                    balance=options.balance,
+                    streams=engine.streams,
+                )
             split = SplitModel(
                 partitioner,
                 Outline.of(given),
@@ -240,11 +241,12 @@ def _cut(example: tuple[tuple[Any, ...], dict[str, Any]], order: Schedule, cutti
 
 def _check_alike(engine: Engine, sizes: tuple[int, ...]) -> None:
     rows = [sum(others) for others in engine.control.gather(sizes)]
-    if len(set(rows)) > 1:
-        raise ArgumentError(
-            f"the example has {rows} rows on the processes 0..{len(rows) - 1}; each must give one of the same shape "
-            "(later batches of replicas may differ)"
-        )
+    with engine.control.agreed():
+        if len(set(rows)) > 1:
+            raise ArgumentError(
+                f"the example has {rows} rows on the processes 0..{len(rows) - 1}; each must give one of the same "
+                "shape (later batches of replicas may differ)"
+            )
 
 
 def _schedule(schedule: str | Schedule, ranks: int, microbatches: int | None, chunks: int | None) -> Schedule:

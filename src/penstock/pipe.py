@@ -61,14 +61,15 @@ class Pipeline:
         self._rows = sum(example.sizes)
         self._closed = False
         self._before_close: list[Callable[[], None]] = []
-        self._norms = DeferredNorms(split.model.named_modules()) if options.deferred_batch_norm else None
-        self._choices = Choices(
-            keepings(options.recompute, options.offload, order.placement.depth),
-            self._norms,
-            split.sharded,
-            compiled.arguments_of(options.compile),
-            options.check_finite,
-        )
+        with engine.control.agreed():
+            self._norms = DeferredNorms(split.model.named_modules()) if options.deferred_batch_norm else None
+            self._choices = Choices(
+                keepings(options.recompute, options.offload, order.placement.depth),
+                self._norms,
+                split.sharded,
+                compiled.arguments_of(options.compile),
+                options.check_finite,
+            )
         self._steps = Steps(engine, split, order, example, options, self._choices)
         self.schedule = self._steps.schedule
 

@@ -64,7 +64,8 @@ class Steps:
         self.jobs = Jobs(engine, split, self._bind, order.placement.rank_of[0])
         first = self.jobs.add(example, Outline.of(example), training=True).job
         if choices.norms is not None:
-            refuse_none(stage.meta for stage in first.partitions[0].stages)
+            with engine.control.agreed():
+                refuse_none(stage.meta for stage in first.partitions[0].stages)
         self.schedule = first.schedule
 
     @property
@@ -168,14 +169,15 @@ class Steps:
         order, split = first_microbatches(self._order, len(partitions)), self._split
         metas = [stage.meta for stage in partitions[0].stages]
         choices = self._choices if training else self._choices.of_evaluation()
-        if training:
-            like = self._order if self.world.data_parallel > 1 else None
-            ties = [group.stages for group in split.tie_groups]
-            order = lower_training(order, metas, ties, split.sharded_stages, like)
-            if choices.norms is not None:
-                refuse_unseen(partitions[0], split.model)
-        else:
-            order = lower_evaluation(order, metas, split.sharded_stages)
+        with self._engine.agreed_at_first():
+            if training:
+                like = self._order if self.world.data_parallel > 1 else None
+                ties = [group.stages for group in split.tie_groups]
+                order = lower_training(order, metas, ties, split.sharded_stages, like)
+                if choices.norms is not None:
+                    refuse_unseen(partitions[0], split.model)
+            else:
+                order = lower_evaluation(order, metas, split.sharded_stages)
         return self._engine.bind(partitions, order, self._loss, choices, training=training)
 
     def _ranks_of(self, end: Callable[[int], bool]) -> set[int]:

@@ -152,6 +152,26 @@ def test_an_empty_text_is_an_option_too(option: str) -> None:
 
 
 @pytest.mark.usefixtures("nothing_is_made")
+def test_a_dry_run_shows_what_would_be_sent_and_sends_nothing(folder: Path) -> None:
+    asked = ("fabric", "--model", TARGET, "--hosts", "4", "--ranks", "2", "--microbatches", "8", "--dry-run")
+    found = json.loads(penstock(*asked, "--json").stdout)["transfers"]
+    sends = [row for row in found if row["collective"] == "send"]
+    assert [(row["name"], row["kind"], row["times"]) for row in sends] == [
+        ("stage 0->1", "activation", 16),
+        ("stage 1->0", "activation gradient", 16),
+    ], "one row a cut and direction, of 8 microbatches on 2 replicas"
+    assert {row["collective"] for row in found} == {"send", "all_reduce"}
+    whole = sum(row["bytes"] * row["times"] for row in found)
+    shown = penstock(*asked)
+    assert (shown.exit_code, shown.stderr) == (0, "")
+    assert f"{whole:,}" in shown.stdout
+    assert "activation gradient" in shown.stdout
+    assert not (folder / "runs").exists()
+    tensor = json.loads(penstock("fabric", "--model", TARGET, "--traffic", "tensor", "--dry-run", "--json").stdout)
+    assert {row["collective"] for row in tensor["transfers"]} == {"all_reduce", "all_gather"}
+
+
+@pytest.mark.usefixtures("nothing_is_made")
 def test_an_unknown_collective_gets_the_names_of_all() -> None:
     done = penstock("fabric", *SIZES, "--collective", "all_reduced")
     assert (done.exit_code, done.stdout) == (2, "")

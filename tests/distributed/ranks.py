@@ -5,7 +5,6 @@ are started at the first job, and anew after a job that failed, since its ranks 
 """
 
 import contextlib
-import gc
 import multiprocessing
 import os
 import pickle
@@ -18,9 +17,6 @@ from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from typing import Any
-
-THREADS = 20
-"""So many of a rank are no matter."""
 
 GRACE_SECONDS = 5.0
 """What the other ranks may still take once one has failed: their errors may tell more."""
@@ -127,17 +123,7 @@ def _serve(pipe: Connection, rank: int, ranks: int, store: str) -> None:
             try:
                 fn, args = pickle.loads(work)
                 answer = (True, pickle.dumps(fn(rank, *args)))
-                _end_old_threads()
             except Exception:
                 answer = (False, traceback.format_exc())
             pipe.send(answer)
     os._exit(0)  # the destructors of a process group may wait for ranks that have been killed
-
-
-def _end_old_threads() -> None:
-    """A gloo group that was given back has its thread, which wakes up a hundred times a second, until it is collected.
-
-    Dozens of them would slow everything down.
-    """
-    if len(os.listdir("/proc/self/task")) > THREADS:
-        gc.collect()

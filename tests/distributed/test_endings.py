@@ -1,11 +1,14 @@
-"""What a rank gives back: memory of other stages at once, and at the end no sooner than its neighbours have all."""
+"""What a rank gives back: memory of other stages at once, and at the end no sooner than its neighbours have all, but
+then its threads, too."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
 
-from distributed import jobs
+from distributed import endings_jobs, jobs
 from distributed.ranks import Ranks
 from penstock.runtime.engine import TransportChoice
 
@@ -21,6 +24,16 @@ def test_memory_of_other_ranks_stages_is_free(ranks3: Ranks) -> None:
 @pytest.mark.parametrize("transport", ["auto", "distributed"])
 def test_rank_that_is_done_first_fails_nobody(ranks3: Ranks, transport: TransportChoice, share_loss: bool) -> None:
     assert ranks3.run(jobs.end_early, transport, share_loss) == [3, 3, 3]
+
+
+@pytest.mark.parametrize("transport", ["auto", "distributed"])
+def test_threads_end_with_the_pipeline(ranks4: Ranks, transport: TransportChoice, tmp_path: Path) -> None:
+    """A group of gloo polls for as long as it is referred to."""
+    seen = ranks4.run(endings_jobs.threads_of_a_closed_pipeline, tmp_path, {"transport": transport})
+    for added, left, said in seen:
+        assert added >= 3 * 5
+        assert left == 0
+        assert said == "this pipeline was closed; make a new one"
 
 
 @pytest.mark.parametrize("max_norm", [0.01, 1e6])

@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_full_backward_hook
 
 import penstock
 from penstock import ArgumentError, PartitionError, inspect, verify
+from penstock.partition.record import record
 from penstock.partition.state import sideways
 from penstock.partition.state.remembered import Remembered
 
@@ -280,3 +281,22 @@ def test_a_buffer_that_is_replaced_between_steps_is_refused(name: str) -> None:
 def test_what_several_stages_use_is_named_as_the_user_knows_it() -> None:
     text = str(Remembered("'bank'", frozenset(), 1, "module 'a'", "module 'b'").refusal([1, 0]))
     assert "'bank' is updated in place in module 'a', and used in module 'b', which are on stages [0, 1]" in text
+
+
+class Shifted(nn.Module):
+    """Makes its inputs of integers that are known, in place, as models of transformers shift their labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, WIDTH)
+        self.blocks = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        shifted = ids.new_zeros(ids.shape)
+        shifted[..., 1:] = ids[..., :-1].clone()
+        return self.blocks(self.table(shifted))
+
+
+def test_what_is_only_tried_on_fakes_is_no_state() -> None:
+    recording = record(Shifted(), (torch.arange(8).view(2, 4),), {})
+    assert recording.remembered == ()

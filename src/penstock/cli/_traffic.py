@@ -76,10 +76,11 @@ class TrafficOptions:
     schedule: Annotated[str | None, _of_model("The order of the pipeline's work; 1f1b if nothing is said.")] = None
     microbatches: Annotated[int | None, _of_model("Of the pipeline; as many as ranks if nothing is said.")] = None
     traffic: Annotated[
-        Literal["gradients", "pipeline"] | None,
+        Literal["gradients", "pipeline", "tensor", "sharded"] | None,
         _of_model(
             "gradients: each layer's, as data-parallel training sends them; pipeline: all that a pipeline and its "
-            "replicas send. The first if nothing is said and --ranks is 1."
+            "replicas send; tensor: activations of layers that all hosts divide; sharded: gradients, with --sharded. "
+            "The first if nothing is said and --ranks is 1."
         ),
     ] = None
     sharded: Annotated[bool, _of_model("Replicas are sharded: all-gathers and reduce-scatters (FSDP2).")] = False

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from penstock.cli._dry_run import show_traffic
 from penstock.cli._fabric_runs import Output, clean_up, compare_runs, report, show_run
 from penstock.cli._live import Follower, follower
 from penstock.cli._network import NetworkOptions
@@ -146,6 +147,10 @@ def fabric(
             "--chakra", help="Write the workload as Chakra traces, a rank a file.", rich_help_panel=OUTPUT_PANEL
         ),
     ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Show what would be sent, and send nothing.", rich_help_panel=OUTPUT_PANEL),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Emulate what a training job sends over its network: how long each collective takes, its tail included.
@@ -164,6 +169,9 @@ def fabric(
             f"{asked.given()[0]} is for hosts that are made here; torchrun's have a network: leave it out"
         )
     network = asked.network(hosts)
+    if dry_run:
+        show_traffic(how.spec(traffic.workload(hosts), network, counts.count(), delays=False), as_json=as_json)
+        return
     delays = _delays(network, how)
     spec = how.spec(traffic.workload(hosts), network, counts.count(), delays=delays)
     _check_memory(spec, 1 if by_torchrun else hosts)

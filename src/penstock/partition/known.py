@@ -17,6 +17,7 @@ from penstock.partition._compat import FakeTensorMode, flatten, quiet, storage_o
 from penstock.partition.loan import map_tensors
 from penstock.partition.objects import holds_tensors
 from penstock.partition.observer import Observer
+from penstock.partition.state.provenance import Call
 
 
 class Restart(BaseException):
@@ -137,8 +138,9 @@ class Known:
         Raises what fake tensors raise if it is a tensor whose shape depends on values.
         """
         fake_args, fake_kwargs = map_tensors(self._mode.from_tensor, (args, kwargs))
+        trial = Call(-1, "", False, frozenset())  # the forward neither takes nor updates these tensors
         try:
-            with quiet():
+            with self._observer.provenance.calling(trial), quiet():
                 function(*fake_args, **fake_kwargs)
         except Exception:
             if holds_tensors(result) or not _is_plain(result):
@@ -146,6 +148,7 @@ class Known:
             return True
         finally:
             self._observer.take()
+            self._observer.provenance.forget(trial)
         return False
 
     def _keep(self, result: Any, from_inputs: bool) -> None:

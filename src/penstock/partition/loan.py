@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.partition._compat import FakeTensor, FakeTensorMode, flatten, unflatten
+from penstock.partition._compat import FakeTensor, FakeTensorMode, flatten, unflatten, unset_fake_temporarily
 
 CONTAINERS = (dict, OrderedDict, list, set)
 
@@ -87,20 +87,27 @@ class Loan:
         self.originals: dict[int, Tensor] = {}
         self._installed: list[tuple[dict[str, Tensor | None], str, Tensor, str]] = []
         by_original: dict[int, Tensor] = {}
-        for path, module in model.named_modules(remove_duplicate=False):
-            for slots in (module._parameters, module._buffers):
-                for name, tensor in slots.items():
-                    if tensor is None or isinstance(tensor, FakeTensor):
-                        continue  # a fake: this module was met before, by another of its names
-                    fake = by_original.get(id(tensor))
-                    if fake is None:
-                        fake = by_original[id(tensor)] = fake_like(tensor, mode, device)
-                        full = f"{path}.{name}" if path else name
-                        self.fakes[full], self.names[id(fake)], self.originals[id(fake)] = fake, full, tensor
-                    self._installed.append((slots, name, fake, f"{path}.{name}" if path else name))
-                    slots[name] = fake
-            if isinstance(module, nn.RNNBase):  # which keeps a second list of its parameters
-                module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
+        with mode:  # entered once: that takes as long as to make a fake
+            for path, module in model.named_modules(remove_duplicate=False):
+                self._lend(path, module, by_original, mode, device)
+
+    def _lend(
+        self, path: str, module: nn.Module, by_original: dict[int, Tensor], mode: FakeTensorMode, device: torch.device
+    ) -> None:
+        held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for slots in held:
+            for name, tensor in slots.items():
+                if tensor is None or isinstance(tensor, FakeTensor):
+                    continue  # a fake: this module was met before, by another of its names
+                fake = by_original.get(id(tensor))
+                if fake is None:
+                    fake = by_original[id(tensor)] = fake_like(tensor, mode, device)
+                    full = f"{path}.{name}" if path else name
+                    self.fakes[full], self.names[id(fake)], self.originals[id(fake)] = fake, full, tensor
+                self._installed.append((slots, name, fake, f"{path}.{name}" if path else name))
+                slots[name] = fake
+        if isinstance(module, nn.RNNBase):  # which keeps a second list of its parameters
+            module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
 
     def rebound(self) -> Iterator[tuple[str, Tensor | None]]:
         """Names of the parameters and buffers that the forward replaced by another tensor, and that tensor."""
@@ -129,7 +136,8 @@ def fake_value(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Te
 
 def _fake_memory(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
     if tensor.layout != torch.strided:
-        return mode.from_tensor(tensor.detach(), static_shapes=True)
+        with unset_fake_temporarily():
+            return mode.from_tensor(tensor.detach(), static_shapes=True)
     with mode:
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
 

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.partition._compat import FakeTensor, flatten, storage_of
 from penstock.partition.lost import Seeds
-from penstock.partition.state.provenance import Provenance, tensors_of
+from penstock.partition.state.provenance import Provenance, is_seeded, tensors_of
 from penstock.partition.state.unseen import Saved
-from penstock.partition.work import work_of
+from penstock.partition.work import Operation, work_of
 
 RUNNING = ("running_mean", "running_var")
 """Arguments of batch norm that are updated in training only, whatever the schema says."""
@@ -67,11 +67,12 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace == "prim":  # which asks for a device: most of all calls
             return func(*args, **kwargs)
         writing: list[Tensor] = []
-        if isinstance(func, torch._ops.OpOverload):
+        is_plain = isinstance(func, torch._ops.OpOverload)
+        if is_plain and (is_seeded(func) or written_arguments(func)):
             names = argument_names(func)
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             drops = "dropout_p" not in names or given.get("dropout_p")
-            if torch.Tag.nondeterministic_seeded in func.tags and drops:
+            if is_seeded(func) and drops:
                 if self._seeds is not None and (generator := given.get("generator")) is not None:
                     self._seeds.check_generator(generator, *self.provenance.place)
                 self._drew.append(next((m for m in reversed(self.stack) if self._is_registered(m)), None))
@@ -83,16 +84,19 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         writing.append(tensor)
                         if name in RUNNING:
                             self.statistics.add(storage_of(tensor))
+        values = (*args, *kwargs.values())
         if self._log is not None:
-            self._log.append((func, described((*args, *kwargs.values())), numbers_given(func, args)))
-        taken = self.provenance.read(tensors_of((*args, *kwargs.values())))
+            self._log.append((func, described(values), numbers_given(func, args)))
+        given_tensors = tensors_of(values)
+        taken = self.provenance.read(given_tensors)
         for tensor in writing:
             self.provenance.writing(tensor)
         result = func(*args, **kwargs)
-        self.provenance.wrote(func, taken, tensors_of(result if isinstance(result, (list, tuple)) else (result,)))
-        if isinstance(func, torch._ops.OpOverload):
+        made = tensors_of(result if isinstance(result, (list, tuple)) else (result,))
+        self.provenance.wrote(func, taken, made)
+        if is_plain:
             trains = self._inside_function or torch.is_grad_enabled()
-            self.work += work_of(func, args, kwargs, result, trains)
+            self.work += work_of(Operation(func, args, kwargs, result), given_tensors, made, trains)
         return result
 
     @contextmanager
@@ -163,7 +167,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def leave(module: nn.Module, _args: Any, result: Any) -> None:
             if threading.get_ident() == thread:
-                for leaf in flatten(result).leaves:
+                for leaf in (result,) if isinstance(result, Tensor) else flatten(result).leaves:
                     if isinstance(leaf, Tensor):
                         self.returned.setdefault(id(leaf), (leaf, module))
                 while self.stack and self.stack.pop() is not module:  # those above it left by an exception

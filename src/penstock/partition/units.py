@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
-from inspect import getattr_static
 from typing import Any
 
 import torch
@@ -159,8 +158,10 @@ def refuse_compiled(model: nn.Module) -> None:
 
 def has_forward(module: nn.Module) -> bool:
     """Whether a module can be called: lists and what only holds others cannot."""
-    forward = getattr_static(type(module), "forward", None)  # TorchScript's cannot be had from its class
-    return "forward" in vars(module) or forward is not nn.Module.forward
+    if "forward" in vars(module):
+        return True
+    held = (vars(kind) for kind in type(module).__mro__)  # TorchScript's cannot be had from its class
+    return next((names["forward"] for names in held if "forward" in names), None) is not nn.Module.forward
 
 
 def _has_repeated_blocks(module: nn.Module) -> bool:

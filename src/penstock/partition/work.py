@@ -8,12 +8,14 @@ depthwise convolutions hardly calculate, and yet take their time.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from penstock.partition.state.provenance import tensors_of
 
 OPERATIONS_PER_BYTE = 10
 """What a processor does while it moves a byte: about 5 on a CPU's core, 15 on a GPU (float32). A whole number, so that
@@ -25,22 +27,31 @@ LOOKUPS = ("embedding", "index", "index_select", "gather", "slice_scatter", "_em
 Group = Literal["free", "lookup", "product", "other"]
 
 
-def work_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any, trains: bool) -> int:
+class Operation(NamedTuple):
+    """A call of an operator, and what it returned."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    result: Any
+
+
+def work_of(call: Operation, given: Sequence[Tensor], made: Sequence[Tensor], trains: bool) -> int:
     """The work of one call of an operator, with that of its backward.
 
     Args:
+        given, made: the tensors among its arguments and in its result.
         trains: whether gradients are recorded; where they are, those of arguments that require one are counted too.
     """
-    group = _group(func)
+    group = _group(call.func)
     if group == "free":
         return 0
-    given, made = list(_tensors((args, kwargs))), list(_tensors((result,)))
     taking = [tensor for tensor in given if trains and tensor.requires_grad]
     if group == "lookup":  # reads the rows that are asked for; but its backward writes a gradient for all of them
         moved = 2 * _bytes(made) + (_bytes(made) + 2 * _bytes(taking))
         return OPERATIONS_PER_BYTE * moved
     moved = (_bytes(given) + _bytes(made)) * (3 if taking else 1)
-    operations = _operations(func, args, kwargs, result) if group == "product" else 0
+    operations = _operations(call) if group == "product" else 0
     factors = sum(tensor.ndim > 1 for tensor in taking)  # a bias is not a factor
     return operations * (1 + min(factors, 2)) + OPERATIONS_PER_BYTE * moved
 
@@ -56,12 +67,12 @@ def _group(func: Any) -> Group:
     return "product" if packet in flop_registry or name in _FORMULAS else "other"
 
 
-def _operations(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
-    packet = func.overloadpacket
+def _operations(call: Operation) -> int:
+    packet = call.func.overloadpacket
     try:
         if packet in flop_registry:
-            return int(flop_registry[packet](*args, **kwargs, out_val=result))
-        return _FORMULAS[packet.__name__](*args)
+            return int(flop_registry[packet](*call.args, **call.kwargs, out_val=call.result))
+        return _FORMULAS[packet.__name__](*call.args)
     except (TypeError, ValueError, AssertionError, AttributeError, IndexError):  # no formula for arguments like these
         return 0
 
@@ -73,7 +84,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> int:
 def _recurrent(given: Tensor, *weights: Any) -> int:
     """Each row of the input, at each time, meets each number of the weights once."""
     rows = prod(given.shape[:-1])
-    return 2 * rows * sum(tensor.numel() for tensor in _tensors(weights) if tensor.ndim == 2)
+    return 2 * rows * sum(tensor.numel() for tensor in tensors_of(weights) if tensor.ndim == 2)
 
 
 _FORMULAS: Mapping[str, Callable[..., int]] = {
@@ -82,17 +93,6 @@ _FORMULAS: Mapping[str, Callable[..., int]] = {
     "_cudnn_rnn": _recurrent,
 }
 """Of products that are not in torch's table."""
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    """Those among an operator's arguments or results, in which lists are not nested deeper than this."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
-        elif isinstance(value, dict):
-            yield from _tensors(value.values())
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

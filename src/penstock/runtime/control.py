@@ -6,6 +6,7 @@ Every wait is known to the watchdog: where another process is lost or has failed
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
@@ -17,8 +18,10 @@ from torch import Tensor
 from penstock.errors import PipelineFailure
 from penstock.runtime.board import Patience
 from penstock.runtime.distributed import Groups, all_reduce
-from penstock.runtime.failure import OUTSIDE, Position
+from penstock.runtime.failure import OUTSIDE, Failure, Position
 from penstock.runtime.replicas import copy_from_first
+from penstock.runtime.shares import SHARES_IN_FLIGHT
+from penstock.runtime.transport import Pending
 from penstock.runtime.watchdog import Watchdog
 from penstock.runtime.world import World, backend_of, exchange
 
@@ -40,6 +43,8 @@ class Control:
     def __init__(self, world: World, device: torch.device, patience: Patience | None = None) -> None:
         self.world = world
         self.groups: Groups | None = None
+        self._sums: deque[Pending] = deque()
+        self._agreed = False
         self.line = tuple(name for name in world.names if name != world.name)
         self.others = tuple(number for number in range(len(world.everyone)) if number != world.name)
         if world.rank is None:
@@ -52,8 +57,9 @@ class Control:
         """The first process's object, on every process of the mesh."""
         if self.groups is None:
             return value
+        give = exchange(self.groups.everyone)
         with self.waiting_for("broadcast", () if self.world.is_first else (0,)):
-            given: T = exchange(self.groups.everyone)(value)
+            given: T = give(value)
         return given
 
     @property
@@ -63,7 +69,7 @@ class Control:
 
     def start_equal(self, tensors: Iterable[Tensor]) -> None:
         """Gives all that run the same stages the first one's values, in place."""
-        if self.groups is not None and self.groups.column is not None:
+        if self.groups is not None and len(self.world.column) > 1:
             numbers = [self.world.everyone.index(rank) for rank in self.world.column]
             with self.waiting_for("equal parameters", tuple(n for n in numbers if n != self.world.name)):
                 copy_from_first(tensors, self.groups.column)
@@ -73,8 +79,9 @@ class Control:
         if self.groups is None:
             return value
         peers = () if self.world.rank == source_rank else (self.world.names[source_rank],)
+        give = exchange(self.groups.control, source_rank)
         with self.waiting_for("broadcast", peers):
-            given: T = exchange(self.groups.control, source_rank)(value)
+            given: T = give(value)
         return given
 
     def bring(self, buffer: Tensor, source_rank: int, target_ranks: Sequence[int]) -> None:
@@ -94,13 +101,58 @@ class Control:
     def share_sum(self, value: Tensor) -> Callable[[], None]:
         """Starts to sum a small CPU tensor, in place, over all processes. Returns what waits for it."""
         assert self.groups is not None
+        while len(self._sums) >= SHARES_IN_FLIGHT:
+            self._end_sum()  # long done; but work that is under way must not be dropped
         pending = all_reduce([value], self.groups.everyone)
+        self._sums.append(pending)
 
         def wait() -> None:
             with self.waiting_for("the loss", self.others):
                 pending.wait()
 
         return wait
+
+    def end_sums(self) -> None:
+        """Waits for the sums that are under way."""
+        while self._sums:
+            self._end_sum()
+
+    def _end_sum(self) -> None:
+        with self.waiting_for("the loss", self.others):
+            self._sums.popleft().wait()
+
+    @contextmanager
+    def agreed(self, kind: type[Exception] = Exception) -> Iterator[None]:
+        """Around what every process does alike and by itself: what one refuses, all raise, once all are through.
+
+        A process that is ahead would else report its refusal while another, which is about to refuse the same, seems to
+        wait for it, and ends as if the run had failed. Nothing within may wait for another process, except where one
+        that raises a `kind` has waited for as much as the others.
+
+        Args:
+            kind: what is a refusal; anything else ends the run at once.
+
+        Raises:
+            kind: what was raised within.
+            PipelineFailure: that was on other processes only; it has the words of the first of them.
+        """
+        if self.groups is None:
+            yield
+            return
+        own: Exception | None = None
+        try:
+            yield
+        except kind as error:
+            own = error
+        failures = self.gather(None if own is None else Failure.of(self.world.name, None, own))
+        first = next((failure for failure in failures if failure is not None), None)
+        if first is None:
+            return
+        self._agreed = True
+        if own is None:
+            raise PipelineFailure(f"rank {self.world.name} stops: {first}")
+        own.add_note(f"penstock: on rank {self.world.name}")
+        raise own
 
     @contextmanager
     def waiting_for(self, what: str, peers: tuple[int, ...]) -> Iterator[None]:
@@ -129,8 +181,9 @@ class Control:
         if self.groups is None:
             return [value]
         values: list[Any] = [None] * len(self.world.everyone)
+        group = self.groups.everyone
         with self.waiting_for("gather", self.others):
-            dist.all_gather_object(values, value, group=self.groups.everyone)
+            dist.all_gather_object(values, value, group=group)
         return values
 
     def gather_line(self, value: Any) -> list[Any]:
@@ -138,12 +191,15 @@ class Control:
         if self.groups is None:
             return [value]
         values: list[Any] = [None] * self.world.ranks
+        group = self.groups.control
         with self.waiting_for("gather", self.line):
-            dist.all_gather_object(values, value, group=self.groups.control)
+            dist.all_gather_object(values, value, group=group)
         return values
 
     def fail(self, error: BaseException) -> BaseException:
-        """Tells the others that this rank raised; returns what is to be raised here: the first cause."""
+        """Tells the others that this rank raised, unless they know; returns what is to be raised: the first cause."""
+        if self._agreed:
+            return error
         position = self.watchdog.position
         if isinstance(error, PipelineFailure) or self.groups is None:
             self.watchdog.position = OUTSIDE

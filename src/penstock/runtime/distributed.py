@@ -12,13 +12,14 @@ which waits for the other one's, is `connect`. What travels is bytes, since NCCL
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.errors import ShapeError
+from penstock.errors import ClosedError, ShapeError
 from penstock.runtime import exact
 from penstock.runtime.agreement import Agreement, Layouts, describe
 from penstock.runtime.exact import Layout
@@ -52,11 +53,9 @@ class Groups:
     are, and finds the addresses of an earlier group of that name: so none is destroyed, and ranks of a pipeline have
     as many.
 
-    Attributes:
-        control: of the pipeline's ranks, over gloo.
-        everyone: of the whole mesh, over gloo.
-        replicas, weights: of those that hold the same and train on other data; the latter over gloo.
-        column: of those that run the same stages.
+    A group of gloo has threads that wake up a hundred times a second, and end with the last reference to it. Nothing
+    else keeps one, so that `close` ends them: who uses a group asks for it here each time. After `close` that raises
+    ClosedError.
     """
 
     def __init__(self, world: World, backend: str) -> None:
@@ -67,27 +66,52 @@ class Groups:
         self._lines = world.lines
         self._local = len(world.everyone) < dist.get_world_size()
         self._own: list[dist.ProcessGroup] = []
-        self._up = self._one_of(world.lines, backend)
-        self._down = self._one_of(world.lines, backend)
-        self.control = self._one_of(world.lines, "gloo")
+        self._roles: dict[str | tuple[int, ...], dist.ProcessGroup] = {}
+        roles = self._roles
+        roles["up"] = self._one_of(world.lines, backend)
+        roles["down"] = self._one_of(world.lines, backend)
+        roles["control"] = self._one_of(world.lines, "gloo")
         alone = world.everyone == world.members
-        self.everyone = self.control if alone else self._one_of([world.everyone], "gloo")
-        self.replicas = self.weights = self.column = None
+        roles["everyone"] = roles["control"] if alone else self._one_of([world.everyone], "gloo")
         if len(world.replicas) > 1:
-            self.replicas = self.column = self._one_of(world.replica_sets, backend)
-            self.weights = self._one_of(world.replica_sets, "gloo")
+            roles["replicas"] = roles["column"] = self._one_of(world.replica_sets, backend)
+            roles["weights"] = self._one_of(world.replica_sets, "gloo")
         if len(world.column) > len(world.replicas):
-            self.column = self._one_of(world.columns, backend)
-        self._ties: dict[tuple[int, ...], dist.ProcessGroup] = {}
+            roles["column"] = self._one_of(world.columns, backend)
         self._made: set[tuple[int, ...]] = set()
+
+    @property
+    def control(self) -> dist.ProcessGroup:
+        """Of the pipeline's ranks, over gloo."""
+        return self._role("control")
+
+    @property
+    def everyone(self) -> dist.ProcessGroup:
+        """Of the whole mesh, over gloo."""
+        return self._role("everyone")
+
+    @property
+    def replicas(self) -> dist.ProcessGroup:
+        """Of those that hold the same and train on other data, where there are any."""
+        return self._role("replicas")
+
+    @property
+    def weights(self) -> dist.ProcessGroup:
+        """Of the same, over gloo."""
+        return self._role("weights")
+
+    @property
+    def column(self) -> dist.ProcessGroup:
+        """Of those that run the same stages, where there are any but this one."""
+        return self._role("column")
 
     def way(self, source_rank: int, target_rank: int) -> dist.ProcessGroup:
         """The group in which one rank of the pipeline sends to another. No other message of the two is in it."""
-        return self._up if source_rank < target_rank else self._down
+        return self._role("up" if source_rank < target_rank else "down")
 
     def of(self, holders: Sequence[int]) -> dist.ProcessGroup:
         """A group that `make` has made; this rank is one of `holders`."""
-        return self._ties[tuple(sorted(holders))]
+        return self._role(tuple(sorted(holders)))
 
     def make(self, holders: Sequence[int]) -> None:
         """Makes the group of some of the pipeline's ranks. Called by all ranks of the pipeline, in the same order."""
@@ -96,7 +120,7 @@ class Groups:
             return
         self._made.add(key)
         if self._rank in key:
-            self._ties[key] = self._one_of([[line[rank] for rank in key] for line in self._lines], self.backend)
+            self._roles[key] = self._one_of([[line[rank] for rank in key] for line in self._lines], self.backend)
         elif self._local:
             self._one_of([[dist.get_rank()]], "gloo")
         else:
@@ -104,9 +128,17 @@ class Groups:
                 dist.new_group([line[rank] for rank in key], backend=self.backend)
 
     def close(self) -> None:
-        """Destroys the groups."""
-        for group in () if self._local else self._own:
-            dist.destroy_process_group(group)
+        """Destroys the groups, and their threads with them."""
+        self._roles.clear()
+        while self._own:
+            group = self._own.pop()
+            if not self._local:
+                dist.destroy_process_group(group)
+
+    def _role(self, role: str | tuple[int, ...]) -> dist.ProcessGroup:
+        if not self._own:
+            raise ClosedError("this pipeline was closed; make a new one")
+        return self._roles[role]
 
     def _one_of(self, parts: Sequence[Sequence[int]], backend: str) -> dist.ProcessGroup:
         """Makes a group of each of these sets of global ranks, as far as this process takes part; its own."""
@@ -147,7 +179,8 @@ class DistributedTransport:
     ) -> DistributedChannel:
         way = self._ways.setdefault((source_rank, target_rank), Way())
         peer = target_rank if source_rank == self.rank else source_rank
-        channel = DistributedChannel(link, self._groups.way(source_rank, target_rank), peer, way, self.device)
+        group = partial(self._groups.way, source_rank, target_rank)
+        channel = DistributedChannel(link, group, peer, way, self.device)
         self._channels.setdefault(program, []).append(channel)
         return channel
 
@@ -185,7 +218,7 @@ class DistributedChannel:
     def __init__(
         self,
         link: Link,
-        group: dist.ProcessGroup,
+        group: Callable[[], dist.ProcessGroup],
         peer: int,
         way: Way[DistributedChannel],
         device: torch.device,
@@ -243,7 +276,7 @@ class DistributedChannel:
             self._finish_send()
 
     def _start_send(self, tensors: list[Tensor]) -> None:
-        works = [dist.isend(t, group=self._group, group_dst=self._peer) for t in tensors]
+        works = [dist.isend(t, group=self._group(), group_dst=self._peer) for t in tensors]
         self._sends.append(([work for work in works if work is not None], tensors))
 
     def _finish_send(self) -> None:
@@ -255,7 +288,7 @@ class DistributedChannel:
     def _start_receive(self, layouts: Layouts) -> tuple[list[exact.Buffer | None], list[dist.Work]]:
         buffers = [None if layout is None else exact.allocate(layout, self._device) for layout in layouts]
         works = [
-            dist.irecv(buffer.flat.view(torch.uint8), group=self._group, group_src=self._peer)
+            dist.irecv(buffer.flat.view(torch.uint8), group=self._group(), group_src=self._peer)
             for buffer in buffers
             if buffer is not None and buffer.flat.numel()
         ]
@@ -263,7 +296,7 @@ class DistributedChannel:
 
     def _receive_header(self) -> Layouts:
         header = torch.empty(len(self._link.values) * _FIELDS, dtype=torch.int64, device=self._device)
-        work = dist.irecv(header, group=self._group, group_src=self._peer)
+        work = dist.irecv(header, group=self._group(), group_src=self._peer)
         if work is not None:
             work.wait()
         return _layouts(header.tolist())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -90,7 +90,7 @@ class Engine:
         else:
             self.transports = {rank: self._transport(rank, groups, device, transport) for rank in self.ranks}
             atexit.register(self.close)  # what was sent must arrive, also from a script that does not close
-        self.replicas = Replicas(world, groups) if groups is not None and groups.replicas is not None else None
+        self.replicas = Replicas(world, groups) if groups is not None and len(world.replicas) > 1 else None
 
     def _transport(
         self, rank: int, groups: Groups, device: torch.device, choice: TransportChoice
@@ -133,16 +133,17 @@ class Engine:
         Every rank binds the same jobs in the same order.
         """
         first = partitions[0]
-        for other in partitions[1:]:
-            check_alike(first, other)
-        for partition in partitions:
-            self.streams.watch(partition.drawing_modules)
-            self.streams.seeds_foreign |= partition.is_foreign
-        head = LossHead(loss, partitions, self.streams, needed=training)
-        rank_of = schedule.placement.rank_of
-        here = [stage for stage in first.stages if rank_of[stage.meta.index] in self.ranks]
-        averages = self._averages(here) if training else {}
-        programs = self._programs(partitions, schedule, head, averages, choices, training=training)
+        with self.agreed_at_first():
+            for other in partitions[1:]:
+                check_alike(first, other)
+            for partition in partitions:
+                self.streams.watch(partition.drawing_modules)
+                self.streams.seeds_foreign |= partition.is_foreign
+            head = LossHead(loss, partitions, self.streams, needed=training)
+            rank_of = schedule.placement.rank_of
+            here = [stage for stage in first.stages if rank_of[stage.meta.index] in self.ranks]
+            averages = self._averages(here) if training else {}
+            programs = self._programs(partitions, schedule, head, averages, choices, training=training)
         number, self._jobs = self._jobs, self._jobs + 1
         self._agree(schedule, first)
         self._connect(schedule)
@@ -157,6 +158,10 @@ class Engine:
             schedule=schedule,
             training=training,
         )
+
+    def agreed_at_first(self) -> AbstractContextManager[None]:
+        """`Control.agreed` until there is a job: replicas bind the first one together, later ones each by itself."""
+        return nullcontext() if self._jobs else self.control.agreed()
 
     def _programs(
         self,
@@ -315,6 +320,7 @@ class Engine:
         atexit.unregister(self.close)
         self.streams.close()
         if not self.control.failed:
+            self.control.end_sums()
             with self.control.waiting("close"):
                 for transport in self.transports.values():
                     transport.close()

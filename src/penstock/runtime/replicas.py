@@ -35,17 +35,19 @@ class Average:
 
     Args:
         parameters: in the same order on each replica.
-        group: of the replicas.
+        groups: of the pipeline.
         position: what to call it, and who is waited for.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, position: Position) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], groups: Groups, position: Position) -> None:
         def reduce(tensors: Sequence[Tensor]) -> Pending:
-            return all_reduce(tensors, group)
+            return all_reduce(tensors, groups.replicas)
 
         self.position = position
         self._open = False
-        self._sums = [GradientSum(bucket, reduce, dist.get_world_size(group)) for bucket in buckets(parameters)]
+        self._sums = [
+            GradientSum(bucket, reduce, dist.get_world_size(groups.replicas)) for bucket in buckets(parameters)
+        ]
 
     def begin_step(self, *, set_aside: bool) -> None:
         """Before a step that averages.
@@ -78,10 +80,8 @@ class Replicas:
     """
 
     def __init__(self, world: World, groups: Groups) -> None:
-        assert groups.replicas is not None
-        assert groups.weights is not None
         self.active = True
-        self._group, self._weights = groups.replicas, groups.weights
+        self._groups = groups
         self._count = len(world.replicas)
         self._divided = world.divided
         numbers = (world.everyone.index(rank) for rank in world.replicas)
@@ -104,7 +104,7 @@ class Replicas:
         own = {stage: [p for p in some if id(p) not in shared] for stage, some in trained.items()}
         own[SHARED] = list({id(p): p for some in trained.values() for p in some if id(p) in shared}.values())
         return {
-            stage: Average(some, self._group, Position(f"{'' if stage == SHARED else stage}REDUCE_GRAD", self.others))
+            stage: Average(some, self._groups, Position(f"{'' if stage == SHARED else stage}REDUCE_GRAD", self.others))
             for stage, some in own.items()
         }
 
@@ -126,7 +126,7 @@ class Replicas:
                 watched.position = average.position
                 average.end_step()
         watched.position = Position("buffers", self.others)
-        copy_from_first(buffers, self._group)
+        copy_from_first(buffers, self._groups.replicas)
 
     def mean(self, weight: float, *, training: bool, settings: int, watched: Watched) -> float:
         """The mean of a weight over the replicas. Each of them calls it, before each step.
@@ -140,7 +140,7 @@ class Replicas:
         mine = [float(training), float(training and self.active), float(settings)]
         values = torch.tensor([weight, *mine], dtype=torch.float64)
         watched.position = Position("the weights of the batch", self.others)
-        dist.all_reduce(values, group=self._weights)
+        dist.all_reduce(values, group=self._groups.weights)
         watched.position = OUTSIDE
         total, *said = values.tolist()
         for own, sum_of_all, words in zip(mine, said, _ALIKE, strict=True):

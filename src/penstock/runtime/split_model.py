@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ArgumentError, PartitionError
+from penstock.errors import ArgumentError, PartitionError, PenstockError
 from penstock.partition import KEPT_PARTITIONS, Partition, Partitioner, Stage, default_kwargs, retarget
 from penstock.runtime.copies import with_copies
 from penstock.runtime.distribution import check_sharding
@@ -63,15 +63,19 @@ class SplitModel:
         self._copied: dict[int, tuple[Partition, Partition]] = {}
         self._placed: dict[int, tuple[Partition, Partition]] = {}
         self._known_parameters: set[str] = set()  # of the example, and those that were warned of
-        self._agree()
-        stages = self._record(training=True)[0].stages
-        refuse_overlaps(stages, lambda stage: self._place_of(placement.rank_of[stage]))
-        shared = ties([stage.meta for stage in stages])
-        self._refuse_copies(shared)
-        self._take_over(rule)
+        with engine.control.agreed():
+            self._record(training=True)
+        self._cut_alike()
+        with engine.control.agreed():
+            stages = self._record(training=True)[0].stages
+            refuse_overlaps(stages, lambda stage: self._place_of(placement.rank_of[stage]))
+            shared = ties([stage.meta for stage in stages])
+            self._refuse_copies(shared, parallelize)
+            self._take_over(rule)
         engine.control.start_equal(self._held_tensors())
         if parallelize is not None:
-            self._parallelize(parallelize, shared)
+            with engine.control.agreed(PenstockError):  # the user's function may wait for other processes
+                self._parallelize(parallelize, shared)
         self.sharded_stages: frozenset[int] = frozenset().union(*engine.control.gather_line(set(self.sharded)))
         self._parameters = list(self.model.parameters())
         self._names = [name for name, _ in self.model.named_parameters()]
@@ -216,11 +220,6 @@ class SplitModel:
         """Applies the user's function to this process's stages. What was recorded before is recorded anew."""
         from penstock.runtime.frame import Frames  # torch's FSDP takes long to import
 
-        if self._placement.pipelines > 1:
-            raise ArgumentError(
-                "parallelize= works on one copy of each stage, and this schedule has several; take one with one copy "
-                "(dualpipe-v for dualpipe)"
-            )
         here = [s for s in self.partitions(training=True)[0].stages if self._is_here(s)]
         self._frames = Frames(self.model, here, function)
         self._copied.clear()
@@ -230,9 +229,8 @@ class SplitModel:
             if self._is_here(stage):
                 check_sharding(stage, self._engine.world.divided, shared)
 
-    def _agree(self) -> None:
+    def _cut_alike(self) -> None:
         """Cuts where the first process does: what a block's work depends on may differ from process to process."""
-        self._record(training=True)
         division = self._engine.control.give_all(self._partitioner.division)
         if division != self._partitioner.division:
             self._copied.clear()
@@ -323,7 +321,12 @@ class SplitModel:
         """Where a rank's parameters are: processes hold their own, ranks in one process share each device's."""
         return str(self._engine.devices[rank]) if self._engine.world.is_local else rank
 
-    def _refuse_copies(self, shared: dict[str, tuple[int, ...]]) -> None:
+    def _refuse_copies(self, shared: dict[str, tuple[int, ...]], parallelize: Parallelize | None) -> None:
+        if parallelize is not None and self._placement.pipelines > 1:
+            raise ArgumentError(
+                "parallelize= works on one copy of each stage, and this schedule has several; take one with one copy "
+                "(dualpipe-v for dualpipe)"
+            )
         if not self._engine.world.is_local:
             return
         for name, stages in shared.items():

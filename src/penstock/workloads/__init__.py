@@ -3,6 +3,7 @@
 layers.py    the layers, in the order in which the forward uses them
 gradients.py what replicas of them send each other
 pipeline.py  the messages of a pipeline, from its schedule
+tensor.py    what hosts send that divide each layer
 measure.py   how long layers and stages compute on this machine
 """
 
@@ -20,13 +21,14 @@ from penstock.partition.chain import as_module
 from penstock.schedule import Schedule, generate
 from penstock.stages import MODEL_INPUT
 from penstock.words import counted
-from penstock.workloads import gradients, measure, pipeline
+from penstock.workloads import gradients, measure, pipeline, tensor
 from penstock.workloads.layers import DDP_BUCKET_BYTES, Recorded, record
 
 __all__ = ["DDP_BUCKET_BYTES", "Compute", "Traffic", "from_model"]
 
-Traffic = Literal["gradients", "pipeline"]
-"""What is sent: each layer's gradients, as data-parallel training does; or all that a pipeline and its replicas do."""
+Traffic = Literal["gradients", "pipeline", "tensor", "sharded"]
+"""What is sent: each layer's gradients, as data-parallel training does; all that a pipeline and its replicas do; each
+layer's activations, as tensor parallelism does; or each layer's parameters and gradients, as sharding does."""
 
 Compute = Literal["none", "measure"] | float
 """No time; measured here; or the seconds of a stage's forward of one microbatch, of which backward takes twice."""
@@ -64,6 +66,10 @@ def from_model(
     backward. Sharded: a stage's parameters are gathered before its first forward, its gradients scattered in its last
     backward.
 
+    "tensor": all hosts divide each layer's matrix, and put activations and their gradients together; see `tensor`.
+
+    "sharded": "gradients" with `sharded=True`.
+
     Args:
         model, args, kwargs: a module, or a list of layers, and the inputs of one microbatch.
         hosts: ranks * replicas. Replica d has the hosts d * ranks to (d + 1) * ranks - 1, as a mesh (dp, pp) has them.
@@ -83,9 +89,16 @@ def from_model(
     """
     if traffic not in get_args(Traffic):
         raise ArgumentError(f"traffic={traffic!r}: expected one of {', '.join(map(repr, get_args(Traffic)))}")
+    if traffic == "sharded":
+        traffic, sharded = "gradients", True
+    if traffic == "tensor":
+        _check_tensor(hosts, ranks, sharded, compute)
+        ranks = hosts  # of one group; there are no replicas
     _check(hosts, ranks, replicas, sharded, bucket_bytes)
     _check_compute(compute)
     whole = as_module(model)
+    if traffic == "tensor":
+        return _tensor(whole, args, kwargs, hosts, microbatches or 1, compute, leaves)
     order = _schedule(schedule, ranks, microbatches, chunks)
     options = {"cuts": cuts, "leaves": leaves, "opens": opens, "balance": balance}
     recorded = record(whole, args, kwargs, order.placement.depth, **options)
@@ -97,6 +110,36 @@ def from_model(
         replicated = gradients.Replicated(recorded, order.placement, hosts, sharded, bucket_bytes)
         made, after = _timed(replicated, compute, whole, args, kwargs or {}, microbatches or 1), 0.0
     return _workload(whole, recorded, order, hosts, traffic, made, after)
+
+
+def _check_tensor(hosts: int, ranks: int, sharded: bool, compute: Compute) -> None:
+    if ranks != 1 or sharded or hosts < 2:
+        raise ArgumentError(
+            f"traffic='tensor' with hosts={hosts}, ranks={ranks}, sharded={sharded}: all hosts divide each layer, so "
+            "give 2 or more, and neither ranks nor sharded"
+        )
+    if compute == "measure":
+        raise ArgumentError("traffic='tensor' cannot measure divided layers here: give compute='none', or seconds")
+
+
+def _tensor(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    hosts: int,
+    microbatches: int,
+    compute: Compute,
+    leaves: Sequence[str] | None,
+) -> Workload:
+    recorded = record(model, args, kwargs, 1, leaves=leaves)
+    seconds = 0.0 if compute == "none" else float(compute)
+    made = tensor.transfers(recorded.products, microbatches, seconds)
+    if not made:
+        raise ArgumentError("traffic='tensor': the forward multiplies by no layer's matrix, so that nothing is divided")
+    sizes = [parameter.element_size() for _, parameter in recorded.used]
+    name = f"tensor of {type(model).__name__}, {counted(hosts, 'host')}, {counted(microbatches, 'microbatch')}"
+    said = (*recorded.partition.notes, *tensor.notes(recorded.products))
+    return Workload(name, tuple(made), hosts, min(sizes), 0.0, said)
 
 
 def _check(hosts: int, ranks: int, replicas: int | None, sharded: bool, bucket_bytes: int | None) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -38,6 +39,26 @@ class Layer:
         return tuple(parameter for parameter in self.parameters if parameter.requires_grad)
 
 
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A multiplication by a layer's matrix, or an attention as a whole, which multiplies by two.
+
+    Attributes:
+        name: of the layer.
+        features: in and out; of an attention none.
+        given_bytes, made_bytes: of what goes in and of what comes out, for one microbatch.
+        trains: a gradient of what goes in is wanted.
+        again: what goes in is what went into the product before it.
+    """
+
+    name: str
+    features: tuple[int, int] | None
+    given_bytes: int
+    made_bytes: int
+    trains: bool
+    again: bool
+
+
 @dataclass(frozen=True)
 class Recorded:
     """A model as one recording has seen it.
@@ -46,11 +67,13 @@ class Recorded:
         partition: its stages.
         used: the parameters that the forward uses, in order of first use.
         unused: the names of those to be trained that get no gradient.
+        products: in order of the forward.
     """
 
     partition: Partition
     used: tuple[Named, ...]
     unused: tuple[str, ...]
+    products: tuple[Product, ...] = ()
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -66,6 +89,14 @@ class Recorded:
             )
             for (module, dtype), parameters in found.items()
         )
+
+
+_MATRICES: dict[Any, tuple[tuple[tuple[int, str], tuple[int, str]], bool]] = {
+    F.linear: (((0, "input"), (1, "weight")), False),
+    torch.addmm: (((1, "mat1"), (2, "mat2")), True),
+    F.multi_head_attention_forward: (((0, "query"), (5, "in_proj_weight")), False),
+}
+"""Functions that multiply by a parameter: where they take what goes in, and the matrix; whether that is (in, out)."""
 
 
 class _NoStreams:
@@ -84,6 +115,9 @@ class _Uses(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.order: dict[str, None] = {}
+        self.products: list[Product] = []
+        self._matrices: dict[str, nn.Parameter] = {}  # of the first recording: others see the same again
+        self._before: Tensor | None = None
         self._model = model
         self._names: dict[int, str] = {}
         self._kept: list[nn.Parameter] = []  # so that an id stays its own
@@ -98,7 +132,26 @@ class _Uses(TorchFunctionMode):
             name = self._name(parameter)
             if name and (trains if parameter.requires_grad else made):
                 self.order.setdefault(name)
+        if func in _MATRICES and made:
+            self._multiplied(func, args, kwargs or {}, made[0])
         return result
+
+    def _multiplied(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Tensor) -> None:
+        (given, matrix), transposed = (
+            [args[at] if at < len(args) else kwargs.get(name) for at, name in _MATRICES[func][0]],
+            _MATRICES[func][1],
+        )
+        if not (isinstance(given, Tensor) and isinstance(matrix, nn.Parameter) and self._name(matrix)):
+            return
+        name = self._name(matrix)
+        if self._matrices.setdefault(name, matrix) is not matrix:
+            return
+        attends = func is F.multi_head_attention_forward
+        features = None if attends else (matrix.shape[1 - transposed], matrix.shape[int(transposed)])
+        sizes = given.numel() * given.element_size(), made.numel() * made.element_size()
+        layer = name.rpartition(".")[0] or "(model)"
+        self.products.append(Product(layer, features, *sizes, given.requires_grad, given is self._before))
+        self._before = given
 
     def _name(self, parameter: nn.Parameter) -> str:
         if id(parameter) not in self._names:  # each recording makes fakes of its own
@@ -129,7 +182,7 @@ def record(
         partition = partitioner(args, kwargs)
     parameters = dict(partitioner.model.named_parameters())
     unused = tuple(name for name, one in parameters.items() if one.requires_grad and name not in uses.order)
-    return Recorded(partition, tuple((name, parameters[name]) for name in uses.order), unused)
+    return Recorded(partition, tuple((name, parameters[name]) for name in uses.order), unused, tuple(uses.products))
 
 
 def type_name(dtype: torch.dtype) -> str:

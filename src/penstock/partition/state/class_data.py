@@ -6,6 +6,7 @@ from collections.abc import Iterator, MutableMapping
 from types import FunctionType
 from typing import Any
 
+_GONE = object()
 _CODE = (FunctionType, staticmethod, classmethod, property, type)
 
 
@@ -33,9 +34,10 @@ class ClassData(MutableMapping[str, Any]):
 
     def differs(self, before: dict[str, Any]) -> bool:
         """Whether an attribute is another object than in a copy."""
-        attributes, hidden = vars(self._cls), self._hidden
-        now = [name for name in attributes if name not in hidden and not name.startswith("__")]
-        return len(now) != len(before) or any(n not in before or attributes[n] is not before[n] for n in now)
+        attributes = vars(self._cls)
+        if any(attributes.get(name, _GONE) is not value for name, value in before.items()):
+            return True
+        return any(not name.startswith("__") for name in attributes.keys() - self._hidden - before.keys())
 
     def copy(self) -> dict[str, Any]:
         return dict(self)

@@ -214,7 +214,7 @@ class Provenance:
 
     def wrote(self, operator: Any, roots: list[int], results: Iterable[Tensor]) -> None:
         """Notes what an operator that took `roots` returned."""
-        seeded = torch.Tag.nondeterministic_seeded in operator.tags
+        seeded = is_seeded(operator)
         fixed = not seeded and self._fixed.issuperset(roots)
         steady = not seeded and (_takes_shapes(operator) or all(map(self._is_steady_source, roots)))
         for tensor in results:
@@ -260,6 +260,12 @@ def tensors_of(values: Iterable[Any]) -> list[Tensor]:
 
 SHAPES = frozenset("zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty".split())  # noqa: SIM905
 """Operators that take nothing of their first argument but its shape and kind."""
+
+
+@cache
+def is_seeded(operator: Any) -> bool:
+    """Whether an operator draws random numbers, unless its arguments say otherwise."""
+    return torch.Tag.nondeterministic_seeded in operator.tags
 
 
 @cache

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
 from types import CellType, FunctionType, MethodType, ModuleType
@@ -21,12 +21,16 @@ from penstock.partition.objects import CONSTANTS
 from penstock.partition.state.cached_functions import CachedFunctions
 from penstock.partition.state.cells import EMPTY, contents
 from penstock.partition.state.class_data import ClassData
+from penstock.partition.state.glance import Glance
 from penstock.partition.state.library import OF_TORCH, is_library, package_of
 from penstock.partition.state.names_in_classes import named_by
 
 LISTS, DICTS, SETS = (list, deque), (dict, OrderedDict, defaultdict, ClassData), (set,)
 LARGEST = 1000
 """Containers with more entries are tables, not what a forward leaves something in."""
+
+PART = 16
+"""So many places are looked at together: where one has changed, each of them is looked at by itself."""
 
 LARGEST_ARRAY = 2**16
 """Arrays with more bytes are tables, too."""
@@ -119,6 +123,19 @@ class Place:
         return f"{self.text}.{key}".lstrip(".") if self.attributes else f"{self.text}[{key!r}]"
 
 
+class _Part:
+    """Some places, looked at together."""
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        plain = [place for place in places if isinstance(place.entries, (list, deque, dict))]
+        self._places = places
+        self._others = [place for place in places if place not in plain]
+        self._glance = Glance([place.entries for place in plain])
+
+    def changed(self) -> list[Place]:
+        return [place for place in (self._places if self._glance.differs() else self._others) if place.is_changed()]
+
+
 class Reach:
     """The places that a model's forward can reach, as they were when this was made."""
 
@@ -140,6 +157,7 @@ class Reach:
                 self._visit(vars(kind).get("forward"), kind.__name__, 2)
                 self._add_class(kind)
         del self._seen, self._first
+        self._parts = [_Part(self.places[start : start + PART]) for start in range(0, len(self.places), PART)]
 
     def belongs_to(self, place: Place, name: str) -> bool:
         """Whether a place is a module's of that name, or is in an object that only this module can reach."""
@@ -147,7 +165,7 @@ class Reach:
         return not place.outside and all(_is_below(text, name) for text in (place.text, *again))
 
     def changed(self) -> list[Place]:
-        return [place for place in self.places if place.is_changed()]
+        return [place for part in self._parts for place in part.changed()]
 
     def names_changed(self) -> list[str]:
         """Of attributes and the like that the forward has set."""

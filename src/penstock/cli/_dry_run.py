@@ -1,0 +1,68 @@
+"""`penstock fabric --dry-run`: what would be sent, with sizes and counts, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from penstock.fabric.emulation.spec import Spec
+
+_ONE_OF_MANY = re.compile(r"^[FB]\d+ | of replica \d+| of microbatch \d+")
+"""What tells transfers apart that are the same for each microbatch, or each replica."""
+
+
+_WIDE = 1000
+"""So that no cell is broken."""
+
+
+def show_traffic(spec: Spec, *, as_json: bool) -> None:
+    """A row for each kind of transfer, in order of its first; those of all microbatches and replicas in one."""
+    rows = traffic(spec)
+    if as_json:
+        print(json.dumps({"version": 1, "workload": spec.workload.name, "hosts": spec.hosts, "transfers": rows}))
+        return
+    console = Console(highlight=False)
+    console.print(Text(f"{spec.workload.name}: a trial on {spec.hosts} hosts would send", "bold"), soft_wrap=True)
+    made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+    for head in ("transfer", "carries", "collective", "algorithm"):
+        made.add_column(head, no_wrap=True)
+    for head in ("among", "bytes", "times", "in all"):
+        made.add_column(head, justify="right")
+    for row in rows:
+        cells = [row["name"], row["kind"], row["collective"], row["algorithm"], str(row["ranks"])]
+        made.add_row(*map(Text, [*cells, f"{row['bytes']:,}", f"{row['times']:,}", f"{row['bytes'] * row['times']:,}"]))
+    count, whole = sum(row["times"] for row in rows), sum(row["bytes"] * row["times"] for row in rows)
+    made.add_row()
+    made.add_row(*map(Text, ["step", "", "", "", "", "", f"{count:,}", f"{whole:,}"]), style="bold")
+    Console(highlight=False, width=_WIDE).print(made)
+    for note in spec.workload.notes:
+        console.print(Text(note, "dim"), soft_wrap=True)
+
+
+def traffic(spec: Spec) -> list[dict[str, Any]]:
+    """The rows."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for place, transfer in enumerate(spec.workload.transfers):
+        name = _ONE_OF_MANY.sub("", transfer.name)
+        ranks = len(transfer.ranks) or spec.hosts
+        key = (name, transfer.kind, transfer.collective, transfer.bytes, ranks)
+        row = found.setdefault(
+            key,
+            {
+                "name": name,
+                "kind": transfer.kind,
+                "collective": transfer.collective,
+                "algorithm": spec.algorithm_of(place),
+                "ranks": ranks,
+                "bytes": transfer.bytes,
+                "times": 0,
+            },
+        )
+        row["times"] += 1
+    return list(found.values())

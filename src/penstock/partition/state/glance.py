@@ -1,0 +1,42 @@
+"""One look over many lists and dicts: whether one of them holds another object than before.
+
+A recording asks before and behind each unit whether anything that the forward can reach has changed, and most often
+nothing has. So the answer no must be cheap: no Python runs for a single entry.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+Plain = list[Any] | deque[Any] | dict[Any, Any]
+
+
+class Glance:
+    """The entries of some containers, in order, as they were when this was made."""
+
+    def __init__(self, containers: Sequence[Plain]) -> None:
+        self._containers, self._lengths = containers, [*map(len, containers)]
+        self._named: list[Plain] = []
+        self._entries: list[Iterable[Any]] = []
+        for each in containers:
+            (self._named if _has_names(each) else self._entries).append(each)
+            if isinstance(each, dict):
+                self._entries.append(each.values())
+        self._names = [*chain.from_iterable(self._named)]
+        self._before = [*chain.from_iterable(self._entries)]
+
+    def differs(self) -> bool:
+        """Whether a container has another length, or another object somewhere; also a key that is only equal, unless it
+        is a name."""
+        if [*map(len, self._containers)] != self._lengths or [*chain.from_iterable(self._named)] != self._names:
+            return True
+        return not all(map(operator.is_, chain.from_iterable(self._entries), self._before))
+
+
+def _has_names(container: Plain) -> bool:
+    """Whether the keys are text, which is compared by its value, and fast."""
+    return isinstance(container, dict) and all(type(key) is str for key in container)

@@ -1,0 +1,87 @@
+"""What ranks run to be refused, the last of which sees late that a wait of its own is over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import penstock
+from models import squared_error
+from penstock.runtime.board import Patience
+from penstock.runtime.control import Control
+
+BEAT_SECONDS = 0.02
+LATE_SECONDS = 0.1
+"""In which a rank that seems to wait leaves, if another has failed."""
+
+
+def layers() -> list[nn.Module]:
+    return [nn.Linear(4, 4) for _ in range(4)]
+
+
+def small() -> nn.Module:
+    return nn.Linear(4, 4)
+
+
+def _no_change(stage: nn.Module) -> None:
+    """What `parallelize` may as well do."""
+
+
+def _another(stage: nn.Module) -> nn.Module:
+    return nn.Sequential()
+
+
+def _materialize(name: str, module: nn.Module) -> None:
+    if dist.get_rank() == 0:
+        raise penstock.ArgumentError(f"no values for {name}")
+
+
+CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "cuts": (layers, {"cuts": ["no such module"]}),
+    "too few layers": (small, {}),
+    "copies": (layers, {"schedule": "chimera", "parallelize": _no_change}),
+    "another module": (layers, {"parallelize": _another}),
+    "compiled": (layers, {"compile": {"backend": "eager"}, "parallelize": _no_change}),
+    "keepings": (layers, {"recompute": {7: "always"}}),
+    "norms": (layers, {"deferred_batch_norm": True}),
+    "one rank": (layers, {"materialize": _materialize}),
+}
+
+
+@contextmanager
+def _late(control: Control, what: str, peers: tuple[int, ...]) -> Iterator[None]:
+    """As `waiting_for`, of a process that is slow to go on."""
+    with _waiting_for(control, what, peers):
+        yield
+        time.sleep(LATE_SECONDS)
+
+
+_waiting_for = Control.waiting_for
+
+
+def refused(rank: int, case: str) -> tuple[str, float]:
+    """What this rank says, and after how many seconds."""
+    torch.manual_seed(0)
+    make, options = CASES[case]
+    with torch.device("meta" if case == "one rank" else "cpu"):
+        model = make()
+    slow = rank == dist.get_world_size() - 1
+    x = torch.randn(8, 4)
+    begin = time.monotonic()
+    with (
+        patch("penstock.api.Patience", partial(Patience, beat_seconds=BEAT_SECONDS)),
+        patch.object(Control, "waiting_for", _late if slow else _waiting_for),
+    ):
+        try:
+            penstock.pipeline(model, (x,), loss=squared_error, microbatches=4, **options)
+        except penstock.PenstockError as error:
+            return f"{type(error).__name__}: {error}", time.monotonic() - begin
+    return "", 0.0

@@ -1,0 +1,99 @@
+"""What a forward can reach: whatever changes there is seen, however many other places are looked at with it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.partition._compat import fake_mode
+from penstock.partition.loan import Loan
+from penstock.partition.state.reach import PART, Reach
+
+
+class Holder(nn.Module):
+    shared: list[int] = []  # noqa: RUF012 - shared by all its objects on purpose
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(nn.Linear(2, 2) for _ in range(2 * PART))
+        self.one, self.other = [object()], list[object]()
+        self.by_name = {"a": object(), "b": object()}
+        self.by_pair = OrderedDict({(1, 2): object(), (3, 4): object()})
+        self.queue, self.kinds = deque([object()]), {1, 2}
+        self.tensor = torch.ones(2)
+
+
+def _rename(holder: Holder) -> None:
+    holder.by_name["c"] = holder.by_name.pop("b")
+
+
+def _rename_pair(holder: Holder) -> None:
+    holder.by_pair[5, 6] = holder.by_pair.pop((3, 4))
+
+
+def _equal_tensor(holder: Holder) -> None:
+    holder.tensor = torch.ones(2)
+
+
+CHANGES: dict[str, Callable[[Holder], object]] = {
+    "attribute": lambda holder: setattr(holder, "one", [*holder.one]),
+    "new attribute": lambda holder: setattr(holder, "new", 1),
+    "attribute of the last module": lambda holder: setattr(holder.inner[-1], "in_features", 3),
+    "an equal tensor": _equal_tensor,
+    "name": _rename,
+    "key": _rename_pair,
+    "item from list to list": lambda holder: holder.other.append(holder.one.pop()),
+    "queue": lambda holder: holder.queue.rotate() or holder.queue.append(1),
+    "set": lambda holder: holder.kinds.add(3),
+    "item of a class": lambda holder: Holder.shared.append(1),
+    "attribute of a class": lambda holder: setattr(Holder, "shared", []),
+    "new attribute of a class": lambda holder: setattr(Holder, "other_of_class", 1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_change_is_seen_and_put_back(change: str) -> None:
+    holder = Holder()
+    reach = Reach(holder)
+    assert reach.changed() == []
+    CHANGES[change](holder)
+    assert [place for place in reach.places if place.is_changed()] == reach.changed() != []
+    reach.restore()
+    assert reach.changed() == []
+
+
+def test_another_order_is_seen() -> None:
+    holder = Holder()
+    reach = Reach(holder)
+    holder.by_pair.move_to_end((1, 2))
+    assert [place.text for place in reach.changed()] == ["by_pair"]
+
+
+def test_what_compares_by_value_is_never_asked() -> None:
+    """A look runs no code of what it looks at: a tensor's `==` would be recorded as a call of the forward."""
+
+    class Asked:
+        def __eq__(self, other: object) -> bool:
+            raise AssertionError("it was asked")
+
+        __hash__ = None  # type: ignore[assignment]
+
+    holder = Holder()
+    holder.by_name["a"] = holder.one[0] = Asked()
+    reach = Reach(holder)
+    holder.by_name["a"] = holder.one[0] = Asked()
+    assert len(reach.changed()) == 2
+    reach.restore()
+
+
+def test_sparse_buffers_are_lent() -> None:
+    """As sparse fakes, which are made in another way than all others."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.register_buffer("sparse", torch.eye(2).to_sparse())
+    loan = Loan(model, fake_mode(), torch.device("cpu"))
+    assert loan.fakes["sparse"].layout == torch.sparse_coo
+    assert loan.fakes["0.weight"].layout == torch.strided
