@@ -131,13 +131,13 @@ def _record(
                 recording = replace(
                     _finish(recorder, loan, units, result, left, grain), remembered=remembered_by(recorder, reach)
                 )
-                if not watches and may_overwrite(recording, recorder.observer.statistics):
-                    raise Watch
                 changed = carried_over(reach, provenance, [u.name for u in units.values()])
                 if changed:
                     second = new(once=True)
                     stack.callback(second.observer.provenance.restore)
                     _check_stateless(recorder, second, mode, given, functions, changed)
+                if not watches and may_overwrite(recording, recorder.observer.statistics):
+                    raise Watch
                 return recording
     finally:
         if reach is not None:

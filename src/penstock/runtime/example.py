@@ -16,10 +16,14 @@ from penstock.runtime.outline import Example, Outline
 
 def is_whole(example: Example) -> bool:
     """Whether a process has the example itself, not its shapes (tensors on the meta device) or nothing."""
+    tensors = _tensors(example)
+    return bool(tensors) and not any(tensor.is_meta for tensor in tensors)
+
+
+def _tensors(example: Example) -> list[Tensor]:
     leaves = flatten(example).leaves
     pieces = [one for leaf in leaves if isinstance(leaf, Microbatches) for one in flatten(leaf.pieces).leaves]
-    tensors = [leaf for leaf in (*leaves, *pieces) if isinstance(leaf, Tensor)]
-    return bool(tensors) and not any(tensor.is_meta for tensor in tensors)
+    return [leaf for leaf in (*leaves, *pieces) if isinstance(leaf, Tensor)]
 
 
 def shared(control: Control, example: Example) -> Example:
@@ -32,10 +36,12 @@ def shared(control: Control, example: Example) -> Example:
     if all(has):
         return example
     if not any(has):
-        raise ArgumentError(
-            "the example is on the meta device, or empty, on every rank: the rank of the first stage at least has to "
-            "give real tensors, since the forward may branch on the values of integers"
-        )
+        if _tensors(example):
+            raise ArgumentError(
+                "the example is on the meta device on every rank that gives one: the rank of the first stage at least "
+                "has to give real tensors, since the forward may branch on the values of integers"
+            )
+        return example  # a function of the user's may cut what holds no tensors
     first = has.index(True)
     outlines = control.gather(Outline.of_example(example) if control.world.name == first else None)
     problem = None if is_whole(example) else _difference(example, outlines[first].examples[0], first)
