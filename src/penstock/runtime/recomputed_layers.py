@@ -6,6 +6,7 @@ what it leaves to its callers: buffers are updated once, and what is updated in 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -78,7 +79,7 @@ class _Again(nn.Module):
         call = _Call(self.layer, names, self._buffers_of_layer.copy(), ContainerCopies(self.layer.modules()))
         given = (*args, *kwargs.values())
         flat = flatten(given, empty=True)
-        if not self._copies and len(flat.leaves) == len(given):  # tensors and plain values
+        if not self._copies and _are(flat.leaves, given):  # tensors and plain values
             return checkpoint(call, *given, use_reentrant=False, context_fn=call.contexts)
         call.first = given  # objects that the first run may change are handed over as they are
         if self._copies:
@@ -121,6 +122,11 @@ class _Call:
     def _as_before(self) -> Iterator[None]:
         with self._buffers.in_place(), self._containers.in_place():
             yield
+
+
+def _are(leaves: Sequence[Any], given: Sequence[Any]) -> bool:
+    """Whether the leaves are what was given itself, none of it a container: a list of one tensor has one leaf, too."""
+    return len(leaves) == len(given) and all(map(operator.is_, leaves, given))
 
 
 def _copy(tensor: Tensor) -> Tensor:
