@@ -73,18 +73,11 @@ def one_way(
     sees_saved: bool,
     choices: Mapping[int, bool],
 ) -> Recording:
-    """The way that the forward takes with these answers where it branches by chance.
-
-    What is saved for backward is looked at in a second run only: what looks keeps memory alive, so that blocks could no
-    longer be compared with their second runs.
-    """
-    fake_calls, watches = frozenset[int](), False
+    """The way that the forward takes with these answers where it branches by chance."""
+    fake_calls, watches = frozenset[int](), sees_saved
     while True:
         try:
-            found = _record(model, args, kwargs, units, functions, fake_calls, opening, grain, choices, watches)
-            if watches or not sees_saved:
-                return found
-            watches = True
+            return _record(model, args, kwargs, units, functions, fake_calls, opening, grain, choices, watches)
         except Restart as restart:
             fake_calls = restart.fake_calls  # calls are numbered anew in each way
         except Watch:
@@ -116,6 +109,7 @@ def _record(
             new = partial(Recorder, model, units, loan, Entry(device), names, mode, fake_calls, reach, choices, opening)
             recorder = new(once=grain.once, watches_saved=watches)
             stack.callback(recorder.observer.provenance.restore)
+            stack.callback(recorder.observer.saved.release)
             inputs = _inputs(model, recorder, mode, given)
             with _staying_whole(recorder):
                 try:

@@ -103,14 +103,23 @@ class Saved:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """What is saved meanwhile is forgotten."""
-        recent, self._recent = self._recent, []
+        recent, visited = self._recent, set(self._visited)
+        self._recent = []
         try:
             yield
         finally:
-            self._recent = recent
+            _release(self._recent)
+            self._recent, self._visited = recent, visited
+
+    def release(self) -> None:
+        """To be called in the end: what is saved as the result of its node keeps that node alive, and it the result."""
+        _release(self._recent)
+        for _, packed in self._of_calls:
+            _release(packed)
 
     def forget(self) -> None:
         """What was saved since a call was written is none's."""
+        _release(self._recent)
         self._recent = []
 
     def follow(self, results: Iterable[Tensor]) -> None:
@@ -166,7 +175,7 @@ class _Packed:
         is_used: whether a node of a result's graph has it.
     """
 
-    tensor: Tensor
+    tensor: Tensor | None
     memory: set[int]
     key: int
     size: int
@@ -174,4 +183,10 @@ class _Packed:
 
 
 def _unpack(packed: _Packed) -> Tensor:
+    assert packed.tensor is not None, "the recording is over"
     return packed.tensor
+
+
+def _release(every: Iterable[_Packed]) -> None:
+    for packed in every:
+        packed.tensor = None
