@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 import json
 import re
 import sys
@@ -17,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from made_runs import SLOW_RANK, made_run, made_workload, write_run
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from rich.console import Console
 
 from penstock.fabric.compare import compare
@@ -24,7 +26,7 @@ from penstock.fabric.report import facts, nccl
 from penstock.fabric.report.numbers import cut, seconds
 from penstock.fabric.report.page import page, write_page
 from penstock.fabric.report.plots import _apart, _timeline, draw
-from penstock.fabric.report.style import look
+from penstock.fabric.report.style import blank, look, seconds_axis
 from penstock.fabric.report.text import live, show, show_comparison
 from penstock.fabric.results import results
 from penstock.fabric.samples import Run
@@ -340,6 +342,31 @@ def test_labels_of_sizes_do_not_overlap(sizes: list[int]):
     assert set(kept) <= set(sizes)
     whole = np.log(max(sizes) / min(sizes))
     assert all(np.diff(np.log(kept)) >= whole / 11 * 0.999)
+
+
+@pytest.mark.parametrize("low", [3e-6, 1.04e-3, 9.4e-2])
+@pytest.mark.parametrize("span", [1.05, 1.3, 3, 12, 150, 4e4])
+def test_labels_of_a_short_axis_do_not_overlap(low: float, span: float):
+    pytest.importorskip("matplotlib")
+    with look():
+        figure = blank(9.6, 2.5)
+        for axes in figure.subplots(1, 4):
+            axes.set_xscale("log")
+            axes.set_xlim(low, low * span)
+            seconds_axis(axes.xaxis, few=True)
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        for axes in figure.axes:
+            boxes = [label.get_window_extent(canvas.get_renderer()) for label in axes.get_xticklabels()]
+            assert boxes
+            assert all(one.x1 < other.x0 for one, other in itertools.pairwise(boxes))
+
+
+def test_pictures_can_be_scrolled_where_the_page_is_narrow(tmp_path: Path):
+    page = write_page(made_run(20), results(made_run(20)), tmp_path / "report.html") or (tmp_path / "report.html")
+    style = page.read_text()
+    assert re.search(r"figure \{[^}]*overflow-x: auto", style), "their text stays large enough, so that they are wider"
 
 
 def test_many_transfers_and_ranks_that_take_no_part_are_drawn():

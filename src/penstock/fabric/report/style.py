@@ -5,6 +5,7 @@ Figures are drawn by matplotlib without pyplot, so that nothing of the caller's 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -109,17 +110,28 @@ def _shorter(drawn: str) -> str:
 
 def seconds_axis(axis: Any, *, few: bool = False) -> None:
     """Ticks of an axis of seconds, as 1 ms, 2 ms, 5 ms, 1 s; a few, where it is short."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter
 
     if axis.get_scale() == "log":
         low, high = axis.get_view_interval()
-        span = (high / low) ** (3 if few else 1)
+        span = high / low
         steps: tuple[float, ...] = (1,) if span > 1e4 else (1, 3) if span > 200 else (1, 2, 5)
         if span < 4:
             steps = (1, 1.5, 2, 3, 4, 5, 7)
-        axis.set_major_locator(LogLocator(subs=steps))
+        axis.set_major_locator(FixedLocator(_spread(low, high)) if few else LogLocator(subs=steps))
         axis.set_minor_formatter(NullFormatter())
     axis.set_major_formatter(FuncFormatter(lambda value, _: seconds_label(value)))
+
+
+def _spread(low: float, high: float, least: float = 0.3) -> list[float]:
+    """Round values on a short logarithmic axis, so far apart, as a share of it, that their labels do not overlap."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    tried = [10.0**power * step for power in powers for step in (1, 1.5, 2, 3, 4, 5, 7)]
+    kept: list[float] = []
+    for value in tried:
+        if low <= value <= high and (not kept or math.log(value / kept[-1]) >= least * math.log(high / low)):
+            kept.append(value)
+    return kept or [math.sqrt(low * high)]
 
 
 def seconds_label(value: float) -> str:

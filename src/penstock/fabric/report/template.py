@@ -34,7 +34,7 @@ th, td { padding: .3rem .5rem; text-align: right; white-space: nowrap; border-bo
 th { color: var(--muted); font-weight: 600; vertical-align: bottom; }
 th.name, td.name { text-align: left; padding-left: 0; }
 tr.whole td { font-weight: 650; border-bottom: 0; }
-figure { margin: 1.4rem 0; }
+figure { margin: 1.4rem 0; overflow-x: auto; }
 figure svg { display: block; width: 100%; min-width: 36rem; height: auto; }
 figcaption { font-size: .87rem; }
 details { border-top: 1px solid var(--rule); padding: .5rem 0; }
