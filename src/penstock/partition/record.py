@@ -130,7 +130,7 @@ def _record(
                     second = new(once=True)
                     stack.callback(second.observer.provenance.restore)
                     _check_stateless(recorder, second, mode, given, functions, changed)
-                if not watches and may_overwrite(recording, recorder.observer.statistics):
+                if not watches and may_overwrite(recording, recorder.observer.mere_statistics):
                     raise Watch
                 return recording
     finally:
@@ -291,7 +291,7 @@ def _finish(recorder: Recorder, loan: Loan, units: Any, result: Any, left: Seque
     carried = [entry.to_carry(lambda t: outputs.setdefault(recorder.node_of(t), len(outputs))) for entry in left]
     tensors += [t for entry in left for t in entry.small]
     recorder.observer.saved.follow(tensors)
-    recorder.observer.saved.settle(recorder.observer.statistics)
+    recorder.observer.saved.settle()
     texts = frozenset(entry.text for entry in left if entry.small)
     needed = [loan.names[id(t)] for t in leaves_of(tensors) if id(t) in loan.names]
     drawing = recorder.drawing

@@ -34,7 +34,8 @@ class Watch(BaseException):
 def may_overwrite(recording: Recording, statistics: Collection[int]) -> bool:
     """Whether the forward updates in place what may be saved for backward, so that this is to be looked at.
 
-    `statistics`: the memory of batch norms' running statistics, which is not saved where it is updated.
+    `statistics`: the memory of running statistics that only batch norms take, which do not use them where they update
+    them.
     """
     facts = recording.facts.values()
     written = frozenset[int]().union(*(fact.writes for fact in facts)).difference(statistics)
@@ -156,11 +157,11 @@ class Saved:
             self._of_calls.append((fact, self._recent))
         self._recent, self._keeps_given = [], False
 
-    def settle(self, statistics: Collection[int]) -> None:
-        """Tells the facts, once the forward has ended. `statistics`: see `may_overwrite`."""
+    def settle(self) -> None:
+        """Tells the facts, once the forward has ended."""
         for fact, packed in self._of_calls:
             used = [each for each in packed if each.is_used or self._is_blind]
-            fact.saved = fact.saved.union(*(each.memory for each in used)).difference(statistics)
+            fact.saved = fact.saved.union(*(each.memory for each in used))
             fact.saved_sizes = {each.key: each.size for each in used}
 
 
