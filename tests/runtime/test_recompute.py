@@ -166,6 +166,34 @@ def test_inputs_that_are_updated_in_place_after_they_were_kept(policy: Any, chun
     assert report.ok, report.summary()
 
 
+class Remembering(Adding):
+    """Leaves what it made in the container that it is given."""
+
+    def forward(self, x: Tensor, memory: list[Tensor]) -> Tensor:  # type: ignore[override]
+        y = x + torch.tanh(x * self.bias + memory[0])
+        memory[0] = memory[0] * 0.5 + y
+        return y
+
+
+class Memory(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Remembering() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = [x * 0]
+        for layer in self.layers:
+            x = layer(x, memory)
+        return x
+
+
+def test_a_list_of_one_tensor_is_as_it_was_when_a_layer_runs_again() -> None:
+    torch.manual_seed(0)
+    x, y = batch()
+    report = verify(Memory(), (x,), y, squared_error, schedule="gpipe", ranks=2, microbatches=2, recompute=1)
+    assert report.ok, report.summary()
+
+
 def test_the_first_run_takes_the_kernels_of_training() -> None:
     """Under no_grad a frozen transformer layer takes a fast path, with other bits."""
     torch.manual_seed(0)
