@@ -118,7 +118,10 @@ def packed_by(node: Node) -> list[object] | None:
     if "CppNode" in node.name():
         return None
     found: list[object] = []
+    is_training = getattr(node, "_saved_training", False)
     for name in _raw_names(type(node)):
+        if is_training and name.startswith("_raw_saved_running_"):
+            continue  # batch norm takes the statistics of the batch then
         raw = getattr(node, name)
         for saved in raw if isinstance(raw, tuple) else (raw,):
             try:
