@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,7 +73,7 @@ class KeepsOnAStack(nn.Module):
 
 
 @ORDERS
-@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("recompute", ["never", "always", 1])
 @pytest.mark.parametrize("kind", [KeepsForBackward, KeepsInAnObject, KeepsOnAStack])
 def test_what_a_forward_keeps_is_there_in_its_own_backward(
     schedule: str, ranks: int, recompute: Any, kind: type[nn.Module]
@@ -83,9 +84,11 @@ def test_what_a_forward_keeps_is_there_in_its_own_backward(
 
 
 @ORDERS
-def test_a_stack_is_empty_behind_a_step(schedule: str, ranks: int) -> None:
+@pytest.mark.parametrize("recompute", ["never", "always", 1])
+def test_a_stack_is_empty_behind_a_step(schedule: str, ranks: int, recompute: Any) -> None:
     model = nn.Sequential(*(KeepsOnAStack() for _ in range(4)))
-    with pipeline(model, (X,), loss=F.mse_loss, ranks=ranks, schedule=schedule, microbatches=4) as pipe:
+    kwargs: Any = {"ranks": ranks, "schedule": schedule, "microbatches": 4, "recompute": recompute}
+    with pipeline(model, (X,), loss=F.mse_loss, **kwargs) as pipe:
         for _ in range(2):
             pipe.step(X, target=TARGET)
             assert not any(block.stack for block in model)
@@ -233,3 +236,44 @@ class OfPairs(nn.Module):
 def test_dropout_behind_an_object_that_was_taken_apart_draws_the_same_wherever_the_cut_is(cut: str) -> None:
     torch.manual_seed(0)
     verify(OfPairs(), (X,), TARGET, F.mse_loss, ranks=2, microbatches=4, cuts=[cut]).check()
+
+
+class Calibrates(nn.Module):
+    """Its first microbatches set what all later ones are scaled by, in a dict or a list."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.linear, self.count = nn.Linear(6, 6), count
+        self.scales: dict[str, Tensor] = {}
+        self.history: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if "weight" not in self.scales:
+            self.scales["weight"] = self.linear.weight.detach().clone()
+        if len(self.history) < self.count:
+            self.history.append(1 + y.detach().abs().mean())
+        return torch.tanh(y / self.history[-1]) + F.linear(x, self.scales["weight"])
+
+
+@ORDERS
+@pytest.mark.parametrize("recompute", ["never", "always", 1])
+def test_what_the_first_microbatches_put_in_a_container_stays_there(schedule: str, ranks: int, recompute: Any) -> None:
+    torch.manual_seed(0)
+    piped = nn.Sequential(*(Calibrates(3) for _ in range(4)))
+    plain = copy.deepcopy(piped)
+    kwargs: Any = {"ranks": ranks, "schedule": schedule, "microbatches": 4, "recompute": recompute}
+    with pipeline(piped, (X,), loss=F.mse_loss, **kwargs) as pipe:
+        for _ in range(3):
+            loss = pipe.step(X, target=TARGET).loss
+            expected = [F.mse_loss(plain(x), t) / 4 for x, t in zip(X.chunk(4), TARGET.chunk(4), strict=True)]
+            for one in expected:
+                one.backward()
+            torch.testing.assert_close(loss, sum(one.detach() for one in expected))
+            for mine, other in zip(piped.parameters(), plain.parameters(), strict=True):
+                assert torch.equal(mine.grad, other.grad)
+                for parameter in (mine, other):
+                    parameter.data -= 0.1 * parameter.grad
+                    parameter.grad = None
+    for mine, other in zip(piped, plain, strict=True):
+        assert torch.equal(torch.stack(mine.history), torch.stack(other.history))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from models import Case, squared_error
+from penstock import inspect
 from penstock.errors import PartitionError
 from penstock.partition import Partitioner
 
@@ -116,3 +117,20 @@ def test_a_buffer_with_a_gradient_on_two_stages_is_refused() -> None:
         layer.forward = lambda x, layer=layer: nn.functional.linear(x, layer.weight) * layer.scale
     with pytest.raises(PartitionError, match=r"'0\.scale' is a buffer that requires a gradient, .* stages \[0, 1\]"):
         Partitioner(model, 2, streams=NoStreams())((torch.randn(3, WIDTH),))
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return x + self.layer(x)
+
+
+def test_a_leaf_is_not_opened_for_the_blocks_that_it_holds() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(*(Residual() for _ in range(4))))
+    found = inspect(model, (torch.randn(2, 4),), stages=2, leaves=["1"])
+    assert [stage.modules for stage in found.stages] == [("0",), ("1",)]
+    with pytest.raises(PartitionError, match="2 layers"):
+        inspect(model, (torch.randn(2, 4),), stages=3, leaves=["1"])

@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_full_backward_hook
 
 import penstock
 from penstock import ArgumentError, PartitionError, inspect, verify
-from penstock.partition.record import record
+from penstock.partition.attempts import record
 from penstock.partition.state import sideways
 from penstock.partition.state.remembered import Remembered
 

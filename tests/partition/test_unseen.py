@@ -77,6 +77,44 @@ class WritesCloned(Block):
         return y
 
 
+class Clamps(Block):
+    """What is clamped already stays as it is, to the bit."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class SetsOnce(Block):
+    """Initialised by the data of the first call, as activation norms are."""
+
+    is_set: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("is_set", torch.tensor(False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_set:
+            self.layer.weight.data.div_(x.std())
+            self.is_set.fill_(True)
+        return super().forward(x)
+
+
+class NormalisesByAverages(Block):
+    """Batch norm that updates its averages first and then normalises by them, not by the batch's statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        self.norm(y.detach())
+        norm = self.norm
+        return torch.tanh(F.batch_norm(y, norm.running_mean, norm.running_var, norm.weight, norm.bias, training=False))
+
+
 class Codebook(Block):
     """The distances save what is updated, but no gradient is taken of the choice."""
 
@@ -166,21 +204,34 @@ def test_layers_that_run_again_find_what_they_found_at_first() -> None:
 @pytest.mark.parametrize(
     ("block", "name"),
     [
-        (WritesWeight, "'1.layer.weight'"),  # that of the first block is not saved: its input takes no gradient
-        (WritesWeightForReal, "'1.layer.weight'"),
-        (WritesBuffer, "'0.scale'"),
-        (WritesStray, "'0.stray', a tensor that is not a buffer,"),
+        (WritesWeight, r"'[12]\.layer\.weight'"),
+        (WritesWeightForReal, r"'[12]\.layer\.weight'"),
+        (NormalisesByAverages, r"'[02]\.norm\.running_(mean|var)'"),
+        (WritesBuffer, r"'[02]\.scale'"),
+        (WritesStray, r"'0\.stray', a tensor that is not a buffer,"),
     ],
 )
 def test_what_the_model_holds_is_not_written_while_another_microbatch_needs_it(block: type[Block], name: str) -> None:
     check(chain(block), schedule="naive")
     for schedule in ("gpipe", "zb-h1"):
-        with pytest.raises(PartitionError, match=f"forward of stage 0 updates {name} in place although its backward"):
+        with pytest.raises(PartitionError, match=rf"forward of stage \d updates {name} in place although its backward"):
             check(chain(block), ranks=2, schedule=schedule, microbatches=4)
 
 
 def test_what_is_cloned_may_be_written() -> None:
     check(lambda: nn.Sequential(*(nn.Sequential(WritesCloned(), nn.BatchNorm1d(WIDTH)) for _ in range(4))), ranks=2)
+
+
+@pytest.mark.parametrize("block", [Clamps, SetsOnce])
+def test_writing_the_same_again_is_writing_nothing(block: type[Block]) -> None:
+    for schedule in ("gpipe", "zb-h1"):
+        check(chain(block), ranks=2, schedule=schedule, microbatches=4)
+
+
+def test_a_forward_that_runs_again_finds_its_own() -> None:
+    check(chain(WritesBuffer), ranks=2, microbatches=4, recompute="always")
+    with pytest.raises(PartitionError, match=r"updates '2\.scale' in place"):
+        check(chain(WritesBuffer), ranks=2, microbatches=4, recompute={0: "always"})
 
 
 def test_what_no_gradient_is_taken_of_may_be_written() -> None:

@@ -118,7 +118,10 @@ def packed_by(node: Node) -> list[object] | None:
     if "CppNode" in node.name():
         return None
     found: list[object] = []
+    is_training = getattr(node, "_saved_training", False)
     for name in _raw_names(type(node)):
+        if is_training and name.startswith("_raw_saved_running_"):
+            continue  # batch norm takes the statistics of the batch then
         raw = getattr(node, name)
         for saved in raw if isinstance(raw, tuple) else (raw,):
             try:
@@ -163,6 +166,16 @@ def has_global_backward_hooks() -> bool:
     """Whether hooks on the gradients of all modules are registered (`register_module_full_backward_hook`)."""
     hooks = torch.nn.modules.module
     return bool(hooks._global_backward_hooks or hooks._global_backward_pre_hooks)
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Whether hooks on the gradient of each backward are registered (`register_hook`)."""
+    return bool(parameter._backward_hooks)
+
+
+def has_accumulation_hooks(parameter: Tensor) -> bool:
+    """Whether hooks on the accumulated gradient are registered (`register_post_accumulate_grad_hook`)."""
+    return bool(parameter._post_accumulate_grad_hooks)
 
 
 def in_checkpoint() -> bool:

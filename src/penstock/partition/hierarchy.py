@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -46,7 +46,7 @@ def opening_for(
     while cuts is None:
         order = list(find_units(model, leaves, apart=found.names).values())
         weights = [blocks_in(unit.module) if unit.block else 0 for unit in order]
-        worth = frozenset(_worth_opening(order, weights, stages))
+        worth = frozenset(_worth_opening(order, weights, stages, whole))
         if not worth:
             break
         found = replace(found, tried=found.tried | worth)
@@ -61,16 +61,18 @@ def more_to_open(
     units = {unit.name: unit for unit in find_units(model, leaves, recording.grain, opening.names).values()}
     found = candidates(recording, model, balance)
     order = [units.get(one.name) or Unit(one.name, model.get_submodule(one.name), block=False) for one in found]
-    worth = _worth_opening(order, [one.weight for one in found], stages)
-    return replace(opening, tried=opening.tried | (frozenset(worth) - opening.whole))
+    names = canonical_names(model)
+    whole = opening.whole | {names[id(resolve(model, name, "leaves"))] for name in leaves}
+    worth = _worth_opening(order, [one.weight for one in found], stages, whole)
+    return replace(opening, tried=opening.tried | frozenset(worth))
 
 
-def _worth_opening(units: Sequence[Unit], weights: Sequence[int], stages: int) -> Iterator[str]:
-    """The modules inside which the best cuts would fall, if that is worthwhile.
+def _worth_opening(units: Sequence[Unit], weights: Sequence[int], stages: int, whole: Collection[str]) -> Iterator[str]:
+    """The modules inside which the best cuts would fall, if that is worthwhile; none of those that stay whole.
 
     Taken to be: as if each of a module's repeated blocks weighed the same.
     """
-    counts = [blocks_in(unit.module) if _may_open(unit.module) else 1 for unit in units]
+    counts = [blocks_in(unit.module) if unit.name not in whole and _may_open(unit.module) else 1 for unit in units]
     if max(counts, default=1) == 1 or stages == 1:
         return
     pieces = [weight // count for weight, count in zip(weights, counts, strict=True) for _ in range(count)]

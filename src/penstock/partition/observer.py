@@ -57,6 +57,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.provenance = Provenance()
         self.saved = Saved(self.provenance.root, is_watched=watches_saved)
         self.statistics: set[int] = set()
+        self._taken: set[int] = set()  # by operators that do not update running statistics
         self._log: list[Any] | None = None
         self._drew: list[nn.Module | None] = []
         self._written: dict[int, Tensor] = {}
@@ -67,7 +68,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace == "prim":  # which asks for a device: most of all calls
             return func(*args, **kwargs)
         writing: list[Tensor] = []
-        is_plain = isinstance(func, torch._ops.OpOverload)
+        is_plain, updates_statistics = isinstance(func, torch._ops.OpOverload), False
         if is_plain and (is_seeded(func) or written_arguments(func)):
             names = argument_names(func)
             given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -83,12 +84,15 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         self._written[storage_of(tensor)] = tensor
                         writing.append(tensor)
                         if name in RUNNING:
+                            updates_statistics = True
                             self.statistics.add(storage_of(tensor))
         values = (*args, *kwargs.values())
         if self._log is not None:
             self._log.append((func, described(values), numbers_given(func, args)))
         given_tensors = tensors_of(values)
         taken = self.provenance.read(given_tensors)
+        if not updates_statistics:
+            self._taken.update(taken)
         for tensor in writing:
             self.provenance.writing(tensor)
         result = func(*args, **kwargs)
@@ -101,17 +105,24 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def not_counting(self) -> Iterator[None]:
-        """Meanwhile operators are not the model's work."""
-        work = self.work
+        """Meanwhile operators are not the model's."""
+        work, taken = self.work, set(self._taken)
         try:
             yield
         finally:
-            self.work = work
+            self.work, self._taken = work, taken
+
+    @property
+    def mere_statistics(self) -> set[int]:
+        """The memory of running statistics that nothing takes but the batch norms that update them."""
+        return self.statistics - self._taken
 
     def stands_for(self, real: Tensor, fake: Tensor) -> None:
         """What was seen of a real tensor, which a unit ran on, holds of the fake one."""
         if storage_of(real) in self.statistics:
             self.statistics.add(storage_of(fake))
+        if storage_of(real) in self._taken:
+            self._taken.add(storage_of(fake))
         self.saved.stands_for(real, fake)
 
     @contextmanager

@@ -73,18 +73,11 @@ def one_way(
     sees_saved: bool,
     choices: Mapping[int, bool],
 ) -> Recording:
-    """The way that the forward takes with these answers where it branches by chance.
-
-    What is saved for backward is looked at in a second run only: what looks keeps memory alive, so that blocks could no
-    longer be compared with their second runs.
-    """
-    fake_calls, watches = frozenset[int](), False
+    """The way that the forward takes with these answers where it branches by chance."""
+    fake_calls, watches = frozenset[int](), sees_saved
     while True:
         try:
-            found = _record(model, args, kwargs, units, functions, fake_calls, opening, grain, choices, watches)
-            if watches or not sees_saved:
-                return found
-            watches = True
+            return _record(model, args, kwargs, units, functions, fake_calls, opening, grain, choices, watches)
         except Restart as restart:
             fake_calls = restart.fake_calls  # calls are numbered anew in each way
         except Watch:
@@ -116,6 +109,7 @@ def _record(
             new = partial(Recorder, model, units, loan, Entry(device), names, mode, fake_calls, reach, choices, opening)
             recorder = new(once=grain.once, watches_saved=watches)
             stack.callback(recorder.observer.provenance.restore)
+            stack.callback(recorder.observer.saved.release)
             inputs = _inputs(model, recorder, mode, given)
             with _staying_whole(recorder):
                 try:
@@ -137,7 +131,7 @@ def _record(
                     second = new(once=True)
                     stack.callback(second.observer.provenance.restore)
                     _check_stateless(recorder, second, mode, given, functions, changed)
-                if not watches and may_overwrite(recording, recorder.observer.statistics):
+                if not watches and may_overwrite(recording, recorder.observer.mere_statistics):
                     raise Watch
                 return recording
     finally:
@@ -298,7 +292,7 @@ def _finish(recorder: Recorder, loan: Loan, units: Any, result: Any, left: Seque
     carried = [entry.to_carry(lambda t: outputs.setdefault(recorder.node_of(t), len(outputs))) for entry in left]
     tensors += [t for entry in left for t in entry.small]
     recorder.observer.saved.follow(tensors)
-    recorder.observer.saved.settle(recorder.observer.statistics)
+    recorder.observer.saved.settle()
     texts = frozenset(entry.text for entry in left if entry.small)
     needed = [loan.names[id(t)] for t in leaves_of(tensors) if id(t) in loan.names]
     drawing = recorder.drawing

@@ -353,12 +353,16 @@ class Split:
         return later[-1] if later else None
 
     def overwritten(self, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
-        """What the model holds that some calls both update and save for their backward, as users know it."""
+        """Canonical names of the parameters and buffers that some calls both update and save for their backward."""
         facts = [self.facts[node] for node in nodes]
         written = frozenset[int]().union(*(fact.writes for fact in facts))
         saved = frozenset[int]().union(*(fact.saved for fact in facts))
-        held = [repr(name) for storage, name in self.recording.memory.items() if storage in written & saved]
-        return *held, *(each.text for each in self.recording.remembered if each.storage in saved)
+        return tuple(name for storage, name in self.recording.memory.items() if storage in written & saved)
+
+    def overwritten_strays(self, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+        """Likewise of what some calls remember in tensors that are neither parameters nor buffers; as users know it."""
+        saved = frozenset[int]().union(*(self.facts[node].saved for node in nodes))
+        return tuple(each.text for each in self.recording.remembered if each.storage in saved)
 
     def _root(self, node: fx.Node, storage: int, stage: int) -> fx.Node:
         """The value as which the memory came to a stage: followed through the views that are made there."""

@@ -54,8 +54,9 @@ class Stage:
         parameters, buffers: the model's own tensors that live here, by the names in `meta`.
         may_update: of the buffers, those that the forward may update for some values, besides those in `meta`.
         device: where it was recorded; calls that make tensors make them there. See `retarget`.
-        overwritten: what the forward updates in place although its backward uses it: parameters, buffers, and what
-            the forward remembers. No other forward may run in between.
+        overwritten: of the parameters and buffers, those that the forward updates in place although its backward uses
+            them.
+        overwritten_strays: likewise of other tensors that its forward remembers, as users know them.
         remembered: what its forward carries over from one microbatch to the next; see `Remembered`.
         frame: called with the stage's forward and its arguments; None where nothing is to be done around it.
     """
@@ -69,6 +70,7 @@ class Stage:
     may_update: tuple[str, ...] = ()
     remembered: tuple[Remembered, ...] = ()
     overwritten: tuple[str, ...] = ()
+    overwritten_strays: tuple[str, ...] = ()
 
     @property
     def forward(self) -> Callable[..., Sequence[Tensor]]:
@@ -154,7 +156,8 @@ def build_stage(split: Split, plan: Plan, index: int, streams: RandomSource) -> 
         recording.device,
         may_update=may_update,
         remembered=remembered,
-        overwritten=split.overwritten(plan.run),
+        overwritten=tuple(public[name] for name in split.overwritten(plan.run)),
+        overwritten_strays=split.overwritten_strays(plan.run),
     )
 
 

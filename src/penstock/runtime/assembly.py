@@ -19,7 +19,7 @@ from penstock.runtime.compiled import OwnGradients, any_compiled, forward_of
 from penstock.runtime.deferred_norm import DeferredNorms
 from penstock.runtime.finite import FiniteStage
 from penstock.runtime.forward_state import ForwardState
-from penstock.runtime.in_flight import refuse_in_flight
+from penstock.runtime.in_flight import Overwritten, refuse_in_flight
 from penstock.runtime.keeping import Keeping
 from penstock.runtime.loss import LossHead
 from penstock.runtime.offload import Offload
@@ -104,6 +104,9 @@ def assemble(
         stages = _with_layers_again(stages, keeping.every)
     arounds: list[Around] = []
     finite = None
+    if training and stage.overwritten:
+        again = microbatches_to_recompute(keeping.recompute, row, stage.meta.index)
+        arounds.append(Overwritten(stage, row, again))
     if training and (choices.compile is not None or any_compiled(stage.module.modules())):
         arounds.append(OwnGradients(stage.parameters.values()))
     if training and choices.check_finite:

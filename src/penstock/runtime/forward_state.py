@@ -9,12 +9,12 @@ backward.
 from __future__ import annotations
 
 import operator
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -76,23 +76,40 @@ class Contents:
             self.container.extend(value)
 
     def holds(self, value: Any) -> bool:
-        now = self.container
-        if len(now) != len(value):
-            return False
-        if isinstance(now, dict):
-            return list(now) == list(value) and all(map(operator.is_, now.values(), value.values()))
-        return all(map(operator.is_, now, value))
+        return _same(self.container, value)
 
 
 Place = Attribute | Contents
 Values = dict[Key, Any]
 
 
-class Kept(NamedTuple):
-    """What the places held before and after the forward of one microbatch."""
+class ContainerCopies:
+    """What the lists and dicts of some modules contain now, for a layer that is run again within a backward."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        places = _places_in(modules).values()
+        self._contents = [(place, place.read()) for place in places if isinstance(place, Contents)]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Meanwhile they contain that. What is put there or taken away meanwhile is forgotten."""
+        now = [place.read() for place, _ in self._contents]
+        for place, contents in self._contents:
+            place.write(contents)
+        try:
+            yield
+        finally:
+            for (place, _), contents in zip(self._contents, now, strict=True):
+                place.write(contents)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What the places held before and after the forward of one microbatch, and after it was run again, if it was."""
 
     before: Values
     after: Values
+    again: Values
 
 
 class ForwardState:
@@ -109,7 +126,6 @@ class ForwardState:
         self._places: dict[Key, Place] = {}
         self._learning = True
         self._kept: dict[int, Kept] = {}
-        self._first: Values = {}  # before the first of those forwards that have no backward yet
         self._latest = -1  # the microbatch of the last forward
 
     def begin_step(self) -> None:
@@ -126,18 +142,19 @@ class ForwardState:
             now = _places_in(self._modules)
             new = {k: p for k, p in now.items() if k not in self._places and not _held(p, before)}
             self._places.update(new)
-        if not self._places:
-            return
-        before = {key: before[key] for key in self._places if key in before}
-        self._first = {**before, **self._first} if self._kept else before
-        self._kept[microbatch] = Kept(before, self._now())
-        self._latest = microbatch
+            for kept in self._kept.values():  # earlier forwards have left it as this one has found it
+                for values in (kept.before, kept.after):
+                    values.update({key: before.get(key, _MISSING) for key in new})
+        if self._places:
+            before = {key: before.get(key, _MISSING) for key in self._places}
+            self._kept[microbatch] = Kept(before, self._now(), {})
+            self._latest = microbatch
 
     @contextmanager
     def backward(self, microbatch: int) -> Iterator[None]:
         """Around a backward: what its forward has set is there meanwhile."""
         self._learning = False
-        kept = self._kept.pop(microbatch, None)
+        kept = self._kept.get(microbatch)
         if kept is None:
             yield
             return
@@ -146,15 +163,40 @@ class ForwardState:
         try:
             yield
         finally:
-            undone = [
-                key
-                for key, value in kept.before.items()
-                if isinstance(place := self._places[key], Contents) and place.holds(value)
-            ]
-            if microbatch != self._latest:  # else what backward left is what plain torch leaves
-                self._put(now)
-            if not self._kept:  # a backward takes away what its forward has added: so does each, and nothing is left
-                self._put({key: self._first[key] for key in undone})
+            del self._kept[microbatch]
+            self._settle(microbatch, kept, now)
+
+    @contextmanager
+    def again(self, microbatch: int) -> Iterator[None]:
+        """Within a backward, around the stage's forward where it is run again: on what it was run on."""
+        kept = self._kept.get(microbatch)
+        if kept is None:
+            yield
+            return
+        self._put(kept.before)
+        yield
+        kept.again.update(self._now())
+
+    def _settle(self, microbatch: int, kept: Kept, now: Values) -> None:
+        """Ends a backward. `now` is what was there before it.
+
+        Containers lose and gain what backward took away and added, also for backwards to come: a stack on which each
+        forward pushes and from which each backward pops ends empty, and one that backward leaves alone stays as it is.
+        """
+        left = self._now()
+        for key, value in now.items():
+            place = self._places[key]
+            if isinstance(place, Attribute):
+                if microbatch != self._latest:  # else what backward left is what plain torch leaves
+                    place.write(value)
+                continue
+            before, after = kept.after[key], left[key]
+            if key in kept.again:
+                after = _renamed(after, kept.again[key], before)
+            place.write(_amended(value, before, after))
+            for other in self._kept.values():
+                for values in (other.before, other.after):
+                    values[key] = _amended(values[key], before, after)
 
     def _now(self) -> Values:
         return {key: place.read() for key, place in self._places.items()}
@@ -162,6 +204,58 @@ class ForwardState:
     def _put(self, values: Values) -> None:
         for key, value in values.items():
             self._places[key].write(value)
+
+
+def _renamed(contents: Any, again: Any, first: Any) -> Any:
+    """Contents of a container, with what a forward put there when it was run first, not when it was run again."""
+    renamed = contents.copy()
+    renamed.clear()
+    if isinstance(contents, dict):
+        keys = dict(zip(again, first, strict=False))
+        values = {id(value): other for value, other in zip(again.values(), first.values(), strict=False)}
+        renamed.update({keys.get(key, key): values.get(id(value), value) for key, value in contents.items()})
+    else:
+        values = {id(value): other for value, other in zip(again, first, strict=False)}
+        renamed.extend(values.get(id(value), value) for value in contents)
+    return renamed
+
+
+def _amended(contents: Any, before: Any, after: Any) -> Any:
+    """Contents of a container, in which what differs between `before` and `after` is changed alike."""
+    if _same(before, after):
+        return contents
+    if _same(contents, before):
+        return after
+    amended = contents.copy()
+    if isinstance(contents, dict):
+        for key in before:
+            if key not in after and amended.get(key, _MISSING) is before[key]:
+                del amended[key]
+        amended.update({key: value for key, value in after.items() if before.get(key, _MISSING) is not value})
+        return amended
+    gone, new = Counter(map(id, before)), []
+    for value in after:
+        if gone[id(value)]:
+            gone[id(value)] -= 1
+        else:
+            new.append(value)
+    amended.clear()
+    for value in contents:
+        if gone[id(value)]:
+            gone[id(value)] -= 1
+        else:
+            amended.append(value)
+    amended.extend(new)
+    return amended
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two containers hold the same objects in the same order."""
+    if len(one) != len(other):
+        return False
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(map(operator.is_, one.values(), other.values()))
+    return all(map(operator.is_, one, other))
 
 
 def _held(place: Place, before: Values) -> bool:

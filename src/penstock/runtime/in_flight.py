@@ -1,35 +1,70 @@
-"""Stages that cannot have several microbatches in flight: their forward updates what their backward uses."""
+"""Parameters and buffers that a stage's forward updates although its backward uses them.
+
+On one device a microbatch's backward finds what its own forward has left. With several microbatches in flight it may
+find what the forward of another has written, of which autograd knows nothing if that went through `.data`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
 
 from penstock.errors import PartitionError
 from penstock.partition import Stage
+from penstock.partition.loan import same_bits
 from penstock.schedule import Action, Op
 
 
-def refuse_in_flight(stage: Stage, row: Iterable[Action]) -> None:
-    """Refuses a schedule in which a stage runs a forward before the backward of another microbatch is done.
-
-    On one device a microbatch's backward uses the parameters and buffers as its own forward has left them.
+class Overwritten:
+    """Around each computation of a stage: what its forward has left must be there, to the bit, in its backward.
 
     Args:
         row: the actions of the stage's rank, in order.
-
-    Raises:
-        PartitionError: the schedule does so, and the forward updates what backward uses.
+        again: the microbatches whose whole forward is run again, on copies of what it found.
     """
-    if not stage.overwritten:
+
+    def __init__(self, stage: Stage, row: Iterable[Action], again: Collection[int]) -> None:
+        held = {**stage.parameters, **stage.buffers}
+        self._tensors = {name: held[name] for name in stage.overwritten}
+        self._again = again
+        self._last = {action.microbatch: action for action in row if action.stage == stage.meta.index}
+        self._left: dict[int | None, dict[str, Tensor]] = {}
+
+    @contextmanager
+    def __call__(self, action: Action) -> Iterator[None]:
+        if action.op is not Op.F:
+            for name, left in self._left.get(action.microbatch, {}).items():
+                if not same_bits(left, self._tensors[name]):
+                    raise _refusal(action.stage, repr(name))
+        yield
+        if action.op is Op.F and action.microbatch not in self._again:
+            self._left[action.microbatch] = {name: t.detach().clone() for name, t in self._tensors.items()}
+        if action == self._last[action.microbatch]:
+            self._left.pop(action.microbatch, None)
+
+
+def refuse_in_flight(stage: Stage, row: Iterable[Action]) -> None:
+    """Refuses a stage that updates what it remembers beside buffers and uses that in backward, where a forward may come
+    between.
+
+    Args:
+        row: the actions of the stage's rank, in order.
+    """
+    if not stage.overwritten_strays:
         return
     mine = [action for action in row if action.stage == stage.meta.index and action.op.is_compute]
     last = {action.microbatch: place for place, action in enumerate(mine)}
     for place, action in enumerate(mine):
         others = [one for one in mine[place + 1 : last[action.microbatch]] if one.microbatch != action.microbatch]
         if any(one.op is Op.F for one in others):
-            raise PartitionError(
-                f"the forward of stage {stage.meta.index} updates {stage.overwritten[0]} in place although its "
-                "backward uses it, so that the backward of one microbatch would find what the forward of another has "
-                "written. Update it after the step, let the forward use a clone of it, or choose schedule='naive' or "
-                "microbatches=1"
-            )
+            raise _refusal(stage.meta.index, stage.overwritten_strays[0])
+
+
+def _refusal(stage: int, what: str) -> PartitionError:
+    return PartitionError(
+        f"the forward of stage {stage} updates {what} in place although its backward uses it, so that the backward of "
+        "one microbatch would find what the forward of another has written. Update it after the step, let the forward "
+        "use a clone of it, or choose schedule='naive' or microbatches=1"
+    )

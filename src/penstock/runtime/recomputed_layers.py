@@ -7,8 +7,8 @@ what it leaves to its callers: buffers are updated once, and what is updated in 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from penstock.partition._compat import flatten, unflatten
 from penstock.partition.loan import map_tensors
 from penstock.partition.state.remembered import refuse_again
 from penstock.runtime import exact
+from penstock.runtime.forward_state import ContainerCopies
 from penstock.runtime.recompute import BufferCopies, Buffers, updated_buffers
 
 
@@ -75,7 +76,7 @@ class _Again(nn.Module):
         if not torch.is_grad_enabled():
             return self.layer(*args, **kwargs)
         names = tuple(kwargs)
-        call = _Call(self.layer, names, self._buffers_of_layer.copy())
+        call = _Call(self.layer, names, self._buffers_of_layer.copy(), ContainerCopies(self.layer.modules()))
         given = (*args, *kwargs.values())
         flat = flatten(given, empty=True)
         if not self._copies and _are(flat.leaves, given):  # tensors and plain values
@@ -97,8 +98,10 @@ class _Call:
         takes_gradient: of each tensor among the arguments, where copies are kept.
     """
 
-    def __init__(self, layer: nn.Module, names: Sequence[str], before: BufferCopies) -> None:
-        self._layer, self._names, self._before = layer, names, before
+    def __init__(
+        self, layer: nn.Module, names: Sequence[str], buffers: BufferCopies, containers: ContainerCopies
+    ) -> None:
+        self._layer, self._names, self._buffers, self._containers = layer, names, buffers, containers
         self.first: Sequence[Any] | None = None
         self.takes_gradient: Sequence[bool] | None = None
 
@@ -113,7 +116,12 @@ class _Call:
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Around the first run and around the second."""
-        return nullcontext(), self._before.in_place()
+        return nullcontext(), self._as_before()
+
+    @contextmanager
+    def _as_before(self) -> Iterator[None]:
+        with self._buffers.in_place(), self._containers.in_place():
+            yield
 
 
 def _are(leaves: Sequence[Any], given: Sequence[Any]) -> bool:

@@ -227,7 +227,8 @@ class StageRunner:
         """Runs a forward again, on what it ran on, for its graph."""
         keeper, kept = self._extras.keeper, self._kept.pop(microbatch)
         assert keeper is not None
-        with kept.buffers.in_place():
+        state = self._extras.forward_state
+        with kept.buffers.in_place(), nullcontext() if state is None else state.again(microbatch):
             return self._run(microbatch, keeper.args_of(kept))[0]
 
     def collect(self, microbatch: int) -> list[Tensor | None]:

@@ -34,7 +34,8 @@ class Watch(BaseException):
 def may_overwrite(recording: Recording, statistics: Collection[int]) -> bool:
     """Whether the forward updates in place what may be saved for backward, so that this is to be looked at.
 
-    `statistics`: the memory of batch norms' running statistics, which is not saved where it is updated.
+    `statistics`: the memory of running statistics that only batch norms take, which do not use them where they update
+    them.
     """
     facts = recording.facts.values()
     written = frozenset[int]().union(*(fact.writes for fact in facts)).difference(statistics)
@@ -103,14 +104,23 @@ class Saved:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """What is saved meanwhile is forgotten."""
-        recent, self._recent = self._recent, []
+        recent, visited = self._recent, set(self._visited)
+        self._recent = []
         try:
             yield
         finally:
-            self._recent = recent
+            _release(self._recent)
+            self._recent, self._visited = recent, visited
+
+    def release(self) -> None:
+        """To be called in the end: what is saved as the result of its node keeps that node alive, and it the result."""
+        _release(self._recent)
+        for _, packed in self._of_calls:
+            _release(packed)
 
     def forget(self) -> None:
         """What was saved since a call was written is none's."""
+        _release(self._recent)
         self._recent = []
 
     def follow(self, results: Iterable[Tensor]) -> None:
@@ -147,11 +157,11 @@ class Saved:
             self._of_calls.append((fact, self._recent))
         self._recent, self._keeps_given = [], False
 
-    def settle(self, statistics: Collection[int]) -> None:
-        """Tells the facts, once the forward has ended. `statistics`: see `may_overwrite`."""
+    def settle(self) -> None:
+        """Tells the facts, once the forward has ended."""
         for fact, packed in self._of_calls:
             used = [each for each in packed if each.is_used or self._is_blind]
-            fact.saved = fact.saved.union(*(each.memory for each in used)).difference(statistics)
+            fact.saved = fact.saved.union(*(each.memory for each in used))
             fact.saved_sizes = {each.key: each.size for each in used}
 
 
@@ -166,7 +176,7 @@ class _Packed:
         is_used: whether a node of a result's graph has it.
     """
 
-    tensor: Tensor
+    tensor: Tensor | None
     memory: set[int]
     key: int
     size: int
@@ -174,4 +184,10 @@ class _Packed:
 
 
 def _unpack(packed: _Packed) -> Tensor:
+    assert packed.tensor is not None, "the recording is over"
     return packed.tensor
+
+
+def _release(every: Iterable[_Packed]) -> None:
+    for packed in every:
+        packed.tensor = None
