@@ -44,6 +44,29 @@ def draws(given: Any) -> float:
     return float(inside(given).random())
 
 
+def adds_up(given: Any) -> float:
+    given.count += 1.0
+    return float(given.count)
+
+
+class Counter(nn.Module):
+    """A module that is none of the model's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0.0
+
+
+class Closing:
+    """No stage makes such an object anew: it cleans up after itself."""
+
+    def __init__(self) -> None:
+        self.count = 0.0
+
+    def __del__(self) -> None:
+        pass
+
+
 CHANGED: dict[str, tuple[Make, Use, str]] = {
     "set": (set, grows, "set"),
     "dict of a set": (lambda: {"k": set()}, grows, "set"),
@@ -51,6 +74,8 @@ CHANGED: dict[str, tuple[Make, Use, str]] = {
     "ndarray": (lambda: np.zeros(1), counts, "ndarray"),
     "bytearray": (bytearray, lengthens, "bytearray"),
     "array": (lambda: array.array("d"), lengthens, "array"),
+    "module": (Counter, adds_up, "Counter"),
+    "an object that cleans up": (Closing, adds_up, "Closing"),
     "Random": (lambda: random.Random(0), draws, "Random"),
     "Generator": (lambda: np.random.default_rng(0), draws, "Generator"),
     "tuple of a Generator": (lambda: (np.random.default_rng(0),), draws, "Generator"),
@@ -118,15 +143,36 @@ def test_a_later_block_that_changes_it_is_named() -> None:
 
 
 def reads(given: Any) -> float:
-    places, table, generator = given["all"]
-    return float(len(places) + table.sum() + isinstance(generator, random.Random))
+    places, table, generator, *others = given["all"]
+    return float(len(places) + table.sum() + isinstance(generator, random.Random) + sum(one.count for one in others))
 
 
 def test_what_is_only_read_is_passed_on() -> None:
     torch.manual_seed(0)
-    model = Model(lambda: {"all": ({1, 2}, np.ones(2), random.Random(0))}, reads)
+    model = Model(lambda: {"all": ({1, 2}, np.ones(2), random.Random(0), Counter(), Closing())}, reads)
     x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
     report = verify(model, (x,), y, squared_error, ranks=2, microbatches=2, schedule="gpipe")
+    assert report.ok, report.summary()
+
+
+class Shares(Model):
+    """Passes on what the model keeps: a module, and itself."""
+
+    def __init__(self) -> None:
+        super().__init__(Counter, lambda given: 2.0)
+        self.counter = Closing()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, (self, self.linear, self.counter))
+        return x
+
+
+def test_what_the_model_keeps_may_be_passed_on() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+    report = verify(Shares(), (x,), y, squared_error, ranks=2, microbatches=2, schedule="gpipe")
     assert report.ok, report.summary()
 
 

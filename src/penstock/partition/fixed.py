@@ -7,6 +7,7 @@ does, one device makes a new one in each forward, and the recording would carry 
 from __future__ import annotations
 
 import array
+import enum
 import pickle
 import random
 from collections.abc import Callable, Collection, Hashable, Iterable
@@ -15,7 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from penstock.partition._compat import Flat, flatten
 from penstock.partition.obstacle import Obstacle
+from penstock.partition.passed import alike
+from penstock.partition.trees import fields
 
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 _CONTAINERS = (set, bytearray, array.array, np.ndarray)
@@ -35,7 +39,10 @@ class _Given:
     scope: str
 
     def is_changed(self) -> bool:
-        return _state(self.value) != self.state
+        now = _state(self.value)
+        if isinstance(now, Flat) and isinstance(self.state, Flat):
+            return not alike((now.structure, now.leaves), (self.state.structure, self.state.leaves))
+        return now != self.state
 
     def refusal(self, what: str) -> Obstacle:
         remedy = "Pass tensors, or a list, a dict or a plain object, which are made anew for each microbatch"
@@ -53,11 +60,13 @@ class Fixed:
     """Those that the blocks of one forward were given.
 
     Args:
-        elsewhere: gives ids of what the model keeps, whose changes are followed by other rules.
+        elsewhere: gives ids of what the model keeps (of objects, those of their `__dict__`), whose changes are followed
+            by other rules. They stay the same.
     """
 
     def __init__(self, elsewhere: Callable[[], Collection[int]]) -> None:
-        self._elsewhere = elsewhere
+        self._find_elsewhere = elsewhere
+        self._elsewhere: Collection[int] | None = None
         self._given: dict[int, _Given] = {}
 
     def give(self, values: Iterable[Any], unit: str, here: Callable[[], str], scope: str) -> list[Any]:
@@ -68,14 +77,23 @@ class Fixed:
         Raises:
             Obstacle: the forward has changed one since an earlier block was given it.
         """
-        found = [value for value in values if isinstance(value, (*_CONTAINERS, *_GENERATORS))]
-        kept = self._elsewhere() if found else ()
-        found = [value for value in found if id(value) not in kept and not any(value is one for one in _GLOBAL)]
+        found = [value for value in values if self._is_watched(value)]
         if found:
             self.check()
         for value in found:
             self._given.setdefault(id(value), _Given(value, _state(value), unit, here(), scope))
         return found
+
+    def _is_watched(self, value: Any) -> bool:
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(value, (*_CONTAINERS, *_GENERATORS)):
+            if any(value is one for one in _GLOBAL):
+                return False
+        elif not isinstance(attributes, dict) or isinstance(value, enum.Enum):
+            return False
+        if self._elsewhere is None:
+            self._elsewhere = self._find_elsewhere()
+        return id(value) not in self._elsewhere and id(attributes) not in self._elsewhere
 
     def take(self, values: Iterable[Any], unit: str) -> None:
         """After the call, with what `give` returned. Raises Obstacle if it has changed one of them."""
@@ -100,7 +118,9 @@ def _state(value: Any) -> object:
         return bytes(value)
     if isinstance(value, array.array):
         return value.typecode, value.tobytes()
-    return _position(value)
+    if isinstance(value, _GENERATORS):
+        return _position(value)
+    return flatten(fields(value), empty=True)
 
 
 def _position(generator: Any) -> Hashable:

@@ -44,7 +44,7 @@ class Passed:
         if not self.containers:
             return []
         before, after = _by_container(self._every), _by_container(self._state()[1])
-        return [index for index, pair in enumerate(zip(before, after, strict=True)) if not _alike(*pair)]
+        return [index for index, pair in enumerate(zip(before, after, strict=True)) if not alike(*pair)]
 
     def given(self, changed: Collection[int]) -> tuple[list[int], Flat]:
         """Which containers must be made for the call, and what of: all containers, as they were before it."""
@@ -87,7 +87,8 @@ def _leaves(plan: Plan) -> int:
     return 1 if plan.op == LEAF.op else sum(map(_leaves, plan.children))
 
 
-def _alike(one: tuple[Plan, list[Any]], other: tuple[Plan, list[Any]]) -> bool:
+def alike(one: tuple[Plan, list[Any]], other: tuple[Plan, list[Any]]) -> bool:
+    """Whether two values, as structure and leaves, hold the same objects and equal constants."""
     if one[0] != other[0]:
         return False
     pairs = zip(one[1], other[1], strict=True)

@@ -87,7 +87,7 @@ class Recorder(Writer, TorchFunctionMode):
         self.drawing: dict[str, nn.Module] = {}
         self.real: set[str] = set()  # units that ran for real, on made-up inputs
         self.returned = Returned(opening)
-        self.fixed = Fixed(lambda: {*self._kept, *(id(place.entries) for place in reach.places)})
+        self.fixed = Fixed(lambda: {*names, *self._kept, *(id(place.entries) for place in reach.places)})
         self._thread = threading.get_ident()
         self._paused = False
         self._numbers = count()
