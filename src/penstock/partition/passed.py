@@ -6,7 +6,7 @@ left in them. So a cache that every block writes into crosses cuts like any othe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -87,7 +87,7 @@ def _leaves(plan: Plan) -> int:
     return 1 if plan.op == LEAF.op else sum(map(_leaves, plan.children))
 
 
-def alike(one: tuple[Plan, list[Any]], other: tuple[Plan, list[Any]]) -> bool:
+def alike(one: tuple[Hashable, list[Any]], other: tuple[Hashable, list[Any]]) -> bool:
     """Whether two values, as structure and leaves, hold the same objects and equal constants."""
     if one[0] != other[0]:
         return False
