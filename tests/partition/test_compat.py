@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from penstock.partition import _compat as compat
@@ -87,3 +89,19 @@ def test_nodes_tell_what_they_saved_without_unpacking_it() -> None:
     assert all(packed[:4])
     assert compat.size_of(x[1:]) == 12
     assert compat.size_of(x.to_sparse()) == 12
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        ("register_hook", compat.has_gradient_hooks),
+        ("register_post_accumulate_grad_hook", compat.has_accumulation_hooks),
+    ],
+)
+def test_hooks_on_a_gradient_are_known_while_they_are_there(kind: str, found: Callable[[Tensor], bool]) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    assert not found(parameter)
+    handle = getattr(parameter, kind)(lambda _: None)
+    assert found(parameter)
+    handle.remove()
+    assert not found(parameter)

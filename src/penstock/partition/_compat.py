@@ -168,6 +168,16 @@ def has_global_backward_hooks() -> bool:
     return bool(hooks._global_backward_hooks or hooks._global_backward_pre_hooks)
 
 
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Whether hooks on the gradient of each backward are registered (`register_hook`)."""
+    return bool(parameter._backward_hooks)
+
+
+def has_accumulation_hooks(parameter: Tensor) -> bool:
+    """Whether hooks on the accumulated gradient are registered (`register_post_accumulate_grad_hook`)."""
+    return bool(parameter._post_accumulate_grad_hooks)
+
+
 def in_checkpoint() -> bool:
     """Whether what runs now will be run again in backward by torch's checkpointing (`use_reentrant=False`)."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)

@@ -27,6 +27,7 @@ from penstock.runtime.ranges import is_profiling, ranged
 from penstock.runtime.replicas import Average, Replicas
 from penstock.runtime.shared_memory import Neighbours, SharedMemoryTransport
 from penstock.runtime.streams import Streams
+from penstock.runtime.tied_hooks import Tied, refuse_hooks, tied_among
 from penstock.runtime.ties import TieGroup, TieReducer
 from penstock.runtime.transport import Transport
 from penstock.runtime.world import World
@@ -54,6 +55,8 @@ class Job:
     """Over replicas, by stage; empty where there are none."""
     updated: tuple[Tensor, ...]
     """The buffers, and parameters if any, of this process that a forward updates."""
+    tied: tuple[Tied, ...]
+    """The parameters of this process that several stages hold and train."""
     schedule: Schedule
     training: bool
 
@@ -142,6 +145,8 @@ class Engine:
             head = LossHead(loss, partitions, self.streams, needed=training)
             rank_of = schedule.placement.rank_of
             here = [stage for stage in first.stages if rank_of[stage.meta.index] in self.ranks]
+            tied = tied_among(first.stages, here, schedule.placement.pipelines) if training else ()
+            refuse_hooks(tied)
             averages = self._averages(here) if training else {}
             programs = self._programs(partitions, schedule, head, averages, choices, training=training)
         number, self._jobs = self._jobs, self._jobs + 1
@@ -155,6 +160,7 @@ class Engine:
             head=head,
             averages=averages,
             updated=tuple({**stage.parameters, **stage.buffers}[name] for stage in here for name in stage.meta.updated),
+            tied=tied,
             schedule=schedule,
             training=training,
         )
@@ -264,6 +270,7 @@ class Engine:
 
     def _run(self, job: Job, feed: Feed, step: int, *, timed: bool) -> dict[int, list[Moment]]:
         moments: dict[int, list[Moment]] = {}
+        refuse_hooks(job.tied)
         self.control.watchdog.step += 1
         self.control.watchdog.check()
         for program in job.programs:

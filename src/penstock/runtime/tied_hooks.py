@@ -1,0 +1,57 @@
+"""Hooks on the gradient of a parameter that several stages hold.
+
+In plain torch a hook is called once in each backward, with the sum over all uses of the parameter, or with what is
+accumulated so far. Each stage has a backward of its own, and so a share of that sum; each copy of a stage, as
+bidirectional schedules have them, accumulates the gradients of its own microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from penstock.errors import PartitionError
+from penstock.partition import Stage
+from penstock.partition._compat import has_accumulation_hooks, has_gradient_hooks
+from penstock.stages import ties
+
+
+class Tied(NamedTuple):
+    """A parameter that several stages hold.
+
+    Attributes:
+        name: its canonical one.
+        stages: those that hold it.
+        in_one_backward: whether one microbatch passes several of them; otherwise they are copies of one stage.
+    """
+
+    name: str
+    stages: tuple[int, ...]
+    parameter: nn.Parameter
+    in_one_backward: bool
+
+
+def tied_among(stages: Sequence[Stage], here: Iterable[Stage], pipelines: int) -> tuple[Tied, ...]:
+    """The parameters of this process's stages that several stages hold.
+
+    Args:
+        stages: of all pipelines, one pipeline's after another's.
+    """
+    held = {name: parameter for stage in here for name, parameter in stage.parameters.items()}
+    in_one = ties([stage.meta for stage in stages[: len(stages) // pipelines]])
+    every = ties([stage.meta for stage in stages])
+    return tuple(Tied(name, on, held[name], name in in_one) for name, on in every.items() if name in held)
+
+
+def refuse_hooks(tied: Iterable[Tied]) -> None:
+    """Raises PartitionError if one has a hook on its gradient that would see a share of it."""
+    for name, stages, parameter, in_one_backward in tied:
+        if has_accumulation_hooks(parameter) or (in_one_backward and has_gradient_hooks(parameter)):
+            raise PartitionError(
+                f"parameter {name!r} has a hook on its gradient (register_hook or register_post_accumulate_grad_hook), "
+                f"and is held by stages {list(stages)}: each would call the hook with its own share of the gradient, "
+                "not with the sum, as plain training does. Choose cuts, or a schedule, with which one stage holds it, "
+                "or remove the hook and change the gradient after the step (p.grad, before optimizer.step())"
+            )
