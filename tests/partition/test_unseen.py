@@ -51,6 +51,37 @@ class WritesWeight(Block):
         return super().forward(x)
 
 
+class ExchangesWeight(Block):
+    """A linear layer saves a view of its weight, which keeps the memory that the weight had."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer.weight.data = self.layer.weight.data * 0.9
+        return super().forward(x)
+
+
+class ExchangesBuffer(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x) * self.scale
+        self.scale.data = self.scale * 0.9
+        return y
+
+
+class ExchangesBufferForReal(ExchangesBuffer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + 0 * len(x.detach().sum(1).nonzero().tolist()))
+
+
+class BinaryWeight(Block):
+    """Computes with the signs of its weight, and has it back before anyone looks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.layer.weight.data
+        self.layer.weight.data = weight.sign()
+        y = super().forward(x)
+        self.layer.weight.data = weight
+        return y
+
+
 class WritesWeightForReal(WritesWeight):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * (1 + 0 * len(x.detach().sum(1).nonzero().tolist()))
@@ -205,6 +236,8 @@ def test_layers_that_run_again_find_what_they_found_at_first() -> None:
     ("block", "name"),
     [
         (WritesWeight, r"'[12]\.layer\.weight'"),
+        (ExchangesBuffer, r"'[02]\.scale'"),
+        (ExchangesBufferForReal, r"'[02]\.scale'"),
         (WritesWeightForReal, r"'[12]\.layer\.weight'"),
         (NormalisesByAverages, r"'[02]\.norm\.running_(mean|var)'"),
         (WritesBuffer, r"'[02]\.scale'"),
@@ -222,14 +255,15 @@ def test_what_is_cloned_may_be_written() -> None:
     check(lambda: nn.Sequential(*(nn.Sequential(WritesCloned(), nn.BatchNorm1d(WIDTH)) for _ in range(4))), ranks=2)
 
 
-@pytest.mark.parametrize("block", [Clamps, SetsOnce])
-def test_writing_the_same_again_is_writing_nothing(block: type[Block]) -> None:
+@pytest.mark.parametrize("block", [Clamps, SetsOnce, BinaryWeight, ExchangesWeight])
+def test_what_backward_finds_as_its_forward_left_it_may_be_written(block: type[Block]) -> None:
     for schedule in ("gpipe", "zb-h1"):
         check(chain(block), ranks=2, schedule=schedule, microbatches=4)
 
 
 def test_a_forward_that_runs_again_finds_its_own() -> None:
-    check(chain(WritesBuffer), ranks=2, microbatches=4, recompute="always")
+    for block in (WritesBuffer, ExchangesBuffer):
+        check(chain(block), ranks=2, microbatches=4, recompute="always")
     with pytest.raises(PartitionError, match=r"updates '2\.scale' in place"):
         check(chain(WritesBuffer), ranks=2, microbatches=4, recompute={0: "always"})
 

@@ -143,7 +143,9 @@ def _fake_memory(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> 
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one shape and dtype hold the same values, NaNs among them; True if they hold none."""
+    """Whether two tensors hold the same values, NaNs among them; True if neither holds any."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
     if one.is_meta or other.is_meta or one.layout != torch.strided:
         return True
     return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -55,13 +55,13 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.work = 0
         self._inside_function = False
         self.provenance = Provenance()
-        self.saved = Saved(self.provenance.root, is_watched=watches_saved)
+        self.saved = Saved(self.provenance.meant, is_watched=watches_saved)
         self.statistics: set[int] = set()
         self._taken: set[int] = set()  # by operators that do not update running statistics
         self._log: list[Any] | None = None
         self._drew: list[nn.Module | None] = []
-        self._written: dict[int, Tensor] = {}
-        self._kept: list[Tensor] = []
+        self._written: dict[int, Any] = {}  # what holds the memory
+        self._kept: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -95,13 +95,23 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._taken.update(taken)
         for tensor in writing:
             self.provenance.writing(tensor)
-        result = func(*args, **kwargs)
+        sets = is_plain and func._opname == "set_"
+        with self.exchanging(args[0]) if sets else nullcontext():
+            result = func(*args, **kwargs)
         made = tensors_of(result if isinstance(result, (list, tuple)) else (result,))
         self.provenance.wrote(func, taken, made)
         if is_plain:
             trains = self._inside_function or torch.is_grad_enabled()
             self.work += work_of(Operation(func, args, kwargs, result), given_tensors, made, trains)
         return result
+
+    @contextmanager
+    def exchanging(self, tensor: Tensor) -> Iterator[None]:
+        """Around what gives a tensor other memory (`.data = ...`): that is an update in place, too."""
+        memory, root = tensor.untyped_storage(), self.provenance.root(tensor)
+        yield
+        self._written[root] = memory
+        self.provenance.exchanged(tensor, root)
 
     @contextmanager
     def not_counting(self) -> Iterator[None]:
@@ -123,7 +133,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.statistics.add(storage_of(fake))
         if storage_of(real) in self._taken:
             self._taken.add(storage_of(fake))
-        self.saved.stands_for(real, fake)
+        self.saved.stands_for(real, self.provenance.root(fake))
 
     @contextmanager
     def in_function(self) -> Iterator[None]:

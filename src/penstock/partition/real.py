@@ -74,13 +74,13 @@ def run_for_real(
         finally:
             snapshot.restore_tensors(partial(_is_made_to_learn, observer))
     drew, seen = observer.take(keep=False)  # batch norm updates its running statistics without a new version
-    written = set()
+    written, root = set(), observer.provenance.root  # which the run on fakes may have given other memory
     for key, (f, r) in made.items():
         if r._version != versions.get(key, r._version):
             torch.autograd.graph.increment_version(f)
-            written.add(storage_of(f))
+            written.add(root(f))
         elif storage_of(r) in seen or key in other:
-            written.add(storage_of(f))
+            written.add(root(f))
         observer.stands_for(r, f)
     back = _back_to_fakes(list(made.values()), observer, mode, device)
     left = map_tensors(back, (result, given.containers))

@@ -27,7 +27,6 @@ from penstock.partition._compat import (
     fake_mode,
     flatten,
     quiet,
-    storage_of,
     unflatten,
 )
 from penstock.partition.chain import Chain
@@ -310,7 +309,7 @@ def _finish(recorder: Recorder, loan: Loan, units: Any, result: Any, left: Seque
         constants=recorder.constants,
         blocks=frozenset(u.name for u in units.values() if u.block),
         held={name: loan.originals[id(fake)] for name, fake in loan.fakes.items()},
-        memory={storage_of(fake): name for name, fake in loan.fakes.items()},
+        memory=dict(recorder.observer.provenance.held),
         drawing=dict(sorted(drawing.items())),
         calls={name: tuple(called[id(m)]) for name, m in drawing.items()},
         device=recorder.entry.device,

@@ -49,6 +49,9 @@ from penstock.partition.state.sideways import Sideways
 from penstock.partition.units import Call, Regroup, Unit
 from penstock.partition.writer import Writer
 
+SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+"""What `tensor.data = other` calls."""
+
 
 class Recorder(Writer, TorchFunctionMode):
     """Writes the calls of one forward. Use `record`."""
@@ -76,6 +79,7 @@ class Recorder(Writer, TorchFunctionMode):
         self.seeds = Seeds()
         observer = Observer(names, self.seeds, watches_saved=watches_saved)
         observer.provenance.held = {storage_of(fake): name for name, fake in loan.fakes.items()}
+        observer.provenance.themselves = loan.names
         observer.provenance.own = frozenset(map(storage_of, loan.originals.values()))
         sideways = Sideways(model, units, reach, observer, once=once)
         super().__init__(model, loan, entry, names, opening, observer, sideways)
@@ -99,6 +103,9 @@ class Recorder(Writer, TorchFunctionMode):
         if self._paused:
             if func is Tensor.register_hook:
                 self.sideways.note_hook(Hook.of(*args, **kwargs))
+            elif func == SET_DATA and id(args[0]) in self.loan.names:
+                with self.observer.exchanging(args[0]):
+                    return func(*args, **kwargs)
             return func(*args, **kwargs)
         if calls.name_of(func) == "__iter__":  # else the mode would be off while the caller iterates
             return iter(self._call(torch.Tensor.unbind, args, {}))

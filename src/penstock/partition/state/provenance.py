@@ -95,6 +95,7 @@ class Provenance:
 
     Attributes:
         held: the memory of each parameter and buffer -> its name.
+        themselves: `id` of each parameter and buffer.
         touched: names of those that any operator took.
         numbers: of what was made, so that none is given twice.
         foreign: what was read past the arguments, once for each call and memory.
@@ -103,6 +104,7 @@ class Provenance:
     """
 
     held: Mapping[int, str] = field(default_factory=dict)
+    themselves: Collection[int] = ()
     touched: set[str] = field(default_factory=set)
     own: frozenset[int] = frozenset()
     strays: dict[int, Stray] = field(default_factory=dict)
@@ -136,6 +138,16 @@ class Provenance:
     def stands_in(self, fake: Tensor, real: Tensor) -> None:
         """Notes that the mode uses `fake` wherever `real` is meant."""
         self._alias(fake, self.root(real))
+
+    def meant(self, tensor: Tensor) -> int:
+        """As `root`; but a view of a parameter or buffer, or what is detached, keeps the memory that this has now."""
+        root = self.root(tensor)
+        return root if root not in self.held or id(tensor) in self.themselves else storage_of(tensor)
+
+    def exchanged(self, tensor: Tensor, root: int) -> None:
+        """Notes that a tensor, whose memory had the number `root`, has got other memory."""
+        self._made.pop(storage_of(tensor), None)
+        self._alias(tensor, root)
 
     def maker(self, tensor: Tensor) -> Made | None:
         """What made a tensor during this forward; None for what was there before."""

@@ -68,12 +68,12 @@ class Saved:
     Only what the graph of its results leads to counts: a codebook's distances, of which no gradient is taken, do not.
 
     Args:
-        root: the memory that a tensor stands for, where that is not its own.
+        meant: the memory that a tensor stands for, where that is not its own.
         is_watched: whether it is looked at; else nothing is collected.
     """
 
-    def __init__(self, root: Callable[[Tensor], int], *, is_watched: bool) -> None:
-        self._root, self.is_watched = root, is_watched
+    def __init__(self, meant: Callable[[Tensor], int], *, is_watched: bool) -> None:
+        self._meant, self.is_watched = meant, is_watched
         self._recent: list[_Packed] = []  # since the last call was written
         self._of_calls: list[tuple[Fact, list[_Packed]]] = []
         self._visited: set[Node] = set()
@@ -98,7 +98,7 @@ class Saved:
 
     def _pack(self, tensor: Tensor) -> _Packed:
         storage = storage_of(tensor)
-        self._recent.append(_Packed(tensor, {storage, self._root(tensor)}, storage, size_of(tensor)))
+        self._recent.append(_Packed(tensor, {storage, self._meant(tensor)}, storage, size_of(tensor)))
         return self._recent[-1]
 
     @contextmanager
@@ -142,12 +142,15 @@ class Saved:
                 elif one is not None:  # by other hooks, as a checkpoint's, which keep what the call was given
                     self._keeps_given = True
 
-    def stands_for(self, real: Tensor, fake: Tensor) -> None:
-        """What was saved of a real tensor, which a unit ran on, is its fake's."""
+    def stands_for(self, real: Tensor, fake: int) -> None:
+        """What was saved of a real tensor, which a unit ran on, is its fake's, even if it has got other memory since.
+
+        `fake`: the number of the fake's memory.
+        """
         for packed in self._recent:
-            if storage_of(real) in packed.memory:
-                packed.memory.add(storage_of(fake))
-                packed.key = storage_of(fake)
+            if storage_of(real) in packed.memory or packed.tensor is real:
+                packed.memory.add(fake)
+                packed.key = fake
 
     def belongs_to(self, fact: Fact, given: Iterable[Tensor]) -> None:
         """What was saved since the last call is this one's. `given`: its arguments."""
