@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.errors import ArgumentError, PartitionError
 from penstock.runtime import exact
+from penstock.runtime.backward_draws import BackwardDraws
 from penstock.runtime.deferred_norm import DeferredNorms
 from penstock.runtime.distribution import is_distributed
 from penstock.runtime.forward_state import ForwardState
@@ -124,6 +125,7 @@ class StageRunner:
         self._streams = streams
         self._draw_offsets = draw_offsets
         self._training = training
+        self._draws = BackwardDraws(meta.index, device)
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._tracked = [p for p, i in enumerate(meta.inputs) if training and i.meta.requires_grad]
         self._untracked_outputs = [p for p, o in enumerate(meta.outputs) if training and not o.meta.requires_grad]
@@ -262,10 +264,10 @@ class StageRunner:
         grads.clear()
         split = self._split_of(microbatch)
         if present and split is None:
-            with self._reducing(microbatch), self._extras.in_backward(microbatch):
+            with self._reducing(microbatch), self._extras.in_backward(microbatch), self._draws.refused():
                 exact.backward([root for root, _ in present], [grad for _, grad in present])
         elif present and split is not None:
-            with split.input_gradients(microbatch), self._extras.in_backward(microbatch):
+            with split.input_gradients(microbatch), self._extras.in_backward(microbatch), self._draws.refused():
                 exact.backward([root for root, _ in present], [grad for _, grad in present])
         slots = saved.slots
         given = [exact.settled(slots[p][0]) if slots.get(p) else None for p in range(len(self.meta.inputs))]
@@ -274,7 +276,8 @@ class StageRunner:
     def weight_backward(self, microbatch: int) -> None:
         """Runs W: what I left of a microbatch's backward."""
         assert self.split is not None
-        self.split.weight_gradients(microbatch)
+        with self._draws.refused():
+            self.split.weight_gradients(microbatch)
 
     def send_values(self, microbatch: int, route: Route) -> None:
         """Sends the outputs of a microbatch to a stage on another rank."""
