@@ -14,6 +14,7 @@ from penstock.partition import Partition
 from penstock.partition._compat import unflatten
 from penstock.result import SharedLoss, StepResult
 from penstock.runtime import batch as batches
+from penstock.runtime.aliases import refuse_aliases
 from penstock.runtime.assembly import Choices
 from penstock.runtime.cutting import Cutting, Microbatch
 from penstock.runtime.deferred_norm import refuse_none, refuse_unseen
@@ -116,6 +117,7 @@ class Steps:
             divided = self._divide(args, kwargs, target) if self.has_inputs or self.has_outputs else None
             cut = self.cut(args, kwargs, divided, "input", self._device_of(first)) if self.has_inputs else None
             known = self.jobs.next(cut, call)
+            self._refuse_aliases(known, args, kwargs, target, divided)
             inputs = self._inputs(known, cut)
             feed = Feed(inputs, loss_scale=loss_scale)
             if self.has_outputs:
@@ -188,6 +190,20 @@ class Steps:
     def _device_of(self, end: Callable[[int], bool]) -> torch.device:
         """Where this process's first (or last) stage is."""
         return self._engine.devices[min(self._ranks_of(end) & set(self._engine.ranks))]
+
+    def _refuse_aliases(
+        self,
+        known: Known,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any,
+        divided: Sequence[Microbatch] | None,
+    ) -> None:
+        """Of what this process was given. Raises ArgumentError."""
+        if divided is None and self._cutting.split is not None:  # the recorded inputs are those of its pieces
+            return
+        seen = target if self.looks_at_targets else None
+        refuse_aliases(known.job.partitions[0].overwritten, args, kwargs, seen, divided)
 
     def _inputs(self, known: Known, cut: batches.Cut | None) -> list[dict[int, Tensor]]:
         """For each microbatch, the model's inputs by position among the first stage's inputs."""

@@ -74,6 +74,8 @@ class Partition:
     left: tuple[Left, ...] = ()
     saved: tuple[int, ...] = ()
     elsewhere: Mapping[str, Tensor] = field(default_factory=dict)
+    overwritten: frozenset[str] = frozenset()
+    """The paths of input tensors that the forward updates in place, as `input_paths` has them."""
     other_way: str = ""
     """How this model can be told not to branch on masks, in brackets; empty where there is no switch."""
 

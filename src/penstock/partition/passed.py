@@ -6,14 +6,14 @@ left in them. So a cache that every block writes into crosses cuts like any othe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
 from penstock.partition._compat import flatten
 from penstock.partition.objects import CONSTANTS
-from penstock.partition.trees import LEAF, Flat, Plan, overwrite
+from penstock.partition.trees import LEAF, PLAIN, Flat, Plan, overwrite
 
 
 class Passed:
@@ -21,13 +21,17 @@ class Passed:
 
     Attributes:
         containers: the outermost objects, lists and dicts.
+        opaque: what lies in these or beside them and is neither a tensor nor a plain value, nor can be made anew.
     """
 
     def __init__(self, args: Any, kwargs: Any, kept: Collection[int] = ()) -> None:
         """`kept`: ids of what the model keeps between calls; where that holds no tensor, it is passed on as it is."""
-        self.containers = tuple(_containers((*args, *kwargs.values())))
+        outermost = list(_outermost((*args, *kwargs.values())))
+        self.containers = tuple(value for value, is_leaf in outermost if not is_leaf)
         self._kept = kept
         self._shown, self._every = self._state()
+        leaves = *(value for value, is_leaf in outermost if is_leaf), *self._every.leaves
+        self.opaque = [leaf for leaf in leaves if not isinstance(leaf, Tensor) and type(leaf) not in PLAIN]
 
     def _state(self) -> tuple[Flat, Flat]:
         """All containers, with objects opened that hold tensors, and with all of them opened."""
@@ -40,7 +44,7 @@ class Passed:
         if not self.containers:
             return []
         before, after = _by_container(self._every), _by_container(self._state()[1])
-        return [index for index, pair in enumerate(zip(before, after, strict=True)) if not _alike(*pair)]
+        return [index for index, pair in enumerate(zip(before, after, strict=True)) if not alike(*pair)]
 
     def given(self, changed: Collection[int]) -> tuple[list[int], Flat]:
         """Which containers must be made for the call, and what of: all containers, as they were before it."""
@@ -60,14 +64,15 @@ def kept_by(model: nn.Module) -> dict[int, object]:
     return {id(value): value for value in values if not isinstance(value, Tensor) and type(value) not in CONSTANTS}
 
 
-def _containers(values: Any) -> Iterator[Any]:
+def _outermost(values: Any) -> Iterator[tuple[Any, bool]]:
+    """What is neither a tensor, a constant nor a tuple, and whether it cannot be opened."""
     for value in values:
         if isinstance(value, Tensor) or type(value) in CONSTANTS:
             continue
         if type(value) is tuple:
-            yield from _containers(value)
-        elif type(value) in (list, dict) or flatten(value, empty=True).structure != LEAF:
-            yield value
+            yield from _outermost(value)
+        else:
+            yield value, type(value) not in (list, dict) and flatten(value, empty=True).structure == LEAF
 
 
 def _by_container(flat: Flat) -> Iterator[tuple[Plan, list[Any]]]:
@@ -82,7 +87,8 @@ def _leaves(plan: Plan) -> int:
     return 1 if plan.op == LEAF.op else sum(map(_leaves, plan.children))
 
 
-def _alike(one: tuple[Plan, list[Any]], other: tuple[Plan, list[Any]]) -> bool:
+def alike(one: tuple[Hashable, list[Any]], other: tuple[Hashable, list[Any]]) -> bool:
+    """Whether two values, as structure and leaves, hold the same objects and equal constants."""
     if one[0] != other[0]:
         return False
     pairs = zip(one[1], other[1], strict=True)

@@ -118,6 +118,7 @@ def _record(
                     recorder.sideways.check_units(recorder.on_memory)  # which may be why
                     raise
                 recorder.sideways.check_units(recorder.on_memory)
+                recorder.fixed.check()
                 _check_leftovers(snapshot, loan, recorder, names)
                 provenance = recorder.observer.provenance
                 left = gather(reach, recorder.seen, loan.names, provenance, grain, units.values(), recorder.real)

@@ -26,6 +26,7 @@ from penstock.partition._compat import (
     unset_fake_temporarily,
 )
 from penstock.partition.chance.draws import Chance, holds_drawn, stand_ins
+from penstock.partition.fixed import Fixed
 from penstock.partition.guards import Guard, make_guard
 from penstock.partition.known import Known
 from penstock.partition.loan import Loan
@@ -90,6 +91,7 @@ class Recorder(Writer, TorchFunctionMode):
         self.drawing: dict[str, nn.Module] = {}
         self.real: set[str] = set()  # units that ran for real, on made-up inputs
         self.returned = Returned(opening)
+        self.fixed = Fixed(lambda: {*names, *self._kept, *(id(place.entries) for place in reach.places)})
         self._thread = threading.get_ident()
         self._paused = False
         self._numbers = count()
@@ -181,11 +183,13 @@ class Recorder(Writer, TorchFunctionMode):
             given = Passed(args, kwargs, self._kept)
             self.chance.check_generators()
             seeded, first_call = self.seeds.were_set, len(self.observer.calls)
+            fixed = self.fixed.give(given.opaque, unit.name, self._here, self.scope)
             with self._running(args, kwargs, unit):
                 result, drew, writes = self.sideways.run_unit(
                     unit, args, kwargs, lambda a, k: self._run_unit(original, unit, a, k)
                 )
                 self.observer.provenance.read(list(tensors_in((result, given.containers))))
+            self.fixed.take(fixed, unit.name)
             if self.chance.after_unit():
                 drew = [*drew, module]
             self.seeds.check(drew if seeded else (), f"{unit.name!r}", self.scope)

@@ -189,6 +189,12 @@ class Recording:
     borrowed: Mapping[str, frozenset[int]] = field(default_factory=dict)
     remembered: tuple[Remembered, ...] = ()
 
+    @property
+    def overwritten(self) -> list[int]:
+        """The places, among the leaves of (args, kwargs), of tensors that the forward updates in place."""
+        written = frozenset[int]().union(*(fact.writes for fact in self.facts.values()))
+        return [place for node, place in self.inputs.items() if self.facts[node].storages & written]
+
 
 @dataclass(frozen=True, slots=True)
 class Constant:
