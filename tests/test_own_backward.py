@@ -277,3 +277,26 @@ def test_what_the_first_microbatches_put_in_a_container_stays_there(schedule: st
                     parameter.grad = None
     for mine, other in zip(piped, plain, strict=True):
         assert torch.equal(torch.stack(mine.history), torch.stack(other.history))
+
+
+class NormalisesByTheUpdated(nn.Module):
+    """Reads the statistics that its batch norm has just updated, as a fake quantizer reads its observer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6, affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.norm(y.detach())
+        return torch.tanh((y - self.norm.running_mean) * self.norm.running_var.rsqrt())
+
+
+@ORDERS
+@pytest.mark.parametrize("recompute", ["always", 1, 2])
+def test_a_forward_that_runs_again_reads_the_buffers_that_it_has_updated(
+    schedule: str, ranks: int, recompute: Any
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(NormalisesByTheUpdated() for _ in range(4)))
+    verify(model, (X,), TARGET, F.mse_loss, ranks=ranks, schedule=schedule, microbatches=4, recompute=recompute).check()

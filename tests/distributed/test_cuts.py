@@ -6,7 +6,7 @@ import pytest
 import torch.nn.functional as F
 from torch import nn
 
-from distributed.cuts_jobs import cuts, model, overlap
+from distributed.cuts_jobs import borrow, borrower, cuts, model, overlap
 from distributed.ranks import Ranks
 from penstock import pipeline
 from small import batch
@@ -30,3 +30,20 @@ def test_two_parameters_in_the_same_memory_are_refused_where_processes_would_upd
     x, y = batch(4)
     with pipeline(layers, (x,), ranks=2, microbatches=2, loss=F.mse_loss) as pipe:  # one process is one device
         pipe.step(x, target=y)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed", "seen"),
+    [
+        ("attribute", "'0.weight' on stage 0", "a tensor in block '2' on stage 1"),
+        ("outside", "'0.weight' on stage 0", "a tensor in the model's own forward on stage 1"),
+        ("buffer", "'0.weight' on stage 0", "'2.held' on stage 1"),
+        ("norms", "'1.running_mean' on stage 0", "'3.running_mean' on stage 1"),
+    ],
+)
+def test_what_is_trained_in_another_process_is_not_used_through_another_tensor(
+    ranks2: Ranks, kind: str, changed: str, seen: str
+) -> None:
+    for said in ranks2.run(borrow, kind):
+        assert f"{changed} is updated in training, and {seen} lies in the same memory" in said
+    assert borrower(kind) == "", "one process is one device"

@@ -116,11 +116,12 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def not_counting(self) -> Iterator[None]:
         """Meanwhile operators are not the model's."""
-        work, taken = self.work, set(self._taken)
+        work, taken, provenance = self.work, set(self._taken), self.provenance
+        borrowed = {unit: set(found) for unit, found in provenance.borrowed.items()}
         try:
             yield
         finally:
-            self.work, self._taken = work, taken
+            self.work, self._taken, provenance.borrowed = work, taken, borrowed
 
     @property
     def mere_statistics(self) -> set[int]:

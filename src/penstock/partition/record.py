@@ -320,6 +320,7 @@ def _finish(recorder: Recorder, loan: Loan, units: Any, result: Any, left: Seque
         asks=tuple(recorder.chance.asks),
         is_foreign=recorder.chance.is_foreign,
         needed=frozenset(needed),
+        borrowed={unit: frozenset(found) for unit, found in recorder.observer.provenance.borrowed.items()},
         touched=frozenset(recorder.observer.provenance.touched),
     )
 

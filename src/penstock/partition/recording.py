@@ -160,6 +160,7 @@ class Recording:
         touched: canonical names of the parameters and buffers that any operator took.
         asks: where the forward asked for the outcome of something random.
         is_foreign: it draws from Python's or numpy's generators.
+        borrowed: unit -> the memory of the model's own parameters and buffers that it takes in other tensors.
         remembered: what units carry over from call to call; see `Remembered`.
     """
 
@@ -185,6 +186,7 @@ class Recording:
     touched: frozenset[str] = frozenset()
     asks: tuple[Ask, ...] = ()
     is_foreign: bool = False
+    borrowed: Mapping[str, frozenset[int]] = field(default_factory=dict)
     remembered: tuple[Remembered, ...] = ()
 
     @property

@@ -352,6 +352,18 @@ class Split:
         later = [writer for writer in self.writers if writer.index > fact.index and writer.unseen & values]
         return later[-1] if later else None
 
+    def borrowed(self, nodes: Iterable[fx.Node]) -> dict[int, str]:
+        """The memory of the model's own parameters that some calls take in other tensors, and who does."""
+        found: dict[int, str] = {}
+        outside = self.recording.borrowed.get("", frozenset())
+        for node in nodes:
+            fact = self.facts[node]
+            for unit in fact.units:
+                found.update(dict.fromkeys(self.recording.borrowed.get(unit, ()), f"block {unit!r}"))
+            if fact.kind == "constant":
+                found.update(dict.fromkeys(fact.storages & outside, "the model's own forward"))
+        return found
+
     def overwritten(self, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
         """Canonical names of the parameters and buffers that some calls both update and save for their backward."""
         facts = [self.facts[node] for node in nodes]

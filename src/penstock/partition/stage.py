@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from types import SimpleNamespace
@@ -57,6 +57,8 @@ class Stage:
         overwritten: of the parameters and buffers, those that the forward updates in place although its backward uses
             them.
         overwritten_strays: likewise of other tensors that its forward remembers, as users know them.
+        borrowed: the memory of the model's parameters and buffers that blocks here take in other tensors (detached
+            views), and the name of one such block.
         remembered: what its forward carries over from one microbatch to the next; see `Remembered`.
         frame: called with the stage's forward and its arguments; None where nothing is to be done around it.
     """
@@ -69,6 +71,7 @@ class Stage:
     frame: Surroundings | None = None
     may_update: tuple[str, ...] = ()
     remembered: tuple[Remembered, ...] = ()
+    borrowed: Mapping[int, str] = field(default_factory=dict)
     overwritten: tuple[str, ...] = ()
     overwritten_strays: tuple[str, ...] = ()
 
@@ -156,6 +159,7 @@ def build_stage(split: Split, plan: Plan, index: int, streams: RandomSource) -> 
         recording.device,
         may_update=may_update,
         remembered=remembered,
+        borrowed=split.borrowed(plan.run),
         overwritten=tuple(public[name] for name in split.overwritten(plan.run)),
         overwritten_strays=split.overwritten_strays(plan.run),
     )

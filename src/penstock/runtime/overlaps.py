@@ -1,9 +1,10 @@
-"""Parameters that share memory without being one parameter, which no other process can see."""
+"""Tensors that share memory without being one parameter or buffer, which no other process can see."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import combinations
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -12,30 +13,62 @@ from penstock.partition._compat import storage_of
 from penstock.partition.stage import Stage
 
 
-def refuse_overlaps(stages: Sequence[Stage], place_of: Callable[[int], Hashable]) -> None:
-    """Raises ArgumentError if two parameters that are trained in different places lie in the same memory.
+class _Entry(NamedTuple):
+    """What lies where in an allocation (in bytes), what it is, on which stage, and if training changes it there."""
 
-    On one device an update of either changes both. Between processes they would drift apart. A parameter that has two
-    names is a tie, and is kept equal; parameters side by side in one allocation share nothing.
+    first: int
+    end: float
+    what: str
+    name: str
+    stage: int
+    changes: bool
+
+
+def refuse_overlaps(stages: Sequence[Stage], place_of: Callable[[int], Hashable]) -> None:
+    """Raises ArgumentError if what is trained or updated in one place lies in memory that is used in another.
+
+    On one device all would see the change. Between processes they would drift apart. A parameter that has two names is
+    a tie, and is kept equal; parameters side by side in one allocation share nothing.
 
     Args:
         place_of: the process, or the device, of a stage.
     """
-    found: dict[int, list[tuple[int, int, str, int]]] = {}
+    found: dict[int, list[_Entry]] = {}
     for stage in stages:
-        for name, parameter in stage.parameters.items():
-            if parameter.requires_grad and parameter.device.type != "meta" and parameter.numel():
-                first, end = _range_of(parameter)
-                found.setdefault(storage_of(parameter), []).append((first, end, name, stage.meta.index))
+        for storage, entry in _entries(stage):
+            found.setdefault(storage, []).append(entry)
     for entries in found.values():
         entries.sort()
         for one, other in combinations(entries, 2):
-            if one[2] != other[2] and other[0] < one[1] and place_of(one[3]) != place_of(other[3]):
-                raise ArgumentError(
-                    f"{one[2]!r} on stage {one[3]} and {other[2]!r} on stage {other[3]} are two parameters in the same "
-                    "memory: in processes of their own, each would be updated alone. Make them one (b.weight = "
-                    "a.weight, which is a tie), or give each its own memory (nn.Parameter(a.weight.detach().clone()))"
-                )
+            apart = one.name != other.name and place_of(one.stage) != place_of(other.stage)
+            if apart and other.first < one.end and (one.changes or other.changes):
+                raise ArgumentError(_refusal(one, other))
+
+
+def _entries(stage: Stage) -> Iterator[tuple[int, _Entry]]:
+    updated = {*stage.meta.updated, *stage.may_update}
+    for what, held in (("parameter", stage.parameters), ("buffer", stage.buffers)):
+        for name, tensor in held.items():
+            if tensor.device.type != "meta" and tensor.numel():
+                changes = name in updated or (what == "parameter" and tensor.requires_grad)
+                yield storage_of(tensor), _Entry(*_range_of(tensor), what, repr(name), stage.meta.index, changes)
+    for storage, who in stage.borrowed.items():
+        yield storage, _Entry(0, float("inf"), "tensor", f"a tensor in {who}", stage.meta.index, False)
+
+
+def _refusal(one: _Entry, other: _Entry) -> str:
+    if one.what == other.what == "parameter":
+        return (
+            f"{one.name} on stage {one.stage} and {other.name} on stage {other.stage} are two parameters in the same "
+            "memory: in processes of their own, each would be updated alone. Make them one (b.weight = a.weight, which "
+            "is a tie), or give each its own memory (nn.Parameter(a.weight.detach().clone()))"
+        )
+    changed, seen = (one, other) if one.changes else (other, one)
+    return (
+        f"{changed.name} on stage {changed.stage} is updated in training, and {seen.name} on stage {seen.stage} lies "
+        "in the same memory: in a process of its own it would not see that. Use the parameter or buffer itself there "
+        "(a.weight.detach() in the forward), cut so that both are on one stage, or give it its own memory (clone())"
+    )
 
 
 def _range_of(tensor: Tensor) -> tuple[int, int]:

@@ -9,7 +9,7 @@ How often that is, is learned from the first backward; the updates until then ar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -114,9 +114,9 @@ class _Watched:
             self._update(args, self._again)
 
     def put_aside(self, module: nn.Module, _args: Any) -> None:
-        """Before a call in backward, which then updates copies."""
+        """Before a call in backward, which then updates copies: those that the pipeline has put there, or new ones."""
         self._is_ours = any(module._buffers[name] is not buffer for name, buffer in self._own.items())
-        aside = self._buffers.copy().in_place()
+        aside = nullcontext() if self._is_ours else self._buffers.copy().in_place()
         aside.__enter__()
         self._aside.append(aside)
 

@@ -100,6 +100,7 @@ class Provenance:
         numbers: of what was made, so that none is given twice.
         foreign: what was read past the arguments, once for each call and memory.
         own: the memory of the real parameters and buffers, for which those that are held stand in.
+        borrowed: for each unit (empty: the calls outside of all units), those of `own` that it takes in another tensor.
         strays: what was there before the forward beside these.
     """
 
@@ -107,6 +108,7 @@ class Provenance:
     themselves: Collection[int] = ()
     touched: set[str] = field(default_factory=set)
     own: frozenset[int] = frozenset()
+    borrowed: dict[str, set[int]] = field(default_factory=dict)
     strays: dict[int, Stray] = field(default_factory=dict)
     foreign: dict[tuple[int, int], Foreign] = field(default_factory=dict)
     _made: dict[int, Made] = field(default_factory=dict)
@@ -185,8 +187,11 @@ class Provenance:
             if name is not None:
                 self.touched.add(name)
             made = self._made.get(root)
-            if made is None and name is None and root not in self.own:
-                self._meet(root, tensor)
+            if made is None and name is None:
+                if root not in self.own:
+                    self._meet(root, tensor)
+                else:
+                    self.borrowed.setdefault(self.place[0], set()).add(root)
             if call is None or root in call.given:
                 continue
             if (made is None and name is None) or (made is not None and made.call is call):
