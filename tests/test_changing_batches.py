@@ -291,7 +291,8 @@ def test_kinds_are_known_again_and_the_oldest_is_forgotten(monkeypatch: pytest.M
     recorded: list[Any] = []
     record = penstock.partition.partitioner.record
     monkeypatch.setattr(
-        "penstock.partition.partitioner.record", lambda *args: (recorded.append(args), record(*args))[1]
+        "penstock.partition.partitioner.record",
+        lambda *args, **options: (recorded.append(args), record(*args, **options))[1],
     )
     monkeypatch.setattr("penstock.runtime.jobs.KNOWN_JOBS", 3)
     with pipeline(mlp(2), batch(1)[:1], microbatches=1, loss=squared_error) as pipe:

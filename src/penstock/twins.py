@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from penstock.errors import ArgumentError
 from penstock.partition._compat import storage_of
 from penstock.partition.loan import same_bits
+from penstock.partition.units import refuse_lazy
 
 Model = nn.Module | Sequence[nn.Module]
 
@@ -66,6 +67,8 @@ def _made(make: Callable[[], Any], loss: Any) -> Made:
             f"model: the function returned a {type(returned).__name__}; expected a module, a list of layers, or a "
             "tuple of one of these and a loss"
         )
+    for module in _modules(made.model):
+        refuse_lazy(module)
     return made
 
 

@@ -29,7 +29,7 @@ from penstock.partition.split import Split
 from penstock.partition.stage import Stage, build_stage
 from penstock.partition.state.given import Attributes, Given
 from penstock.partition.state.unseen import UnwatchableError
-from penstock.partition.units import Grain, find_units, refuse_compiled
+from penstock.partition.units import Grain, find_units, refuse_compiled, refuse_lazy
 
 Division = tuple[tuple[str, ...], Opening]
 """Where a model is cut, and what is opened for that."""
@@ -161,6 +161,7 @@ class Partitioner:
     def _look_around(self) -> None:
         """Finds the modules anew: some may have been opened, and the user may have put in others."""
         refuse_compiled(self.model)
+        refuse_lazy(self.model)
         self._modules = list(self.model.modules())
         self._slots = [(slots, name) for m in self._modules for slots in (m._parameters, m._buffers) for name in slots]
         units = find_units(self.model, self._leaves, self._grain, self._opening.names)

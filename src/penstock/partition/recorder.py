@@ -120,6 +120,12 @@ class Recorder(Writer, TorchFunctionMode):
                 self._shapes_read(args, kwargs)
                 return function(*args, **kwargs)
             why = calls.refusal(function, args, kwargs)
+            if why is not None and function == SET_DATA and (name := self.loan.names.get(id(args[0]))) is not None:
+                raise Obstacle(
+                    f"{self._here()} assigns to `.data` of {name!r}, which cannot be replayed on a stage. Update it in "
+                    "place: .data.copy_(...), .data.mul_(...)",
+                    self.scope,
+                )
             if why is not None:
                 raise Obstacle(f"{self._here()} {why}, which cannot be replayed on a stage", self.scope)
             if calls.gradient_wanted(function, args, kwargs) is not None:

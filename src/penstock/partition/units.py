@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from penstock.errors import PartitionError
 from penstock.partition.chain import Chain
@@ -153,6 +154,16 @@ def refuse_compiled(model: nn.Module) -> None:
                 f"{f'{name!r}' if name else 'the model'} is a module of TorchScript, which cannot be recorded. Use the "
                 "Python module that torch.jit.script or torch.jit.trace was given; PYTORCH_JIT=0 in the environment "
                 "does so for torch.jit.script everywhere"
+            )
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """Raises PartitionError for a parameter or buffer that gets its shape from the first batch only."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise PartitionError(
+                f"{name!r} has no shape yet, since its module is lazy. Run the model once on one batch before "
+                "(model(x)), in each process alike"
             )
 
 
