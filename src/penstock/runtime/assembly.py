@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
 from penstock.partition import RUNS_AGAIN, Partition, Stage
+from penstock.runtime.backward_updates import BackwardUpdates
 from penstock.runtime.compiled import OwnGradients, any_compiled, forward_of
 from penstock.runtime.deferred_norm import DeferredNorms
 from penstock.runtime.finite import FiniteStage
@@ -83,12 +84,14 @@ def assemble(
     head: LossHead | None,
     *,
     training: bool,
+    copies: bool = False,
 ) -> Parts:
     """The parts of stage `index`, as the rank that messages call `rank` runs it by its row of actions.
 
     Args:
         partitions: of each microbatch.
         head: what follows the last stage; None on others.
+        copies: whether the schedule runs several copies of the stage.
 
     Raises:
         ArgumentError: two choices cannot go together.
@@ -119,7 +122,7 @@ def assemble(
     return Parts(
         runs,
         _split(stage, row, device, sharded, can_wait=not keeping.offload),
-        _extras(stages, partitions[0], row, device, keeping, choices, sharded) if training else Extras(),
+        _extras(stages, partitions[0], row, device, keeping, choices, sharded, copies=copies) if training else Extras(),
         arounds,
         finite,
     )
@@ -155,6 +158,8 @@ def _extras(
     keeping: Keeping,
     choices: Choices,
     sharded: Sharded | None,
+    *,
+    copies: bool,
 ) -> Extras:
     """What the stage does beside its forward and backward."""
     stage = stages[0]
@@ -175,7 +180,8 @@ def _extras(
         if stage.meta.updated and choices.norms is None:  # which see to these updates too
             updated = [stage.buffers[n] for n in stage.meta.updated if n in stage.buffers]
             repeated = RepeatedUpdates(modules, updated, _checkpointed(stage))
-    return Extras(keeper, again, offload, choices.norms, sharded, last, forward_state, repeated)
+    updates = BackwardUpdates(stage, copies=copies) if choices.norms is None else None
+    return Extras(keeper, again, offload, choices.norms, sharded, last, forward_state, repeated, updates)
 
 
 def _checkpointed(stage: Stage) -> list[nn.Module]:

@@ -147,7 +147,17 @@ class Program:
         self._finite: list[FiniteStage] = []
         for index in placement.stages_on(rank):
             own_head = head if placement.is_last(index) else None
-            parts = assemble(names[rank], partitions, index, row, device, choices, own_head, training=training)
+            parts = assemble(
+                names[rank],
+                partitions,
+                index,
+                row,
+                device,
+                choices,
+                own_head,
+                training=training,
+                copies=placement.pipelines > 1,
+            )
             self._arounds[index] = parts.arounds
             self._finite += [] if parts.finite is None else [parts.finite]
             self.runners[index] = StageRunner(

@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from penstock.errors import ArgumentError, PartitionError
 from penstock.runtime import exact
 from penstock.runtime.backward_draws import BackwardDraws
+from penstock.runtime.backward_updates import BackwardUpdates
 from penstock.runtime.deferred_norm import DeferredNorms
 from penstock.runtime.distribution import is_distributed
 from penstock.runtime.forward_state import ForwardState
@@ -52,6 +53,7 @@ class Extras:
         sharded: what `fully_shard` was applied to; its gradients are reduced in the backward of microbatch `last`.
         forward_state: keeps what modules leave in their attributes for their own backward.
         repeated: orders the updates of modules that run themselves again in backward.
+        updates: refuses other updates of buffers in backward.
     """
 
     keeper: Keeper | None = None
@@ -62,19 +64,27 @@ class Extras:
     last: int | None = None
     forward_state: ForwardState | None = None
     repeated: RepeatedUpdates | None = None
+    updates: BackwardUpdates | None = None
 
     @contextmanager
     def forward(self, microbatch: int) -> Iterator[None]:
         """Around a forward, when it is run first."""
+        if self.updates is not None:
+            self.updates.latest = microbatch
         with (
             nullcontext() if self.forward_state is None else self.forward_state.forward(microbatch),
             nullcontext() if self.repeated is None else self.repeated.forward(microbatch),
         ):
             yield
 
-    def in_backward(self, microbatch: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def in_backward(self, microbatch: int) -> Iterator[None]:
         """Around autograd's backward of a microbatch."""
-        return nullcontext() if self.repeated is None else self.repeated.backward(microbatch)
+        with (
+            nullcontext() if self.repeated is None else self.repeated.backward(microbatch),
+            nullcontext() if self.updates is None else self.updates.refused(microbatch),
+        ):
+            yield
 
 
 @dataclass(slots=True)

@@ -1,0 +1,93 @@
+"""Buffers that a backward updates: a sum is kept, what depends on the order of forwards and backwards is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from penstock import PartitionError, pipeline, verify
+
+X, TARGET = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)), torch.zeros(8, 6)
+
+
+class Averages(nn.Module):
+    """A moving average, which its checkpoint updates twice for each microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("scale", torch.ones(6))
+
+    def body(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        with torch.no_grad():
+            self.scale.lerp_(y.var(0), 0.1)
+        return torch.tanh(y * self.scale.rsqrt())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.body, x, use_reentrant=False)
+
+
+def averages(at: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+    model[at] = Averages()
+    return model
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_a_moving_average_that_backward_updates_as_well_is_refused(recompute: Any) -> None:
+    with (
+        pipeline(averages(0), (X,), loss=F.mse_loss, ranks=2, microbatches=4, recompute=recompute) as pipe,
+        pytest.raises(PartitionError, match=r"stage 0 updates buffer '0.scale', as its forward does .*'always'"),
+    ):
+        pipe.step(X, target=TARGET)
+
+
+def test_a_moving_average_is_kept_where_each_backward_follows_its_forward() -> None:
+    verify(averages(3), (X,), TARGET, F.mse_loss, ranks=2, schedule="1f1b", microbatches=4).check()
+
+
+class Sums(nn.Module):
+    """Adds up the gradients that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("seen", torch.zeros(6))
+
+    def note(self, grad: Tensor) -> None:
+        self.seen += grad.abs().sum(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if y.requires_grad:
+            y.register_hook(self.note)
+        return y
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+def test_a_sum_over_gradients_is_that_of_one_device(schedule: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Sums() for _ in range(4)))
+    with pipeline(model, (X,), loss=F.mse_loss, ranks=2, schedule=schedule, microbatches=4) as pipe:
+        pipe.step(X, target=TARGET)
+    seen, expected = model[3].get_buffer("seen").clone(), torch.zeros(6)
+    for x, target in zip(X.chunk(4), TARGET.chunk(4), strict=True):
+        y = model(x)
+        expected += torch.autograd.grad(F.mse_loss(y, target) / 4, y)[0].abs().sum(0)
+    assert torch.equal(seen, expected)
+
+
+def test_a_sum_over_gradients_is_refused_where_stages_have_copies() -> None:
+    model = nn.Sequential(*(Sums() for _ in range(4)))
+    with (
+        pipeline(model, (X,), loss=F.mse_loss, ranks=2, schedule="dualpipe", microbatches=4) as pipe,
+        pytest.raises(PartitionError, match=r"updates buffer '\d.seen', but this schedule runs several copies"),
+    ):
+        pipe.step(X, target=TARGET)
