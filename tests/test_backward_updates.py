@@ -91,3 +91,42 @@ def test_a_sum_over_gradients_is_refused_where_stages_have_copies() -> None:
         pytest.raises(PartitionError, match=r"updates buffer '\d.seen', but this schedule runs several copies"),
     ):
         pipe.step(X, target=TARGET)
+
+
+def chain(at: int, *, steps: bool) -> nn.Sequential:
+    """One weight steps its optimizer as soon as it has a gradient, or only tells of it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+    weight, seen = model[at].weight, [0.0]
+    assert isinstance(weight, nn.Parameter)
+
+    def hook(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        if steps:
+            parameter.data.sub_(parameter.grad, alpha=0.1)
+            parameter.grad = None
+        else:
+            seen[0] += float(parameter.grad.norm())
+
+    weight.register_post_accumulate_grad_hook(hook)
+    return model
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_an_optimizer_in_backward_is_refused_while_other_microbatches_are_in_flight(recompute: Any) -> None:
+    with (
+        pipeline(chain(0, steps=True), (X,), loss=F.mse_loss, ranks=2, microbatches=4, recompute=recompute) as pipe,
+        pytest.raises(PartitionError, match=r"backward of stage 0 updates parameter '0.weight' by a hook"),
+    ):
+        pipe.step(X, target=TARGET)
+    with pipeline(chain(0, steps=False), (X,), loss=F.mse_loss, ranks=2, microbatches=4, recompute=recompute) as pipe:
+        pipe.step(X, target=TARGET)
+
+
+def test_an_optimizer_in_backward_steps_where_each_backward_follows_its_forward() -> None:
+    model, plain = chain(3, steps=True), chain(3, steps=True)
+    with pipeline(model, (X,), loss=F.mse_loss, ranks=2, microbatches=4) as pipe:
+        pipe.step(X, target=TARGET)
+    for rows in range(0, 8, 2):
+        (F.mse_loss(plain(X[rows : rows + 2]), TARGET[rows : rows + 2]) / 4).backward()  # type: ignore[no-untyped-call]
+    assert torch.equal(model[3].weight, plain[3].weight)

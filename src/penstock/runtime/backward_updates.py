@@ -1,4 +1,5 @@
-"""Buffers that a backward updates: in a hook, in an autograd function, or in a forward that a checkpoint runs again.
+"""What a backward updates: buffers, in a hook, in an autograd function, or in a forward that a checkpoint runs again;
+and parameters, by a hook that takes the optimizer's step.
 
 A sum over microbatches may be kept so, since backwards are in order. What the forward updates as well, such as a moving
 average, depends on the order of forwards and backwards: in plain training each backward follows its forward at once.
@@ -13,6 +14,11 @@ from torch import Tensor
 
 from penstock.errors import PartitionError
 from penstock.partition import Stage
+from penstock.partition._compat import has_accumulation_hooks
+from penstock.partition.loan import same_bits
+
+LOOKS = 3
+"""In so many backwards of a stage parameters with hooks are looked at: those of any step are alike."""
 
 
 class BackwardUpdates:
@@ -29,16 +35,29 @@ class BackwardUpdates:
         self._buffers: Mapping[str, Tensor] = {
             name: buffer for name, buffer in stage.buffers.items() if copies or name in forward
         }
+        self._parameters = stage.parameters
+        self._looks = 0
         self.latest = -1
         """The microbatch of the stage's last forward."""
 
     @contextmanager
     def refused(self, microbatch: int) -> Iterator[None]:
-        """Around autograd's backward. Raises PartitionError if it updates such a buffer."""
-        before = {name: buffer._version for name, buffer in self._buffers.items()}
-        yield
+        """Around autograd's backward. Raises PartitionError if it updates such a buffer, or a parameter."""
         if microbatch == self.latest and not self._copies:
+            yield
             return
+        before = {name: buffer._version for name, buffer in self._buffers.items()}
+        self._looks += 1
+        watched = [n for n, p in self._parameters.items() if has_accumulation_hooks(p)] if self._looks <= LOOKS else []
+        values = {name: self._parameters[name].detach().clone() for name in watched}
+        yield
+        for name, value in values.items():
+            if not same_bits(value, self._parameters[name].detach()):
+                raise PartitionError(
+                    f"the backward of stage {self._index} updates parameter {name!r} by a hook "
+                    "(register_post_accumulate_grad_hook) while other microbatches are in flight, which plain training "
+                    "would run with the new value. Step the optimizer after pipe.step, or choose microbatches=1"
+                )
         for name, version in before.items():
             if self._buffers[name]._version != version:
                 raise self._refusal(name)
