@@ -130,3 +130,69 @@ def test_an_optimizer_in_backward_steps_where_each_backward_follows_its_forward(
     for rows in range(0, 8, 2):
         (F.mse_loss(plain(X[rows : rows + 2]), TARGET[rows : rows + 2]) / 4).backward()  # type: ignore[no-untyped-call]
     assert torch.equal(model[3].weight, plain[3].weight)
+
+
+class Divides(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: Any) -> Tensor:
+        ctx.module = module
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient / ctx.module.calls, None
+
+
+class Counts(nn.Module):
+    """Divides its gradient by the number of its calls, which backward finds in a buffer."""
+
+    calls: Tensor
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(6, 6), how
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y: Tensor = self.linear(x)
+        if self.how == "function":
+            return torch.tanh(Divides.apply(y, self))  # type: ignore[no-untyped-call]
+        calls = self.calls.clone() if self.how == "clone" else self.calls
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient / calls)
+        return torch.tanh(y)
+
+
+def counting(how: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Counts(how) for _ in range(4)))
+
+
+@pytest.mark.parametrize("how", ["function", "hook"])
+def test_a_backward_that_reads_what_later_forwards_have_updated_is_refused(how: str) -> None:
+    with pytest.raises(PartitionError, match=r"backward of stage 0 reads buffer '1.calls', which forwards of other"):
+        verify(counting(how), (X,), TARGET, F.mse_loss, ranks=2, schedule="1f1b", microbatches=4)
+    verify(counting(how), (X,), TARGET, F.mse_loss, ranks=2, schedule="naive", microbatches=4).check()
+    verify(counting("clone"), (X,), TARGET, F.mse_loss, ranks=2, schedule="1f1b", microbatches=4).check()
+
+
+class Normalises(Averages):
+    """Normalises by what a part of it has just averaged, and all of it is run again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6, affine=False)
+
+    def body(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.norm(y.detach())
+        assert self.norm.running_mean is not None
+        assert self.norm.running_var is not None
+        return x + torch.tanh((y - self.norm.running_mean) * self.norm.running_var.rsqrt())
+
+
+def test_a_checkpoint_that_reads_averages_of_a_module_inside_is_refused() -> None:
+    model = nn.Sequential(Normalises(), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
+    with pytest.raises(PartitionError, match=r"backward of stage 0 reads buffer '0.norm.running_"):
+        verify(model, (X,), TARGET, F.mse_loss, ranks=2, schedule="1f1b", microbatches=4)

@@ -180,7 +180,8 @@ def _extras(
         if stage.meta.updated and choices.norms is None:  # which see to these updates too
             updated = [stage.buffers[n] for n in stage.meta.updated if n in stage.buffers]
             repeated = RepeatedUpdates(modules, updated, _checkpointed(stage))
-    updates = BackwardUpdates(stage, copies=copies) if choices.norms is None else None
+    compiled = choices.compile is not None or any_compiled(stage.module.modules())
+    updates = BackwardUpdates(stage, copies=copies, is_compiled=compiled) if choices.norms is None else None
     return Extras(keeper, again, offload, choices.norms, sharded, last, forward_state, repeated, updates)
 
 

@@ -8,49 +8,70 @@ average, depends on the order of forwards and backwards: in plain training each 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import PartitionError
 from penstock.partition import Stage
-from penstock.partition._compat import has_accumulation_hooks
+from penstock.partition._compat import has_accumulation_hooks, storage_of
 from penstock.partition.loan import same_bits
+from penstock.partition.observer import RUNNING, argument_names, written_arguments
 
 LOOKS = 3
-"""In so many backwards of a stage parameters with hooks are looked at: those of any step are alike."""
+"""In so many backwards of a stage is looked at what they read, and at parameters with hooks: later ones are alike."""
 
 
 class BackwardUpdates:
-    """Refuses updates in a stage's backward that would not be those of plain training.
+    """Refuses updates in a stage's backward that would not be those of plain training, and reads of what has changed.
 
     Args:
         copies: whether the schedule runs several copies of the stage.
+        is_compiled: parts of the stage are compiled, whose operators cannot be looked at.
     """
 
-    def __init__(self, stage: Stage, *, copies: bool) -> None:
+    def __init__(self, stage: Stage, *, copies: bool, is_compiled: bool) -> None:
         self._index = stage.meta.index
         forward = (*stage.meta.updated, *stage.may_update)
-        self._copies = copies
+        self._copies, self._is_compiled = copies, is_compiled
         self._buffers: Mapping[str, Tensor] = {
             name: buffer for name, buffer in stage.buffers.items() if copies or name in forward
         }
         self._parameters = stage.parameters
         self._looks = 0
-        self.latest = -1
-        """The microbatch of the stage's last forward."""
+        self._latest = -1
+        self._left: dict[int, dict[str, Tensor]] = {}
+
+    @contextmanager
+    def forward(self, microbatch: int) -> Iterator[None]:
+        """Around a forward: notes what it leaves."""
+        self._latest = microbatch
+        yield
+        if self._looks < LOOKS and not self._copies and not self._is_compiled:
+            self._left[microbatch] = {name: buffer.detach().clone() for name, buffer in self._buffers.items()}
 
     @contextmanager
     def refused(self, microbatch: int) -> Iterator[None]:
-        """Around autograd's backward. Raises PartitionError if it updates such a buffer, or a parameter."""
-        if microbatch == self.latest and not self._copies:
+        """Around autograd's backward. Raises PartitionError if it updates such a buffer, or a parameter, or reads a
+        buffer that is no longer as its forward has left it."""
+        left = self._left.pop(microbatch, {})
+        if microbatch == self._latest and not self._copies:
             yield
             return
-        before = {name: buffer._version for name, buffer in self._buffers.items()}
         self._looks += 1
+        before = {name: buffer._version for name, buffer in self._buffers.items()}
         watched = [n for n, p in self._parameters.items() if has_accumulation_hooks(p)] if self._looks <= LOOKS else []
         values = {name: self._parameters[name].detach().clone() for name in watched}
-        yield
+        stale = {
+            storage_of(self._buffers[name]): name
+            for name, value in left.items()
+            if not same_bits(value, self._buffers[name].detach())
+        }
+        with _Reads(stale) if stale else nullcontext() as reads:
+            yield
         for name, value in values.items():
             if not same_bits(value, self._parameters[name].detach()):
                 raise PartitionError(
@@ -61,6 +82,13 @@ class BackwardUpdates:
         for name, version in before.items():
             if self._buffers[name]._version != version:
                 raise self._refusal(name)
+        if reads is not None and reads.found is not None:
+            raise PartitionError(
+                f"the backward of stage {self._index} reads buffer {reads.found!r}, which forwards of other "
+                "microbatches have updated since its own (in a hook, an autograd function, or a checkpoint of the "
+                "model, which runs a forward again). Keep what backward needs in the forward (a clone, an attribute), "
+                "or choose schedule='naive' or microbatches=1"
+            )
 
     def _refusal(self, name: str) -> PartitionError:
         if self._copies:
@@ -75,3 +103,32 @@ class BackwardUpdates:
             "that the updates are not in the order of plain training. Switch gradient checkpointing off in the model, "
             "and choose recompute='always' instead, or leave the buffer alone in backward"
         )
+
+
+class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Finds out whether operators read some memory, other than to update it.
+
+    Attributes:
+        found: the first that is read; None if none is.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = names
+        self.found: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.found is None and isinstance(func, torch._ops.OpOverload):
+            written = written_arguments(func)
+            given = {**dict(zip(argument_names(func), args, strict=False)), **kwargs}
+            for name, value in given.items():
+                training = given.get("training", given.get("train", True))
+                if name in written or (name in RUNNING and training):
+                    continue
+                for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                    if isinstance(tensor, Tensor) and self.found is None:
+                        self.found = self._names.get(storage_of(tensor))
+        return func(*args, **kwargs)

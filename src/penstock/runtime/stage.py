@@ -69,9 +69,8 @@ class Extras:
     @contextmanager
     def forward(self, microbatch: int) -> Iterator[None]:
         """Around a forward, when it is run first."""
-        if self.updates is not None:
-            self.updates.latest = microbatch
         with (
+            nullcontext() if self.updates is None else self.updates.forward(microbatch),
             nullcontext() if self.forward_state is None else self.forward_state.forward(microbatch),
             nullcontext() if self.repeated is None else self.repeated.forward(microbatch),
         ):
