@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import penstock
 from penstock.errors import PartitionError
 from penstock.partition import Stage
 from penstock.partition._compat import has_accumulation_hooks, storage_of
@@ -117,7 +116,7 @@ def _is_our_own() -> bool:
     return frame is not None and frame.f_code.co_filename.startswith(_PENSTOCK)
 
 
-_TORCH, _PENSTOCK = (str(Path(file).parent) for file in (torch.__file__, penstock.__file__))
+_TORCH, _PENSTOCK = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 
 
 class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
