@@ -235,8 +235,8 @@ class Split:
                 writer = next(f for f in self.facts.values() if storage in f.writes)
                 raise PartitionError(
                     f"{names[storage]!r} is updated in place by {self.name_of(writer)} but used on stages "
-                    f"{sorted(stages[storage])}: copies on several stages would differ. Move the cut so that all its "
-                    "uses are on one stage"
+                    f"{sorted(stages[storage])}: copies on several stages would differ. Update it next to where it is "
+                    "used, or move the cut so that all its uses are on one stage"
                 )
 
     def _check_remembered(self, run: Sequence[set[fx.Node]]) -> None:
