@@ -146,6 +146,16 @@ class NormalisesByAverages(Block):
         return torch.tanh(F.batch_norm(y, norm.running_mean, norm.running_var, norm.weight, norm.bias, training=False))
 
 
+class ShrinksOutliers(Block):
+    """Writes for some values only, which those that are made up for the recording are not among."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if x.detach().abs().max() > 50:
+            self.layer.weight.data.mul_(0.9)
+        return y
+
+
 class Codebook(Block):
     """The distances save what is updated, but no gradient is taken of the choice."""
 
@@ -277,3 +287,15 @@ def test_recording_leaves_the_weights_as_they_were() -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     inspect(model, (torch.randn(4, WIDTH),), stages=2)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_write_for_rare_values_is_noticed_when_it_happens() -> None:
+    check(chain(ShrinksOutliers), ranks=2, microbatches=4)
+    x, target = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    x[5] *= 100
+
+    def model() -> nn.Module:
+        return nn.Sequential(ShrinksOutliers(), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+    with pytest.raises(PartitionError, match=r"forward of stage 0 updates '0\.layer\.weight' in place"):
+        verify(model, (x,), target, F.mse_loss, ranks=2, microbatches=4, schedule="gpipe", whole_batch=False)

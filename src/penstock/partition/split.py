@@ -16,6 +16,7 @@ from torch import fx, nn
 from penstock.errors import PartitionError
 from penstock.partition.objects import OPAQUE
 from penstock.partition.recording import Fact, Recording
+from penstock.partition.state.names_in_forward import names_data
 from penstock.partition.state.remembered import Remembered
 from penstock.stages import MODEL_INPUT, Input, Output, TensorMeta
 
@@ -259,7 +260,10 @@ class Split:
 
     def depends_on_values(self, node: fx.Node) -> bool:
         """Whether a call may write something else than was seen."""
-        fact = self.facts[node]
+        return self.depends_on_values_of(self.facts[node])
+
+    def depends_on_values_of(self, fact: Fact) -> bool:
+        """Likewise."""
         inside = () if fact.branch is None else fact.branch.facts.values()
         return fact.depends_on_values or any(one.depends_on_values for one in inside)
 
@@ -365,11 +369,17 @@ class Split:
         return found
 
     def overwritten(self, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
-        """Canonical names of the parameters and buffers that some calls both update and save for their backward."""
+        """Canonical names of the parameters and buffers that some calls update, or may, and save for their backward."""
         facts = [self.facts[node] for node in nodes]
         written = frozenset[int]().union(*(fact.writes for fact in facts))
         saved = frozenset[int]().union(*(fact.saved for fact in facts))
-        return tuple(name for storage, name in self.recording.memory.items() if storage in written & saved)
+        modules = [self.model.get_submodule(n) for f in facts if self.depends_on_values_of(f) for n in f.units]
+        rare = {id(tensor) for module in modules for part in module.modules() for tensor in names_data(part)}
+        return tuple(
+            name
+            for storage, name in self.recording.memory.items()
+            if storage in written & saved or id(self.recording.held[name]) in rare
+        )
 
     def overwritten_strays(self, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
         """Likewise of what some calls remember in tensors that are neither parameters nor buffers; as users know it."""

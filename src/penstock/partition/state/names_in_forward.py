@@ -15,7 +15,7 @@ from inspect import getattr_static
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.partition.state.cells import EMPTY, contents
 from penstock.partition.state.library import OF_TORCH, is_library, package_of
@@ -148,6 +148,26 @@ def words_of(code: CodeType) -> frozenset[str]:
     """The names of globals and attributes in a function's code."""
     inner = [words_of(c) for c in code.co_consts if isinstance(c, CodeType)]
     return frozenset(code.co_names).union(*inner)
+
+
+def names_data(module: nn.Module) -> Iterator[Tensor]:
+    """The parameters and buffers of a module, and of those inside that its forward names, if it names `.data` as well.
+
+    So it may write to them through `.data`, if only for some values.
+    """
+    found: dict[str, FunctionType] = {}
+    pending = [("forward", f) for f in _functions(getattr_static(type(module), "forward", None))]
+    while pending:
+        name, function = pending.pop()
+        if name not in found and not is_library(function.__module__):
+            found[name] = function
+            words = words_of(function.__code__)
+            pending += [(w, f) for w in sorted(words) for f in _functions(getattr_static(type(module), w, None))]
+    words = frozenset[str]().union(*(words_of(function.__code__) for function in found.values()))
+    if words.isdisjoint(("data", "set_")):
+        return
+    for part in (module, *(part for path, part in _inside(module) if path[0] in words)):
+        yield from (*part.parameters(recurse=False), *part.buffers(recurse=False))
 
 
 def _inside(module: nn.Module) -> Iterator[tuple[Path, nn.Module]]:
