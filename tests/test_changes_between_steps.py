@@ -233,7 +233,9 @@ def test_what_blocks_change_themselves_is_no_reason_to_record(monkeypatch: pytes
     from penstock.partition import partitioner
 
     original = partitioner.record
-    monkeypatch.setattr(partitioner, "record", lambda *args: recorded.append(args) or original(*args))
+    monkeypatch.setattr(
+        partitioner, "record", lambda *args, **options: recorded.append(args) or original(*args, **options)
+    )
     with penstock.pipeline(reader, (x,), ranks=2, microbatches=2, loss=squared_error) as pipe:
         before = len(recorded)
         for _ in range(3):

@@ -86,7 +86,7 @@ def test_trials_that_met_a_stall_are_marked(tmp_path: Path) -> None:
         "--sizes",
         "2600",
         "--trials",
-        "40",
+        "150",
         "--warmup",
         "1",
         "--link",
@@ -98,7 +98,7 @@ def test_trials_that_met_a_stall_are_marked(tmp_path: Path) -> None:
     for trial, _, _, start, end in (map(int, row.split(",")) for row in rows):
         took[trial] = max(took.get(trial, 0), end - start)
     met = found["stalled"]
-    assert 0 < len(met) < 20, "they take 10 ms and more, so that a few of them meet one"
+    assert 1 < len(met) < 60, "they take 10 ms and more, so that a few of them meet one"
     slowest = sorted(took, key=took.__getitem__)[-2:]
     assert {*slowest} <= {*met}
     assert [one["every_ns"] for one in found["environment"]["switch"]["stalls"]] == [600_000_000]

@@ -7,8 +7,11 @@ average, depends on the order of forwards and backwards: in plain training each 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -105,6 +108,17 @@ class BackwardUpdates:
         )
 
 
+def _is_our_own() -> bool:
+    """Whether Penstock calls the operator itself: it puts buffers aside around modules that run themselves again."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, __file__)):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_PENSTOCK)
+
+
+_TORCH, _PENSTOCK = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+
+
 class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Finds out whether operators read some memory, other than to update it.
 
@@ -129,6 +143,6 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if name in written or (name in RUNNING and training):
                     continue
                 for tensor in value if isinstance(value, (list, tuple)) else (value,):
-                    if isinstance(tensor, Tensor) and self.found is None:
-                        self.found = self._names.get(storage_of(tensor))
+                    if isinstance(tensor, Tensor) and storage_of(tensor) in self._names and not _is_our_own():
+                        self.found = self._names[storage_of(tensor)]
         return func(*args, **kwargs)
