@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -99,8 +100,8 @@ def test_trials_that_met_a_stall_are_marked(tmp_path: Path) -> None:
         took[trial] = max(took.get(trial, 0), end - start)
     met = found["stalled"]
     assert 1 < len(met) < 60, "they take 10 ms and more, so that a few of them meet one"
-    slowest = sorted(took, key=took.__getitem__)[-2:]
-    assert {*slowest} <= {*met}
+    others = [took[trial] for trial in took if trial not in met]  # a busy machine may delay one of these as well
+    assert median(took[trial] for trial in met) > 2 * median(others)
     assert [one["every_ns"] for one in found["environment"]["switch"]["stalls"]] == [600_000_000]
 
 
