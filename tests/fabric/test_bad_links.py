@@ -91,7 +91,7 @@ def test_trials_that_met_a_stall_are_marked(tmp_path: Path) -> None:
         "--warmup",
         "1",
         "--link",
-        "100mbit delay 5ms stall 150ms every 600ms",
+        "100mbit delay 5ms stall 400ms every 900ms",
     ]
     found = _found(tmp_path, *asked)
     rows = (tmp_path / "run" / "samples.csv").read_text().splitlines()[1:]
@@ -99,10 +99,12 @@ def test_trials_that_met_a_stall_are_marked(tmp_path: Path) -> None:
     for trial, _, _, start, end in (map(int, row.split(",")) for row in rows):
         took[trial] = max(took.get(trial, 0), end - start)
     met = found["stalled"]
-    assert 1 < len(met) < 60, "they take 10 ms and more, so that a few of them meet one"
-    others = [took[trial] for trial in took if trial not in met]  # a busy machine may delay one of these as well
+    assert 1 < len(met) < 20, "they take 10 ms and more, so that a few of them meet one"
+    slowest = sorted(took, key=took.__getitem__)[-2:]
+    assert {*slowest} <= {*met}, "stalls are longer than what a busy machine adds"
+    others = [took[trial] for trial in took if trial not in met]
     assert median(took[trial] for trial in met) > 2 * median(others)
-    assert [one["every_ns"] for one in found["environment"]["switch"]["stalls"]] == [600_000_000]
+    assert [one["every_ns"] for one in found["environment"]["switch"]["stalls"]] == [900_000_000]
 
 
 def test_the_end_of_the_switch_ends_the_run_by_its_name(tmp_path: Path) -> None:
