@@ -17,9 +17,15 @@ TIED = "terms of several stages, added in another order"
 
 
 def verdict(
-    mine: Tensor | None, other: Tensor | None, *, kind: str = "gradient", exact: bool = True, why: str = ""
+    mine: Tensor | None,
+    other: Tensor | None,
+    *,
+    kind: str = "gradient",
+    exact: bool = True,
+    why: str = "",
+    terms: Tensor | None = None,
 ) -> Verdict:
-    row = compare(kind, "x", (0,), mine, other, exact, why)
+    row = compare(kind, "x", (0,), mine, other, exact, why, terms)
     assert row.ok == (row.verdict in ("equal", "close"))
     assert (row.verdict == "close") == bool(row.allowed)
     return row.verdict
@@ -60,6 +66,35 @@ def test_a_gradient_of_zeros_is_not_close_to_one_that_is_none(dtype: torch.dtype
     assert verdict(other, torch.zeros_like(other), why=TIED) == "different"
     assert verdict(other * 2, other, why=TIED) == "different"
     assert verdict(torch.full_like(other, math.nan), other, why=TIED) == "different"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "within", "beyond"),
+    [
+        (torch.float64, 0.9e-6, 1.1e-6),
+        (torch.float32, 0.9e-6, 1.1e-6),
+        (torch.bfloat16, 3 / 128, 5 / 128),
+        (torch.complex64, 0.9e-6, 1.1e-6),
+    ],
+)
+def test_terms_that_cancel_have_a_tolerance_of_their_own_size(dtype: torch.dtype, within: float, beyond: float) -> None:
+    """Entry by entry: terms of one are no excuse for another."""
+    other, terms = torch.zeros(2).to(dtype), torch.tensor([1.0, 100.0], dtype=torch.float64)
+    near, far = (torch.tensor([part, 0.0]).to(dtype) for part in (within, beyond))
+    assert verdict(near, other, why=TIED, terms=terms) == "close"
+    assert verdict(far, other, why=TIED, terms=terms) == "different"
+    assert verdict(near, other, why=TIED) == "different", "its terms are not known"
+    assert verdict(near, other, terms=terms) == "different", "nothing was added in another order"
+    assert verdict(near, other, why=TIED, terms=terms[:1]) == "different", "these are terms of something else"
+
+
+def test_the_summary_measures_by_the_terms_where_they_cancel() -> None:
+    terms = torch.tensor([2.0], dtype=torch.float64)
+    row = compare("gradient", "x", (0, 1), torch.tensor([1e-6]), torch.tensor([1e-9]), True, TIED, terms)
+    assert row.max_terms == 2
+    assert (
+        "1 value is within 5.0e-07 of their largest entry, or of the terms that cancel in it" in report(row).summary()
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,8 +11,8 @@ from torch import Tensor
 from penstock.errors import VerificationError
 
 TIED_TOLERANCE = 1e-6
-"""Largest difference, over the tensor's largest entry, where terms of several stages or replicas are added in another
-order; in half precision `TIED_EPSILONS` of its epsilons."""
+"""Largest difference where terms of several stages or replicas are added in another order, over the tensor's largest
+entry; or, of each entry, over the sum of its terms' sizes. In half precision `TIED_EPSILONS` of its epsilons."""
 
 TIED_EPSILONS = 4
 
@@ -31,6 +31,8 @@ class Row:
             "missing" where the reference has one; "unexpected" where it has none.
         max_difference: largest absolute difference.
         max_reference: largest absolute entry of the reference.
+        max_terms: largest sum of the sizes of an entry's terms, where they cancel so far that the difference is to be
+            seen beside them; else 0.
         allowed: why it need not be equal to the bit; empty if it must.
         step: the first one, from 1, in which it is not as promised; 0: in none.
     """
@@ -43,6 +45,7 @@ class Row:
     max_reference: float = 0.0
     allowed: str = ""
     step: int = 0
+    max_terms: float = 0.0
 
     @property
     def ok(self) -> bool:
@@ -126,10 +129,12 @@ class Report:
         close = [row for row in self.rows if row.verdict == "close"]
         text = f"{equal} of {len(gradients)} gradients are equal to the bit"
         if close:
-            worst = max((r.max_difference / r.max_reference for r in close if r.max_reference), default=0.0)
+            sizes = [(row.max_difference, row.max_terms or row.max_reference) for row in close]
+            worst = max((difference / size for difference, size in sizes if size), default=0.0)
             why = sorted({row.allowed for row in close})
             values = "1 value is" if len(close) == 1 else f"{len(close)} values are"
-            text += f"; {values} within {worst:.1e} of their largest entry ({'; '.join(why)})"
+            entry = "entry, or of the terms that cancel in it" if any(row.max_terms for row in close) else "entry"
+            text += f"; {values} within {worst:.1e} of their largest {entry} ({'; '.join(why)})"
         return text
 
     def _first_wrong(self) -> str:
@@ -161,12 +166,14 @@ def compare(
     other: Tensor | None,
     exact: bool,
     reordered: str = "",
+    terms: Tensor | None = None,
 ) -> Row:
     """Compares one tensor with that of the unsplit model; either may be absent.
 
     Args:
         exact: equality to the bit is demanded.
         reordered: why terms may have been added in another order; empty where they must not.
+        terms: for each entry, the sum of the sizes of its terms; None where it is not known.
     """
     if mine is None or other is None:
         absent: Verdict = "missing" if mine is None else "unexpected"
@@ -181,6 +188,8 @@ def compare(
     difference, largest = _largest(_wide(mine) - _wide(other)), _largest(other)
     if reordered and difference <= _tied_tolerance(other.dtype) * largest:
         return Row(kind, name, stages, "close", difference, largest, reordered)
+    if reordered and terms is not None and _is_rounding_of(terms, mine, other):
+        return Row(kind, name, stages, "close", difference, largest, reordered, max_terms=_largest(terms))
     if not exact and _is_close(mine, other):
         return Row(kind, name, stages, "close", difference, largest, "not demanded to the bit here")
     return Row(kind, name, stages, "different", difference, largest)
@@ -188,6 +197,13 @@ def compare(
 
 def _tied_tolerance(dtype: torch.dtype) -> float:
     return max(TIED_TOLERANCE, TIED_EPSILONS * torch.finfo(dtype).eps)
+
+
+def _is_rounding_of(terms: Tensor, mine: Tensor, other: Tensor) -> bool:
+    """Whether each entry differs by no more than what adding its terms in another order may change."""
+    if terms.shape != other.shape:
+        return False
+    return bool(((_wide(mine) - _wide(other)).abs() <= _tied_tolerance(other.dtype) * terms).all())
 
 
 def _same_bits(mine: Tensor, other: Tensor) -> bool:

@@ -8,7 +8,7 @@ added in another order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from penstock.runtime.losses import checked_loss, saying_what_is_missing
 from penstock.runtime.world import World
 from penstock.schedule import Schedule, generate
 from penstock.stages import ties
+from penstock.term_sizes import TermSizes
 from penstock.twins import Made, twins
 from penstock.whole_batch import Whole
 
@@ -104,12 +105,14 @@ def verify(
 class _Expected:
     """One step of the unsplit model. `outputs` are the tensor leaves of each microbatch's output, of all replicas;
     `gradients` those of parameters, and of buffers that require one; `buffers` what the first replica's part leaves,
-    as in DistributedDataParallel."""
+    as in DistributedDataParallel; `terms` how large the terms are of gradients that a pipeline adds up in another
+    order."""
 
     outputs: list[list[Tensor]]
     loss: Tensor
     gradients: dict[str, Tensor | None]
     buffers: dict[str, Tensor]
+    terms: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +155,8 @@ def _reference(
         ),
     )
     with alone:
-        steps = [_step(alone, loss, reduction, replicas) for _ in range(STEPS)]
+        sizes = _term_sizes(alone, pipe)
+        steps = [_step(alone, loss, reduction, replicas, sizes) for _ in range(STEPS)]
         parameters = alone.all_parameters()
         exact = all(p.device.type == "cpu" and p.dtype in (torch.float32, torch.float64) for _, p in parameters)
         whole = None
@@ -169,8 +173,31 @@ def _uncut_device(batch: Microbatch) -> torch.device:
     return next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
 
 
-def _step(alone: Pipeline, loss: Loss | None, reduction: Reduction, replicas: int) -> _Expected:
+def _term_sizes(alone: Pipeline, pipe: Pipeline) -> TermSizes:
+    """What measures the terms of the gradients that the pipeline adds up in another order."""
+    reordered = _reordered(pipe)
+    trained = {name: tensor for name, tensor in _trained(alone.all_parameters(), alone) if name in reordered}
+    one_copy = pipe.stages[: len(pipe.stages) // pipe.schedule.placement.pipelines]
+    return TermSizes(trained, by_use=ties(one_copy))
+
+
+def _step(alone: Pipeline, loss: Loss | None, reduction: Reduction, replicas: int, sizes: TermSizes) -> _Expected:
     _forget_gradients(alone)
+    with sizes.measuring() as terms:
+        outputs, total = _run_reference(alone, loss, reduction, replicas, sizes)
+    return _Expected(
+        [[tensor.detach() for tensor in _tensors(output)] for output in outputs],
+        total,
+        {name: _kept(tensor.grad) for name, tensor in _trained(alone.all_parameters(), alone)},
+        {name: buffer.detach().clone() for name, buffer in alone.named_buffers()},
+        terms,
+    )
+
+
+def _run_reference(
+    alone: Pipeline, loss: Loss | None, reduction: Reduction, replicas: int, sizes: TermSizes
+) -> tuple[list[Any], Tensor]:
+    """Outputs and loss of one step."""
     if alone.draws_in_glue:
         if replicas > 1 and any(stage.updated for stage in alone.stages):
             raise ArgumentError(
@@ -178,16 +205,10 @@ def _step(alone: Pipeline, loss: Loss | None, reduction: Reduction, replicas: in
                 "there is no reference for it with replicas: verify it on a mesh without"
             )
         result = alone.step(outputs=True)
-        outputs, total = list(result.outputs), result.loss
-    else:
-        outputs, total = _run_unsplit(alone, loss, reduction, replicas)
-        alone.step_count += 1
-    return _Expected(
-        [[tensor.detach() for tensor in _tensors(output)] for output in outputs],
-        total,
-        {name: _kept(tensor.grad) for name, tensor in _trained(alone.all_parameters(), alone)},
-        {name: buffer.detach().clone() for name, buffer in alone.named_buffers()},
-    )
+        return list(result.outputs), result.loss
+    run = _run_unsplit(alone, loss, reduction, replicas, sizes)
+    alone.step_count += 1
+    return run
 
 
 def _kept(gradient: Tensor | None) -> Tensor | None:
@@ -204,7 +225,9 @@ def _forget_gradients(pipe: Pipeline) -> None:
         tensor.grad = None
 
 
-def _run_unsplit(alone: Pipeline, loss: Loss | None, reduction: Reduction, replicas: int) -> tuple[list[Any], Tensor]:
+def _run_unsplit(
+    alone: Pipeline, loss: Loss | None, reduction: Reduction, replicas: int, sizes: TermSizes
+) -> tuple[list[Any], Tensor]:
     """Outputs and loss of one step, after which buffers are as the first of the replicas leaves them."""
     pieces = alone.split_batch((), {})
     weighted = weights(reduction, [piece.rows or 0 for piece in pieces], [piece.target for piece in pieces])
@@ -226,6 +249,7 @@ def _run_unsplit(alone: Pipeline, loss: Loss | None, reduction: Reduction, repli
             if norms is not None:
                 norms.pause()
             root = root_of(value, weighted[k], _tensors(output))
+            sizes.watch(root)
             with exact_rules.outside_autocast(value.device.type):
                 root.backward(torch.full_like(value, weighted[k]))  # type: ignore[no-untyped-call]
             losses.append(value.detach())
@@ -259,10 +283,7 @@ def _compare(
         rows.append(compare("loss", "loss", tuple(lasts), loss, expected.loss, exact))
     shared = ties(pipe.stages)
     holders = {name: (stage.index,) for stage in pipe.stages for name in (*stage.parameters, *stage.buffers)} | shared
-    over = "terms of several replicas, added in another order" if pipe.world.data_parallel > 1 else ""
-    if not over and pipe.reorders_gradients:
-        over = "a branch may be passed by, so that two values that cross a cut are one: terms added in another order"
-    why = "terms of several stages, added in another order"
+    reordered = _reordered(pipe)
     for name, parameter in _trained(pipe.named_parameters(), pipe):
         rows.append(
             compare(
@@ -272,12 +293,24 @@ def _compare(
                 None if parameter.grad is None else whole(parameter.grad),
                 expected.gradients[name],
                 exact,
-                why if name in shared else over,
+                reordered.get(name, ""),
+                expected.terms.get(name),
             )
         )
     for name, buffer in pipe.named_buffers():
         rows.append(compare("buffer", name, holders[name], whole(buffer), expected.buffers[name], exact))
     return rows
+
+
+def _reordered(pipe: Pipeline) -> dict[str, str]:
+    """The gradients whose terms the pipeline adds up in another order than the unsplit model, and why."""
+    over = "terms of several replicas, added in another order" if pipe.world.data_parallel > 1 else ""
+    if not over and pipe.reorders_gradients:
+        over = "a branch may be passed by, so that two values that cross a cut are one: terms added in another order"
+    every = (
+        dict.fromkeys((n for stage in pipe.stages for n in (*stage.parameters, *stage.buffers)), over) if over else {}
+    )
+    return every | dict.fromkeys(ties(pipe.stages), "terms of several stages, added in another order")
 
 
 def _complete(rows: Sequence[Row], expected: _Expected) -> Iterator[Row]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -77,6 +77,16 @@ class Sampler(nn.Module):
         return self.decoder(drawn.rsample()), kl_divergence(drawn, Normal(0.0, 1.0))
 
 
+@pytest.fixture
+def checked_distributions() -> Iterator[None]:
+    """As torch sets out; `torch.compile`, once called, switches the checks of the whole process off."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(True)
+    yield
+    Distribution.set_default_validate_args(before)
+
+
+@pytest.mark.usefixtures("checked_distributions")
 def test_distributions_are_not_checked_and_a_note_says_so() -> None:
     torch.manual_seed(0)
     init, checks = Distribution.__init__, Distribution._validate_args

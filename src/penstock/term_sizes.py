@@ -1,0 +1,84 @@
+"""How large the terms are that a backward adds up to a gradient.
+
+Where they are added in another order, as for a parameter that several stages hold, the sum may differ by rounding of
+the terms: terms of 1e-2 that cancel, as those of a triplet loss do in the last bias, leave a sum that is nothing but
+rounding, and no tolerance that looks at the sum alone would hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+
+class TermSizes:
+    """Sums of the terms' sizes, entry by entry, in float64.
+
+    Args:
+        tensors: parameters, and buffers that require a gradient, by name.
+        by_use: those of which each use in the forward makes a term of its own; of the others each backward makes one.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], by_use: Collection[str]) -> None:
+        self._tensors = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+        self._by_use = {id(tensor): name for name, tensor in self._tensors.items() if name in by_use}
+        self._backwards: dict[str, Tensor] = {}
+        self._uses: dict[str, Tensor] = {}
+
+    @contextmanager
+    def measuring(self) -> Iterator[dict[str, Tensor]]:
+        """Around the forwards and backwards of one step; what it gives is filled at the end."""
+        self._backwards, self._uses = {}, {}
+        found: dict[str, Tensor] = {}
+        hooks = [
+            tensor.register_hook(partial(_add, self._backwards, name))  # type: ignore[no-untyped-call]
+            for name, tensor in self._tensors.items()
+        ]
+        try:
+            yield found
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for name, size in self._backwards.items():
+            # A use in a backward of its own (a reentrant checkpoint) is not found in the graph: the larger one holds.
+            found[name] = torch.maximum(size, self._uses.get(name, size))
+
+    def watch(self, root: Tensor) -> None:
+        """Before a backward from `root`: looks at what each use of a parameter will give."""
+        if not self._by_use or root.grad_fn is None:
+            return
+        seen, todo = {root.grad_fn}, [root.grad_fn]
+        while todo:
+            node = todo.pop()
+            uses = [(place, self._used(after)) for place, (after, _) in enumerate(node.next_functions)]
+            named = [(place, name) for place, name in uses if name is not None]
+            if named:
+                node.register_hook(_noting(self._uses, named))
+            new = {after for after, _ in node.next_functions if after is not None} - seen
+            seen |= new
+            todo.extend(new)
+
+    def _used(self, node: Node | None) -> str | None:
+        """The tensor whose gradient a node accumulates, if it is one of ours."""
+        return self._by_use.get(id(getattr(node, "variable", None)))
+
+
+def _noting(sums: dict[str, Tensor], uses: Collection[tuple[int, str]]) -> Callable[[Any, Any], None]:
+    def note(gradients: tuple[Tensor | None, ...], _: Any) -> None:
+        for place, name in uses:
+            _add(sums, name, gradients[place])
+
+    return note
+
+
+def _add(sums: dict[str, Tensor], name: str, term: Tensor | None) -> None:
+    if term is not None:
+        dense = term.detach() if term.layout == torch.strided else term.detach().to_dense()
+        size = dense.abs().double().cpu()
+        sums[name] = sums[name] + size if name in sums else size
