@@ -123,7 +123,9 @@ def _record(
                 provenance = recorder.observer.provenance
                 left = gather(reach, recorder.seen, loan.names, provenance, grain, units.values(), recorder.real)
                 recording = replace(
-                    _finish(recorder, loan, units, result, left, grain), remembered=remembered_by(recorder, reach)
+                    _finish(recorder, loan, units, result, left, grain),
+                    remembered=remembered_by(recorder, reach),
+                    traces=reach.traces(),
                 )
                 changed = carried_over(reach, provenance, [u.name for u in units.values()])
                 if changed:
