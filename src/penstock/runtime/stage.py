@@ -328,7 +328,9 @@ class StageRunner:
             if outputs[position].requires_grad:
                 raise PartitionError(
                     f"value {self.meta.outputs[position].name!r} of stage {self.meta.index} takes a gradient, but did "
-                    "not when the model was recorded; build the pipeline again after changing requires_grad"
+                    "not when the model was recorded. If requires_grad was changed, build the pipeline again. If a "
+                    "block before it leaves its parameters out by chance, take all such blocks apart with opens=[...]; "
+                    "if for some inputs, move the cut behind one that never does (cuts=[...])"
                 )
 
 

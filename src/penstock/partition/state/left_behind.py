@@ -7,6 +7,7 @@ to the last stage as outputs of their own. In the others' places stands somethin
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -188,8 +189,8 @@ def filled(template: Any, outputs: Sequence[Tensor]) -> Any:
     """The value of a template."""
     if isinstance(template, Carried):
         return outputs[template.index]
-    if type(template) in (list, tuple, set):
-        return type(template)(filled(item, outputs) for item in template)
+    if type(template) in (list, tuple, set, deque):
+        return _like(template, (filled(item, outputs) for item in template))
     if type(template) is dict:
         return {key: filled(item, outputs) for key, item in template.items()}
     return template
@@ -201,8 +202,13 @@ def template_of(value: Any, text: str, replace: Callable[[Tensor], Carried | Non
         return replace(value) or Absent.at(text)
     if type(value) in CONSTANTS or isinstance(value, nn.Module):
         return value
-    if type(value) in (list, tuple):
-        return type(value)(template_of(v, f"{text}[{i}]", replace) for i, v in enumerate(value))
+    if type(value) in (list, tuple, deque):
+        return _like(value, (template_of(v, f"{text}[{i}]", replace) for i, v in enumerate(value)))
     if type(value) is dict:
         return {k: template_of(v, f"{text}[{k!r}]", replace) for k, v in value.items()}
     return Absent.at(text) if any(True for _ in tensors_in(value)) else value
+
+
+def _like(container: Any, items: Iterable[Any]) -> Any:
+    """Another container of the same kind."""
+    return deque(items, container.maxlen) if type(container) is deque else type(container)(items)
