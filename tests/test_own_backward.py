@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+from collections import defaultdict, deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,6 +74,81 @@ class KeepsOnAStack(nn.Module):
         return Pops.apply(self.linear(x), self.stack)
 
 
+class Stack(list[Any]):
+    """A list by another name."""
+
+
+@dataclasses.dataclass
+class Holder:
+    stack: list[Tensor] = dataclasses.field(default_factory=list)
+
+
+class KeepsDeeper(nn.Module):
+    """On a stack that is not an attribute itself."""
+
+    kept: Any
+
+    def stack(self) -> Any:
+        return self.kept["stack"]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.kept = nn.Linear(6, 6), {"stack": []}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.stack().append(1 + x.detach().abs().mean())
+        return Pops.apply(self.linear(x), self.stack())
+
+
+class KeepsInATuple(KeepsDeeper):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = (deque(), [Holder()])
+
+    def stack(self) -> Any:
+        return self.kept[1][0].stack
+
+
+class KeepsInADefaultDict(KeepsDeeper):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = defaultdict(list)
+
+
+class KeepsOnItsOwnKindOfStack(KeepsDeeper):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = Stack()
+
+    def stack(self) -> Any:
+        return self.kept
+
+
+class KeepsOnADeque(KeepsOnItsOwnKindOfStack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = deque()
+
+
+class KeepsInNewObjects(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.states = nn.Linear(6, 6), []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.states.append(SimpleNamespace(scale=1 + x.detach().abs().mean()))
+        return PopsAnObject.apply(self.linear(x), self.states)
+
+
+class PopsAnObject(Pops):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.stack.pop().scale, None
+
+
+DEEPER = [KeepsDeeper, KeepsInATuple, KeepsInADefaultDict, KeepsOnItsOwnKindOfStack, KeepsOnADeque, KeepsInNewObjects]
+
+
 @ORDERS
 @pytest.mark.parametrize("recompute", ["never", "always", 1])
 @pytest.mark.parametrize("kind", [KeepsForBackward, KeepsInAnObject, KeepsOnAStack])
@@ -80,6 +157,14 @@ def test_what_a_forward_keeps_is_there_in_its_own_backward(
 ) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(kind() for _ in range(4)))
+    verify(model, (X,), TARGET, F.mse_loss, ranks=ranks, schedule=schedule, microbatches=4, recompute=recompute).check()
+
+
+@ORDERS
+@pytest.mark.parametrize("recompute", ["never", "always", 1])
+def test_what_a_forward_keeps_may_be_anywhere_below_an_attribute(schedule: str, ranks: int, recompute: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(kind() for kind in DEEPER))
     verify(model, (X,), TARGET, F.mse_loss, ranks=ranks, schedule=schedule, microbatches=4, recompute=recompute).check()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -108,6 +109,51 @@ def test_losses_that_blocks_leave(extra: Callable[[Any], Tensor], ranks: int, sc
     if ranks > 1:
         assert model.blocks[0].l_aux is before[0]["l_aux"] is None, "outside of the loss nothing has changed"
     assert not any(isinstance(t, FakeTensor) for t in LOSSES)
+
+
+class History(list[Any]):
+    pass
+
+
+@pytest.mark.parametrize("kind", [list, deque, set, History])
+def test_a_container_into_which_blocks_put_tensors_is_no_obstacle_to_the_loss(kind: Callable[[], Any]) -> None:
+    """Nothing reads it; what is put in its place while the loss runs must go in, and come out again."""
+
+    class Noting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.history = nn.Linear(WIDTH, WIDTH), kind()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x)
+            (self.history.add if kind is set else self.history.append)(y.detach())
+            return y
+
+    x, y = batch()
+    make = lambda: seeded(lambda: nn.Sequential(*(Noting() for _ in range(4))))  # noqa: E731
+    verify(make, (x,), y, F.mse_loss, ranks=2, microbatches=2, schedule="gpipe", exact=True).check()
+
+
+def test_a_loss_may_read_what_blocks_put_into_a_deque() -> None:
+    queue: deque[Tensor] = deque(maxlen=4)
+
+    class Noting(Expert):
+        def forward(self, x: Tensor) -> Tensor:
+            gates = self.router(x).softmax(-1)
+            queue.append(gates.mean(0).square().sum())
+            return x + self.layer(x) * gates[:, :1]
+
+    def make() -> Any:
+        return nn.Sequential(*(Noting() for _ in range(4)))
+
+    x, y = batch()
+    model = seeded(make)
+    loss: Any = lambda output, target: F.mse_loss(output, target) + sum(queue)  # noqa: E731
+    with penstock.pipeline(model, (x,), loss=loss, ranks=2, microbatches=2) as pipe:
+        result = pipe.step(x, target=y)
+    expected = plain(seeded(make), lambda _: sum(queue), 2)
+    found = [result.loss, *(p.grad for p in model.parameters())]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_what_is_not_carried_raises_where_the_loss_uses_it() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +12,18 @@ from torch import nn
 from penstock.partition._compat import fake_mode
 from penstock.partition.loan import Loan
 from penstock.partition.state.reach import PART, Reach
+
+
+class Registry(dict[str, int]):
+    """A dict by another name, with an attribute besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+
+class Bag(list[int]):
+    pass
 
 
 class Holder(nn.Module):
@@ -24,6 +36,7 @@ class Holder(nn.Module):
         self.by_name = {"a": object(), "b": object()}
         self.by_pair = OrderedDict({(1, 2): object(), (3, 4): object()})
         self.queue, self.kinds = deque([object()]), {1, 2}
+        self.counts, self.registry, self.bags = Counter("a"), Registry(), (Bag(),)
         self.tensor = torch.ones(2)
 
 
@@ -49,6 +62,10 @@ CHANGES: dict[str, Callable[[Holder], object]] = {
     "item from list to list": lambda holder: holder.other.append(holder.one.pop()),
     "queue": lambda holder: holder.queue.rotate() or holder.queue.append(1),
     "set": lambda holder: holder.kinds.add(3),
+    "count": lambda holder: holder.counts.update("ab"),
+    "entry of a class derived from dict": lambda holder: holder.registry.update(a=1),
+    "attribute of a class derived from dict": lambda holder: setattr(holder.registry, "total", 1),
+    "item of a class derived from list": lambda holder: holder.bags[0].append(1),
     "item of a class": lambda holder: Holder.shared.append(1),
     "attribute of a class": lambda holder: setattr(Holder, "shared", []),
     "new attribute of a class": lambda holder: setattr(Holder, "other_of_class", 1),
@@ -64,6 +81,18 @@ def test_every_change_is_seen_and_put_back(change: str) -> None:
     assert [place for place in reach.places if place.is_changed()] == reach.changed() != []
     reach.restore()
     assert reach.changed() == []
+
+
+def test_a_class_with_methods_of_its_own_is_left_alone() -> None:
+    """Even to copy it may do something."""
+
+    class Asked(dict[str, int]):
+        def copy(self) -> dict[str, int]:
+            raise AssertionError("it was asked")
+
+    holder = Holder()
+    holder.by_name["a"] = Asked()
+    assert not any(isinstance(place.entries, Asked) for place in Reach(holder).places)
 
 
 def test_another_order_is_seen() -> None:

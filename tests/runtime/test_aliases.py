@@ -102,6 +102,15 @@ def test_batches_that_are_cut_already() -> None:
         pipe.step(halves(x), target=halves(y))
 
 
+def test_pieces_that_share_memory_with_each_other() -> None:
+    x, y = (half.contiguous() for half in wide().chunk(2, 1))
+    with pipe_for(halves(x)) as pipe:
+        for pieces in ([x[:3], x[:3]], [x[:3], x[2:5]]):
+            with pytest.raises(ArgumentError, match=r"and args\[0\] of another microbatch shares memory with it"):
+                pipe.step(Microbatches(pieces), target=y)
+        pipe.step(Microbatches([x[:3], x[3:]]), target=y)
+
+
 def test_batches_that_a_function_cuts() -> None:
     def split(args: Any, kwargs: Any, target: Any, microbatches: int) -> list[Microbatch]:
         pairs = zip(args[0]["x"].chunk(2), [None] * 2 if target is None else target.chunk(2), strict=True)

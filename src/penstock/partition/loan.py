@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.partition._compat import FakeTensor, FakeTensorMode, flatten, unflatten, unset_fake_temporarily
-
-CONTAINERS = (dict, OrderedDict, list, set)
+from penstock.partition.state.containers import is_container, refill
 
 
 class Snapshot:
@@ -23,16 +21,14 @@ class Snapshot:
     def __init__(self, model: nn.Module) -> None:
         self._modules = list(model.modules())
         self._attributes = [dict(m.__dict__) for m in self._modules]
-        self._contents = [
-            {k: (v, v.copy()) for k, v in m.__dict__.items() if type(v) in CONTAINERS} for m in self._modules
-        ]
+        self._contents = [{k: (v, v.copy()) for k, v in m.__dict__.items() if is_container(v)} for m in self._modules]
 
     def restore(self) -> None:
         for module, attributes, contents in zip(self._modules, self._attributes, self._contents, strict=True):
             module.__dict__.clear()
             module.__dict__.update(attributes)
             for container, copy in contents.values():
-                _refill(container, copy)
+                refill(container, copy)
 
     def restore_tensors(self, keeps: Callable[[Any], bool]) -> None:
         """Puts back everything but the numbers that have changed, and the attributes whose new value `keeps` wants."""
@@ -47,7 +43,7 @@ class Snapshot:
         for attributes, name, value in changed:
             attributes[name] = value
         for container, items in filled:
-            _refill(container, items)
+            refill(container, items)
 
     def changed(self) -> Iterator[tuple[nn.Module, str, object]]:
         """Module, attribute and new value of each plain attribute that is no longer what it was."""
@@ -59,17 +55,9 @@ class Snapshot:
 
 def _is_plain(value: Any) -> bool:
     """Whether a value is numbers, text, or containers of such."""
-    if type(value) in CONTAINERS or type(value) is tuple:
+    if type(value) is tuple or is_container(value):
         return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
     return isinstance(value, (bool, int, float, complex, str)) or type(value).__module__ == "numpy"
-
-
-def _refill(container: Any, copy: Any) -> None:
-    if isinstance(container, list):
-        container[:] = copy
-    else:
-        container.clear()
-        container.update(copy)
 
 
 class Loan:

@@ -18,6 +18,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from penstock.errors import PartitionError
 from penstock.partition._compat import FakeTensor, storage_of, unset_fake_temporarily
 from penstock.partition.loan import Loan, Snapshot, fake_value, map_tensors, same_bits
+from penstock.partition.memory import extent
 from penstock.partition.objects import tensors_in
 from penstock.partition.observer import Observer
 from penstock.partition.passed import Passed
@@ -166,8 +167,7 @@ def _make(fake: Tensor, original: Tensor | None, device: torch.device) -> Tensor
     with torch.no_grad():
         if original is not None and original.device == device:
             return copy.deepcopy(original) if isinstance(original, nn.Parameter) else original.clone()
-        reach = 1 + sum(step * (size - 1) for step, size in zip(fake.stride(), fake.size(), strict=True))
-        memory = torch.empty(reach if fake.numel() else 0, dtype=fake.dtype, device=fake.device)
+        memory = torch.empty(extent(fake.size(), fake.stride()), dtype=fake.dtype, device=fake.device)
         if fake.is_floating_point() or fake.is_complex():
             memory.normal_(std=1.0 if original is None else 0.02)
         else:

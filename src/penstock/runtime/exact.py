@@ -30,6 +30,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from penstock.partition.memory import extent
+
 CACHE_LINE_BYTES = 64
 
 
@@ -160,8 +162,7 @@ def allocate(layout: Layout, device: torch.device) -> Buffer:
             torch.empty(_numel(shape), dtype=dtype, device=device),
             packed=True,
         )
-    reach = 1 + sum(step * (size - 1) for size, step in zip(narrow, stride, strict=True))
-    memory = torch.empty(reach + skip, dtype=dtype, device=device)
+    memory = torch.empty(extent(narrow, stride) + skip, dtype=dtype, device=device)
     flat = torch.empty(_numel(narrow), dtype=dtype, device=device)
     return Buffer(on_memory_of(memory, skip, shape, stride), flat, packed=True)
 

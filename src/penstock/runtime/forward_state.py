@@ -1,4 +1,4 @@
-"""What a module keeps from its forward for its own backward: in attributes, in a plain object there, in a list.
+"""What a module keeps from its forward for its own backward: in attributes, or in lists, dicts and objects there.
 
 A reversible block notes the state of the random generators, to draw the same again when it runs itself again in
 backward. In plain training the backward of a microbatch follows its forward; in a pipeline other forwards may come
@@ -9,7 +9,7 @@ backward.
 from __future__ import annotations
 
 import operator
-from collections import Counter, OrderedDict, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,13 +18,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from penstock.partition.state.containers import is_container, refill
 from penstock.partition.state.library import OF_TORCH
-from penstock.partition.state.reach import LARGEST
+from penstock.partition.state.reach import DEPTH, LARGEST, is_of_others
 
 _MISSING = object()
 _NOT_PLAIN = (nn.Module, Tensor, type, FunctionType, ModuleType)
-_CONTAINERS = (list, deque, dict, OrderedDict)
-
 
 Key = tuple[int, str]
 
@@ -67,13 +66,8 @@ class Contents:
         return self.container.copy()
 
     def write(self, value: Any) -> None:
-        if self.holds(value):
-            return
-        self.container.clear()
-        if isinstance(self.container, dict):
-            self.container.update(value)
-        else:
-            self.container.extend(value)
+        if not self.holds(value):
+            refill(self.container, value)
 
     def holds(self, value: Any) -> bool:
         return _same(self.container, value)
@@ -87,7 +81,7 @@ class ContainerCopies:
     """What the lists and dicts of some modules contain now, for a layer that is run again within a backward."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        places = _places_in(modules).values()
+        places = _Survey(modules).places.values()
         self._contents = [(place, place.read()) for place in places if isinstance(place, Contents)]
 
     @contextmanager
@@ -135,12 +129,15 @@ class ForwardState:
     @contextmanager
     def forward(self, microbatch: int) -> Iterator[None]:
         """Around a forward: keeps what it sets."""
-        places = _places_in(self._modules) if self._learning else self._places
+        survey = _Survey(self._modules) if self._learning else None
+        places = self._places if survey is None else survey.places
         before = {key: place.read() for key, place in places.items()}
         yield
-        if self._learning:
-            now = _places_in(self._modules)
-            new = {k: p for k, p in now.items() if k not in self._places and not _held(p, before)}
+        if survey is not None:
+            # A list or an object that was not there before is known by the place that it has been put in.
+            found = [place for place in _Survey(self._modules).places.values() if survey.has_owner_of(place)]
+            changed = [place for place in found if not place.holds(before.get(place.key, _MISSING))]
+            new = {place.key: place for place in changed if place.key not in self._places}
             self._places.update(new)
             for kept in self._kept.values():  # earlier forwards have left it as this one has found it
                 for values in (kept.before, kept.after):
@@ -187,8 +184,8 @@ class ForwardState:
         for key, value in now.items():
             place = self._places[key]
             if isinstance(place, Attribute):
-                if microbatch != self._latest:  # else what backward left is what plain torch leaves
-                    place.write(value)
+                if microbatch != self._latest or left[key] is kept.after[key]:
+                    place.write(value)  # else what backward left is what plain torch leaves
                 continue
             before, after = kept.after[key], left[key]
             if key in kept.again:
@@ -258,29 +255,51 @@ def _same(one: Any, other: Any) -> bool:
     return all(map(operator.is_, one, other))
 
 
-def _held(place: Place, before: Values) -> bool:
-    """Whether a place is as before. A container that was not there is known by the attribute that it is in."""
-    if place.key not in before:
-        return isinstance(place, Contents)
-    return place.holds(before[place.key])
+class _Survey:
+    """All places that a forward may set: attributes of modules, and what lists, dicts and plain objects there hold."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.places: dict[Key, Place] = {}
+        self._owners: dict[int, Any] = {}  # kept alive, or their ids could be given again
+        level: list[Any] = list(modules)
+        for depth in range(DEPTH):
+            inside = [held for value in level for held in self._open(value)]
+            level = [value for value in inside if _can_be_opened(value, is_attribute=depth == 0)]
+
+    def _open(self, value: Any) -> list[Any]:
+        """Adds a value's places, and returns what is in them."""
+        inside: list[Any] = []
+        if isinstance(value, tuple):
+            inside += value
+        elif is_container(value) and self._is_new(value):
+            self._add(Contents(value))
+            inside += value.values() if isinstance(value, dict) else value
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict) and self._is_new(attributes):
+            for name, held in attributes.items():
+                if name not in OF_TORCH:
+                    self._add(Attribute(attributes, name))
+                    inside.append(held)
+        return inside
+
+    def _is_new(self, owner: Any) -> bool:
+        if id(owner) in self._owners:
+            return False
+        self._owners[id(owner)] = owner
+        return True
+
+    def _add(self, place: Place) -> None:
+        self.places[place.key] = place
+
+    def has_owner_of(self, place: Place) -> bool:
+        """Whether there was the list, the dict or the object that a place is in."""
+        return place.key[0] in self._owners
 
 
-def _places_in(modules: Iterable[nn.Module]) -> dict[Key, Place]:
-    """Attributes and containers of modules, and of the plain objects in them."""
-    holders: dict[int, dict[str, Any]] = {}
-    for module in modules:
-        holders[id(module.__dict__)] = module.__dict__
-        for name, value in module.__dict__.items():
-            held = getattr(value, "__dict__", None)
-            if name not in OF_TORCH and isinstance(held, dict) and not isinstance(value, _NOT_PLAIN):
-                holders[id(held)] = held
-    found: dict[Key, Place] = {}
-    for holder in holders.values():
-        for name, value in holder.items():
-            if name in OF_TORCH:
-                continue
-            places: list[Place] = [Attribute(holder, name)]
-            if type(value) in _CONTAINERS and len(value) <= LARGEST:
-                places.append(Contents(value))
-            found.update({place.key: place for place in places})
-    return found
+def _can_be_opened(value: Any, *, is_attribute: bool) -> bool:
+    """Whether what a value holds is looked at. Objects of libraries are where they are attributes of a module."""
+    if isinstance(value, tuple) or is_container(value):
+        return len(value) <= LARGEST and not isinstance(value, set)
+    if isinstance(value, _NOT_PLAIN) or not isinstance(getattr(value, "__dict__", None), dict):
+        return False
+    return is_attribute or not is_of_others(type(value).__module__)

@@ -29,7 +29,7 @@ class Overwritten:
         held = {**stage.parameters, **stage.buffers}
         self._tensors = {name: held[name] for name in stage.overwritten}
         self._again = again
-        self._last = {action.microbatch: action for action in row if action.stage == stage.meta.index}
+        self._last = {action.microbatch: action for action in _computations(stage, row)}
         self._left: dict[int | None, dict[str, Tensor]] = {}
 
     @contextmanager
@@ -54,12 +54,16 @@ def refuse_in_flight(stage: Stage, row: Iterable[Action]) -> None:
     """
     if not stage.overwritten_strays:
         return
-    mine = [action for action in row if action.stage == stage.meta.index and action.op.is_compute]
+    mine = _computations(stage, row)
     last = {action.microbatch: place for place, action in enumerate(mine)}
     for place, action in enumerate(mine):
         others = [one for one in mine[place + 1 : last[action.microbatch]] if one.microbatch != action.microbatch]
         if any(one.op is Op.F for one in others):
             raise _refusal(stage.meta.index, stage.overwritten_strays[0])
+
+
+def _computations(stage: Stage, row: Iterable[Action]) -> list[Action]:
+    return [action for action in row if action.stage == stage.meta.index and action.op.is_compute]
 
 
 def _refusal(stage: int, what: str) -> PartitionError:

@@ -10,25 +10,36 @@ from torch import Tensor
 
 from penstock.errors import ArgumentError
 from penstock.partition._compat import storage_of
+from penstock.partition.memory import ANYWHERE, bytes_of, overlap
 from penstock.partition.stage import Stage
 
 
 class _Entry(NamedTuple):
-    """What lies where in an allocation (in bytes), what it is, on which stage, and if training changes it there."""
+    """Something in an allocation.
 
-    first: int
-    end: float
+    Attributes:
+        bytes: where it lies.
+        what, name, stage: what it is, and where it is used.
+        changes: whether training changes it there.
+        tensor: None where only the allocation is known.
+    """
+
+    bytes: range
     what: str
     name: str
     stage: int
     changes: bool
+    tensor: Tensor | None
+
+    def overlaps(self, other: _Entry) -> bool:
+        return self.tensor is None or other.tensor is None or overlap(self.tensor, other.tensor)
 
 
 def refuse_overlaps(stages: Sequence[Stage], place_of: Callable[[int], Hashable]) -> None:
     """Raises ArgumentError if what is trained or updated in one place lies in memory that is used in another.
 
     On one device all would see the change. Between processes they would drift apart. A parameter that has two names is
-    a tie, and is kept equal; parameters side by side in one allocation share nothing.
+    a tie, and is kept equal; parameters side by side in one allocation, even as columns of one matrix, share nothing.
 
     Args:
         place_of: the process, or the device, of a stage.
@@ -38,10 +49,11 @@ def refuse_overlaps(stages: Sequence[Stage], place_of: Callable[[int], Hashable]
         for storage, entry in _entries(stage):
             found.setdefault(storage, []).append(entry)
     for entries in found.values():
-        entries.sort()
+        entries.sort(key=lambda entry: entry.bytes.start)
         for one, other in combinations(entries, 2):
             apart = one.name != other.name and place_of(one.stage) != place_of(other.stage)
-            if apart and other.first < one.end and (one.changes or other.changes):
+            near = other.bytes.start < one.bytes.stop
+            if apart and near and (one.changes or other.changes) and one.overlaps(other):
                 raise ArgumentError(_refusal(one, other))
 
 
@@ -51,9 +63,10 @@ def _entries(stage: Stage) -> Iterator[tuple[int, _Entry]]:
         for name, tensor in held.items():
             if tensor.device.type != "meta" and tensor.numel():
                 changes = name in updated or (what == "parameter" and tensor.requires_grad)
-                yield storage_of(tensor), _Entry(*_range_of(tensor), what, repr(name), stage.meta.index, changes)
+                entry = _Entry(bytes_of(tensor), what, repr(name), stage.meta.index, changes, tensor)
+                yield storage_of(tensor), entry
     for storage, who in stage.borrowed.items():
-        yield storage, _Entry(0, float("inf"), "tensor", f"a tensor in {who}", stage.meta.index, False)
+        yield storage, _Entry(ANYWHERE, "tensor", f"a tensor in {who}", stage.meta.index, False, None)
 
 
 def _refusal(one: _Entry, other: _Entry) -> str:
@@ -69,10 +82,3 @@ def _refusal(one: _Entry, other: _Entry) -> str:
         "in the same memory: in a process of its own it would not see that. Use the parameter or buffer itself there "
         "(a.weight.detach() in the forward), cut so that both are on one stage, or give it its own memory (clone())"
     )
-
-
-def _range_of(tensor: Tensor) -> tuple[int, int]:
-    """The bytes that a tensor lies in, within its storage."""
-    last = sum(step * (size - 1) for step, size in zip(tensor.stride(), tensor.size(), strict=True))
-    first = int(tensor.storage_offset())
-    return first * tensor.itemsize, (first + int(last) + 1) * tensor.itemsize

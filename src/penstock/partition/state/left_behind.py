@@ -30,6 +30,8 @@ EVERY = "*"
 """Among the units that are shut: nothing is carried at all."""
 
 PLAIN = (bool, int, float, str)
+SEQUENCES = (list, tuple, deque, set)
+"""What can be made again from its items, as a dict can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ class Left:
 def _has_carried(template: Any) -> bool:
     if type(template) is dict:
         template = list(template.values())
-    if type(template) in (list, tuple):
+    if type(template) in SEQUENCES:
         return any(map(_has_carried, template))
     return isinstance(template, Carried)
 
@@ -157,8 +159,8 @@ def gather(
 
 
 def _nested(value: Any, tensor: Tensor) -> bool:
-    """Whether a tensor is in tuples, lists and dicts alone, which can be made again."""
-    if type(value) in (list, tuple):
+    """Whether a tensor is in containers alone that can be made again."""
+    if type(value) in SEQUENCES:
         return any(_nested(item, tensor) for item in value)
     if type(value) is dict:
         return any(_nested(item, tensor) for item in value.values())
@@ -189,8 +191,8 @@ def filled(template: Any, outputs: Sequence[Tensor]) -> Any:
     """The value of a template."""
     if isinstance(template, Carried):
         return outputs[template.index]
-    if type(template) in (list, tuple, set, deque):
-        return _like(template, (filled(item, outputs) for item in template))
+    if type(template) in SEQUENCES:
+        return type(template)(filled(item, outputs) for item in template)
     if type(template) is dict:
         return {key: filled(item, outputs) for key, item in template.items()}
     return template
@@ -202,13 +204,8 @@ def template_of(value: Any, text: str, replace: Callable[[Tensor], Carried | Non
         return replace(value) or Absent.at(text)
     if type(value) in CONSTANTS or isinstance(value, nn.Module):
         return value
-    if type(value) in (list, tuple, deque):
-        return _like(value, (template_of(v, f"{text}[{i}]", replace) for i, v in enumerate(value)))
+    if type(value) in SEQUENCES:
+        return type(value)(template_of(v, f"{text}[{i}]", replace) for i, v in enumerate(value))
     if type(value) is dict:
         return {k: template_of(v, f"{text}[{k!r}]", replace) for k, v in value.items()}
     return Absent.at(text) if any(True for _ in tensors_in(value)) else value
-
-
-def _like(container: Any, items: Iterable[Any]) -> Any:
-    """Another container of the same kind."""
-    return deque(items, container.maxlen) if type(container) is deque else type(container)(items)

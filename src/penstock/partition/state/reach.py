@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections import OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -21,11 +21,12 @@ from penstock.partition.objects import CONSTANTS
 from penstock.partition.state.cached_functions import CachedFunctions
 from penstock.partition.state.cells import EMPTY, contents
 from penstock.partition.state.class_data import ClassData
+from penstock.partition.state.containers import is_container, refill
 from penstock.partition.state.glance import Glance
 from penstock.partition.state.library import OF_TORCH, is_library, package_of
 from penstock.partition.state.names_in_classes import named_by
 
-LISTS, DICTS, SETS = (list, deque), (dict, OrderedDict, defaultdict, ClassData), (set,)
+DICTS = (dict, ClassData)
 LARGEST = 1000
 """Containers with more entries are tables, not what a forward leaves something in."""
 
@@ -79,7 +80,7 @@ class Place:
         if isinstance(now, DICTS):
             same = all(map(operator.is_, now.values(), before.values())) and all(map(operator.eq, now, before))
             return not same
-        if isinstance(now, SETS):
+        if isinstance(now, set):
             return {id(item) for item in now} != {id(item) for item in before}
         return not all(map(operator.is_, now, before))
 
@@ -91,7 +92,7 @@ class Place:
                 if not hidden and (key not in self.before or self.before[key] is not value):
                     yield key, value
         elif self.is_changed():
-            yield None, contents(self.entries) if isinstance(self.entries, CellType) else self.entries
+            yield None, self.copied()
 
     def put(self, entries: Any) -> None:
         """Replaces all entries."""
@@ -100,9 +101,6 @@ class Place:
             now.cell_contents = entries
         elif _is_array(now):
             now[...] = entries
-        elif isinstance(now, LISTS):
-            now.clear()
-            now.extend(entries)
         elif isinstance(now, DICTS):  # never empty in between: globals may be in use by other threads
             for key in [key for key in now if key not in entries]:
                 del now[key]
@@ -110,8 +108,7 @@ class Place:
                 if key not in now or now[key] is not value:
                     now[key] = value
         else:
-            now.clear()
-            now.update(entries)
+            refill(now, entries)
 
     def copied(self) -> Any:
         """The entries as they are now."""
@@ -153,7 +150,7 @@ class Reach:
             self._add_module(name, module, DEPTH)
         kinds = dict.fromkeys(base for module in modules.values() for base in type(module).__mro__)
         for kind in kinds:
-            if not _is_of_others(kind.__module__):
+            if not is_of_others(kind.__module__):
                 self._visit(vars(kind).get("forward"), kind.__name__, 2)
                 self._add_class(kind)
         del self._seen, self._first
@@ -221,23 +218,29 @@ class Reach:
         elif isinstance(value, functools.partial):
             for part in (value.func, *value.args, *value.keywords.values()):
                 self._visit(part, text, depth)
-        elif type(value) in (*LISTS, *DICTS, *SETS, tuple):
+        elif isinstance(value, tuple) or is_container(value):
             self._visit_container(value, text, depth)
+            self._visit_attributes(value, text, depth)
         elif _is_array(value):
             self._add(text, value)
-        elif isinstance(getattr(value, "__dict__", None), dict) and not _is_of_others(type(value).__module__):
-            self._add(text, vars(value), attributes=True)
-            for key, item in list(vars(value).items()):
-                self._visit(item, f"{text}.{key}", depth - 1)
+        else:
+            self._visit_attributes(value, text, depth)
 
     def _visit_container(self, value: Any, text: str, depth: int) -> None:
         if len(value) > LARGEST:
             return
-        if type(value) is not tuple:
+        if not isinstance(value, tuple):
             self._add(text, value)
-        items = value.items() if type(value) in DICTS else enumerate(value)
+        items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in list(items):
             self._visit(item, f"{text}[{key!r}]", depth - 1)
+
+    def _visit_attributes(self, value: Any, text: str, depth: int) -> None:
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict) and attributes is not value and not is_of_others(type(value).__module__):
+            self._add(text, attributes, attributes=True)
+            for key, item in list(attributes.items()):
+                self._visit(item, f"{text}.{key}", depth - 1)
 
     def _visit_function(self, function: FunctionType, depth: int) -> None:
         function = getattr(function, "__wrapped__", function)
@@ -251,7 +254,7 @@ class Reach:
                 self._visit(contents(cell), text, depth - 1)
         known = function.__globals__
         module = str(known.get("__name__", ""))
-        if id(known) not in self._seen and not _is_of_others(module):
+        if id(known) not in self._seen and not is_of_others(module):
             self._seen.add(id(known))
             before, self._outside = self._outside, True
             self._add(module, known, attributes=True)
@@ -269,9 +272,9 @@ def in_context() -> list[Place]:
     pending = [(variable.name, value) for variable, value in copy_context().items()]
     while pending:
         text, value = pending.pop()
-        if type(value) in (*LISTS, *DICTS, *SETS) and len(value) <= LARGEST and id(value) not in found:
+        if is_container(value) and len(value) <= LARGEST and id(value) not in found:
             found[id(value)] = Place(text, value, value.copy())
-            items = value.items() if type(value) in DICTS else enumerate(value)
+            items = value.items() if isinstance(value, dict) else enumerate(value)
             pending += [(f"{text}[{key!r}]", item) for key, item in items]
     return list(found.values())
 
@@ -287,5 +290,6 @@ def _is_array(value: Any) -> bool:
     return kind.__module__ == "numpy" and kind.__name__ == "ndarray" and value.nbytes <= LARGEST_ARRAY
 
 
-def _is_of_others(module: str) -> bool:
+def is_of_others(module: str) -> bool:
+    """Whether the objects of a class from this Python module hold nothing that the user put there."""
     return not module or (is_library(module) and package_of(module) not in PLAIN_OBJECTS)

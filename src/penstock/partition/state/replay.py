@@ -17,6 +17,7 @@ from torch import Tensor
 
 from penstock.partition._compat import FakeTensor, flatten, quiet
 from penstock.partition.loan import map_tensors
+from penstock.partition.memory import extent
 from penstock.partition.observer import Observer
 from penstock.partition.state.provenance import Call, Foreign
 from penstock.partition.state.reach import Reach, in_context
@@ -87,6 +88,5 @@ def _copy(tensor: Tensor) -> Tensor:
     copy = tensor.clone()
     if copy.stride() == tensor.stride() or not isinstance(tensor, FakeTensor):
         return copy
-    size = 1 + sum(step * (size - 1) for step, size in zip(tensor.stride(), tensor.size(), strict=True))
-    memory = tensor.new_empty(size).requires_grad_(tensor.requires_grad)
+    memory = tensor.new_empty(extent(tensor.size(), tensor.stride())).requires_grad_(tensor.requires_grad)
     return (memory.clone() if tensor.requires_grad else memory).as_strided(tensor.size(), tensor.stride())

@@ -1,0 +1,54 @@
+"""Where tensors lie, and whether two of them overlap: against the elements themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from penstock.partition import memory
+from penstock.partition.memory import bytes_of, extent, overlap
+
+MEMORY = torch.arange(60)
+
+
+@st.composite
+def views(draw: st.DrawFn) -> Tensor:
+    shape = draw(st.lists(st.integers(0, 4), max_size=3))
+    stride = [draw(st.integers(0, 8)) for _ in shape]
+    room = MEMORY.numel() - extent(shape, stride)
+    offset = draw(st.integers(0, max(room, 0)))
+    return MEMORY.as_strided(shape, stride, offset) if room >= 0 else MEMORY
+
+
+@given(views(), views())
+def test_two_overlap_if_they_have_an_element_in_common(one: Tensor, other: Tensor) -> None:
+    assert overlap(one, other) == bool({*one.flatten().tolist()} & {*other.flatten().tolist()})
+    halves = other.view(torch.int32) if other.dim() and other.stride(-1) == 1 else other  # of another type
+    assert overlap(one, halves) == overlap(other, one)
+
+
+@given(views())
+def test_a_tensor_lies_within_its_bytes(tensor: Tensor) -> None:
+    elements = tensor.flatten().tolist()
+    if elements:
+        assert bytes_of(tensor) == range(8 * min(elements), 8 * (max(elements) + 1))
+    assert extent(tensor.size(), tensor.stride()) == (max(elements) - min(elements) + 1 if elements else 0)
+
+
+def test_columns_are_told_apart_without_a_look_at_every_element(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_view", None)
+    matrix = torch.randn(4, 8)
+    assert not overlap(matrix[:, :4], matrix[:, 4:])
+    assert not overlap(matrix[1:, 5:].unsqueeze(0), matrix[:, 3:5])
+    with pytest.raises(TypeError):
+        overlap(matrix[:, :4], matrix[:, 3:])
+
+
+def test_tensors_without_strides_are_whole() -> None:
+    sparse = torch.eye(3).to_sparse()
+    assert overlap(sparse, sparse)
+    assert not overlap(sparse, torch.eye(3).to_sparse())
+    assert 10**9 in bytes_of(sparse)
