@@ -134,7 +134,7 @@ class StageRunner:
         self._streams = streams
         self._draw_offsets = draw_offsets
         self._training = training
-        self._draws = BackwardDraws(meta.index, device)
+        self._draws = BackwardDraws(meta.index, device, streams)
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._tracked = [p for p, i in enumerate(meta.inputs) if training and i.meta.requires_grad]
         self._untracked_outputs = [p for p, o in enumerate(meta.outputs) if training and not o.meta.requires_grad]

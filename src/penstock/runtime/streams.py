@@ -54,6 +54,8 @@ class Streams:
         """Of this replica in the whole batch: each replica draws what one device would for its part of the batch."""
         self.seeds_foreign = False
         """Whether Python's and numpy's generators are set as torch's are: if a model that is bound draws from them."""
+        self.seedings = 0
+        """How often the generators were set."""
         self._keys: dict[str, int] = {}
         self._calls: dict[str, int] = {}
         self._drawn: dict[tuple[str, int], int] = {}
@@ -144,6 +146,7 @@ class Streams:
         return call
 
     def _seed(self, seed: int) -> None:
+        self.seedings += 1
         for generator in self._generators:
             generator.manual_seed(seed)
         if self.seeds_foreign:
