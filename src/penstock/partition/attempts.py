@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -19,7 +18,7 @@ from penstock.partition.chance.branches import with_branches
 from penstock.partition.chance.foreign import WholeFunction
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.opening import NOTHING, Opening, StayWhole
-from penstock.partition.record import one_way
+from penstock.partition.record import Attempt
 from penstock.partition.recording import Recording
 from penstock.partition.state.left_behind import EVERY
 from penstock.partition.units import NO_GRAIN, Grain, Leak, LeavesTraces, Regroup, find_units
@@ -46,13 +45,13 @@ def record(
     without: Grain | None = None  # what to go back to if opening them does not help: they did not have to be opened
     while True:
         units = find_units(model, leaves, grain, opening.names)
-        way = partial(one_way, model, args, kwargs, units, opening, grain, functions, sees_saved)
+        attempt = Attempt(model, args, kwargs, units, opening, grain, functions, sees_saved)
         try:
-            found = way({})
+            found = attempt.way({})
             if found.asks and any(entry.is_carried for entry in found.left):
                 grain, without, reason = replace(without or grain, shut=grain.shut | {EVERY}), None, ""
                 continue  # a way that leaves a module out has no value to carry
-            return replace(with_branches(found, way) if found.asks else found, opening=opening)
+            return replace(with_branches(found, attempt.way) if found.asks else found, opening=opening)
         except WholeFunction as whole:
             if whole.function in functions:
                 raise PartitionError(whole.refusal) from None
