@@ -1,7 +1,7 @@
 """Runs a model's own forward once on fake tensors and returns what it called.
 
-No symbolic tracing and no compiler: Python runs as it is, so that any control flow that does not depend on the values
-of tensors is followed, and the model, its buffers and the random generators are left as they were.
+No symbolic tracing and no compiler: Python runs as it is, so any control flow that does not depend on the values of
+tensors is followed. The model, its buffers and the random generators are left as they were.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def _check_stateless(
     functions: frozenset[FunctionType],
     changed: Sequence[str],
 ) -> None:
-    """Raises Obstacle if the forward, from where the recorded one has left the model, does something else."""
+    """Raises Obstacle if the forward does something else when it starts from what the recorded one has left."""
     inputs = _inputs(second, mode, given)
     try:
         with second.chance.replaced(functions):
@@ -197,7 +197,7 @@ def _check_stateless(
 
 @contextmanager
 def _staying_whole(recorder: Recorder) -> Iterator[None]:
-    """What was opened for the sake of balance or of a cut is to blame for what is raised inside of it."""
+    """A module that was opened for balance, or for a cut, is to blame for what is raised inside it."""
     opening = recorder.opening
     try:
         yield
@@ -233,7 +233,7 @@ def _run(recorder: Recorder, mode: Any, inputs: list[Any], structure: Any) -> An
 
 @contextmanager
 def _quiet_about_hooks() -> Iterator[None]:
-    """Blocks that went through `torch.compile` warn of the hooks with which modules are followed."""
+    """Blocks that went through `torch.compile` warn about the hooks that follow modules."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
         yield
@@ -277,7 +277,7 @@ def _check_leftovers(snapshot: Snapshot, loan: Loan, recorder: Recorder, names: 
 
 
 def _is_cache(recorder: Recorder, name: str, value: Tensor | None) -> bool:
-    """Whether a replaced buffer holds nothing but what every forward makes alike, as a table of positions."""
+    """Whether a replaced buffer holds only what every forward makes the same, such as a table of positions."""
     path, _, field = name.rpartition(".")
     module = recorder.model.get_submodule(path)
     saved = field not in module._non_persistent_buffers_set
