@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -51,10 +54,26 @@ def positive(_: Any, x: Tensor) -> int:
     return int((x > 0).sum())
 
 
+@dataclass
+class Seen:
+    mean: float
+
+
 CHANGING = {
     "number": (positive, lambda x, n: x * (n / 10), r"returned \d+ where the recording has \d+"),
     "counter": (lambda block, x: block.calls, lambda x, n: x * n, "returned 2 where the recording has 1"),
     "numbers": (lambda _, x: {"mean": [x.mean().item()]}, lambda x, d: x * d["mean"][0], r"returned -?0\.\d+ where"),
+    "number of numpy's": (lambda _, x: x.numpy().mean(), lambda x, n: x * float(n), r"returned np\.float32\("),
+    "array": (lambda _, x: x.numpy().mean(0), lambda x, a: x * float(a[0]), r"returned an array of float32, \(6,\)"),
+    "fraction": (lambda _, x: Fraction(x.mean().item()), lambda x, n: x * float(n), r"returned Fraction\("),
+    "set": (lambda _, x: {positive(_, x)}, lambda x, s: x * max(s), r"returned set\("),
+    "object without tensors": (lambda _, x: Seen(x.mean().item()), lambda x, s: x * s.mean, r"returned -?0\.\d+ where"),
+    "under tuples": (lambda _, x: {("mean", 0): x.mean().item()}, lambda x, d: x * d["mean", 0], r"returned -?0\."),
+    "tuples": (
+        lambda _, x: {(positive(_, x), 0): x},
+        lambda x, d: x * next(iter(d))[0],
+        r"returned keys \(\(\d+, 0\),\)",
+    ),
     "length": (lambda _, x: [x] * positive(_, x), lambda x, y: x + sum(y) * 0.1, r"returned \d+ items where"),
     "none": (
         lambda _, x: None if x.sum() > 0 else x,
@@ -104,10 +123,16 @@ class Wrapped(nn.Module):
         return x
 
 
+def uses_them(x: Tensor, found: tuple[Any, ...]) -> Tensor:
+    array, numbers, device, seen, by_tuple = found
+    return x.to(device) * int(array[2]) * max(numbers) * seen.mean + by_tuple[0, 1]
+
+
 UNCHANGING = {
     "remedy": lambda: Wrapped(*(Uses(positive, lambda x, n: x * (n / 10)) for _ in range(3))),
     "size": lambda: Uses(lambda _, x: x.shape[0], lambda x, n: x * n),
     "not a number": lambda: Uses(lambda _, x: (float("nan"), "tanh", None), lambda x, y: getattr(x, y[1])()),
+    "other values": (lambda: Uses(lambda _, x: (np.arange(3), {1, 2}, x.device, Seen(0.5), {(0, 1): x}), uses_them)),
     "shape that nothing rests on": lambda: Uses(lambda _, x: x[x.sum(1) > 0], lambda x, y: x + y.sum()),
 }
 

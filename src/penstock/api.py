@@ -33,6 +33,7 @@ from penstock.runtime.split_model import SplitModel
 from penstock.runtime.world import World, device_of, join
 from penstock.schedule import (
     CHUNKS,
+    MICROBATCHES,
     Action,
     Op,
     Overlap,
@@ -163,7 +164,7 @@ def pipeline(
     )
     kind = torch.device(devices).type if isinstance(devices, (str, torch.device)) else _device_of(model).type
     world = join(ranks, mesh, kind)
-    order = _schedule(schedule, world.ranks, microbatches, chunks)
+    order = order_of(schedule, world.ranks, microbatches, chunks)
     return build(model, (tuple(example_args), dict(example_kwargs or {})), world, order, options)
 
 
@@ -173,8 +174,15 @@ def build(
     world: World,
     order: Schedule,
     options: Options,
+    *,
+    sees_saved: bool = False,
 ) -> Pipeline:
-    """Makes a pipeline of known processes and schedule. `example` is one batch: positional and keyword inputs."""
+    """Makes a pipeline of known processes and schedule.
+
+    Args:
+        example: one batch: positional and keyword inputs.
+        sees_saved: look at what forwards save for backward; see `Partition.saved`.
+    """
     given = _cut(example, order, options.cutting) if is_whole(example) or world.is_local else None
     current = _device_of(model)
     if world.data_parallel > 1 and not options.share_loss:
@@ -201,6 +209,7 @@ def build(
                     opens=options.opens,
                     balance=options.balance,
                     streams=engine.streams,
+                    sees_saved=sees_saved,
                 )
             split = SplitModel(
                 partitioner,
@@ -249,9 +258,15 @@ def _check_alike(engine: Engine, sizes: tuple[int, ...]) -> None:
             )
 
 
-def _schedule(schedule: str | Schedule, ranks: int, microbatches: int | None, chunks: int | None) -> Schedule:
+def order_of(schedule: str | Schedule, ranks: int, microbatches: int | None, chunks: int | None) -> Schedule:
+    """The computations of a schedule, by its name or ready-made, for so many ranks.
+
+    Raises:
+        ArgumentError: it is not for these numbers.
+        ScheduleError: it is not legal, or could deadlock.
+    """
     if isinstance(schedule, str):
-        schedule = generate(schedule, ranks, 8 if microbatches is None else microbatches, chunks)
+        schedule = generate(schedule, ranks, MICROBATCHES if microbatches is None else microbatches, chunks)
         microbatches = chunks = None
     if schedule.slices > 1:
         raise ArgumentError(

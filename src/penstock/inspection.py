@@ -1,23 +1,37 @@
-"""What a split of a model would look like: its stages, what crosses between them, what they share. Nothing is run."""
+"""What a split of a model would look like: its stages, what crosses between them, what they share.
+
+It is made as `penstock.pipeline` makes it, so that what is wrong with it is told without a step. Nothing is run but the
+loss, once, on an output that is made up.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from math import prod
+from types import EllipsisType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from penstock.errors import ArgumentError
-from penstock.partition import Balance, Partition, Partitioner
-from penstock.partition._compat import flatten, unflatten
+from penstock.api import build, order_of
+from penstock.errors import ArgumentError, PenstockError
+from penstock.options import Options
+from penstock.partition import Balance, Partition
+from penstock.partition._compat import flatten
+from penstock.partition.chain import as_module
 from penstock.partition.chance.gate import Gate
-from penstock.runtime.batch import Cut, Microbatches, check_enough
+from penstock.pipe import Pipeline
+from penstock.runtime.batch import Microbatches
 from penstock.runtime.batch_dims import BatchDims, Dim
 from penstock.runtime.cutting import Cutting, Merge, Split
-from penstock.runtime.outline import telling_rows
+from penstock.runtime.keeping import OffloadChoice, RecomputeChoice
+from penstock.runtime.loss import Loss, Reduction
+from penstock.runtime.losses import checked_loss
+from penstock.runtime.overlaps import refuse_overlaps
+from penstock.runtime.world import World
+from penstock.schedule import MICROBATCHES, Schedule, generator
 from penstock.stages import MODEL_INPUT, TensorMeta, gradient_routes, ties
 from penstock.words import counted
 
@@ -125,23 +139,18 @@ class Inspection:
         return asdict(self)
 
 
-class _NoStreams:
-    """Random sources for a split that is not run."""
-
-    def enter(self, name: str) -> None:
-        raise AssertionError(f"{name} was run")
-
-    def pass_by(self, calls: Mapping[str, int]) -> None:
-        raise AssertionError(f"{list(calls)} were left out")
-
-
 def inspect(
     model: nn.Module | Sequence[nn.Module],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     stages: int = 2,
+    schedule: str | Schedule = "1f1b",
+    chunks: int | None = None,
     microbatches: int | None = None,
+    target: Any = None,
+    loss: Loss | Callable[[Any], Tensor] | EllipsisType | None = ...,
+    reduction: Reduction = "mean",
     batch_dims: BatchDims | Dim = None,
     split: Split | None = None,
     merge: Merge | None = None,
@@ -149,53 +158,124 @@ def inspect(
     leaves: Sequence[str] | None = None,
     opens: Sequence[str] | None = None,
     balance: Balance = "flops",
+    recompute: RecomputeChoice = "never",
+    offload: OffloadChoice = False,
+    deferred_batch_norm: bool = False,
 ) -> Inspection:
-    """Records a model's forward for one batch and cuts it, as `penstock.pipeline` would.
+    """Records a model's forward for one batch and cuts it, as `penstock.pipeline` would, and raises what that would
+    raise, and its first step, but for what only values show. A model on the meta device stays there.
 
     Args:
         model, args, kwargs: a module, or a list of layers, and its inputs.
-        stages: how many.
+        stages: how many; the ranks are so many, over the chunks that the schedule puts on each.
+        schedule, chunks: of the run that is planned.
         microbatches: into how many the batch is cut. All are recorded, so that what one of them cannot do is refused,
-            and the first is told of. None: the batch is one, or, where it is cut already, as many as it has.
-        batch_dims, split, merge, cuts, leaves, opens, balance: as `penstock.pipeline` takes them.
+            and the first is told of. None: the `Schedule`'s; as many as the batch is cut into already; or else
+            8, or as many as it has rows, if they are fewer.
+        loss, target: as for `penstock.pipeline` and `Pipeline.step`. The loss is called once, with an output that is
+            made up. Left out: nothing is said about the loss.
+        reduction, batch_dims, split, merge, cuts, leaves, opens, balance, recompute, offload, deferred_batch_norm:
+            as `penstock.pipeline` takes them.
 
     Raises:
-        ArgumentError: an argument is wrong by itself.
+        ArgumentError: an argument is wrong, or two do not go together.
         ShapeError: the batch cannot be cut so.
         PartitionError: the model cannot be recorded or cut; the text names the module, the line and the remedy.
+        ScheduleError: the schedule is not legal.
     """
-    cut = _cut(tuple(args), dict(kwargs or {}), microbatches, Cutting.of(batch_dims, split, merge))
-    partitioner = Partitioner(
-        model, stages, cuts, leaves, opens=opens, streams=_NoStreams(), balance=balance, sees_saved=True
+    example = tuple(args), dict(kwargs or {})
+    cutting = Cutting.of(batch_dims, split, merge)
+    order = _order(schedule, stages, chunks, microbatches, example, cutting)
+    on_meta = any(parameter.is_meta for parameter in as_module(model).parameters())
+    options = Options(
+        loss=None if loss is ... else checked_loss(loss),
+        reduction=reduction,
+        cutting=cutting,
+        cuts=cuts,
+        leaves=leaves,
+        opens=opens,
+        balance=balance,
+        devices=["meta"] * order.ranks if on_meta else None,
+        recompute=recompute,
+        offload=offload,
+        deferred_batch_norm=deferred_batch_norm,
     )
-    with torch.enable_grad(), telling_rows(cut.sizes):
-        partition, *_ = [partitioner(*unflatten(piece.leaves, piece.structure)) for piece in cut.pieces]
-    every = list(partitioner.model.parameters())
+    with torch.enable_grad(), build(model, example, World(order.ranks), order, options, sees_saved=True) as pipe:
+        untried = pipe.rehearse(*example, target, loss=loss is not ...)
+        partition = _one_copy(pipe.partition, order)
+        notes = [note for note in (untried, _refused_in_processes(partition, order)) if note is not None]
+        found = _described(model, pipe, partition, order.microbatches)
+        return replace(found, notes=(*found.notes, *notes))
+
+
+def _order(
+    schedule: str | Schedule,
+    stages: int,
+    chunks: int | None,
+    microbatches: int | None,
+    example: tuple[tuple[Any, ...], dict[str, Any]],
+    cutting: Cutting,
+) -> Schedule:
+    """The schedule of the run, for as many ranks as have so many stages."""
+    if isinstance(schedule, Schedule):
+        if schedule.placement.depth != stages:
+            raise ArgumentError(
+                f"stages={stages}, but schedule {schedule.name!r} is for {schedule.placement.depth}; give as many"
+            )
+        return order_of(schedule, schedule.ranks, microbatches, chunks)
+    if stages < 1:
+        raise ArgumentError(f"stages={stages}: expected at least 1")
+    if microbatches is not None and microbatches < 1:
+        raise ArgumentError(f"microbatches={microbatches}: expected at least 1")
+    each = generator(schedule).chunks if chunks is None else chunks
+    ranks, left = divmod(stages, max(each, 1))
+    if left:
+        raise ArgumentError(
+            f"stages={stages}: schedule {schedule!r} puts {each} on each rank; give a multiple of {each}, or other "
+            "chunks"
+        )
+    return order_of(schedule, ranks, microbatches or _default_microbatches(example, cutting), chunks)
+
+
+def _default_microbatches(example: tuple[tuple[Any, ...], dict[str, Any]], cutting: Cutting) -> int:
+    given = [len(leaf) for leaf in flatten(example).leaves if isinstance(leaf, Microbatches)]
+    if given:
+        return max(given)
+    cutting.check(*example)
+    divided = cutting.divide(*example, None, MICROBATCHES, "example", 1)
+    return len(cutting.cut(*example, divided, MICROBATCHES, "example", None, 1).sizes)
+
+
+def _refused_in_processes(partition: Partition, order: Schedule) -> str | None:
+    """What one process can do, but a process for each rank cannot."""
+    try:
+        refuse_overlaps(partition.stages, lambda stage: order.placement.rank_of[stage])
+    except PenstockError as error:
+        return f"with a process for each rank this is refused: {error}"
+    return None
+
+
+def _one_copy(partition: Partition, order: Schedule) -> Partition:
+    """Without the copies that a bidirectional schedule runs besides."""
+    return replace(partition, stages=partition.stages[: order.placement.depth])
+
+
+def _described(
+    model: nn.Module | Sequence[nn.Module], pipe: Pipeline, partition: Partition, microbatches: int
+) -> Inspection:
+    every = list(pipe.model.parameters())
     parameters = sum(p.numel() for p in every)
     return Inspection(
         model=type(model).__name__ if isinstance(model, nn.Module) else counted(len(model), "layer"),
         parameters=parameters,
         parameter_bytes=sum(p.numel() * p.element_size() for p in every),
-        microbatches=len(cut.pieces),
+        microbatches=microbatches,
         stages=tuple(_stage(partition, index, parameters) for index in range(len(partition.stages))),
         crossings=_crossings(partition),
         ties=_ties(partition),
         branches=tuple(f"{guard.source_line} reads {guard.expected!r}" for guard in partition.guards),
-        notes=partition.notes,
+        notes=pipe.notes,
     )
-
-
-def _cut(args: tuple[Any, ...], kwargs: dict[str, Any], microbatches: int | None, cutting: Cutting) -> Cut:
-    """What is recorded. Raises what `penstock.pipeline` raises for it."""
-    if microbatches is not None and microbatches < 1:
-        raise ArgumentError(f"microbatches={microbatches}: expected at least 1")
-    cutting.check(args, kwargs)
-    count = max((len(leaf) for leaf in flatten((args, kwargs)).leaves if isinstance(leaf, Microbatches)), default=1)
-    count = microbatches or count
-    divided = cutting.divide(args, kwargs, None, count, "example", 1)
-    cut = cutting.cut(args, kwargs, divided, count, "example", None, 1)
-    check_enough(cut, count)
-    return cut
 
 
 def _stage(partition: Partition, index: int, parameters: int) -> StageFound:

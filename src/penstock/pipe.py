@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from penstock.errors import ArgumentError, ClosedError
 from penstock.groups import OptionsOf, parameter_groups
 from penstock.options import Options
+from penstock.partition import Partition
 from penstock.partition.chance.aliases import crosses_twice
 from penstock.result import StepResult
 from penstock.runtime import batch as batches
@@ -200,18 +201,18 @@ class Pipeline:
     @property
     def stages(self) -> tuple[StageMeta, ...]:
         """What enters, leaves and lives on each stage, of all ranks."""
-        return tuple(stage.meta for stage in self._split.partitions(training=True)[0].stages)
+        return tuple(stage.meta for stage in self.partition.stages)
 
     @property
     def code(self) -> str:
         """The stages' forward functions, as Python."""
-        return self._split.partitions(training=True)[0].code
+        return self.partition.code
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What recording the model had to say, and what the schedule, compiled stages and offload cost."""
         inexact = [violation.text for violation in check(self.schedule) if not violation.fatal]
-        partition = self._split.partitions(training=True)[0]
+        partition = self.partition
         draws = bool(partition.drawing_modules) or self.draws_in_glue
         compiling = compiled.notes_of(self._options.compile, self.schedule, draws=draws)
         return (*partition.notes, *inexact, *compiling, *keeping_notes(self._choices.keepings, self._order))
@@ -360,6 +361,19 @@ class Pipeline:
         """The microbatches of one batch, as `step` makes them: each tensor in memory of its own, where this process
         computes if nothing else is said."""
         return self._steps.microbatches(args, kwargs, target, device or self.device)
+
+    @property
+    def partition(self) -> Partition:
+        """What the model was recorded as and cut into, for the first microbatch."""
+        return self._split.partitions(training=True)[0]
+
+    def rehearse(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, *, loss: bool) -> str | None:
+        """Raises what the first step with this batch would raise before its first forward. With `loss`, also what the
+        loss raises whatever the values: it is called once, for an output that is made up. Without other processes.
+
+        Returns why the loss could not be tried, if so.
+        """
+        return self._steps.rehearse(args, kwargs, target, loss=loss)
 
     @contextmanager
     def drawing(self) -> Iterator[Streams]:

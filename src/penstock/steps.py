@@ -26,6 +26,7 @@ from penstock.runtime.lowering import lower_evaluation, lower_training
 from penstock.runtime.outline import Outline
 from penstock.runtime.outputs import Wanted, bring, code_of
 from penstock.runtime.program import Feed, model_inputs
+from penstock.runtime.rehearsal import try_loss
 from penstock.runtime.split_model import SplitModel
 from penstock.schedule import Schedule, first_microbatches
 from penstock.step_file import announcer
@@ -63,7 +64,8 @@ class Steps:
         self._announce = announcer()
         engine.streams.first_microbatch = engine.world.replica * order.microbatches
         self.jobs = Jobs(engine, split, self._bind, order.placement.rank_of[0])
-        first = self.jobs.add(example, Outline.of(example), training=True).job
+        self._first = self.jobs.add(example, Outline.of(example), training=True)
+        first = self._first.job
         if choices.norms is not None:
             with engine.control.agreed():
                 refuse_none(stage.meta for stage in first.partitions[0].stages)
@@ -131,6 +133,20 @@ class Steps:
             if cause is error:
                 raise
             raise cause from None  # the cause is on another rank; what it did to this one only hides it
+
+    def rehearse(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, *, loss: bool) -> str | None:
+        """Raises what `run` would for a batch like the example before its first forward and, if `loss`, for a loss of
+        whatever value. One process drives all ranks. Returns why the loss could not be tried, if so."""
+        known = self._first
+        divided = self._divide(args, kwargs, target)
+        self._refuse_aliases(known, args, kwargs, target, divided)
+        if not loss:
+            return None
+        targets = self._targets(known, target, kwargs, divided)
+        weight = self._weights(known, targets)[0]
+        devices = tuple({*self._engine.devices})
+        with self._engine.streams.drawing(0, devices):
+            return try_loss(known.job, None if targets is None else targets[0], weight, _given(self._options.loss))
 
     def _divide(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Microbatch, ...] | None:
         """The microbatches that the user's function makes of a batch, if there is one."""
@@ -280,6 +296,11 @@ class Steps:
 
 def _has_target(target: Any, divided: Sequence[Microbatch] | None) -> bool:
     return target is not None if divided is None else any(piece.target is not None for piece in divided)
+
+
+def _given(loss: Loss | None) -> object:
+    """The user's loss, as it was given."""
+    return getattr(loss, "__wrapped__", loss)
 
 
 def _wants_target(loss: Loss | None) -> bool:

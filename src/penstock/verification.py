@@ -23,11 +23,11 @@ from penstock.pipe import Pipeline
 from penstock.runtime import exact as exact_rules
 from penstock.runtime.cutting import Cutting, Microbatch
 from penstock.runtime.distribution import whole
-from penstock.runtime.loss import Loss, Reduction, no_loss, own_loss, root_of, weighted_sum, weights
+from penstock.runtime.loss import Loss, Reduction, checked_value, no_gradient, own_loss, root_of, weighted_sum, weights
 from penstock.runtime.losses import checked_loss, saying_what_is_missing
 from penstock.runtime.world import World
 from penstock.schedule import Schedule, generate
-from penstock.stages import ties
+from penstock.stages import needs_backward, ties
 from penstock.term_sizes import TermSizes
 from penstock.twins import Made, twins
 from penstock.whole_batch import Whole
@@ -242,16 +242,17 @@ def _run_unsplit(
                 norms.begin(k)  # of the first replica alone, whose buffers count
             output = alone.model(*args, **{**kwargs, **alone.default_kwargs(args, kwargs)})
             streams.begin_loss(k)
-            value = own_loss(output) if loss is None else loss(output, target)
-            if value is None:
-                raise no_loss(output)
+            value = checked_value(own_loss(output) if loss is None else loss(output, target), output)
             streams.begin(k, {}, again=True)
             if norms is not None:
                 norms.pause()
             root = root_of(value, weighted[k], _tensors(output))
             sizes.watch(root)
-            with exact_rules.outside_autocast(value.device.type):
-                root.backward(torch.full_like(value, weighted[k]))  # type: ignore[no-untyped-call]
+            if root.requires_grad:
+                with exact_rules.outside_autocast(value.device.type):
+                    root.backward(torch.full_like(value, weighted[k]))  # type: ignore[no-untyped-call]
+            elif any(map(needs_backward, alone.stages)):
+                raise no_gradient()
             losses.append(value.detach())
             outputs.append(output)
             if (k + 1) * replicas == len(pieces):

@@ -86,7 +86,7 @@ def test_stages_cuts_and_ties_are_those_of_the_pipeline(targets: str) -> None:
 
 
 def test_what_crosses_has_a_shape_a_size_and_a_maker(targets: str) -> None:
-    (one,) = as_json("inspect", f"{targets}:gpt", "-n", "2")["crossings"]
+    (one,) = as_json("inspect", f"{targets}:gpt", "-n", "2", "--microbatches", "1")["crossings"]
     batch, length = models.gpt().args[0].shape
     width = one["shape"][-1]
     assert one["shape"] == [batch, length, width]

@@ -70,16 +70,16 @@ def kept(model: nn.Module, *args: Tensor, **kwargs: Tensor) -> int:
 )
 def test_the_stages_keep_what_torch_keeps(make: Callable[[], nn.Module]) -> None:
     model, x = make(), torch.randn(ROWS, WIDTH)
-    (whole,) = inspect(model, (x,), stages=1).stages
+    (whole,) = inspect(model, (x,), stages=1, microbatches=1).stages
     assert whole.activation_bytes == kept(model, x)
-    halves = [stage.activation_bytes for stage in inspect(model, (x,), stages=2).stages]
+    halves = [stage.activation_bytes for stage in inspect(model, (x,), stages=2, microbatches=1).stages]
     crossing = ROWS * ROW  # which one stage may save as its result, and the other as its input
     assert kept(model, x) <= sum(each or 0 for each in halves) <= kept(model, x) + crossing
 
 
 def test_a_transformer_keeps_what_torch_keeps() -> None:
     case = gpt()
-    (whole,) = inspect(case.model, case.args, case.kwargs, stages=1).stages
+    (whole,) = inspect(case.model, case.args, case.kwargs, stages=1, microbatches=1).stages
     assert whole.activation_bytes == kept(case.model, *case.args, **case.kwargs)
 
 
@@ -92,7 +92,7 @@ def test_it_is_that_of_one_microbatch() -> None:
 
 def test_a_stage_keeps_what_the_model_would_run_again() -> None:
     x = torch.randn(ROWS, WIDTH)
-    (whole,) = inspect(Checkpointed(), (x,), stages=1).stages
+    (whole,) = inspect(Checkpointed(), (x,), stages=1, microbatches=1).stages
     assert whole.activation_bytes == 5 * ROWS * ROW
 
 

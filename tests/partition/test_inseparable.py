@@ -49,7 +49,7 @@ def test_an_encoder_with_batch_norm_for_two_views_is_cut_around_it(ranks: int) -
         Siamese(), (x, x + 1), None, lambda output: output.square().mean(), ranks=ranks, microbatches=4, schedule="1f1b"
     )
     assert report.ok
-    assert inspect(Siamese(), (x, x + 1), stages=ranks).stages[1].begins != "encoder.2"
+    assert inspect(Siamese(), (x, x + 1), stages=ranks, microbatches=4).stages[1].begins != "encoder.2"
 
 
 def test_what_is_used_from_beginning_to_end_leaves_one_stage() -> None:

@@ -63,7 +63,10 @@ class Whole(nn.Module):
 
 
 def cuts_of(model: nn.Module, stages: int, **options: Any) -> list[str]:
-    return [stage.begins for stage in inspect(model, (torch.randn(4, WIDTH),), stages=stages, **options).stages[1:]]
+    return [
+        stage.begins
+        for stage in inspect(model, (torch.randn(4, WIDTH),), stages=stages, microbatches=1, **options).stages[1:]
+    ]
 
 
 def losses(ranks: int, make: Callable[[int], nn.Module] = Stage, **options: Any) -> tuple[list[Tensor], list[Tensor]]:

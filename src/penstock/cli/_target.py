@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,6 +22,15 @@ Opens = Annotated[
 Leaves = Annotated[
     str | None, typer.Option(help="Modules that run as a whole, a,b,c: for what a recording cannot follow.")
 ]
+
+Recompute = Annotated[
+    str, typer.Option(help="What is run again in backward: never, except_last, always, or n for every n-th layer.")
+]
+
+
+def recomputed(text: str) -> Any:
+    """`recompute=` as `penstock.pipeline` takes it."""
+    return int(text) if text.isdecimal() else text
 
 
 def names(text: str | None) -> list[str] | None:

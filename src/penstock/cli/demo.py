@@ -12,14 +12,14 @@ from rich.console import Console
 
 from penstock.demo.settings import CONTEXT, LAYERS, PARAMETERS, ROWS, Settings
 from penstock.launch import launch
-from penstock.schedule import grid
+from penstock.schedule import MICROBATCHES, grid
 from penstock.words import counted
 
 
 def demo(
     ranks: Annotated[int, typer.Option("--ranks", "-n", help="How many processes share the model, 1 to 4.")] = 2,
     schedule: Annotated[str, typer.Option(help="The order of work; `penstock schedules` lists them.")] = "1f1b",
-    microbatches: Annotated[int, typer.Option(help="Into how many pieces each batch is cut.")] = 8,
+    microbatches: Annotated[int, typer.Option(help="Into how many pieces each batch is cut.")] = MICROBATCHES,
     steps: Annotated[int, typer.Option(help="How many batches to train on.")] = 60,
     out: Annotated[Path, typer.Option(help="The folder for the timeline and the metrics.")] = Path("runs/demo"),
 ) -> None:

@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli._spread import Json
-from penstock.cli._target import Cuts, Leaves, Opens, TargetName, loaded, names
+from penstock.cli._target import Cuts, Leaves, Opens, Recompute, TargetName, loaded, names, recomputed
+from penstock.schedule import MICROBATCHES, generator
 from penstock.words import counted, in_ranges
 
 if TYPE_CHECKING:
@@ -23,9 +24,15 @@ if TYPE_CHECKING:
 def inspect(
     target: TargetName,
     stages: Annotated[int, typer.Option("--stages", "-n", help="Into how many stages.")] = 2,
-    microbatches: Annotated[
-        int | None, typer.Option(help="Into how many pieces the batch is cut; by default it is one.")
+    schedule: Annotated[str, typer.Option(help="The order of work; `penstock schedules` lists them.")] = "1f1b",
+    chunks: Annotated[
+        int | None, typer.Option(help="Stages a rank; by default what the schedule is known for.")
     ] = None,
+    microbatches: Annotated[
+        int | None,
+        typer.Option(help=f"Into how many pieces the batch is cut; by default {MICROBATCHES}, or its rows if fewer."),
+    ] = None,
+    recompute: Recompute = "never",
     cuts: Cuts = None,
     leaves: Leaves = None,
     opens: Opens = None,
@@ -38,44 +45,35 @@ def inspect(
 
     TARGET is a function that returns (model, args, target, loss), as for
     `penstock verify`. Nothing is computed: the forward is recorded with fake
-    tensors. If that fails, the module, the source line and the remedy are named.
+    tensors, and the loss tried on an output that is made up. What `verify` would
+    refuse with the same options is refused here, but for what only values show;
+    the module, the source line and the remedy are named.
     """
-    found = find(target, stages, names(cuts), names(leaves), names(opens), balance, microbatches)
-    if as_json:
-        print(json.dumps(found.to_dict()))
-    else:
-        show(found, Console(highlight=False))
+    generator(schedule)  # says what is wrong before anything is loaded
+    with loaded(target, "the model or the loss") as given:
+        from penstock.inspection import inspect as look
 
-
-def find(
-    target: str,
-    stages: int,
-    cuts: list[str] | None,
-    leaves: list[str] | None,
-    opens: list[str] | None,
-    balance: Literal["flops", "parameters", "layers"],
-    microbatches: int | None = None,
-) -> Inspection:
-    """Loads TARGET and inspects its model. What it prints goes to stderr.
-
-    Raises:
-        PenstockError: TARGET or an option is wrong, or the model cannot be split.
-    """
-    from penstock.inspection import inspect as look
-
-    with loaded(target, "the model") as given:
-        return look(
+        found = look(
             given.model,
             given.args,
             given.kwargs,
             stages=stages,
+            schedule=schedule,
+            chunks=chunks,
             microbatches=microbatches,
-            cuts=cuts,
-            leaves=leaves,
-            opens=opens,
+            target=given.target,
+            loss=given.loss,
+            recompute=recomputed(recompute),
+            cuts=names(cuts),
+            leaves=names(leaves),
+            opens=names(opens),
             balance=balance,
             **given.cutting,
         )
+    if as_json:
+        print(json.dumps(found.to_dict()))
+    else:
+        show(found, Console(highlight=False))
 
 
 def show(found: Inspection, console: Console) -> None:

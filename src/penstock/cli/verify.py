@@ -23,10 +23,10 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli._spread import OUTPUT_PANEL, Json
-from penstock.cli._target import Cuts, Leaves, Opens, TargetName, loaded, names
+from penstock.cli._target import Cuts, Leaves, Opens, Recompute, TargetName, loaded, names, recomputed
 from penstock.errors import ArgumentError, PenstockError, PipelineFailure, VerificationError
 from penstock.launch import launch
-from penstock.schedule import generate
+from penstock.schedule import MICROBATCHES, generate
 from penstock.words import counted
 
 LONG_TABLE = 24
@@ -70,7 +70,7 @@ def verify(
     chunks: Annotated[
         int | None, typer.Option(help="Stages a rank; by default what the schedule is known for.")
     ] = None,
-    microbatches: Annotated[int, typer.Option(help="Into how many pieces the batch is cut.")] = 8,
+    microbatches: Annotated[int, typer.Option(help="Into how many pieces the batch is cut.")] = MICROBATCHES,
     schedule: Annotated[str, typer.Option(help="The order of work; `penstock schedules` lists them.")] = "1f1b",
     reduction: Annotated[
         ReductionName, typer.Option(help="Whether the loss is a mean over the batch's rows or a sum.")
@@ -78,9 +78,7 @@ def verify(
     cuts: Cuts = None,
     leaves: Leaves = None,
     opens: Opens = None,
-    recompute: Annotated[
-        str, typer.Option(help="What is run again in backward: never, except_last, always, or n for every n-th layer.")
-    ] = "never",
+    recompute: Recompute = "never",
     transport: Annotated[
         TransportName, typer.Option(help="All ranks in one process, or a process for each.")
     ] = TransportName.local,
@@ -111,9 +109,8 @@ def verify(
     The exit status is 0 if all is equal, 1 if something differs, and 2 if
     something else is wrong.
     """
-    again = int(recompute) if recompute.isdecimal() else recompute
     case = Case(
-        *(target, ranks, chunks, microbatches, schedule, reduction, names(cuts), exact, again),
+        *(target, ranks, chunks, microbatches, schedule, reduction, names(cuts), exact, recomputed(recompute)),
         leaves=names(leaves),
         opens=names(opens),
         whole_batch=whole_batch,

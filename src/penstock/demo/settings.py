@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import ArgumentError
-from penstock.schedule import Schedule, generate
+from penstock.schedule import MICROBATCHES, Schedule, generate
 
 LAYERS = 4
 PARAMETERS = 1_853_568
@@ -31,7 +31,7 @@ class Settings:
 
     ranks: int = 2
     schedule: str = "1f1b"
-    microbatches: int = 8
+    microbatches: int = MICROBATCHES
     steps: int = 60
     out: Path = Path("runs/demo")
 

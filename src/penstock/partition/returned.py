@@ -7,24 +7,38 @@ what was recorded. A pattern is made of tuples and plain values only, so that it
 
 from __future__ import annotations
 
+import array
+import datetime
+import enum
+import hashlib
 from collections.abc import Mapping
+from numbers import Number
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from torch import Tensor, fx
 
 from penstock.errors import PartitionError
 from penstock.partition._compat import flatten
 from penstock.partition.opening import Opening, StayWhole
+from penstock.partition.trees import LEAF
 
 if TYPE_CHECKING:
     from penstock.partition.recording import Fact
 
 Pattern = tuple[Any, ...]
-"""`("tensor", shape or None)`, `("value", v)`, `("any",)`, `("items", patterns)`, `("keys", keys, patterns)`, or, for
-an object, `("leaves", patterns)`."""
+"""`("tensor", shape or None)`, `("value", v)`, `("text", text of a value)`, `("any",)`, `("items", patterns)`,
+`("keys", keys or a text, patterns)`, or, for an object, `("leaves", patterns)`, `("fields", patterns)` if it holds no
+tensor."""
 
-CONTAINERS = ("items", "keys", "leaves")
+CONTAINERS = ("items", "keys", "leaves", "fields")
 PLAIN = (bool, int, float, str, type(None))
+VALUES = (
+    *(Number, str, bytes, bytearray, range, slice, set, frozenset, enum.Enum, array.array, np.generic, np.ndarray),
+    *(datetime.date, datetime.time, datetime.timedelta, torch.Size, torch.dtype, torch.device),
+)
+"""Values, of these types and those derived from them, that cannot stand in a stage's code: their texts do."""
 
 
 def pattern_of(result: Any, *, shapes: bool) -> Pattern:
@@ -34,16 +48,36 @@ def pattern_of(result: Any, *, shapes: bool) -> Pattern:
         return "tensor", tuple(result.shape) if shapes else None
     if kind in PLAIN:
         return "value", result
+    if isinstance(result, VALUES):
+        return "text", _identity(result)
     if isinstance(result, (tuple, list)):
         return "items", tuple(pattern_of(item, shapes=shapes) for item in result)
     if isinstance(result, dict):
-        if not all(type(key) in PLAIN for key in result):
-            return ("any",)
-        return "keys", tuple(result), tuple(pattern_of(item, shapes=shapes) for item in result.values())
-    leaves = flatten(result).leaves
-    if len(leaves) == 1 and leaves[0] is result:
+        return "keys", _keys(result), tuple(pattern_of(item, shapes=shapes) for item in result.values())
+    flat = flatten(result)
+    if flat.structure != LEAF:
+        return "leaves", tuple(pattern_of(leaf, shapes=shapes) for leaf in flat.leaves)
+    flat = flatten(result, empty=True)
+    if flat.structure == LEAF:
         return ("any",)
-    return "leaves", tuple(pattern_of(leaf, shapes=shapes) for leaf in leaves)
+    known = [isinstance(leaf, (*PLAIN, *VALUES)) for leaf in flat.leaves]
+    pairs = zip(flat.leaves, known, strict=True)
+    return "fields", tuple(pattern_of(leaf, shapes=False) if value else ("any",) for leaf, value in pairs)
+
+
+def _identity(value: Any) -> str:
+    """What differs if two values of one type do."""
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        digest = hashlib.sha1(value.tobytes(), usedforsecurity=False).hexdigest()
+        return f"an array of {value.dtype}, {value.shape}, with the digest {digest[:16]}"
+    if isinstance(value, (set, frozenset)):
+        return f"{type(value).__name__}({sorted(map(repr, value))})"
+    return repr(value)
+
+
+def _keys(mapping: dict[Any, Any]) -> tuple[Any, ...] | str:
+    """Those of a mapping; their text where they cannot stand in a stage's code."""
+    return tuple(mapping) if all(type(key) in PLAIN for key in mapping) else str(list(mapping))
 
 
 class Returned:
@@ -86,7 +120,7 @@ def _holds_values(pattern: Pattern) -> bool:
     """Whether anything but tensors is in it."""
     if pattern[0] in CONTAINERS:
         return any(map(_holds_values, pattern[-1]))
-    return bool(pattern[0] == "value")
+    return pattern[0] in ("value", "text")
 
 
 def _without_shapes(pattern: Pattern) -> Pattern:
@@ -154,6 +188,8 @@ def _fits(value: Any, pattern: Pattern) -> bool:
         if type(value) is not type(expected):
             return False
         return bool(value == expected or (value != value and expected != expected))  # NaN is NaN
+    if kind == "text":
+        return isinstance(value, VALUES) and type(value) not in PLAIN and _identity(value) == pattern[1]
     if kind == "any":
         return not isinstance(value, Tensor)
     inside = _inside(value, pattern)
@@ -166,9 +202,9 @@ def _inside(value: Any, pattern: Pattern) -> list[Any] | None:
     if kind == "items":
         items = list(value) if isinstance(value, (tuple, list)) else None
     elif kind == "keys":
-        items = list(value.values()) if isinstance(value, dict) and tuple(value) == pattern[1] else None
+        items = list(value.values()) if isinstance(value, dict) and _keys(value) == pattern[1] else None
     else:
-        items = flatten(value).leaves
+        items = flatten(value, empty=kind == "fields").leaves
     return items if items is not None and len(items) == len(pattern[-1]) else None
 
 
@@ -183,7 +219,9 @@ def _difference(value: Any, pattern: Pattern) -> tuple[str, str]:
         return next(_difference(v, p) for v, p in zip(inside, pattern[-1], strict=True) if not _fits(v, p))
     if pattern[0] == "tensor":
         return _text(value), "a tensor" if pattern[1] is None else f"a tensor of shape {pattern[1]}"
-    return _text(value), repr(pattern[1]) if pattern[0] == "value" else "an object that is not a tensor"
+    if pattern[0] == "any":
+        return _text(value), "an object that is not a tensor"
+    return _text(value), pattern[1] if pattern[0] == "text" else repr(pattern[1])
 
 
 def _text(value: Any) -> str:
@@ -193,4 +231,6 @@ def _text(value: Any) -> str:
         return f"{len(value)} items"
     if isinstance(value, dict):
         return f"keys {tuple(value)}"
+    if isinstance(value, VALUES):
+        return _identity(value)
     return repr(value) if type(value) in PLAIN else f"a {type(value).__name__}"

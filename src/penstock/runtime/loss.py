@@ -70,6 +70,24 @@ def no_loss(output: object) -> ArgumentError:
     )
 
 
+def checked_value(loss: Any, output: object) -> Tensor:
+    """What a loss function returned, or the model's own loss. Raises ArgumentError if that is not a scalar tensor."""
+    if loss is None:
+        raise no_loss(output)
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.dim() > 1:
+        given = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ArgumentError(f"loss(output, target) returned {given}; expected a scalar tensor: reduce it")
+    return loss
+
+
+def no_gradient() -> ArgumentError:
+    """What to raise where a loss has no graph although parameters are to be trained."""
+    return ArgumentError(
+        "the loss takes no gradient, so that nothing would be trained; return a loss that is computed from the model's "
+        "output, without detach() or no_grad"
+    )
+
+
 class LossHead:
     """What follows the last stage: the model's output, its loss, and the seed of backward.
 
@@ -133,13 +151,9 @@ class LossHead:
             if isinstance(loss, Tensor) and not self._watched:
                 check_graph(loss, self._elsewhere)
                 self._watched = True
-        if loss is None:
-            if self._needed:
-                raise no_loss(output)
+        if loss is None and not self._needed:
             return None
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.dim() > 1:
-            given = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise ArgumentError(f"loss(output, target) returned {given}; expected a scalar tensor: reduce it")
+        loss = checked_value(loss, output)
         self.losses[microbatch] = loss.detach()
         return root_of(loss, self._weights[microbatch], leaves)
 

@@ -355,6 +355,8 @@ class SplitModel:
             for module in self._modules:
                 _release(module, here, released)
         for rank in engine.ranks:
+            if engine.devices[rank].type == "meta":
+                continue  # nothing is to run there
             modules = {
                 name: module
                 for name, module in named

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock.errors import ArgumentError, PartitionError
+from penstock.errors import PartitionError
 from penstock.runtime import exact
 from penstock.runtime.backward_draws import BackwardDraws
 from penstock.runtime.backward_updates import BackwardUpdates
 from penstock.runtime.deferred_norm import DeferredNorms
 from penstock.runtime.distribution import is_distributed
 from penstock.runtime.forward_state import ForwardState
-from penstock.runtime.loss import LossHead
+from penstock.runtime.loss import LossHead, no_gradient
 from penstock.runtime.offload import Offload
 from penstock.runtime.recompute import Keeper, Rerun
 from penstock.runtime.repeated_updates import RepeatedUpdates
@@ -308,10 +308,7 @@ class StageRunner:
         if loss.requires_grad:
             return get_gradient_edge(loss)
         if self._training and needs_backward(self.meta):
-            raise ArgumentError(
-                "the loss takes no gradient, so that nothing would be trained; return a loss that is computed from the "
-                "model's output, without detach() or no_grad"
-            )
+            raise no_gradient()
         return None
 
     def _check_whole(self, outputs: Sequence[Tensor]) -> None:

@@ -5,7 +5,7 @@ from penstock.schedule.check import Violation, check, peak_activations
 from penstock.schedule.communication import add_communication
 from penstock.schedule.csv import Format, from_csv, read_csv, to_csv, write_csv
 from penstock.schedule.dependencies import Dependencies, stages_with_backward
-from penstock.schedule.generators import CHUNKS, Generator, generate, generator, generators, names
+from penstock.schedule.generators import CHUNKS, MICROBATCHES, Generator, generate, generator, generators, names
 from penstock.schedule.grid import grid
 from penstock.schedule.order import linearize
 from penstock.schedule.passes import (
@@ -26,6 +26,7 @@ from penstock.schedule.schedule import Schedule
 
 __all__ = [
     "CHUNKS",
+    "MICROBATCHES",
     "Action",
     "Dependencies",
     "Format",

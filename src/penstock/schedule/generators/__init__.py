@@ -293,6 +293,9 @@ _GENERATORS = {
 
 _BY_NAME = _GENERATORS | {alias: entry for entry in _GENERATORS.values() for alias in entry.aliases}
 
+MICROBATCHES = 8
+"""Into how many a batch is cut where nothing is said."""
+
 CHUNKS = "chunks are the stages that each rank owns; into how many pieces a batch is cut is said by microbatches="
 """For messages: elsewhere, the pieces of a batch go by that name."""
 

@@ -1,0 +1,172 @@
+"""`inspect` refuses what `verify` refuses, in the same words: for the loss, the target, the schedule and the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.errors import PenstockError
+
+WIDTH, ROWS = 4, 8
+RANKS, MICROBATCHES = 2, 4
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+
+def norms() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
+
+
+class Decays(nn.Module):
+    """Each forward leaves its scale smaller, in which the backward of the one before it finds another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.one(x)
+        h = h * self.scale
+        self.scale.mul_(0.9)
+        return self.two(h)
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = layers()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.relu_())
+
+
+def penalised(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda output, target: (output - target).square().mean() + sum(p.square().sum() for p in model.parameters())
+
+
+def squares(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+X, Y = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+
+CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any]]] = {
+    "no scalar": (layers, {"loss": nn.MSELoss(reduction="none"), "target": Y}, {}),
+    "another shape": (layers, {"loss": nn.CrossEntropyLoss(), "target": torch.randn(ROWS, WIDTH + 1)}, {}),
+    "no target": (layers, {"loss": nn.MSELoss()}, {}),
+    "a target of other rows": (layers, {"loss": squares, "target": Y[1:]}, {}),
+    "no loss": (layers, {"loss": None}, {}),
+    "no gradient": (layers, {"loss": lambda output, target: squares(output.detach(), target), "target": Y}, {}),
+    "weights of all stages": (layers, {"loss": penalised, "target": Y}, {}),
+    "two copies of a norm": (norms, {"loss": squares, "target": Y}, {"schedule": "dualpipe"}),
+    "no norm to defer": (layers, {"loss": squares, "target": Y}, {"deferred_batch_norm": True}),
+    "an input that is the target": (InPlace, {"loss": squares, "target": X}, {}),
+    "nothing of the kind to recompute": (layers, {"loss": squares, "target": Y}, {"recompute": "sometimes"}),
+    "a stage too many": (layers, {"loss": squares, "target": Y}, {"recompute": {7: "always"}}),
+    "weights that sum to nothing": (layers, {"loss": squares, "target": Y, "reduction": lambda target: 0.0}, {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_inspect_says_what_verify_says(name: str) -> None:
+    make, given, options = CASES[name]
+
+    def said(look: bool) -> str:
+        model = make()
+        asked = dict(given)
+        if asked["loss"] is penalised:
+            asked["loss"] = penalised(model)
+        try:
+            if look:
+                penstock.inspect(model, (X,), stages=RANKS, microbatches=MICROBATCHES, **asked, **options)
+            else:
+                penstock.verify(
+                    lambda: (model, asked["loss"]), (X,), ranks=RANKS, microbatches=MICROBATCHES, **asked, **options
+                )
+        except PenstockError as error:
+            return str(error)
+        except Exception as error:  # of the loss itself, which nothing stands in for
+            return f"the loss raised {type(error).__name__}: {' '.join(str(error).split())}"
+        return ""
+
+    assert said(look=False)
+    assert said(look=True) == said(look=False)
+
+
+def test_what_a_value_decides_is_not_refused() -> None:
+    """The made-up output has values that a real one may not have."""
+
+    def fussy(output: Tensor, target: Tensor) -> Tensor:
+        if output[0, 0] > 0.25:
+            raise ValueError("out of range")
+        return squares(output, target)
+
+    (note,) = penstock.inspect(layers(), (X,), loss=fussy, target=Y).notes
+    assert "the loss could not be tried without real values" in note
+
+
+def test_a_loss_is_left_as_it_was() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls, self.seen = 0, [0]
+            self.register_buffer("mean", torch.zeros(()))
+
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            self.calls += 1
+            self.seen.append(self.calls)
+            self.mean.add_(1)
+            return squares(output, target)
+
+    loss = Counts()
+    model = layers()
+    generator = torch.get_rng_state()
+    before = [p.clone() for p in model.parameters()]
+    assert penstock.inspect(model, (X,), loss=loss, target=Y).notes == ()
+    assert (loss.calls, loss.seen, float(loss.mean)) == (0, [0], 0)
+    assert torch.equal(generator, torch.get_rng_state())
+    assert all(torch.equal(p, old) and p.grad is None for p, old in zip(model.parameters(), before, strict=True))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_model_on_the_meta_device_stays_there() -> None:
+    with torch.device("meta"):
+        model = norms()
+    parameters = list(model.parameters())
+    found = penstock.inspect(model, (X,), loss=squares, target=Y[:, :1], microbatches=MICROBATCHES)
+    assert found.notes == ()
+    assert all(now is before and now.is_meta for now, before in zip(model.parameters(), parameters, strict=True))
+    with pytest.raises(PenstockError, match="returned a tensor of shape"):
+        penstock.inspect(model, (X,), loss=nn.MSELoss(reduction="none"), target=Y[:, :1], microbatches=MICROBATCHES)
+
+
+def test_stages_are_those_of_one_copy() -> None:
+    found = penstock.inspect(layers(), (X,), stages=2, schedule="dualpipe", microbatches=MICROBATCHES)
+    assert [stage.index for stage in found.stages] == [0, 1]
+    assert found.ties == ()
+    plain = penstock.inspect(layers(), (X,), stages=2, microbatches=MICROBATCHES)
+    assert [stage.modules for stage in found.stages] == [stage.modules for stage in plain.stages]
+
+
+def test_numbers_that_the_schedule_cannot_have() -> None:
+    with pytest.raises(PenstockError, match="puts 2 on each rank"):
+        penstock.inspect(layers(), (X,), stages=3, schedule="interleaved-1f1b")
+    assert len(penstock.inspect(layers(), (X,), stages=4, schedule="interleaved-1f1b").stages) == 4
+    ready = penstock.schedule.generate("gpipe", 2, 4)
+    assert penstock.inspect(layers(), (X,), stages=2, schedule=ready).microbatches == 4
+    with pytest.raises(PenstockError, match="is for 2; give as many"):
+        penstock.inspect(layers(), (X,), stages=3, schedule=ready)
+
+
+def test_a_frozen_model_is_verified_although_its_loss_takes_no_gradient() -> None:
+    model = layers().requires_grad_(False)
+    assert penstock.verify(model, (X,), Y, squares, ranks=RANKS, microbatches=MICROBATCHES).ok
+    assert penstock.inspect(model, (X,), loss=squares, target=Y).notes == ()
