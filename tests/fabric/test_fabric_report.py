@@ -25,7 +25,7 @@ from penstock.fabric.compare import compare
 from penstock.fabric.report import facts, nccl
 from penstock.fabric.report.numbers import cut, seconds
 from penstock.fabric.report.page import page, write_page
-from penstock.fabric.report.plots import _apart, _timeline, draw
+from penstock.fabric.report.plots import _apart, _percent, _timeline, draw
 from penstock.fabric.report.style import blank, look, seconds_axis
 from penstock.fabric.report.text import live, show, show_comparison
 from penstock.fabric.results import results
@@ -361,6 +361,10 @@ def test_labels_of_a_short_axis_do_not_overlap(low: float, span: float):
             boxes = [label.get_window_extent(canvas.get_renderer()) for label in axes.get_xticklabels()]
             assert boxes
             assert all(one.x1 < other.x0 for one, other in itertools.pairwise(boxes))
+
+
+def test_a_share_has_all_its_digits():
+    assert [_percent(share) for share in (0, 0.025, 0.15, 0.29, 1)] == ["0%", "2.5%", "15%", "29%", "100%"]
 
 
 def test_pictures_can_be_scrolled_where_the_page_is_narrow(tmp_path: Path):

@@ -112,9 +112,9 @@ def _cdf(run: Run, times: Floats) -> str:
         seconds_axis(axes.xaxis)
         axes.set_xlabel("completion time, slowest rank")
     left.set(title="Share of trials that had ended", ylim=(0, 1.01))
-    left.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    left.yaxis.set_major_formatter(_percent)
     right.set(title="Share of trials that took at least as long", yscale="log", ylim=(0.7 / trials, 1.2))
-    right.yaxis.set_major_formatter(lambda value, _: f"{value * 100:g}%")
+    right.yaxis.set_major_formatter(_percent)
     right.yaxis.set_minor_locator(_none())
     for share, text in ((0.5, "p50"), (0.1, "p90"), (0.01, "p99"), (0.001, "p99.9")):
         if share >= 1 / trials:
@@ -132,6 +132,11 @@ def _kept(samples: int, most: int = 400) -> NDArray[np.int64]:
     even = np.linspace(0, samples - 1, most // 2)
     tail = samples - 1 - np.geomspace(1, samples, most // 2) + 1
     return np.unique(np.concatenate([even, tail, np.arange(samples - 20, samples)]).round().astype(np.int64))
+
+
+def _percent(share: float, _position: int | None = None) -> str:
+    """A tick's share: with as many digits as it has, or ticks 2.5% apart would seem to be 2% and 3% apart."""
+    return f"{share * 100:g}%"
 
 
 def _none() -> Any:
@@ -341,7 +346,7 @@ def _slowest(results: dict[str, Any], by_transfer: Sequence[TransferTimes], time
         axes.set_ylim(bottom=0)
         seconds_axis(axes.xaxis, few=True)
         axes.set_title(f"{cut(transfer['name'], 16)}: rank {rank}")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+        axes.yaxis.set_major_formatter(_percent)
         axes.grid(axis="x", visible=False)
     figure.supylabel("share of trials", fontsize=9.5)
     figure.supxlabel("time of the slowest rank (outline: all other ranks)", fontsize=9.5)
