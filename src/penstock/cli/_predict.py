@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def predict(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Of a run.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A run's folder.")],
     hosts: Annotated[
         str | None, typer.Option(help="Predicted numbers of hosts, 4,8,64; 2,4,8,...,4096 if nothing is said.")
     ] = None,

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.fabric.report.facts import rate_unit
-from penstock.fabric.report.numbers import cut
+from penstock.fabric.report.numbers import cut, cut_apart
 from penstock.fabric.report.style import (
     COLOURS,
     INK,
@@ -39,6 +39,9 @@ MOST_DOTS = 800
 
 MOST_LANES = 24
 """Ranks of a timeline."""
+
+MOST_LETTERS = 28
+"""Of a name in a legend, or above a small picture."""
 
 MOST_MARKED = 40
 """Outliers of a transfer that are marked, the slowest first."""
@@ -97,19 +100,19 @@ def _cdf(run: Run, times: Floats) -> str:
     figure = blank(9.6, 3.5)
     left, right = figure.subplots(1, 2)
     trials, count = times.shape
-    colour, name, named = colours(count), names(run), _named(count)
+    colour, name, named = colours(count), cut_apart(names(run), MOST_LETTERS), _named(count)
     for number in range(count):
         ordered = np.sort(times[:, number])
         at = _kept(trials)
         style = {"color": colour[number], "lw": 1.6 if count <= len(COLOURS) else 1.0}
-        label = {"label": cut(name[number], 24)} if number in named else {}
+        label = {"label": name[number]} if number in named else {}
         left.plot(ordered[at], (at + 1) / trials, drawstyle="steps-post", **style)
         # P(T >= the i-th smallest) is the share of samples from it on; the line ends at the largest.
         right.plot(ordered[at], (trials - at) / trials, drawstyle="steps-pre", **style, **label)
     for axes in (left, right):
         axes.set_xscale("log")
         axes.set_xlim(times.min() / 1.1, times.max() * 1.15)
-        seconds_axis(axes.xaxis)
+        seconds_axis(axes.xaxis, least=0.16)
         axes.set_xlabel("completion time, slowest rank")
     left.set(title="Share of trials that had ended", ylim=(0, 1.01))
     left.yaxis.set_major_formatter(_percent)
@@ -265,7 +268,7 @@ def _timeline(run: Run) -> str:
     """The first and the slowest trial, each on its own axis of time: a lane a rank, a bar a round."""
     from matplotlib.patches import Patch
 
-    name = names(run)
+    name = cut_apart(names(run), MOST_LETTERS)
     colour, named = colours(len(name)), _named(len(name))
     chosen = _chosen_trials(run)
     hosts = run.start_ns.shape[2]
@@ -284,7 +287,7 @@ def _timeline(run: Run) -> str:
     rows[-1].set_xlabel(
         "time since the first rank began its first transfer" + (f" ({lanes} of {hosts} ranks)" if lanes < hosts else "")
     )
-    patches = [Patch(color=colour[number], label=cut(name[number], 24)) for number in named]
+    patches = [Patch(color=colour[number], label=name[number]) for number in named]
     legend_beside(rows[0], patches)
     return svg(figure, "timeline")
 
@@ -329,7 +332,8 @@ def _lanes(axes: Axes, run: Run, trial: int, colour: Any) -> None:
 def _slowest(results: dict[str, Any], by_transfer: Sequence[TransferTimes], times: Floats) -> str:
     """Of the longest transfers: the histogram of the slowest rank's times, and the outline of all other ranks' ones."""
     shown, colour = _longest(times)[-4:], colours(len(by_transfer))
-    figure = blank(9.6, 2.5)
+    name = cut_apart([transfer["name"] for transfer in results["transfers"]], MOST_LETTERS)
+    figure = blank(9.6, 2.7)
     for axes, number in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
         transfer, one = results["transfers"][number], by_transfer[number]
         rank = transfer["slowest_rank"]["rank"]
@@ -345,7 +349,7 @@ def _slowest(results: dict[str, Any], by_transfer: Sequence[TransferTimes], time
         axes.set_xscale("log")
         axes.set_ylim(bottom=0)
         seconds_axis(axes.xaxis, few=True)
-        axes.set_title(f"{cut(transfer['name'], 16)}: rank {rank}")
+        axes.set_title(f"{name[number]}\nrank {rank}", fontsize=8.5)
         axes.yaxis.set_major_formatter(_percent)
         axes.grid(axis="x", visible=False)
     figure.supylabel("share of trials", fontsize=9.5)
