@@ -237,11 +237,11 @@ def _ideal(transfer: dict[str, Any], rate: float) -> float | None:
 
 
 def _links(axes: Axes, results: dict[str, Any], scale: float, unit: str) -> None:
-    """The bandwidth of the slowest link that was measured, which no busbw can pass."""
+    """The bandwidth of the slowest link that was measured. An algorithm that avoids this link may be faster."""
     speeds = [link["bytes_per_second"] for link in results.get("links") or () if link.get("bytes_per_second")]
     if speeds:
         value = min(speeds) / 1e9 * scale
-        axes.axhline(value, color=MUTED, lw=0.9, ls=(0, (1, 2)), label=f"link, {value:.3g} {unit}")
+        axes.axhline(value, color=MUTED, lw=0.9, ls=(0, (1, 2)), label=f"slowest link, {value:.3g} {unit}")
 
 
 def _apart(sizes: list[int], least: float = 1 / 11) -> list[int]:
