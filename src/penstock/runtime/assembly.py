@@ -129,6 +129,11 @@ def assemble(
 
 
 def _refuse(stage: Stage, keeping: Keeping, choices: Choices) -> None:
+    if keeping.offload and any(isinstance(part, nn.RReLU) and part.training for part in stage.module.modules()):
+        raise ArgumentError(
+            "offload: torch hands what nn.RReLU saves for backward over before it has drawn it, so that other numbers "
+            f"would come back; choose offload={{{stage.meta.index}: False}}, or another activation"
+        )
     if choices.compile is not None and keeping.every is not None:
         raise ArgumentError(
             f"recompute={keeping.every} runs layers again within the stage's code, whose surroundings torch's compiler "

@@ -1,7 +1,7 @@
 """Random numbers that a backward draws: in a hook on a gradient, or in the backward of an autograd function.
 
-A forward's draws come from streams keyed by module, whose hooks set them. In backward nothing tells which module draws,
-so that the numbers would follow the order of the schedule, and the cuts.
+A forward draws from streams keyed by module, which hooks on the modules set. In backward nothing says which module is
+drawing, so the numbers would depend on the schedule and on the cuts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class BackwardDraws:
     def refused(self) -> Iterator[None]:
         """Around autograd's backward.
 
-        A forward that runs again within it, as in checkpointing, restores the generators, or has set other seeds.
+        A forward that runs again within it, as in checkpointing, is no draw: it restores the generators, or seeds them.
 
         Raises:
             PartitionError: it has drawn.
@@ -63,8 +63,8 @@ class BackwardDraws:
     def _refusal(self, own: str) -> PartitionError:
         return PartitionError(
             f"the backward of stage {self._stage} draws random numbers (in a hook on a gradient, or in the backward of "
-            "an autograd function): they would follow the order of the schedule, and not be those of one device. Draw "
-            "them in the forward, and keep them for backward (ctx.save_for_backward). If it is another thread that "
+            "an autograd function): they would depend on the order of the schedule, and differ from those of one "
+            "device. Draw them in the forward, and keep them for backward (ctx.save_for_backward). If another thread "
             f"draws meanwhile, give it {own} of its own"
         )
 
