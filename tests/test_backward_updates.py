@@ -132,6 +132,65 @@ def test_an_optimizer_in_backward_steps_where_each_backward_follows_its_forward(
     assert torch.equal(model[3].weight, plain[3].weight)
 
 
+@pytest.mark.parametrize("how", ["late", "every fourth", "every fourth, by .data", "in W"])
+def test_an_optimizer_in_backward_is_refused_whenever_it_steps(how: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(4)))
+    counts = dict.fromkeys(model.parameters(), 0)
+
+    def hook(parameter: nn.Parameter) -> None:
+        counts[parameter] += 1
+        if counts[parameter] % (4 if "fourth" in how else 1):
+            return
+        assert parameter.grad is not None
+        with torch.no_grad():
+            (parameter.data if "data" in how else parameter).sub_(parameter.grad, alpha=0.1)
+        parameter.grad = None
+
+    schedule, options = ("zb-h1", {}) if how == "in W" else ("1f1b", {"recompute": "always"})
+    given: Any = {"ranks": 2, "microbatches": 8, "schedule": schedule, **options}
+    with pipeline(model, (X,), loss=F.mse_loss, **given) as pipe:
+        if how == "late":
+            pipe.step(X, target=TARGET)
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(hook)
+        with pytest.raises(PartitionError, match=r"backward of stage \d updates parameter '\d.weight' by a hook"):
+            pipe.step(X, target=TARGET)
+
+
+class Fades(nn.Module):
+    """Its forward takes what a hook on the gradient of its weight adds up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("seen", torch.zeros(6, 6))
+        self.linear.weight.register_hook(self.note)
+
+    def note(self, grad: Tensor) -> None:
+        self.seen += grad.detach() ** 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.linear.weight / (1 + self.seen))
+
+
+def test_a_buffer_that_the_forward_takes_is_refused_where_backward_updates_it() -> None:
+    for schedule, works in (("gpipe", False), ("1f1b", False), ("naive", True)):
+        torch.manual_seed(0)
+        model, plain = (nn.Sequential(*(Fades() for _ in range(4))) for _ in range(2))
+        plain.load_state_dict(model.state_dict())
+        with pipeline(model, (X,), loss=F.mse_loss, ranks=2, schedule=schedule, microbatches=4) as pipe:
+            if not works:
+                with pytest.raises(PartitionError, match=r"updates buffer '\d.seen' .* which its forward takes"):
+                    pipe.step(X, target=TARGET)
+                continue
+            pipe.step(X, target=TARGET)
+        for rows in range(0, 8, 2):
+            (F.mse_loss(plain(X[rows : rows + 2]), TARGET[rows : rows + 2]) / 4).backward()  # type: ignore[no-untyped-call]
+        for one, other in zip(model.buffers(), plain.buffers(), strict=True):
+            assert torch.equal(one, other)
+
+
 class Divides(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, module: Any) -> Tensor:

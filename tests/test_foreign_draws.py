@@ -68,6 +68,27 @@ def test_blocks_draw_what_their_streams_say_and_leave_the_generators_alone() -> 
         assert torch.equal(output, expected)
 
 
+def mixed_up(output: Tensor, target: Tensor) -> Tensor:
+    share, order = random.random(), torch.from_numpy(np.random.permutation(len(target)))
+    return share * squared_error(output, target) + (1 - share) * squared_error(output, target[order])
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "dualpipe"])
+def test_a_loss_draws_the_same_under_every_schedule_and_leaves_the_generators_alone(schedule: str) -> None:
+    x, target = torch.randn(2, 8, 7, generator=torch.Generator().manual_seed(1))
+    losses = []
+    for ranks, order in ((1, "naive"), (2, schedule)):
+        torch.manual_seed(0)
+        model = [nn.Linear(7, 7) for _ in range(4)]
+        random.seed(ranks)
+        np.random.seed(ranks)
+        before = random.getstate(), np.random.get_state()[1].tolist()
+        with pipeline(model, (x,), ranks=ranks, schedule=order, microbatches=4, seed=SEED, loss=mixed_up) as pipe:
+            losses.append([float(pipe.step(x, target=target).loss) for _ in range(2)])
+        assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+    assert losses[0] == losses[1]
+
+
 def scaled(self: Dropping, number: int, block: nn.Module, x: Tensor) -> Tensor:
     return block(x) * random.random() + np.random.uniform(-1, 1) * 0.1
 

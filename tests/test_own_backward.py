@@ -185,6 +185,7 @@ class RunsAgain(nn.Module):
     def __init__(self, times: int = 1, reentrant: bool = False) -> None:
         super().__init__()
         self.norm, self.linear, self.times, self.reentrant = nn.BatchNorm1d(6), nn.Linear(6, 6), times, reentrant
+        self.checkpoints = True
 
     def body(self, x: Tensor) -> Tensor:
         for _ in range(self.times):
@@ -192,7 +193,7 @@ class RunsAgain(nn.Module):
         return x.tanh()
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.body, x, use_reentrant=self.reentrant)
+        return checkpoint(self.body, x, use_reentrant=self.reentrant) if self.checkpoints else self.body(x)
 
 
 @ORDERS
@@ -234,6 +235,20 @@ class Checkpointed(nn.Module):
 def test_batch_norm_in_a_checkpoint_around_blocks(schedule: str, ranks: int) -> None:
     torch.manual_seed(0)
     verify(Checkpointed(), (X,), TARGET, F.mse_loss, ranks=ranks, schedule=schedule, microbatches=4).check()
+
+
+@ORDERS
+def test_checkpoints_that_are_switched_off_are_noticed(schedule: str, ranks: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), *(RunsAgain() for _ in range(4)))
+    with pipeline(model, (X,), loss=F.mse_loss, ranks=ranks, schedule=schedule, microbatches=4) as pipe:
+        pipe.step(X, target=TARGET)
+        for block in model[1:]:
+            block.checkpoints = False
+        with pytest.raises(
+            PartitionError, match=r"has run a BatchNorm1d .* 0 times, .* counted on 1, .* a new pipeline"
+        ):
+            pipe.step(X, target=TARGET)
 
 
 def test_batch_norm_that_runs_again_leaves_no_hooks_behind() -> None:

@@ -175,7 +175,12 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
 
 def has_accumulation_hooks(parameter: Tensor) -> bool:
     """Whether hooks on the accumulated gradient are registered (`register_post_accumulate_grad_hook`)."""
-    return bool(parameter._post_accumulate_grad_hooks)
+    return bool(accumulation_hooks(parameter))
+
+
+def accumulation_hooks(parameter: Tensor) -> list[object]:
+    """The hooks on the accumulated gradient."""
+    return [*(parameter._post_accumulate_grad_hooks or {}).values()]
 
 
 def plain_tensors() -> AbstractContextManager[None]:

@@ -53,6 +53,7 @@ class Stage:
             own modules, not copies.
         parameters, buffers: the model's own tensors that live here, by the names in `meta`.
         may_update: of the buffers, those that the forward may update for some values, besides those in `meta`.
+        reads: of the buffers, those that any operator of the forward takes.
         device: where it was recorded; calls that make tensors make them there. See `retarget`.
         overwritten: of the parameters and buffers, those that the forward updates in place although its backward uses
             them.
@@ -70,6 +71,7 @@ class Stage:
     device: torch.device
     frame: Surroundings | None = None
     may_update: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
     remembered: tuple[Remembered, ...] = ()
     borrowed: Mapping[int, str] = field(default_factory=dict)
     overwritten: tuple[str, ...] = ()
@@ -158,6 +160,7 @@ def build_stage(split: Split, plan: Plan, index: int, streams: RandomSource) -> 
         buffers,
         recording.device,
         may_update=may_update,
+        reads=tuple(public[n] for n in names if n in recording.touched and public[n] in buffers),
         remembered=remembered,
         borrowed=split.borrowed(plan.run),
         overwritten=tuple(public[name] for name in split.overwritten(plan.run)),

@@ -1,8 +1,9 @@
 """What a backward updates: buffers, in a hook, in an autograd function, or in a forward that a checkpoint runs again;
 and parameters, by a hook that takes the optimizer's step.
 
-A sum over microbatches may be kept so, since backwards are in order. What the forward updates as well, such as a moving
-average, depends on the order of forwards and backwards: in plain training each backward follows its forward at once.
+A sum over microbatches may be kept so, since backwards are in order. What the forward takes or updates as well, such as
+a moving average, depends on the order of forwards and backwards: in plain training each backward follows its forward at
+once.
 """
 
 from __future__ import annotations
@@ -20,12 +21,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import PartitionError
 from penstock.partition import Stage
-from penstock.partition._compat import has_accumulation_hooks, storage_of
+from penstock.partition._compat import accumulation_hooks, storage_of
 from penstock.partition.loan import same_bits
 from penstock.partition.observer import RUNNING, argument_names, written_arguments
+from penstock.runtime.distribution import is_distributed
 
 LOOKS = 3
-"""In so many backwards of a stage is looked at what they read, and at parameters with hooks: later ones are alike."""
+"""In so many backwards of a stage is looked at what they read: later ones are alike."""
+
+LOOKS_AT_HOOKS = 16
+"""In so many, since hooks have come, at the bits of parameters with hooks, which may wait for several backwards until
+they write through `.data`. That they write in a way that autograd knows is seen in all."""
 
 
 class BackwardUpdates:
@@ -43,7 +49,16 @@ class BackwardUpdates:
         self._buffers: Mapping[str, Tensor] = {
             name: buffer for name, buffer in stage.buffers.items() if copies or name in forward
         }
-        self._parameters = stage.parameters
+        self._taken: Mapping[str, Tensor] = {
+            name: buffer for name, buffer in stage.buffers.items() if name in stage.reads and name not in self._buffers
+        }
+        self._parameters = {
+            name: parameter
+            for name, parameter in stage.parameters.items()
+            if name not in forward and not is_distributed(parameter)
+        }
+        self._hooks: dict[int, object] = {}
+        self._looks_at_hooks = 0
         self._looks = 0
         self._latest = -1
         self._left: dict[int, dict[str, Tensor]] = {}
@@ -65,26 +80,25 @@ class BackwardUpdates:
             yield
             return
         self._looks += 1
-        before = {name: buffer._version for name, buffer in self._buffers.items()}
-        watched = [n for n, p in self._parameters.items() if has_accumulation_hooks(p)] if self._looks <= LOOKS else []
-        values = {name: self._parameters[name].detach().clone() for name in watched}
+        before, taken = _versions(self._buffers), _versions(self._taken)
         stale = {
             storage_of(self._buffers[name]): name
             for name, value in left.items()
             if not same_bits(value, self._buffers[name].detach())
         }
-        with _Reads(stale) if stale else nullcontext() as reads:
+        with self._no_steps(), _Reads(stale) if stale else nullcontext() as reads:
             yield
-        for name, value in values.items():
-            if not same_bits(value, self._parameters[name].detach()):
-                raise PartitionError(
-                    f"the backward of stage {self._index} updates parameter {name!r} by a hook "
-                    "(register_post_accumulate_grad_hook) while other microbatches are in flight, which plain training "
-                    "would run with the new value. Step the optimizer after pipe.step, or choose microbatches=1"
-                )
         for name, version in before.items():
             if self._buffers[name]._version != version:
                 raise self._refusal(name)
+        for name, version in taken.items():
+            if self._taken[name]._version != version:
+                raise PartitionError(
+                    f"the backward of stage {self._index} updates buffer {name!r} (in a hook or an autograd function), "
+                    "which its forward takes, and forwards of other microbatches have come between: in plain training "
+                    "they would find the new value. Update it after the step, or choose schedule='naive' or "
+                    "microbatches=1"
+                )
         if reads is not None and reads.found is not None:
             raise PartitionError(
                 f"the backward of stage {self._index} reads buffer {reads.found!r}, which forwards of other "
@@ -92,6 +106,32 @@ class BackwardUpdates:
                 "model, which runs a forward again). Keep what backward needs in the forward (a clone, an attribute), "
                 "or choose schedule='naive' or microbatches=1"
             )
+
+    @contextmanager
+    def refused_at_w(self, microbatch: int) -> Iterator[None]:
+        """Around what a split backward has put off. Raises PartitionError if it updates a parameter."""
+        with nullcontext() if microbatch == self._latest else self._no_steps():
+            yield
+
+    @contextmanager
+    def _no_steps(self) -> Iterator[None]:
+        found = {name: some for name, p in self._parameters.items() if (some := accumulation_hooks(p))}
+        hooks = {id(hook): hook for some in found.values() for hook in some}
+        if not hooks.keys() <= self._hooks.keys():
+            self._looks_at_hooks = 0
+        self._hooks = hooks
+        self._looks_at_hooks += 1
+        looks = self._looks_at_hooks <= LOOKS_AT_HOOKS
+        values = {name: self._parameters[name].detach().clone() for name in found} if looks else {}
+        versions = _versions(self._parameters)
+        yield
+        for name, parameter in self._parameters.items():
+            if parameter._version != versions[name] or (name in values and not same_bits(values[name], parameter)):
+                raise PartitionError(
+                    f"the backward of stage {self._index} updates parameter {name!r} by a hook "
+                    "(register_post_accumulate_grad_hook) while other microbatches are in flight, which plain training "
+                    "would run with the new value. Step the optimizer after pipe.step, or choose microbatches=1"
+                )
 
     def _refusal(self, name: str) -> PartitionError:
         if self._copies:
@@ -106,6 +146,10 @@ class BackwardUpdates:
             "that the updates are not in the order of plain training. Switch gradient checkpointing off in the model, "
             "and choose recompute='always' instead, or leave the buffer alone in backward"
         )
+
+
+def _versions(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    return {name: tensor._version for name, tensor in tensors.items()}
 
 
 def _is_our_own() -> bool:

@@ -8,6 +8,7 @@ How often that is, is learned from the first backward; the updates until then ar
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -55,7 +56,8 @@ class RepeatedUpdates:
         """Around a forward of the stage."""
 
         def entered(each: _Watched) -> Hook:
-            return partial(each.note, microbatch) if self._learning and not each.known else each.update_again
+            learns = self._learning and not each.known
+            return partial(each.note if learns else each.update_again, microbatch)
 
         with ExitStack() as stack:
             for each in self._watched:
@@ -73,12 +75,13 @@ class RepeatedUpdates:
         if self._learning:
             self._learning = False
             self._watched = [each for each in self._watched if each.learn(microbatch)]
+        for each in self._watched:
+            each.check(microbatch)
 
     def begin_step(self) -> None:
         """Forgets what a step that raised may have left."""
-        if self._learning:
-            for each in self._watched:
-                each.forget()
+        for each in self._watched:
+            each.begin_step(learning=self._learning)
 
 
 class _Watched:
@@ -93,14 +96,19 @@ class _Watched:
         self._first: BufferCopies | None = None
         self._calls: list[_Call] = []
         self._again = checkpointed
+        self._due: Counter[int] = Counter()  # by microbatch: how often its backward is to run the module again
+        self._ran = 0  # and how often this one has
         self._own = dict(module._buffers)
         self._is_ours = False  # whether the call in backward is one that the pipeline makes, on copies of the buffers
         self._aside: list[AbstractContextManager[None]] = []
 
-    def forget(self) -> None:
-        """As if nothing had run."""
-        self._first, self._again = None, int(self.known)
-        self._calls.clear()
+    def begin_step(self, *, learning: bool) -> None:
+        """Forgets what a step that raised may have left; while learning, as if nothing had run."""
+        self._due.clear()
+        self._ran = 0
+        if learning:
+            self._first, self._again = None, int(self.known)
+            self._calls.clear()
 
     def note(self, microbatch: int, module: nn.Module, args: Any) -> None:
         """Before a call in a forward, while it is not known whether backward runs it again."""
@@ -108,9 +116,10 @@ class _Watched:
             self._first = self._first or self._buffers.copy()
             self._calls.append(_Call(microbatch, [Kept.of(arg) if isinstance(arg, Tensor) else arg for arg in args]))
 
-    def update_again(self, module: nn.Module, args: Any) -> None:
+    def update_again(self, microbatch: int, module: nn.Module, args: Any) -> None:
         """Before a call in a forward: makes the updates that backward will not make."""
         if module.training:
+            self._due[microbatch] += self._again
             self._update(args, self._again)
 
     def put_aside(self, module: nn.Module, _args: Any) -> None:
@@ -123,11 +132,12 @@ class _Watched:
     def put_back(self, module: nn.Module, _args: Any, _result: Any) -> None:
         """After a call in backward, which checkpointing may have ended as soon as it had what it needs."""
         self._aside.pop().__exit__(None, None, None)
-        self._again += self._first is not None and not self._is_ours
+        self._ran += module.training and not self._is_ours
 
     def learn(self, microbatch: int) -> bool:
         """Puts right what the forwards before the first backward have left; whether the module is run again at all."""
         calls, self._calls = self._calls, []
+        self._again += self._ran if self._first is not None else 0
         in_forward = sum(call.microbatch == microbatch for call in calls)
         if self.known or not self._again:
             return self.known
@@ -141,8 +151,20 @@ class _Watched:
                 buffer.copy_(copy)
         self._first = None
         for call in calls:
+            self._due[call.microbatch] += self._again
             self._update([self._given(arg) if isinstance(arg, Kept) else arg for arg in call.args], 1 + self._again)
         return True
+
+    def check(self, microbatch: int) -> None:
+        """After a backward. Raises PartitionError if it has not run the module as often as its forward took for
+        granted."""
+        due, ran, self._ran = self._due.pop(microbatch, 0), self._ran, 0
+        if not self.known and ran != due:
+            raise PartitionError(
+                f"the backward of microbatch {microbatch} has run a {type(self.module).__name__} that updates buffers "
+                f"{ran} times, where its forward has counted on {due}, as in the first microbatch. If gradient "
+                "checkpointing has been switched on or off in the model, make a new pipeline"
+            )
 
     def _given(self, arg: Kept) -> Tensor:
         if arg.is_changed:

@@ -285,7 +285,8 @@ class StageRunner:
     def weight_backward(self, microbatch: int) -> None:
         """Runs W: what I left of a microbatch's backward."""
         assert self.split is not None
-        with self._draws.refused():
+        updates = self._extras.updates
+        with nullcontext() if updates is None else updates.refused_at_w(microbatch), self._draws.refused():
             self.split.weight_gradients(microbatch)
 
     def send_values(self, microbatch: int, route: Route) -> None:

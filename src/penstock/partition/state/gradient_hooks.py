@@ -13,7 +13,7 @@ from penstock.errors import PartitionError
 from penstock.partition._compat import unset_fake_temporarily
 from penstock.partition.complete import shortened
 from penstock.partition.observer import Observer
-from penstock.partition.state.provenance import Call, Foreign
+from penstock.partition.state.provenance import HOOKS, Call, Foreign
 from penstock.partition.state.reach import Place, Reach
 from penstock.partition.state.replay import Operators
 
@@ -39,7 +39,7 @@ def refuse_hooks(unit: str, hooks: list[Hook], replay: Replay, reach: Reach, obs
         replay: the operators of another run; it is told of what that run takes beside its arguments.
     """
     before = {id(place): place.copied() for place in reach.changed()}
-    call = Call(-2, unit, True, frozenset())
+    call = Call(HOOKS, unit, True, frozenset())
     with observer.provenance.calling(call), unset_fake_temporarily():
         for function, value in hooks:
             try:
