@@ -1,9 +1,9 @@
 """What a backward updates: buffers, in a hook, in an autograd function, or in a forward that a checkpoint runs again;
-and parameters, by a hook that takes the optimizer's step.
+and parameters, in a hook that takes the optimizer's step.
 
-A sum over microbatches may be kept so, since backwards are in order. What the forward takes or updates as well, such as
-a moving average, depends on the order of forwards and backwards: in plain training each backward follows its forward at
-once.
+A backward may keep a sum over microbatches, since backwards run in order. Anything that the forward takes or updates as
+well, such as a moving average, depends on how forwards and backwards alternate: in plain training each backward follows
+directly on its forward.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from penstock.partition.observer import RUNNING, argument_names, written_argumen
 from penstock.runtime.distribution import is_distributed
 
 LOOKS = 3
-"""In so many backwards of a stage is looked at what they read: later ones are alike."""
+"""The number of a stage's backwards in which reads are watched: later ones are alike."""
 
 LOOKS_AT_HOOKS = 16
-"""In so many, since hooks have come, at the bits of parameters with hooks, which may wait for several backwards until
-they write through `.data`. That they write in a way that autograd knows is seen in all."""
+"""The number of backwards, counted from when hooks are added, in which parameters with hooks are compared bit by bit: a
+hook may wait for several backwards before it writes through `.data`. Writes that autograd knows of are seen in all."""
 
 
 class BackwardUpdates:
@@ -39,7 +39,7 @@ class BackwardUpdates:
 
     Args:
         copies: whether the schedule runs several copies of the stage.
-        is_compiled: parts of the stage are compiled, whose operators cannot be looked at.
+        is_compiled: whether parts of the stage are compiled, so that their operators cannot be watched.
     """
 
     def __init__(self, stage: Stage, *, copies: bool, is_compiled: bool) -> None:
@@ -73,8 +73,12 @@ class BackwardUpdates:
 
     @contextmanager
     def refused(self, microbatch: int) -> Iterator[None]:
-        """Around autograd's backward. Raises PartitionError if it updates such a buffer, or a parameter, or reads a
-        buffer that is no longer as its forward has left it."""
+        """Around autograd's backward.
+
+        Raises:
+            PartitionError: it updates a parameter, or a buffer that forwards update, or reads a buffer that is no
+                longer as its own forward left it.
+        """
         left = self._left.pop(microbatch, {})
         if microbatch == self._latest and not self._copies:
             yield
@@ -86,7 +90,7 @@ class BackwardUpdates:
             for name, value in left.items()
             if not same_bits(value, self._buffers[name].detach())
         }
-        with self._no_steps(), _Reads(stale) if stale else nullcontext() as reads:
+        with self._no_steps(), Reads(stale) if stale else nullcontext() as reads:
             yield
         for name, version in before.items():
             if self._buffers[name]._version != version:
@@ -99,11 +103,11 @@ class BackwardUpdates:
                     "they would find the new value. Update it after the step, or choose schedule='naive' or "
                     "microbatches=1"
                 )
-        if reads is not None and reads.found is not None:
+        for name in () if reads is None else reads.found:
             raise PartitionError(
-                f"the backward of stage {self._index} reads buffer {reads.found!r}, which forwards of other "
+                f"the backward of stage {self._index} reads buffer {name!r}, which forwards of other "
                 "microbatches have updated since its own (in a hook, an autograd function, or a checkpoint of the "
-                "model, which runs a forward again). Keep what backward needs in the forward (a clone, an attribute), "
+                "model, which runs a forward again). In the forward, keep what backward needs (a clone, an attribute), "
                 "or choose schedule='naive' or microbatches=1"
             )
 
@@ -137,7 +141,7 @@ class BackwardUpdates:
         if self._copies:
             return PartitionError(
                 f"the backward of stage {self._index} updates buffer {name!r}, but this schedule runs several copies "
-                "of the stage, each of which would see a part of the batch only; take a schedule with one copy "
+                "of the stage, each of which would see only part of the batch; take a schedule with one copy "
                 "(dualpipe-v for dualpipe)"
             )
         return PartitionError(
@@ -153,7 +157,7 @@ def _versions(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _is_our_own() -> bool:
-    """Whether Penstock calls the operator itself: it puts buffers aside around modules that run themselves again."""
+    """Whether Penstock itself calls the operator, as it does to save buffers around modules that run again."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith((_TORCH, __file__)):
         frame = frame.f_back
@@ -163,11 +167,12 @@ def _is_our_own() -> bool:
 _TORCH, _PENSTOCK = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 
 
-class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Finds out whether operators read some memory, other than to update it.
+class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Finds out whether operators read some memory, other than in order to update it.
 
     Attributes:
-        found: the first that is read; None if none is.
+        found: what is read, in order.
+        ignored: memory that may be read for the time being.
     """
 
     supports_higher_order_operators = True
@@ -175,11 +180,12 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, names: Mapping[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._names = names
-        self.found: str | None = None
+        self.found: dict[str, None] = {}
+        self.ignored: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.found is None and isinstance(func, torch._ops.OpOverload):
+        if isinstance(func, torch._ops.OpOverload):
             written = written_arguments(func)
             given = {**dict(zip(argument_names(func), args, strict=False)), **kwargs}
             for name, value in given.items():
@@ -187,6 +193,9 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if name in written or (name in RUNNING and training):
                     continue
                 for tensor in value if isinstance(value, (list, tuple)) else (value,):
-                    if isinstance(tensor, Tensor) and storage_of(tensor) in self._names and not _is_our_own():
-                        self.found = self._names[storage_of(tensor)]
+                    if isinstance(tensor, Tensor) and self._counts(storage_of(tensor)) and not _is_our_own():
+                        self.found[self._names[storage_of(tensor)]] = None
         return func(*args, **kwargs)
+
+    def _counts(self, memory: int) -> bool:
+        return memory in self._names and memory not in self.ignored and self._names[memory] not in self.found

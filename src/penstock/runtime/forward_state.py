@@ -1,10 +1,10 @@
 """What a module keeps from its forward for its own backward: in attributes, or in lists, dicts and objects there; or
 wherever else the recorded forward has left something, as in an attribute of a class or in a global dict.
 
-A reversible block notes the state of the random generators, to draw the same again when it runs itself again in
-backward. In plain training the backward of a microbatch follows its forward; in a pipeline other forwards may come
-between the two, and write over what was noted. So what a forward sets is kept for each microbatch, and put back for its
-backward.
+A reversible block notes the state of the random generators, so that it draws the same numbers when it runs itself again
+in backward. In plain training a microbatch's backward follows directly on its forward; in a pipeline other forwards may
+come between the two and overwrite what was noted. So whatever a forward sets is kept for each microbatch, and put back
+for its backward.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ Values = dict[Key, Any]
 
 
 class ContainerCopies:
-    """What the lists and dicts of some modules, and `traces`, contain now, for a layer that is run again within a
+    """What the containers of some modules, and of `traces`, contain now, for a layer that is run again within a
     backward."""
 
     def __init__(self, modules: Iterable[nn.Module], traces: Iterable[Trace] = ()) -> None:
@@ -88,7 +88,7 @@ class ContainerCopies:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Meanwhile they contain that. What is put there or taken away meanwhile is forgotten."""
+        """Puts that back for a while. What is added or removed in the meantime is forgotten."""
         now = [place.read() for place, _ in self._contents]
         for place, contents in self._contents:
             place.write(contents)
@@ -101,7 +101,7 @@ class ContainerCopies:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What the places held before and after the forward of one microbatch, and after it was run again, if it was."""
+    """What the places held before and after the forward of a microbatch, and after it was run again, if it was."""
 
     before: Values
     after: Values
@@ -111,7 +111,7 @@ class Kept:
 class ForwardState:
     """What the modules of one stage hold between forward and backward.
 
-    Which places a forward sets is found out once: by comparing before and after it, until the first backward.
+    Which places a forward sets is learned by comparing before and after, in every forward before the first backward.
 
     Args:
         modules: whose forward the stage runs.
@@ -127,7 +127,7 @@ class ForwardState:
         self._latest = -1  # the microbatch of the last forward
 
     def begin_step(self) -> None:
-        """Drops what a step that raised may have left."""
+        """Drops anything left by a step that raised."""
         self._kept.clear()
 
     @contextmanager
@@ -145,7 +145,7 @@ class ForwardState:
             changed = [place for place in found if not place.holds(before.get(place.key, _MISSING))]
             new = {place.key: place for place in changed if place.key not in self._places}
             self._places.update(new)
-            for kept in self._kept.values():  # earlier forwards have left it as this one has found it
+            for kept in self._kept.values():  # earlier forwards left these places as this one found them
                 for values in (kept.before, kept.after):
                     values.update({key: before.get(key, _MISSING) for key in new})
         if self._places:
@@ -155,7 +155,7 @@ class ForwardState:
 
     @contextmanager
     def backward(self, microbatch: int) -> Iterator[None]:
-        """Around a backward: what its forward has set is there meanwhile."""
+        """Around a backward: puts back what its forward has set."""
         self._learning = False
         kept = self._kept.get(microbatch)
         if kept is None:
@@ -171,7 +171,7 @@ class ForwardState:
 
     @contextmanager
     def again(self, microbatch: int) -> Iterator[None]:
-        """Within a backward, around the stage's forward where it is run again: on what it was run on."""
+        """Around the stage's forward when it is run again within a backward: puts back what it found the first time."""
         kept = self._kept.get(microbatch)
         if kept is None:
             yield
@@ -183,8 +183,8 @@ class ForwardState:
     def _settle(self, microbatch: int, kept: Kept, now: Values) -> None:
         """Ends a backward. `now` is what was there before it.
 
-        Containers lose and gain what backward took away and added, also for backwards to come: a stack on which each
-        forward pushes and from which each backward pops ends empty, and one that backward leaves alone stays as it is.
+        What backward took from a container, or added to it, is taken or added for later backwards too: a stack that
+        forwards push on and backwards pop from ends up empty, and one that backward leaves alone stays as it is.
         """
         left = self._now()
         for key, value in now.items():
@@ -210,7 +210,7 @@ class ForwardState:
 
 
 def _renamed(contents: Any, again: Any, first: Any) -> Any:
-    """Contents of a container, with what a forward put there when it was run first, not when it was run again."""
+    """A container's contents, with what the first run of a forward put there in place of what the second run did."""
     renamed = contents.copy()
     renamed.clear()
     if isinstance(contents, dict):
@@ -224,7 +224,7 @@ def _renamed(contents: Any, again: Any, first: Any) -> Any:
 
 
 def _amended(contents: Any, before: Any, after: Any) -> Any:
-    """Contents of a container, in which what differs between `before` and `after` is changed alike."""
+    """A container's contents, changed in the same way as `before` was changed to give `after`."""
     if _same(before, after):
         return contents
     if _same(contents, before):
@@ -262,7 +262,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 class _Survey:
-    """All places that a forward may set: attributes of modules, what lists, dicts and plain objects there hold, and
+    """All places that a forward may set: attributes of modules, what containers and plain objects there hold, and
     `traces`."""
 
     def __init__(self, modules: Iterable[nn.Module], traces: Iterable[Trace] = ()) -> None:
@@ -302,12 +302,12 @@ class _Survey:
         self.places[place.key] = place
 
     def has_owner_of(self, place: Place) -> bool:
-        """Whether there was the list, the dict or the object that a place is in."""
+        """Whether the container or object that a place is in was there."""
         return place.key[0] in self._owners
 
 
 def _can_be_opened(value: Any, *, is_attribute: bool) -> bool:
-    """Whether what a value holds is looked at. Objects of libraries are where they are attributes of a module."""
+    """Whether to look into a value. Objects of libraries are looked into only as attributes of a module."""
     if isinstance(value, tuple) or is_container(value):
         return len(value) <= LARGEST and not isinstance(value, set)
     if isinstance(value, _NOT_PLAIN) or not isinstance(getattr(value, "__dict__", None), dict):
