@@ -255,3 +255,84 @@ def test_a_checkpoint_that_reads_averages_of_a_module_inside_is_refused() -> Non
     model = nn.Sequential(Normalises(), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
     with pytest.raises(PartitionError, match=r"backward of stage 0 reads buffer '0.norm.running_"):
         verify(model, (X,), TARGET, F.mse_loss, ranks=2, schedule="1f1b", microbatches=4)
+
+
+class AddsMean(Normalises):
+    """Backward needs nothing of what it reads, so that its checkpoint has ended before."""
+
+    def body(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.norm(y.detach())
+        assert self.norm.running_mean is not None
+        return torch.tanh(y) + self.norm.running_mean
+
+
+class Centres(nn.Module):
+    """Returns what depends on its average, or not."""
+
+    def __init__(self, depends: bool) -> None:
+        super().__init__()
+        self.depends = depends
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.copy_(0.9 * self.mean + 0.1 * x.detach().mean(0))
+        return F.dropout(x - self.mean.clone() if self.depends else x, 0.2)
+
+
+class Around(nn.Module):
+    def __init__(self, depends: bool) -> None:
+        super().__init__()
+        self.linear, self.inner = nn.Linear(6, 6), Centres(depends)
+
+    def body(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(self.linear(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.body, x, use_reentrant=False)
+
+
+class CheckpointsBlocks(nn.Module):
+    """The model checkpoints its blocks, between which the stages run call by call."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+READ = "is read by the module around it, in a forward that runs itself again"
+RETURNED = "decides what its Centres returns, in a forward that runs itself again"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("make", "name", "words"),
+    [
+        (Normalises, "norm.running_mean", READ),
+        (AddsMean, "norm.running_mean", READ),
+        (lambda: Around(True), "inner.mean", RETURNED),
+    ],
+    ids=["normalises", "adds", "returns"],
+)
+@pytest.mark.parametrize("all_blocks", [False, True])
+def test_what_a_forward_that_runs_again_computes_from_its_averages_is_refused(
+    all_blocks: bool, make: Any, name: str, words: str, ranks: int
+) -> None:
+    """Each backward of the last stage follows its forward at once, so that nothing has come between."""
+    made = [nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6), make()]
+    model = CheckpointsBlocks(*made) if all_blocks else nn.Sequential(*made)
+    where = "blocks.3" if all_blocks else "3"
+    with pytest.raises(PartitionError, match=rf"buffer '{where}.{name}' {words}"):
+        verify(model, (X,), TARGET, F.mse_loss, ranks=ranks, schedule="1f1b", microbatches=4)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_averages_that_only_go_into_themselves_are_those_of_one_device(schedule: str) -> None:
+    """And the module may draw random numbers."""
+    model = nn.Sequential(*(Around(False) for _ in range(4)))
+    verify(model, (X,), TARGET, F.mse_loss, ranks=2, schedule=schedule, microbatches=4).check()

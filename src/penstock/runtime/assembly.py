@@ -179,13 +179,13 @@ def _extras(
     keeper = Keeper(stages, overwritten(stage.meta, metas), offload) if again else None
     last = None if sharded is None else _last_backward(row, stage.meta.index)
     forward_state = repeated = None
+    compiled = choices.compile is not None or any_compiled(stage.module.modules())
     if choices.compile is None:
         modules = [module for each in stages for module in each.module.modules()]
         forward_state = ForwardState(modules)
         if stage.meta.updated and choices.norms is None:  # which see to these updates too
-            updated = [stage.buffers[n] for n in stage.meta.updated if n in stage.buffers]
-            repeated = RepeatedUpdates(modules, updated, _checkpointed(stage))
-    compiled = choices.compile is not None or any_compiled(stage.module.modules())
+            updated = {n: stage.buffers[n] for n in stage.meta.updated if n in stage.buffers}
+            repeated = RepeatedUpdates(modules, updated, _checkpointed(stage), is_compiled=compiled)
     updates = BackwardUpdates(stage, copies=copies, is_compiled=compiled) if choices.norms is None else None
     return Extras(keeper, again, offload, choices.norms, sharded, last, forward_state, repeated, updates)
 

@@ -90,7 +90,7 @@ class BackwardUpdates:
             for name, value in left.items()
             if not same_bits(value, self._buffers[name].detach())
         }
-        with self._no_steps(), _Reads(stale) if stale else nullcontext() as reads:
+        with self._no_steps(), Reads(stale) if stale else nullcontext() as reads:
             yield
         for name, version in before.items():
             if self._buffers[name]._version != version:
@@ -103,9 +103,9 @@ class BackwardUpdates:
                     "they would find the new value. Update it after the step, or choose schedule='naive' or "
                     "microbatches=1"
                 )
-        if reads is not None and reads.found is not None:
+        for name in () if reads is None else reads.found:
             raise PartitionError(
-                f"the backward of stage {self._index} reads buffer {reads.found!r}, which forwards of other "
+                f"the backward of stage {self._index} reads buffer {name!r}, which forwards of other "
                 "microbatches have updated since its own (in a hook, an autograd function, or a checkpoint of the "
                 "model, which runs a forward again). In the forward, keep what backward needs (a clone, an attribute), "
                 "or choose schedule='naive' or microbatches=1"
@@ -167,11 +167,12 @@ def _is_our_own() -> bool:
 _TORCH, _PENSTOCK = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 
 
-class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Finds out whether operators read some memory, other than in order to update it.
 
     Attributes:
-        found: the first that is read; None if none is.
+        found: what is read, in order.
+        ignored: memory that may be read for the time being.
     """
 
     supports_higher_order_operators = True
@@ -179,11 +180,12 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, names: Mapping[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._names = names
-        self.found: str | None = None
+        self.found: dict[str, None] = {}
+        self.ignored: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.found is None and isinstance(func, torch._ops.OpOverload):
+        if isinstance(func, torch._ops.OpOverload):
             written = written_arguments(func)
             given = {**dict(zip(argument_names(func), args, strict=False)), **kwargs}
             for name, value in given.items():
@@ -191,6 +193,9 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if name in written or (name in RUNNING and training):
                     continue
                 for tensor in value if isinstance(value, (list, tuple)) else (value,):
-                    if isinstance(tensor, Tensor) and storage_of(tensor) in self._names and not _is_our_own():
-                        self.found = self._names[storage_of(tensor)]
+                    if isinstance(tensor, Tensor) and self._counts(storage_of(tensor)) and not _is_our_own():
+                        self.found[self._names[storage_of(tensor)]] = None
         return func(*args, **kwargs)
+
+    def _counts(self, memory: int) -> bool:
+        return memory in self._names and memory not in self.ignored and self._names[memory] not in self.found

@@ -4,20 +4,27 @@ In plain torch the second run updates the running statistics once more, at once 
 forwards of other microbatches may come between the two, and an average depends on the order of what goes into it. So a
 module's forward makes all its updates at once, as often as its microbatch will, and what runs in backward makes none.
 How often that is, is learned from the first backward; the updates until then are made again in their right order.
+
+So what a forward computes must not depend on these buffers: in plain torch they are between two updates there.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from penstock.errors import PartitionError
+from penstock.partition._compat import storage_of
+from penstock.partition.loan import same_bits
+from penstock.partition.objects import tensors_in
+from penstock.runtime.backward_updates import LOOKS, Reads
 from penstock.runtime.kept import Kept
 from penstock.runtime.recompute import BufferCopies, Buffers
 
@@ -41,15 +48,23 @@ class RepeatedUpdates:
     """
 
     def __init__(
-        self, modules: Iterable[nn.Module], updated: Iterable[Tensor], checkpointed: Sequence[nn.Module] = ()
+        self,
+        modules: Iterable[nn.Module],
+        updated: Mapping[str, Tensor],
+        checkpointed: Sequence[nn.Module] = (),
+        *,
+        is_compiled: bool = False,
     ) -> None:
-        wanted = {id(buffer) for buffer in updated}
+        names = {id(buffer): name for name, buffer in updated.items()}
         self._watched = [
-            _Watched(module, checkpointed.count(module))
+            _Watched(module, name, checkpointed.count(module))
             for module in dict.fromkeys(modules)
-            if any(id(buffer) in wanted for buffer in module._buffers.values())
+            if (name := next((names[id(b)] for b in module._buffers.values() if id(b) in names), None)) is not None
         ]
         self._learning = True
+        self._names = {storage_of(buffer): name for name, buffer in updated.items()}
+        self._looks = not is_compiled
+        self._read: Collection[str] = ()
 
     @contextmanager
     def forward(self, microbatch: int) -> Iterator[None]:
@@ -59,10 +74,37 @@ class RepeatedUpdates:
             learns = self._learning and not each.known
             return partial(each.note if learns else each.update_again, microbatch)
 
-        with ExitStack() as stack:
+        with self._reads_of_others() if self._looks and self._watched else nullcontext(), ExitStack() as stack:
             for each in self._watched:
                 stack.enter_context(each.module.register_forward_pre_hook(entered(each)))
             yield
+        self._refuse_reads()
+
+    @contextmanager
+    def _reads_of_others(self) -> Iterator[None]:
+        """Around the first forward: notes which buffers are read, other than by the modules that update them."""
+        self._looks = False
+        with Reads(self._names) as reads, ExitStack() as stack:
+            for each in self._watched:
+                own = each.storages()
+
+                def enter(_: nn.Module, args: Any, own: Collection[int] = own) -> None:
+                    reads.ignored |= {*own}
+
+                def leave(_: nn.Module, args: Any, result: Any, own: Collection[int] = own) -> None:
+                    reads.ignored -= {*own}
+
+                stack.enter_context(each.module.register_forward_pre_hook(enter))
+                stack.enter_context(each.module.register_forward_hook(leave, always_call=True))
+            yield
+        self._read = reads.found
+
+    def _refuse_reads(self) -> None:
+        """Raises PartitionError if others read what a module updates that is run again."""
+        for each in self._watched if self._read else ():
+            name = next((n for key in each.storages() if (n := self._names.get(key)) in self._read), None)
+            if name is not None and (each.known or not self._learning):
+                raise _between_updates(name, "is read by the module around it")
 
     @contextmanager
     def backward(self, microbatch: int) -> Iterator[None]:
@@ -75,6 +117,7 @@ class RepeatedUpdates:
         if self._learning:
             self._learning = False
             self._watched = [each for each in self._watched if each.learn(microbatch)]
+            self._refuse_reads()
         for each in self._watched:
             each.check(microbatch)
 
@@ -85,12 +128,15 @@ class RepeatedUpdates:
 
 
 class _Watched:
-    """One module. Its hooks are there while the stage runs; called after the first backward, it is run again in all."""
+    """One module, by the name of a buffer of its own.
 
-    def __init__(self, module: nn.Module, checkpointed: int) -> None:
+    Its hooks are there while the stage runs; called after the first backward, it is run again in all.
+    """
+
+    def __init__(self, module: nn.Module, name: str, checkpointed: int) -> None:
         if checkpointed > 1:
             raise _unknown_order(module, checkpointed)
-        self.module = module
+        self.module, self._name = module, name
         self.known = bool(checkpointed)
         self._buffers = Buffers([module], [buffer for buffer in module._buffers.values() if buffer is not None])
         self._first: BufferCopies | None = None
@@ -101,6 +147,11 @@ class _Watched:
         self._own = dict(module._buffers)
         self._is_ours = False  # whether the call in backward is one that the pipeline makes, on copies of the buffers
         self._aside: list[AbstractContextManager[None]] = []
+        self._looks = LOOKS
+
+    def storages(self) -> set[int]:
+        """The memory of its own buffers."""
+        return {storage_of(buffer) for buffer in self._own.values() if buffer is not None}
 
     def begin_step(self, *, learning: bool) -> None:
         """Forgets what a step that raised may have left; while learning, as if nothing had run."""
@@ -177,9 +228,30 @@ class _Watched:
 
     def _update(self, args: Sequence[Any], times: int) -> None:
         detached = [arg.detach() if isinstance(arg, Tensor) else arg for arg in args]
-        with torch.no_grad():
-            for _ in range(times):
-                self.module.forward(*detached)
+        if isinstance(self.module, _BatchNorm):  # what it returns in training depends on the batch alone
+            with torch.no_grad():
+                for _ in range(times):
+                    self.module.forward(*detached)
+            return
+        for _ in range(times):
+            with torch.no_grad(), self._same_draws():
+                result = self.module.forward(*detached)
+            if self._looks:
+                self._looks -= 1
+                self._refuse_dependence(result, detached)
+
+    def _same_draws(self) -> AbstractContextManager[None]:
+        """What is drawn within is drawn behind it again."""
+        held = [buffer for buffer in self._own.values() if buffer is not None]
+        return torch.random.fork_rng({buffer.get_device() for buffer in held if buffer.is_cuda})
+
+    def _refuse_dependence(self, result: Any, args: Sequence[Any]) -> None:
+        """Raises PartitionError if the module gives something else after its last update than before it."""
+        with self._buffers.copy().in_place(), torch.no_grad(), self._same_draws():
+            again = self.module.forward(*args)
+        pairs = zip(tensors_in(result), tensors_in(again), strict=False)
+        if any(one.shape != other.shape or not same_bits(one, other) for one, other in pairs):
+            raise _between_updates(self._name, f"decides what its {type(self.module).__name__} returns")
 
 
 def _unknown_order(module: nn.Module, calls: int) -> PartitionError:
@@ -187,4 +259,12 @@ def _unknown_order(module: nn.Module, calls: int) -> PartitionError:
         f"a {type(module).__name__} that updates buffers is called {calls} times in a forward that runs itself "
         "again in backward; in which order its updates would be made is not known. Switch gradient checkpointing "
         "off in the model, and choose recompute='always' instead"
+    )
+
+
+def _between_updates(name: str, what: str) -> PartitionError:
+    return PartitionError(
+        f"buffer {name!r} {what}, in a forward that runs itself again in backward: plain torch updates it in both "
+        "runs, and computes with other values in the first than in the second. Switch gradient checkpointing off in "
+        "the model, and choose recompute='always' instead"
     )

@@ -134,7 +134,7 @@ class StageRunner:
         self._streams = streams
         self._draw_offsets = draw_offsets
         self._training = training
-        self._draws = BackwardDraws(meta.index, device)
+        self._draws = BackwardDraws(meta.index, device, streams)
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._tracked = [p for p, i in enumerate(meta.inputs) if training and i.meta.requires_grad]
         self._untracked_outputs = [p for p, o in enumerate(meta.outputs) if training and not o.meta.requires_grad]
@@ -326,7 +326,9 @@ class StageRunner:
             if outputs[position].requires_grad:
                 raise PartitionError(
                     f"value {self.meta.outputs[position].name!r} of stage {self.meta.index} takes a gradient, but did "
-                    "not when the model was recorded; build the pipeline again after changing requires_grad"
+                    "not when the model was recorded. If requires_grad was changed, build the pipeline again. If a "
+                    "block before it leaves its parameters out by chance, take all such blocks apart with opens=[...]; "
+                    "if for some inputs, move the cut behind one that never does (cuts=[...])"
                 )
 
 

@@ -55,6 +55,8 @@ class Streams:
         self.seeds_foreign = False
         """Whether Python's and numpy's generators are set as torch's are: if a model that is bound draws from them. For
         a loss function, of which nobody knows that, they always are."""
+        self.seedings = 0
+        """How often the generators were set."""
         self._keys: dict[str, int] = {}
         self._calls: dict[str, int] = {}
         self._drawn: dict[tuple[str, int], int] = {}
@@ -147,6 +149,7 @@ class Streams:
         return call
 
     def _seed(self, seed: int, *, foreign: bool = False) -> None:
+        self.seedings += 1
         for generator in self._generators:
             generator.manual_seed(seed)
         if foreign or self.seeds_foreign:
