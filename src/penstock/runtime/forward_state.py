@@ -78,11 +78,13 @@ Values = dict[Key, Any]
 
 
 class ContainerCopies:
-    """What the containers of some modules contain now, for a layer that is run again within a backward."""
+    """What the containers of some modules contain now, and which numbers their attributes hold, for a layer that is run
+    again within a backward."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         places = _Survey(modules).places.values()
-        self._contents = [(place, place.read()) for place in places if isinstance(place, Contents)]
+        found = [(place, place.read()) for place in places]
+        self._contents = [(p, held) for p, held in found if isinstance(p, Contents) or type(held) in (int, float)]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
