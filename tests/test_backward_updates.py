@@ -391,7 +391,7 @@ def test_counts_that_matter_in_backward_are_those_of_one_device(change: Any, sta
 
 @pytest.mark.parametrize(("change", "state"), COUNTS[1:3])
 def test_counts_of_backwards_are_refused_where_stages_have_copies(change: Any, state: Any) -> None:
-    with pytest.raises(PartitionError, match=r"backward of stage 3 changes 'state' of a Counted .* dualpipe-v"):
+    with pytest.raises(PartitionError, match=r"backward of stage 3 changes 'state' of a Counted .*dualpipe-v"):
         verify(lambda: counted(change, state), (X,), TARGET, F.mse_loss, ranks=2, microbatches=4, schedule="dualpipe")
 
 

@@ -41,7 +41,8 @@ def refuse_hooks(unit: str, hooks: list[Hook], replay: Replay, reach: Reach, obs
     Args:
         replay: the operators of another run; it is told of what that run takes beside its arguments.
     """
-    before = {id(place): place.copied() for place in reach.changed()}
+    filled = reach.changed()
+    before = {id(place): place.copied() for place in filled}
     call = Call(HOOKS, unit, True, frozenset())
     with observer.provenance.calling(call), unset_fake_temporarily(), _taken_back() as updated:
         for function, value in hooks:
@@ -55,7 +56,8 @@ def refuse_hooks(unit: str, hooks: list[Hook], replay: Replay, reach: Reach, obs
         stray = observer.provenance.strays.get(observer.provenance.root(tensor))
         if stray is not None and stray.users:
             raise _refusal(unit, f"a tensor of shape {stray.shape} that is not a buffer")
-    changed = [place for place in reach.changed() if place.differs(before.get(id(place), place.before))]
+    every = dict.fromkeys([*filled, *reach.changed()])  # hooks may have emptied what the forward has filled
+    changed = [place for place in every if place.differs(before.get(id(place), place.before))]
     if not changed:
         return
     text = shortened([place.name(key) for place in changed for key, _ in place.changes()] or [p.text for p in changed])
