@@ -123,7 +123,7 @@ def _record(attempt: Attempt, choices: Mapping[int, bool], fake_calls: frozenset
                 left = gather(
                     reach, recorder.seen, loan.names, provenance, attempt.grain, units.values(), recorder.real
                 )
-                recording = _finish(recorder, loan, result, left, attempt.grain)
+                recording = replace(_finish(recorder, loan, result, left, attempt.grain), traces=reach.traces())
                 changed = carried_over(reach, provenance, [u.name for u in units.values()])
                 if changed:
                     second = new(once=True)

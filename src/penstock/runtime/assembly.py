@@ -182,7 +182,7 @@ def _extras(
     compiled = choices.compile is not None or any_compiled(stage.module.modules())
     if choices.compile is None:
         modules = [module for each in stages for module in each.module.modules()]
-        forward_state = ForwardState(modules)
+        forward_state = ForwardState(modules, stage.traces)
         if stage.meta.updated and choices.norms is None:  # which see to these updates too
             updated = {n: stage.buffers[n] for n in stage.meta.updated if n in stage.buffers}
             repeated = RepeatedUpdates(modules, updated, _checkpointed(stage), is_compiled=compiled)

@@ -1,4 +1,5 @@
-"""What a module keeps from its forward for its own backward: in attributes, or in lists, dicts and objects there.
+"""What a module keeps from its forward for its own backward: in attributes, or in lists, dicts and objects there; or
+wherever else the recorded forward has left something, as in an attribute of a class or in a global dict.
 
 A reversible block notes the state of the random generators, so that it draws the same numbers when it runs itself again
 in backward. In plain training a microbatch's backward follows directly on its forward; in a pipeline other forwards may
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from penstock.partition.state.containers import is_container, refill
 from penstock.partition.state.library import OF_TORCH
-from penstock.partition.state.reach import DEPTH, LARGEST, is_of_others
+from penstock.partition.state.reach import DEPTH, LARGEST, Trace, is_of_others
 
 _MISSING = object()
 _NOT_PLAIN = (nn.Module, Tensor, type, FunctionType, ModuleType)
@@ -30,9 +31,9 @@ Key = tuple[int, str]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Attribute:
-    """One attribute of a module or of a plain object, whose `__dict__` is `holder`."""
+    """One attribute of a module, a class or a plain object, whose `__dict__` is `holder`."""
 
-    holder: dict[str, Any]
+    holder: MutableMapping[str, Any]
     name: str
 
     @property
@@ -78,10 +79,11 @@ Values = dict[Key, Any]
 
 
 class ContainerCopies:
-    """What the containers of some modules contain now, for a layer that is run again within a backward."""
+    """What the containers of some modules, and of `traces`, contain now, for a layer that is run again within a
+    backward."""
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        places = _Survey(modules).places.values()
+    def __init__(self, modules: Iterable[nn.Module], traces: Iterable[Trace] = ()) -> None:
+        places = _Survey(modules, traces).places.values()
         self._contents = [(place, place.read()) for place in places if isinstance(place, Contents)]
 
     @contextmanager
@@ -113,10 +115,12 @@ class ForwardState:
 
     Args:
         modules: whose forward the stage runs.
+        traces: other places in which forwards leave something.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], traces: Iterable[Trace] = ()) -> None:
         self._modules = list(dict.fromkeys(modules))
+        self._traces = tuple(traces)
         self._places: dict[Key, Place] = {}
         self._learning = True
         self._kept: dict[int, Kept] = {}
@@ -129,13 +133,15 @@ class ForwardState:
     @contextmanager
     def forward(self, microbatch: int) -> Iterator[None]:
         """Around a forward: keeps what it sets."""
-        survey = _Survey(self._modules) if self._learning else None
+        survey = _Survey(self._modules, self._traces) if self._learning else None
         places = self._places if survey is None else survey.places
         before = {key: place.read() for key, place in places.items()}
         yield
         if survey is not None:
             # A list or an object that was not there before is known by the place that it has been put in.
-            found = [place for place in _Survey(self._modules).places.values() if survey.has_owner_of(place)]
+            found = [
+                place for place in _Survey(self._modules, self._traces).places.values() if survey.has_owner_of(place)
+            ]
             changed = [place for place in found if not place.holds(before.get(place.key, _MISSING))]
             new = {place.key: place for place in changed if place.key not in self._places}
             self._places.update(new)
@@ -256,15 +262,19 @@ def _same(one: Any, other: Any) -> bool:
 
 
 class _Survey:
-    """All places that a forward may set: attributes of modules, and what containers and plain objects there hold."""
+    """All places that a forward may set: attributes of modules, what containers and plain objects there hold, and
+    `traces`."""
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], traces: Iterable[Trace] = ()) -> None:
         self.places: dict[Key, Place] = {}
         self._owners: dict[int, Any] = {}  # kept alive, or their ids could be given again
         level: list[Any] = list(modules)
         for depth in range(DEPTH):
             inside = [held for value in level for held in self._open(value)]
             level = [value for value in inside if _can_be_opened(value, is_attribute=depth == 0)]
+        for trace in traces:
+            self._owners[id(trace.holder)] = trace.holder
+            self._add(Contents(trace.holder) if trace.key is None else Attribute(trace.holder, trace.key))
 
     def _open(self, value: Any) -> list[Any]:
         """Adds a value's places, and returns what is in them."""

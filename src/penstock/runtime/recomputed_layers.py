@@ -19,6 +19,7 @@ from penstock.errors import ArgumentError, PartitionError
 from penstock.partition import INPUT_OVERWRITTEN, OVERWRITTEN_BY, Stage
 from penstock.partition._compat import flatten, unflatten
 from penstock.partition.loan import map_tensors
+from penstock.partition.state.reach import Trace
 from penstock.partition.state.remembered import refuse_again
 from penstock.runtime import exact
 from penstock.runtime.forward_state import ContainerCopies
@@ -53,7 +54,8 @@ def with_recomputed_layers(stage: Stage, every: int) -> fx.GraphModule:
             )
         layer = module.get_submodule(str(node.target))
         node.target = f"recomputed_{number}"
-        again = _Again(layer, Buffers([layer], updated), copies=node.meta.get(INPUT_OVERWRITTEN, False))
+        copies = node.meta.get(INPUT_OVERWRITTEN, False)
+        again = _Again(layer, Buffers([layer], updated), stage.traces, copies=copies)
         module.add_submodule(node.target, again)
     module.recompile()
     return module
@@ -63,20 +65,23 @@ class _Again(nn.Module):
     """A layer that is run again in backward.
 
     Args:
+        traces: where the model's forward leaves something beside its result.
         copies: its inputs are updated in place before that, so that copies of them are kept.
     """
 
-    def __init__(self, layer: nn.Module, buffers: Buffers, *, copies: bool) -> None:
+    def __init__(self, layer: nn.Module, buffers: Buffers, traces: Sequence[Trace], *, copies: bool) -> None:
         super().__init__()
         self.layer = layer
         self._buffers_of_layer = buffers
+        self._traces = traces
         self._copies = copies
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.layer(*args, **kwargs)
         names = tuple(kwargs)
-        call = _Call(self.layer, names, self._buffers_of_layer.copy(), ContainerCopies(self.layer.modules()))
+        containers = ContainerCopies(self.layer.modules(), self._traces)
+        call = _Call(self.layer, names, self._buffers_of_layer.copy(), containers)
         given = (*args, *kwargs.values())
         flat = flatten(given, empty=True)
         if not self._copies and _are(flat.leaves, given):  # tensors and plain values

@@ -38,7 +38,8 @@ def refuse_hooks(unit: str, hooks: list[Hook], replay: Replay, reach: Reach, obs
     Args:
         replay: the operators of another run; it is told of what that run takes beside its arguments.
     """
-    before = {id(place): place.copied() for place in reach.changed()}
+    filled = reach.changed()
+    before = {id(place): place.copied() for place in filled}
     call = Call(HOOKS, unit, True, frozenset())
     with observer.provenance.calling(call), unset_fake_temporarily():
         for function, value in hooks:
@@ -48,7 +49,8 @@ def refuse_hooks(unit: str, hooks: list[Hook], replay: Replay, reach: Reach, obs
                 continue
     observer.take(keep=False)
     observer.provenance.forget(call)
-    changed = [place for place in reach.changed() if place.differs(before.get(id(place), place.before))]
+    every = dict.fromkeys([*filled, *reach.changed()])  # hooks may have emptied what the forward has filled
+    changed = [place for place in every if place.differs(before.get(id(place), place.before))]
     if not changed:
         return
     text = shortened([place.name(key) for place in changed for key, _ in place.changes()] or [p.text for p in changed])
