@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -336,3 +337,64 @@ def test_averages_that_only_go_into_themselves_are_those_of_one_device(schedule:
     """And the module may draw random numbers."""
     model = nn.Sequential(*(Around(False) for _ in range(4)))
     verify(model, (X,), TARGET, F.mse_loss, ranks=2, schedule=schedule, microbatches=4).check()
+
+
+class Counted(nn.Module):
+    """`change(self, gradient)` gives the gradient in a hook; forwards count themselves."""
+
+    def __init__(self, change: Any, state: Any) -> None:
+        super().__init__()
+        self.linear, self.change, self.state, self.forwards = nn.Linear(6, 6), change, state(), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        y = self.linear(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: self.change(self, gradient))
+        return torch.tanh(y)
+
+
+def by_forwards(self: Any, gradient: Any) -> Any:
+    return gradient / self.forwards
+
+
+def by_backwards(self: Any, gradient: Any) -> Any:
+    self.state += 1
+    return gradient / self.state
+
+
+def by_sum(self: Any, gradient: Any) -> Any:
+    self.state.add_(gradient.norm())
+    return gradient / (1 + self.state)
+
+
+def notes(self: Any, gradient: Any) -> Any:
+    self.last = gradient.norm().item()
+    self.state.append(self.last)
+    return gradient
+
+
+COUNTS = [(by_forwards, int), (by_backwards, int), (by_sum, lambda: torch.zeros(())), (notes, list)]
+
+
+def counted(change: Any, state: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Counted(change, state) for _ in range(4)))
+
+
+@pytest.mark.parametrize(("change", "state"), COUNTS)
+@pytest.mark.parametrize("options", [{}, {"recompute": 1}, {"recompute": "always"}, {"schedule": "zb-h1"}], ids=str)
+def test_counts_that_matter_in_backward_are_those_of_one_device(change: Any, state: Any, options: Any) -> None:
+    given = {"ranks": 2, "microbatches": 4, "schedule": "gpipe", **options}
+    verify(lambda: counted(change, state), (X,), TARGET, F.mse_loss, **given).check()
+
+
+@pytest.mark.parametrize(("change", "state"), COUNTS[1:3])
+def test_counts_of_backwards_are_refused_where_stages_have_copies(change: Any, state: Any) -> None:
+    with pytest.raises(PartitionError, match=r"backward of stage 3 changes 'state' of a Counted .*dualpipe-v"):
+        verify(lambda: counted(change, state), (X,), TARGET, F.mse_loss, ranks=2, microbatches=4, schedule="dualpipe")
+
+
+def test_what_hooks_note_for_others_is_no_matter_where_stages_have_copies() -> None:
+    make = partial(counted, notes, list)
+    verify(make, (X,), TARGET, F.mse_loss, ranks=2, microbatches=4, schedule="dualpipe").check()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
 from penstock.partition import RUNS_AGAIN, Partition, Stage
+from penstock.runtime.backward_counts import BackwardCounts
 from penstock.runtime.backward_updates import BackwardUpdates
 from penstock.runtime.compiled import OwnGradients, any_compiled, forward_of
 from penstock.runtime.deferred_norm import DeferredNorms
@@ -187,7 +188,8 @@ def _extras(
             updated = {n: stage.buffers[n] for n in stage.meta.updated if n in stage.buffers}
             repeated = RepeatedUpdates(modules, updated, _checkpointed(stage), is_compiled=compiled)
     updates = BackwardUpdates(stage, copies=copies, is_compiled=compiled) if choices.norms is None else None
-    return Extras(keeper, again, offload, choices.norms, sharded, last, forward_state, repeated, updates)
+    counts = BackwardCounts(stage.meta.index, stage.module.modules()) if copies else None
+    return Extras(keeper, again, offload, choices.norms, sharded, last, forward_state, repeated, updates, counts)
 
 
 def _checkpointed(stage: Stage) -> list[nn.Module]:

@@ -79,12 +79,12 @@ Values = dict[Key, Any]
 
 
 class ContainerCopies:
-    """What the containers of some modules, and of `traces`, contain now, for a layer that is run again within a
-    backward."""
+    """What the containers of some modules, and of `traces`, contain now, and which numbers their attributes hold, for a
+    layer that is run again within a backward."""
 
     def __init__(self, modules: Iterable[nn.Module], traces: Iterable[Trace] = ()) -> None:
-        places = _Survey(modules, traces).places.values()
-        self._contents = [(place, place.read()) for place in places if isinstance(place, Contents)]
+        found = [(place, place.read()) for place in _Survey(modules, traces).places.values()]
+        self._contents = [(p, held) for p, held in found if isinstance(p, Contents) or type(held) in (int, float)]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.errors import PartitionError
 from penstock.runtime import exact
+from penstock.runtime.backward_counts import BackwardCounts
 from penstock.runtime.backward_draws import BackwardDraws
 from penstock.runtime.backward_updates import BackwardUpdates
 from penstock.runtime.deferred_norm import DeferredNorms
@@ -54,6 +55,7 @@ class Extras:
         forward_state: keeps what modules leave in their attributes for their own backward.
         repeated: orders the updates of modules that run themselves again in backward.
         updates: refuses other updates of buffers in backward.
+        counts: refuses what a backward adds up elsewhere, where the stage has copies.
     """
 
     keeper: Keeper | None = None
@@ -65,12 +67,14 @@ class Extras:
     forward_state: ForwardState | None = None
     repeated: RepeatedUpdates | None = None
     updates: BackwardUpdates | None = None
+    counts: BackwardCounts | None = None
 
     @contextmanager
     def forward(self, microbatch: int) -> Iterator[None]:
         """Around a forward, when it is run first."""
         with (
             nullcontext() if self.updates is None else self.updates.forward(microbatch),
+            nullcontext() if self.counts is None else self.counts.forward(),
             nullcontext() if self.forward_state is None else self.forward_state.forward(microbatch),
             nullcontext() if self.repeated is None else self.repeated.forward(microbatch),
         ):
@@ -82,6 +86,7 @@ class Extras:
         with (
             nullcontext() if self.repeated is None else self.repeated.backward(microbatch),
             nullcontext() if self.updates is None else self.updates.refused(microbatch),
+            nullcontext() if self.counts is None else self.counts.refused(),
         ):
             yield
 
