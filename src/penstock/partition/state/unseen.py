@@ -51,15 +51,20 @@ class Versions:
     """How often each tensor had been updated, as far as autograd knows, when that was last asked."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._known = {id(tensor): tensor._version for tensor in tensors}
+        self._known = {id(tensor): _version(tensor) for tensor in tensors}
 
     def add(self, tensor: Tensor) -> None:
-        self._known[id(tensor)] = tensor._version
+        self._known[id(tensor)] = _version(tensor)
 
     def has_new(self, tensor: Tensor) -> bool:
         """Whether autograd knows of an update since that was last asked."""
-        before, self._known[id(tensor)] = self._known[id(tensor)], tensor._version
-        return before != tensor._version
+        before, self._known[id(tensor)] = self._known[id(tensor)], _version(tensor)
+        return before != self._known[id(tensor)]
+
+
+def _version(tensor: Tensor) -> int:
+    """How often it was updated in place; 0 in inference mode, which does not count and saves nothing for backward."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class Saved:
