@@ -63,6 +63,19 @@ def test_tables_that_functions_keep_are_not_left_fake() -> None:
     verify(model, (x,), torch.randn(4, WIDTH), F.mse_loss, ranks=4, microbatches=2, exact=True).check()
 
 
+class ReadsValues(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        h = super().forward(x)
+        return h if torch.isfinite(h).all() else torch.zeros_like(h)
+
+
+def test_a_block_that_runs_for_real_makes_its_tables_anew() -> None:
+    positions.cache_clear()
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*[ReadsValues() for _ in range(4)]), torch.randn(4, WIDTH)
+    verify(model, (x,), torch.randn(4, WIDTH), F.mse_loss, ranks=4, microbatches=2, exact=True).check()
+
+
 class Swish(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]

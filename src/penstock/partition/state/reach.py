@@ -257,6 +257,7 @@ class Reach:
         if id(known) not in self._seen and not is_of_others(module):
             self._seen.add(id(known))
             before, self._outside = self._outside, True
+            known.setdefault("__warningregistry__", {})  # the first warning of a file makes it, which is no state
             self._add(module, known, attributes=True)
             for key, item in list(known.items()):
                 if isinstance(item, type) and item.__module__ == module and not issubclass(item, nn.Module):
