@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -59,8 +61,30 @@ class InAParametersHook(nn.Module):
         return self.linear(x)
 
 
+class ByPython(nn.Module):
+    """With dropout: its generator is one that the pipeline seeds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(6, 6), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(self.drop(x))
+        if y.requires_grad:
+            y.register_hook(lambda grad: grad * self.draw())
+        return y
+
+    def draw(self) -> float:
+        return random.random()
+
+
+class ByNumpy(ByPython):
+    def draw(self) -> float:
+        return np.random.rand()
+
+
 @SCHEDULES
-@pytest.mark.parametrize("kind", [InAFunction, InAHook, InAParametersHook])
+@pytest.mark.parametrize("kind", [InAFunction, InAHook, InAParametersHook, ByPython, ByNumpy])
 def test_numbers_drawn_in_backward_are_refused(schedule: str, kind: type[nn.Module]) -> None:
     model = nn.Sequential(nn.Linear(6, 6), kind(), nn.Linear(6, 6))
     state = torch.get_rng_state()

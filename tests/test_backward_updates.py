@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -132,6 +133,65 @@ def test_an_optimizer_in_backward_steps_where_each_backward_follows_its_forward(
     assert torch.equal(model[3].weight, plain[3].weight)
 
 
+@pytest.mark.parametrize("how", ["late", "every fourth", "every fourth, by .data", "in W"])
+def test_an_optimizer_in_backward_is_refused_whenever_it_steps(how: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(4)))
+    counts = dict.fromkeys(model.parameters(), 0)
+
+    def hook(parameter: nn.Parameter) -> None:
+        counts[parameter] += 1
+        if counts[parameter] % (4 if "fourth" in how else 1):
+            return
+        assert parameter.grad is not None
+        with torch.no_grad():
+            (parameter.data if "data" in how else parameter).sub_(parameter.grad, alpha=0.1)
+        parameter.grad = None
+
+    schedule, options = ("zb-h1", {}) if how == "in W" else ("1f1b", {"recompute": "always"})
+    given: Any = {"ranks": 2, "microbatches": 8, "schedule": schedule, **options}
+    with pipeline(model, (X,), loss=F.mse_loss, **given) as pipe:
+        if how == "late":
+            pipe.step(X, target=TARGET)
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(hook)
+        with pytest.raises(PartitionError, match=r"backward of stage \d updates parameter '\d.weight' by a hook"):
+            pipe.step(X, target=TARGET)
+
+
+class Fades(nn.Module):
+    """Its forward takes what a hook on the gradient of its weight adds up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("seen", torch.zeros(6, 6))
+        self.linear.weight.register_hook(self.note)
+
+    def note(self, grad: Tensor) -> None:
+        self.seen += grad.detach() ** 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.linear.weight / (1 + self.seen))
+
+
+def test_a_buffer_that_the_forward_takes_is_refused_where_backward_updates_it() -> None:
+    for schedule, works in (("gpipe", False), ("1f1b", False), ("naive", True)):
+        torch.manual_seed(0)
+        model, plain = (nn.Sequential(*(Fades() for _ in range(4))) for _ in range(2))
+        plain.load_state_dict(model.state_dict())
+        with pipeline(model, (X,), loss=F.mse_loss, ranks=2, schedule=schedule, microbatches=4) as pipe:
+            if not works:
+                with pytest.raises(PartitionError, match=r"updates buffer '\d.seen' .* which its forward takes"):
+                    pipe.step(X, target=TARGET)
+                continue
+            pipe.step(X, target=TARGET)
+        for rows in range(0, 8, 2):
+            (F.mse_loss(plain(X[rows : rows + 2]), TARGET[rows : rows + 2]) / 4).backward()  # type: ignore[no-untyped-call]
+        for one, other in zip(model.buffers(), plain.buffers(), strict=True):
+            assert torch.equal(one, other)
+
+
 class Divides(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, module: Any) -> Tensor:
@@ -196,3 +256,145 @@ def test_a_checkpoint_that_reads_averages_of_a_module_inside_is_refused() -> Non
     model = nn.Sequential(Normalises(), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
     with pytest.raises(PartitionError, match=r"backward of stage 0 reads buffer '0.norm.running_"):
         verify(model, (X,), TARGET, F.mse_loss, ranks=2, schedule="1f1b", microbatches=4)
+
+
+class AddsMean(Normalises):
+    """Backward needs nothing of what it reads, so that its checkpoint has ended before."""
+
+    def body(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.norm(y.detach())
+        assert self.norm.running_mean is not None
+        return torch.tanh(y) + self.norm.running_mean
+
+
+class Centres(nn.Module):
+    """Returns what depends on its average, or not."""
+
+    def __init__(self, depends: bool) -> None:
+        super().__init__()
+        self.depends = depends
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.copy_(0.9 * self.mean + 0.1 * x.detach().mean(0))
+        return F.dropout(x - self.mean.clone() if self.depends else x, 0.2)
+
+
+class Around(nn.Module):
+    def __init__(self, depends: bool) -> None:
+        super().__init__()
+        self.linear, self.inner = nn.Linear(6, 6), Centres(depends)
+
+    def body(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(self.linear(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.body, x, use_reentrant=False)
+
+
+class CheckpointsBlocks(nn.Module):
+    """The model checkpoints its blocks, between which the stages run call by call."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+READ = "is read by the module around it, in a forward that runs itself again"
+RETURNED = "decides what its Centres returns, in a forward that runs itself again"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("make", "name", "words"),
+    [
+        (Normalises, "norm.running_mean", READ),
+        (AddsMean, "norm.running_mean", READ),
+        (lambda: Around(True), "inner.mean", RETURNED),
+    ],
+    ids=["normalises", "adds", "returns"],
+)
+@pytest.mark.parametrize("all_blocks", [False, True])
+def test_what_a_forward_that_runs_again_computes_from_its_averages_is_refused(
+    all_blocks: bool, make: Any, name: str, words: str, ranks: int
+) -> None:
+    """Each backward of the last stage follows its forward at once, so that nothing has come between."""
+    made = [nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6), make()]
+    model = CheckpointsBlocks(*made) if all_blocks else nn.Sequential(*made)
+    where = "blocks.3" if all_blocks else "3"
+    with pytest.raises(PartitionError, match=rf"buffer '{where}.{name}' {words}"):
+        verify(model, (X,), TARGET, F.mse_loss, ranks=ranks, schedule="1f1b", microbatches=4)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_averages_that_only_go_into_themselves_are_those_of_one_device(schedule: str) -> None:
+    """And the module may draw random numbers."""
+    model = nn.Sequential(*(Around(False) for _ in range(4)))
+    verify(model, (X,), TARGET, F.mse_loss, ranks=2, schedule=schedule, microbatches=4).check()
+
+
+class Counted(nn.Module):
+    """`change(self, gradient)` gives the gradient in a hook; forwards count themselves."""
+
+    def __init__(self, change: Any, state: Any) -> None:
+        super().__init__()
+        self.linear, self.change, self.state, self.forwards = nn.Linear(6, 6), change, state(), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        y = self.linear(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: self.change(self, gradient))
+        return torch.tanh(y)
+
+
+def by_forwards(self: Any, gradient: Any) -> Any:
+    return gradient / self.forwards
+
+
+def by_backwards(self: Any, gradient: Any) -> Any:
+    self.state += 1
+    return gradient / self.state
+
+
+def by_sum(self: Any, gradient: Any) -> Any:
+    self.state.add_(gradient.norm())
+    return gradient / (1 + self.state)
+
+
+def notes(self: Any, gradient: Any) -> Any:
+    self.last = gradient.norm().item()
+    self.state.append(self.last)
+    return gradient
+
+
+COUNTS = [(by_forwards, int), (by_backwards, int), (by_sum, lambda: torch.zeros(())), (notes, list)]
+
+
+def counted(change: Any, state: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Counted(change, state) for _ in range(4)))
+
+
+@pytest.mark.parametrize(("change", "state"), COUNTS)
+@pytest.mark.parametrize("options", [{}, {"recompute": 1}, {"recompute": "always"}, {"schedule": "zb-h1"}], ids=str)
+def test_counts_that_matter_in_backward_are_those_of_one_device(change: Any, state: Any, options: Any) -> None:
+    given = {"ranks": 2, "microbatches": 4, "schedule": "gpipe", **options}
+    verify(lambda: counted(change, state), (X,), TARGET, F.mse_loss, **given).check()
+
+
+@pytest.mark.parametrize(("change", "state"), COUNTS[1:3])
+def test_counts_of_backwards_are_refused_where_stages_have_copies(change: Any, state: Any) -> None:
+    with pytest.raises(PartitionError, match=r"backward of stage 3 changes 'state' of a Counted .*dualpipe-v"):
+        verify(lambda: counted(change, state), (X,), TARGET, F.mse_loss, ranks=2, microbatches=4, schedule="dualpipe")
+
+
+def test_what_hooks_note_for_others_is_no_matter_where_stages_have_copies() -> None:
+    make = partial(counted, notes, list)
+    verify(make, (X,), TARGET, F.mse_loss, ranks=2, microbatches=4, schedule="dualpipe").check()

@@ -51,6 +51,31 @@ def test_inside_of_blocks(options: dict[str, Any]) -> None:
     assert report.ok, report.summary()
 
 
+class PassesBy(nn.Module):
+    """Leaves its parameters out, by chance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if random.random() < 0.5 else x + self.linear(x)
+
+
+def test_a_block_that_leaves_its_parameters_out_by_chance_is_to_be_taken_apart() -> None:
+    """Where it is the first, whether its result takes a gradient differs from what was recorded."""
+    x, model = torch.randn(8, 7), nn.Sequential(*(PassesBy() for _ in range(4)), nn.Linear(7, 7))
+    options: dict[str, Any] = {"ranks": 2, "microbatches": 4, "cuts": ["1"], "seed": SEED}
+    takes_gradient = True
+    while takes_gradient:  # until chance has the recording pass the first block by
+        pipe = pipeline(model, (x,), loss=squared_error, **options)
+        takes_gradient = pipe.stages[1].inputs[0].meta.requires_grad
+    with pipe, pytest.raises(PartitionError, match=r"'_0' of stage 0 .* by chance, take all .* apart with opens="):
+        pipe.step(x, target=x)
+    report = verify(model, (x,), x, squared_error, opens=["0", "1", "2", "3"], **options)
+    assert report.ok, report.summary()
+
+
 def test_blocks_draw_what_their_streams_say_and_leave_the_generators_alone() -> None:
     x = torch.ones(4, 7)
     model = noises(random.random, np.random.rand)
@@ -66,6 +91,27 @@ def test_blocks_draw_what_their_streams_say_and_leave_the_generators_alone() -> 
         draws = random.Random(first), np.random.RandomState((second & 0xFFFFFFFF, second >> 32))
         expected = model[1].linear(model[0].linear(x[:2]) * draws[0].random()) * draws[1].rand()
         assert torch.equal(output, expected)
+
+
+def mixed_up(output: Tensor, target: Tensor) -> Tensor:
+    share, order = random.random(), torch.from_numpy(np.random.permutation(len(target)))
+    return share * squared_error(output, target) + (1 - share) * squared_error(output, target[order])
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "dualpipe"])
+def test_a_loss_draws_the_same_under_every_schedule_and_leaves_the_generators_alone(schedule: str) -> None:
+    x, target = torch.randn(2, 8, 7, generator=torch.Generator().manual_seed(1))
+    losses = []
+    for ranks, order in ((1, "naive"), (2, schedule)):
+        torch.manual_seed(0)
+        model = [nn.Linear(7, 7) for _ in range(4)]
+        random.seed(ranks)
+        np.random.seed(ranks)
+        before = random.getstate(), np.random.get_state()[1].tolist()
+        with pipeline(model, (x,), ranks=ranks, schedule=order, microbatches=4, seed=SEED, loss=mixed_up) as pipe:
+            losses.append([float(pipe.step(x, target=target).loss) for _ in range(2)])
+        assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+    assert losses[0] == losses[1]
 
 
 def scaled(self: Dropping, number: int, block: nn.Module, x: Tensor) -> Tensor:

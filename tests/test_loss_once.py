@@ -1,12 +1,18 @@
-"""A loss function is called once for each microbatch, also where the last stage's forward runs again."""
+"""A loss function is called once for each microbatch, in their order if it matters, also where the last stage's forward
+runs again."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 import penstock
 from by_hand import assert_same_gradients, step_by_hand
+from penstock.schedule import from_csv
 from small import batch, mlp
 
 
@@ -30,3 +36,86 @@ def test_a_forward_that_runs_again_calls_the_loss_once(schedule: str) -> None:
     for _ in range(2):
         step_by_hand(reference, (x,), y.clone(), counted, 3)
     assert_same_gradients(model, reference)
+
+
+class Centred(nn.Module):
+    """As the loss of DINO: takes a moving average away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(()))
+        self.seen = 0.0  # what it notes for others to look at
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        loss = (output - target - self.center.clone()).square().mean()
+        self.center.lerp_(output.detach().mean(), 0.5)
+        self.seen = loss.item()
+        return loss
+
+
+class Warming(nn.Module):
+    calls = 0
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        return (output - target).square().mean() * self.calls
+
+
+class Noting(nn.Module):
+    """Changes nothing that it reads."""
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        loss = (output - target).square().mean()
+        self.last, self.value = output, loss.item()
+        return loss
+
+
+def within(loss: nn.Module) -> Callable[[Tensor, Tensor], Any]:
+    return lambda output, target: loss(output, target) + 0
+
+
+STATEFUL = pytest.mark.parametrize("kind", [Centred, Warming])
+
+
+@STATEFUL
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "interleaved-1f1b"])
+def test_a_loss_that_keeps_state_is_called_in_order(kind: type[nn.Module], schedule: str) -> None:
+    model, reference, (x, y) = mlp(), mlp(), batch()
+    with penstock.pipeline(model, (x,), ranks=2, schedule=schedule, microbatches=4, loss=kind()) as pipe:
+        for _ in range(2):
+            pipe.step(x, target=y)
+    loss = kind()
+    for _ in range(2):
+        step_by_hand(reference, (x,), y, loss, 4)
+    assert_same_gradients(model, reference)
+
+
+@STATEFUL
+@pytest.mark.parametrize("given", [lambda loss: loss, within, lambda loss: loss.forward], ids=["it", "within", "bound"])
+def test_two_copies_of_the_last_stage_would_each_keep_their_own(
+    kind: type[nn.Module], given: Callable[..., Any]
+) -> None:
+    (x, y), loss = batch(), kind()
+    with (
+        penstock.pipeline(mlp(), (x,), ranks=2, schedule="dualpipe", microbatches=4, loss=given(loss)) as pipe,
+        pytest.raises(
+            penstock.ArgumentError, match=r"updates its '(center|calls)'.* 2 copies of the last stage.*dualpipe-v"
+        ),
+    ):
+        pipe.step(x, target=y)
+
+
+def test_what_a_loss_notes_for_others_is_no_state_of_its_own() -> None:
+    x, y = batch()
+    with penstock.pipeline(mlp(), (x,), ranks=2, schedule="dualpipe", microbatches=4, loss=Noting()) as pipe:
+        pipe.step(x, target=y)
+
+
+def test_a_schedule_of_ones_own_may_call_it_in_any_order() -> None:
+    x, y = batch()
+    schedule = from_csv("0F1,0F0,0B1,0B0\n1F1,1B1,1F0,1B0\n")
+    with (
+        penstock.pipeline(mlp(), (x,), ranks=2, microbatches=2, schedule=schedule, loss=Centred()) as pipe,
+        pytest.raises(penstock.ArgumentError, match=r"'center'.* does not call it in order of microbatch"),
+    ):
+        pipe.step(x, target=y)

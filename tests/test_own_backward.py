@@ -179,12 +179,73 @@ def test_a_stack_is_empty_behind_a_step(schedule: str, ranks: int, recompute: An
             assert not any(block.stack for block in model)
 
 
+TOLD: dict[str, Tensor] = {}
+TAPE: list[Tensor] = []
+
+
+class KeepsInItsClass(nn.Module):
+    """Its backward takes what its forward has left in the class and in a global dict."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        KeepsInItsClass.scale = TOLD["scale"] = 1 + x.detach().abs().mean()
+        y = self.linear(x)
+        if y.requires_grad:
+            y.register_hook(lambda grad: grad * KeepsInItsClass.scale + TOLD["scale"])
+        return y
+
+
+class KeepsOnATape(nn.Module):
+    """All such blocks push to one global list, which their backwards pop from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if y.requires_grad:
+            TAPE.append(1 + x.detach().abs().mean())
+            y.register_hook(lambda grad: grad * TAPE.pop())
+        return y
+
+
+@ORDERS
+@pytest.mark.parametrize("recompute", ["never", "always", 1])
+def test_what_forward_keeps_for_backward_outside_of_modules(schedule: str, ranks: int, recompute: Any) -> None:
+    def in_class() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 6), KeepsInItsClass(), *(nn.Linear(6, 6) for _ in range(3)))
+
+    def on_tape() -> nn.Module:
+        return nn.Sequential(*(KeepsOnATape() for _ in range(4)))
+
+    for make in (in_class, on_tape):
+        TAPE.clear()
+        torch.manual_seed(0)
+        model = make()
+        plain = copy.deepcopy(model)
+        for rows in range(0, 8, 2):
+            (F.mse_loss(plain(X[rows : rows + 2]), TARGET[rows : rows + 2]) / 4).backward()  # type: ignore[no-untyped-call]
+        given: Any = {"ranks": ranks, "schedule": schedule, "microbatches": 4, "recompute": recompute}
+        with pipeline(model, (X,), loss=F.mse_loss, **given) as pipe:
+            pipe.step(X, target=TARGET)
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert one.grad is not None
+            assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+
+
 class RunsAgain(nn.Module):
     """As the layers of timm's DenseNet with memory_efficient=True."""
 
     def __init__(self, times: int = 1, reentrant: bool = False) -> None:
         super().__init__()
         self.norm, self.linear, self.times, self.reentrant = nn.BatchNorm1d(6), nn.Linear(6, 6), times, reentrant
+        self.checkpoints = True
 
     def body(self, x: Tensor) -> Tensor:
         for _ in range(self.times):
@@ -192,7 +253,7 @@ class RunsAgain(nn.Module):
         return x.tanh()
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.body, x, use_reentrant=self.reentrant)
+        return checkpoint(self.body, x, use_reentrant=self.reentrant) if self.checkpoints else self.body(x)
 
 
 @ORDERS
@@ -234,6 +295,20 @@ class Checkpointed(nn.Module):
 def test_batch_norm_in_a_checkpoint_around_blocks(schedule: str, ranks: int) -> None:
     torch.manual_seed(0)
     verify(Checkpointed(), (X,), TARGET, F.mse_loss, ranks=ranks, schedule=schedule, microbatches=4).check()
+
+
+@ORDERS
+def test_checkpoints_that_are_switched_off_are_noticed(schedule: str, ranks: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), *(RunsAgain() for _ in range(4)))
+    with pipeline(model, (X,), loss=F.mse_loss, ranks=ranks, schedule=schedule, microbatches=4) as pipe:
+        pipe.step(X, target=TARGET)
+        for block in model[1:]:
+            block.checkpoints = False
+        with pytest.raises(
+            PartitionError, match=r"has run a BatchNorm1d .* 0 times, .* counted on 1, .* a new pipeline"
+        ):
+            pipe.step(X, target=TARGET)
 
 
 def test_batch_norm_that_runs_again_leaves_no_hooks_behind() -> None:

@@ -222,6 +222,31 @@ def test_a_model_that_cannot_be_copied_is_made_twice() -> None:
     assert report.ok, report.summary()
 
 
+def halve(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad /= 2
+
+
+def halved(way: str) -> nn.Module:
+    """Hooks change gradients, which copies do not take along."""
+    model = mlp()
+    weight = model[0].weight
+    assert isinstance(weight, nn.Parameter)
+    if way == "register_hook":
+        weight.register_hook(lambda gradient: gradient / 2)
+    else:
+        weight.register_post_accumulate_grad_hook(halve)
+    return model
+
+
+@pytest.mark.parametrize("way", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_parameters_want_a_function(way: str) -> None:
+    with pytest.raises(ArgumentError, match=r"'0.weight' has a hook on its gradient .*pass a function that makes"):
+        verified(halved(way))
+    report = verified(partial(halved, way), microbatches=1)
+    assert report.ok, report.summary()
+
+
 def test_bound_methods_and_partials_go_with_the_copy() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     model[0].again = partial(model[1].forward)  # type: ignore[assignment]

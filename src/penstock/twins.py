@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
-from penstock.partition._compat import storage_of
+from penstock.partition._compat import has_accumulation_hooks, has_gradient_hooks, storage_of
 from penstock.partition.loan import same_bits
 from penstock.partition.units import refuse_lazy
 
@@ -130,6 +130,12 @@ def _alike(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _copied(made: Made) -> tuple[Made, Made]:
+    hooked = next((n for n, t in _tensors(made.model) if has_gradient_hooks(t) or has_accumulation_hooks(t)), None)
+    if hooked is not None:
+        raise ArgumentError(
+            f"{hooked!r} has a hook on its gradient (register_hook or register_post_accumulate_grad_hook), which a "
+            f"copy of the model does not take along, and verify compares with a second one: {_REMEDY}"
+        )
     model = made.model if isinstance(made.model, nn.Module) else list(made.model)
     memo: dict[int, Any] = {}
     try:

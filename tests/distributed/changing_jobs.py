@@ -149,3 +149,43 @@ def many_kinds(rank: int, kinds: int) -> tuple[int, int]:
                 pipe.step(torch.ones(rows, 5), target=torch.zeros(rows, 5))
         channels = [c for some in pipe._engine.transports[rank]._channels.values() for c in some]  # type: ignore[attr-defined]
         return len(list(pipe._steps.jobs)), sum(channel._lane is not None for channel in channels)
+
+
+class Averaged(nn.Module):
+    """A student, and a teacher that follows it; by default between steps, in the script."""
+
+    def __init__(self, in_forward: bool) -> None:
+        super().__init__()
+        self.student, self.teacher = (nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]) for _ in range(2))
+        self.teacher.load_state_dict(self.student.state_dict())
+        self.teacher.requires_grad_(False)
+        self.in_forward = in_forward
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for mine, new in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            mine.mul_(0.9).add_(new, alpha=0.1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.in_forward:
+            self.follow()
+        with torch.no_grad():
+            expected = self.teacher(x)
+        return self.student(x), expected
+
+
+def average(rank: int, in_forward: bool) -> str:
+    """What the script raises on the rank that holds the teacher."""
+    torch.manual_seed(0)
+    model, x = Averaged(in_forward), torch.randn(8, 4)
+    pipe = penstock.pipeline(
+        model, (x,), loss=lambda output: output[0].sub(output[1]).square().sum(), cuts=["student"], microbatches=4
+    )
+    pipe.step(x)
+    if in_forward:
+        return ""
+    try:
+        model.follow()
+    except penstock.ArgumentError as error:
+        return str(error)
+    return ""

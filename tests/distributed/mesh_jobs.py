@@ -112,10 +112,10 @@ def train_alone(name: str, steps: int) -> Trained:
     return Trained(losses, norms, weights, {}, len(task.args[0]))
 
 
-def gradients(rank: int, plan: list[bool]) -> dict[str, Tensor]:
+def gradients(rank: int, plan: list[bool], name: str = "tied_gpt") -> dict[str, Tensor]:
     """Steps of which some average over replicas and some do not; the gradients at the end."""
     mesh = mesh_of((2, 2), ("dp", "pp"))
-    task = jobs.tied_gpt()
+    task = jobs.TASKS[name]()
     args, target = part((task.args, task.target), mesh.get_local_rank("dp"), 2)
     with penstock.pipeline(task.model, args, loss=task.loss, microbatches=3, mesh=mesh) as pipe:
         for averages in plan:
@@ -124,6 +124,21 @@ def gradients(rank: int, plan: list[bool]) -> dict[str, Tensor]:
             else:
                 with pipe.no_sync():
                     pipe.step(*args, target=target)
+        return {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}
+
+
+def frozen_before_the_average(rank: int) -> dict[str, Tensor]:
+    """One step that does not average, then one that does, in which some of the parameters are frozen."""
+    mesh = mesh_of((2, 2), ("dp", "pp"))
+    task = jobs.mlp()
+    args, target = part((task.args, task.target), mesh.get_local_rank("dp"), 2)
+    with penstock.pipeline(task.model, args, loss=task.loss, microbatches=3, mesh=mesh) as pipe:
+        with pipe.no_sync():
+            pipe.step(*args, target=target)
+        modules = task.model.modules() if isinstance(task.model, nn.Module) else task.model
+        for number, linear in enumerate(module for module in modules if isinstance(module, nn.Linear)):
+            linear.requires_grad_(number % 2 > 0)
+        pipe.step(*args, target=target)
         return {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}
 
 

@@ -74,3 +74,13 @@ def test_kinds_that_are_forgotten_leave_nothing_behind(ranks2: Ranks) -> None:
     for jobs_kept, lanes in ranks2.run(jobs.many_kinds, kept + 5):
         assert jobs_kept == kept
         assert lanes == 2 * kept  # one there and one back
+
+
+def test_an_average_over_parameters_of_two_ranks_is_refused_in_the_script_and_kept_in_the_forward(
+    ranks2: Ranks,
+) -> None:
+    """Torch takes `mine.add_(theirs)`, where theirs are on the meta device, and does nothing."""
+    said = [text for text in ranks2.run(jobs.average, False) if text]
+    assert len(said) == 1
+    assert "has no values on this rank" in said[0]
+    assert ranks2.run(jobs.average, True) == ["", ""]

@@ -81,6 +81,19 @@ def test_gradients_accumulate_over_steps_with_and_without_averages(ranks4: Ranks
         assert all(close(other[name], len(plan) * one[name]) for name in one)
 
 
+def test_what_is_frozen_before_the_average_is_averaged_all_the_same(ranks4: Ranks) -> None:
+    seen = ranks4.run(mesh_jobs.frozen_before_the_average)
+    once = ranks4.run(mesh_jobs.gradients, [True], "mlp")
+    frozen = 0
+    for rank in range(4):
+        assert seen[rank].keys() == once[rank].keys()
+        for name, grad in seen[rank].items():
+            assert torch.equal(grad, seen[(rank + 2) % 4][name]), name  # the other replica's
+            assert torch.allclose(grad, once[rank][name]) or torch.allclose(grad, 2 * once[rank][name]), name
+            frozen += torch.allclose(grad, once[rank][name])
+    assert frozen
+
+
 def test_without_an_average_gradients_are_the_replicas_own(ranks4: Ranks) -> None:
     own = ranks4.run(mesh_jobs.gradients, [False])
     average = ranks4.run(mesh_jobs.gradients, [True])

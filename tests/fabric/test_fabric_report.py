@@ -23,9 +23,9 @@ from rich.console import Console
 
 from penstock.fabric.compare import compare
 from penstock.fabric.report import facts, nccl
-from penstock.fabric.report.numbers import cut, seconds
+from penstock.fabric.report.numbers import cut, cut_apart, seconds
 from penstock.fabric.report.page import page, write_page
-from penstock.fabric.report.plots import _apart, _timeline, draw
+from penstock.fabric.report.plots import _apart, _percent, _timeline, draw
 from penstock.fabric.report.style import blank, look, seconds_axis
 from penstock.fabric.report.text import live, show, show_comparison
 from penstock.fabric.results import results
@@ -165,6 +165,18 @@ def test_a_cut_name_fits_and_keeps_its_end(name: str, most: int):
     found = cut(name, most)
     assert len(found) <= most
     assert name.endswith(found[1:] if found != name else name)
+
+
+@given(st.lists(st.text("ab", min_size=1, max_size=30), min_size=1, max_size=4), st.integers(5, 40))
+def test_names_that_are_cut_apart_fit(names: list[str], most: int):
+    assert all(len(found) <= most for found in cut_apart(names, most))
+
+
+def test_names_that_differ_in_their_beginning_stay_apart():
+    names = ["F0 stage 0->1 of replica 10", "F1 stage 0->1 of replica 10"]
+    assert cut_apart(names, 24) == ["F0 stage 0->\u2026 replica 10", "F1 stage 0->\u2026 replica 10"]
+    layers = [f"encoder.blocks.{number}.attention" for number in range(2)]
+    assert cut_apart(layers, 14) == ["\u2026s.0.attention", "\u2026s.1.attention"]
 
 
 def test_the_bar_tells_trial_layer_and_p99():
@@ -361,6 +373,29 @@ def test_labels_of_a_short_axis_do_not_overlap(low: float, span: float):
             boxes = [label.get_window_extent(canvas.get_renderer()) for label in axes.get_xticklabels()]
             assert boxes
             assert all(one.x1 < other.x0 for one, other in itertools.pairwise(boxes))
+
+
+@pytest.mark.parametrize("span", [3, 30, 76, 150, 960, 4e4])
+def test_labels_beside_a_legend_do_not_overlap(span: float):
+    pytest.importorskip("matplotlib")
+    with look():
+        figure = blank(7.2, 3.5)
+        for axes in figure.subplots(1, 2):
+            axes.set_xscale("log")
+            axes.set_xlim(1.8e-4, 1.8e-4 * span)
+            seconds_axis(axes.xaxis, least=0.16)
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        for axes in figure.axes:
+            low, high = axes.get_xlim()
+            at = zip(axes.get_xticks(), axes.get_xticklabels(), strict=True)
+            boxes = [label.get_window_extent(canvas.get_renderer()) for tick, label in at if low <= tick <= high]
+            assert len(boxes) > 1
+            assert all(one.x1 < other.x0 for one, other in itertools.pairwise(boxes))
+
+
+def test_a_share_has_all_its_digits():
+    assert [_percent(share) for share in (0, 0.025, 0.15, 0.29, 1)] == ["0%", "2.5%", "15%", "29%", "100%"]
 
 
 def test_pictures_can_be_scrolled_where_the_page_is_narrow(tmp_path: Path):

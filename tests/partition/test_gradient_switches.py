@@ -87,6 +87,27 @@ def checked_distributions() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("checked_distributions")
+class Teaches(nn.Module):
+    """Its targets come from a part that runs in inference mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.teacher = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            wanted = self.teacher(x.flip(-1)).relu_()
+        for block in self.student:
+            x = block(x).tanh()
+        return x - wanted.clone()
+
+
+def test_a_part_in_inference_mode() -> None:
+    torch.manual_seed(0)
+    penstock.verify(Teaches(), (torch.randn(8, 6),), torch.randn(8, 6), squared_error, ranks=2, microbatches=4).check()
+
+
 def test_distributions_are_not_checked_and_a_note_says_so() -> None:
     torch.manual_seed(0)
     init, checks = Distribution.__init__, Distribution._validate_args

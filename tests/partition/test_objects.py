@@ -201,6 +201,12 @@ class Cache:
         self.seen = 0
 
 
+class ByAttribute(dict[str, Any]):
+    """A dict whose attributes are its items: a missing one raises KeyError, whatever asks."""
+
+    __getattr__ = dict.__getitem__
+
+
 class CacheBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +235,11 @@ class WithCache(nn.Module):
         return self.result(x, cache)
 
 
-@pytest.mark.parametrize("make", [Cache, list, lambda: {"keys": []}], ids=["object", "list", "dict"])
+@pytest.mark.parametrize(
+    "make",
+    [Cache, list, lambda: {"keys": []}, lambda: ByAttribute(keys=[])],
+    ids=["object", "list", "dict", "dict with attributes"],
+)
 def test_what_every_block_writes_into_crosses_cuts(make: Callable[[], Any]) -> None:
     torch.manual_seed(0)
     model = WithCache(make, lambda x, cache: SimpleNamespace(x=x, cache=cache))

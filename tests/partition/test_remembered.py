@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_full_backward_hook
 
 import penstock
+from by_hand import assert_same_gradients, step_by_hand
 from penstock import ArgumentError, PartitionError, inspect, verify
 from penstock.partition.attempts import record
 from penstock.partition.state import sideways
@@ -98,7 +100,14 @@ def remembers_number(self: Any, h: Any) -> Any:
     return y
 
 
+def takes_history(self: Any, h: Any) -> Any:
+    self.state.append(h.detach().mean(0))
+    return h + torch.stack(list(self.state)).mean(0)
+
+
 CARRIED = [
+    (takes_history, lambda: deque(maxlen=3), "0.state'"),
+    (takes_history, list, "0.state'"),
     (own_queue, lambda: torch.zeros(WIDTH), "0.state', a tensor"),
     (counts, int, "0.state'"),
     (remembers, lambda: None, "0.state'"),
@@ -223,6 +232,25 @@ def hooks(self: Any, h: Any) -> Any:
     return y
 
 
+def hooks_in_place(self: Any, h: Any) -> Any:
+    y = h * (1 + self.state)
+    if y.requires_grad:
+        y.register_hook(lambda gradient: self.state.copy_(gradient.abs().mean()) * 0 + gradient)
+    return y
+
+
+def sums_in_place(self: Any, h: Any) -> Any:
+    """Backwards are in order, so that each finds the same sum."""
+
+    def hook(gradient: Tensor) -> Tensor:
+        self.state.add_(gradient.norm())
+        return gradient / (1 + self.state)
+
+    if h.requires_grad:
+        h.register_hook(hook)
+    return h
+
+
 def only_hooks(self: Any, h: Any) -> Any:
     if h.requires_grad:
         h.register_hook(lambda gradient: setattr(self, "state", float(gradient.mean())))
@@ -235,8 +263,26 @@ def test_what_a_hook_on_a_gradient_leaves_for_the_next_forward_is_refused(state:
         inspect(model(hooks, state), (X,), stages=2)
 
 
+def test_what_a_hook_on_a_gradient_writes_into_a_tensor_for_the_next_forward_is_refused() -> None:
+    with pytest.raises(
+        PartitionError, match=r"'0' leaves something in a tensor of shape \(\) .* in a hook on a gradient"
+    ):
+        inspect(model(hooks_in_place, lambda: torch.zeros(())), (X,), stages=2)
+
+
 def test_what_a_hook_on_a_gradient_only_collects_is_no_matter() -> None:
     prove(only_hooks, float)
+
+
+def test_recording_leaves_what_hooks_on_gradients_add_to_as_it_was() -> None:
+    made = model(sums_in_place, lambda: torch.zeros(()))
+    inspect(made, (X,), stages=2)
+    assert [float(block.state) for block in made] == [0, 0, 0, 0]
+    reference = model(sums_in_place, lambda: torch.zeros(()))
+    with penstock.pipeline(made, (X,), loss=F.mse_loss, ranks=2, microbatches=4, schedule="1f1b") as pipe:
+        pipe.step(X, target=TARGET)
+    step_by_hand(reference, (X,), TARGET, F.mse_loss, 4)
+    assert_same_gradients(made, reference)
 
 
 def test_hooks_on_the_gradients_of_all_modules_are_refused() -> None:

@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from everything import WIDTH, everything, inputs_alive
 from models import ConvNet, squared_error
 from penstock import pipeline, verify
+from penstock.errors import ArgumentError
 from penstock.runtime import offload
 from penstock.runtime.offload import Away
 from small import batch, mlp, training_runners
@@ -136,3 +137,28 @@ def test_a_split_backward_is_done_at_once_and_says_so() -> None:
         assert not any("stage 0" in note for note in pipe.notes)
     assert offload.can_go(x)
     assert not offload.can_go(torch.randn(3).to_sparse())
+
+
+class Mixes(nn.Module):
+    """Has a sparse buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("sparse", torch.eye(WIDTH).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(torch.sparse.mm(self.sparse, x.T).T))
+
+
+def test_sparse_buffers_stay() -> None:
+    x, y = torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(1))
+    verify([Mixes(), Mixes()], (x,), y, squared_error, ranks=2, microbatches=4, offload=True).check()
+
+
+def test_what_draws_after_it_was_saved_is_refused() -> None:
+    x, y = torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(1))
+    model = [nn.Linear(WIDTH, WIDTH), nn.RReLU(), nn.Linear(WIDTH, WIDTH)]
+    with pytest.raises(ArgumentError, match=r"nn.RReLU .* offload=\{0: False\}"):
+        verify(model, (x,), y, squared_error, ranks=2, cuts=["2"], microbatches=4, offload=True)
+    verify(model, (x,), y, squared_error, ranks=2, cuts=["2"], microbatches=4, offload={0: False, 1: True}).check()

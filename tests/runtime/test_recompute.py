@@ -453,6 +453,55 @@ def test_what_cannot_be_run_again_is_refused() -> None:
         pipeline(Renorms(), (x,), recompute="always", **options)
 
 
+class Equilibrium(nn.Module):
+    """As in the tutorial on deep equilibrium models: a hook solves for the gradient of a fixed point."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.tanh(self.linear(torch.zeros_like(x)) + x)
+        start = z.detach().requires_grad_()
+        again = torch.tanh(self.linear(start) + x.detach())
+
+        def solve(grad: Tensor) -> Tensor:
+            return grad + 0.5 * torch.autograd.grad(again, start, grad, retain_graph=True)[0]
+
+        if z.requires_grad:
+            z.register_hook(solve)
+        return z
+
+
+class Descends(nn.Module):
+    """A step down an energy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(6, 6), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        energy = self.drop(torch.tanh(self.linear(x))).square().sum()
+        return x - torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("policy", ["always", 1])
+def test_layers_that_call_autograd_themselves(policy: Any) -> None:
+    x, y = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(0)
+    options: Any = {"ranks": 2, "schedule": "gpipe", "microbatches": 4, "recompute": policy, "whole_batch": False}
+    verify([Equilibrium() for _ in range(4)], (x,), y, squared_error, **options).check()
+    descends = [Descends() for _ in range(4)]
+    if policy == "always":
+        verify(descends, (x,), y, squared_error, **options).check()
+        return
+    with pytest.raises(
+        PartitionError, match=r"a Descends takes a gradient within its own forward .* recompute='always'"
+    ):
+        verify(descends, (x,), y, squared_error, **options)
+
+
 class Weight(nn.Module):
     def __init__(self) -> None:
         super().__init__()

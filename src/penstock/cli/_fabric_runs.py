@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Average = Literal["avg", "max", "min", "rank0"]
 """Of `penstock.fabric.report.nccl`, which is loaded when it is needed."""
 
-Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Of a run.")]
+Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A run's folder.")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli._spread import Json
-from penstock.cli._traffic import CollectiveName
 from penstock.errors import ArgumentError
 from penstock.fabric.report.facts import rate_of
 from penstock.fabric.report.numbers import digits, seconds
+from penstock.fabric.steps import Collective
 from penstock.fabric.units import size_of, size_text
 from penstock.words import counted
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def predict(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Of a run.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A run's folder.")],
     hosts: Annotated[
         str | None, typer.Option(help="Predicted numbers of hosts, 4,8,64; 2,4,8,...,4096 if nothing is said.")
     ] = None,
@@ -34,7 +34,7 @@ def predict(
         str | None, typer.Option(help="Predicted sizes, 64KiB,1MiB; the run's if nothing is said.")
     ] = None,
     collective: Annotated[
-        CollectiveName | None, typer.Option(help="The one to predict; each of the run's if nothing is said.")
+        Collective | None, typer.Option(help="The one to predict; each of the run's if nothing is said.")
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -13,6 +13,7 @@ from penstock.errors import ArgumentError
 from penstock.fabric.dtypes import BYTES, dtype_of, op_of
 from penstock.fabric.presets import preset, trials_of
 from penstock.fabric.samples import Run
+from penstock.fabric.steps import Collective
 from penstock.fabric.units import size_of
 from penstock.fabric.workload import Workload
 from penstock.words import counted
@@ -21,20 +22,6 @@ _PANEL = "What is sent: one of a preset, a model, an earlier run, sizes, a sweep
 _MODEL_PANEL = "With --model"
 DEFAULT_HOSTS = 4
 DEFAULT_TRIALS = 200
-
-CollectiveName = Literal[
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "broadcast",
-    "reduce",
-    "gather",
-    "scatter",
-    "sendrecv",
-    "send",
-]
-"""`penstock.fabric.steps.Collective`, which typer cannot take from there before it is needed."""
 
 
 def _option(text: str, *flags: str, **more: Any) -> Any:
@@ -60,7 +47,7 @@ class TrafficOptions:
     first: Annotated[str | None, _option("A sweep's smallest size, 1KiB.", "--from")] = None
     last: Annotated[str | None, _option("A sweep's largest size, 64MiB.", "--to")] = None
     factor: Annotated[float | None, _option("From one size of a sweep to the next; 2 if nothing is said.")] = None
-    collective: Annotated[CollectiveName | None, _option("Of sizes and sweeps; all_reduce if nothing is said.")] = None
+    collective: Annotated[Collective | None, _option("Of sizes and sweeps; all_reduce if nothing is said.")] = None
     dtype: Annotated[
         str | None, _option("Of sizes and sweeps: float32, float16, bfloat16, int8, ...; float32 if nothing is said.")
     ] = None

@@ -116,7 +116,7 @@ def result(
     before, after = held_out
     guess = f"{math.log(VOCABULARY):.2f}"
     formula = f": {bubble.formula}" if bubble.formula else ""
-    memory = ", ".join(f"{held / 1e6:,.0f}" for held in memory_bytes)
+    memory = ", ".join(f"{held / 1e6:.0f}" for held in memory_bytes)
     lines = [
         ("loss", f"[bold]{before:.2f} -> {after:.2f}[/bold] nats per byte, on files that it was never trained on"),
         ("", f"({guess} is guessing, 0 is knowing the text by heart)"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import logging
 from collections.abc import Container, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 
@@ -175,7 +175,18 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
 
 def has_accumulation_hooks(parameter: Tensor) -> bool:
     """Whether hooks on the accumulated gradient are registered (`register_post_accumulate_grad_hook`)."""
-    return bool(parameter._post_accumulate_grad_hooks)
+    return bool(accumulation_hooks(parameter))
+
+
+def accumulation_hooks(parameter: Tensor) -> list[object]:
+    """The hooks on the accumulated gradient."""
+    return [*(parameter._post_accumulate_grad_hooks or {}).values()]
+
+
+def plain_tensors() -> AbstractContextManager[None]:
+    """Within it, `__torch_function__` of tensors' classes is not called."""
+    guard: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return guard
 
 
 def in_checkpoint() -> bool:

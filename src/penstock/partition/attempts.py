@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -19,7 +18,7 @@ from penstock.partition.chance.branches import with_branches
 from penstock.partition.chance.foreign import WholeFunction
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.opening import NOTHING, Opening, StayWhole
-from penstock.partition.record import one_way
+from penstock.partition.record import Attempt
 from penstock.partition.recording import Recording
 from penstock.partition.state.left_behind import EVERY
 from penstock.partition.units import NO_GRAIN, Grain, Leak, LeavesTraces, Regroup, find_units
@@ -37,22 +36,22 @@ def record(
 ) -> Recording:
     """Record `model(*args, **kwargs)`. Parameters may be on `meta`: they are taken to be where the first input is.
 
-    `leaves`, `grain` and `opening`: see `find_units`; what the forward taught besides, and what was opened, is in the
+    `leaves`, `grain` and `opening`: see `find_units`. What else the forward taught, and what was opened, is in the
     recording. `sees_saved`: look at what is saved for backward.
 
     Raises PartitionError, with the line of the user's code, for what a stage could not replay.
     """
     reason, taught, functions = "", False, frozenset[FunctionType]()  # reason: why modules were opened, for messages
-    without: Grain | None = None  # what to go back to if opening them does not help: they did not have to be opened
+    without: Grain | None = None  # to go back to if opening modules that did not have to be opened does not help
     while True:
         units = find_units(model, leaves, grain, opening.names)
-        way = partial(one_way, model, args, kwargs, units, opening, grain, functions, sees_saved)
+        attempt = Attempt(model, args, kwargs, units, opening, grain, functions, sees_saved)
         try:
-            found = way({})
+            found = attempt.way({})
             if found.asks and any(entry.is_carried for entry in found.left):
                 grain, without, reason = replace(without or grain, shut=grain.shut | {EVERY}), None, ""
-                continue  # a way that leaves a module out has no value to carry
-            return replace(with_branches(found, way) if found.asks else found, opening=opening)
+                continue  # where chance leaves a module out, there is no value to carry
+            return replace(with_branches(found, attempt.way) if found.asks else found, opening=opening)
         except WholeFunction as whole:
             if whole.function in functions:
                 raise PartitionError(whole.refusal) from None
@@ -71,7 +70,7 @@ def record(
                     if without is None:
                         raise
                     grain, without, reason = without, None, ""
-            elif not taught:  # what a model teaches must not depend on its cuts
+            elif not taught:  # what is learned of a model must not depend on where it is cut
                 grain, taught = record(model, args, kwargs, leaves, grain, Opening(opening.asked)).grain, True
             elif opening.tried:
                 opening = opening.without(opening.tried)
@@ -85,11 +84,11 @@ def record(
             elif isinstance(error, Obstacle):
                 raise error.because(reason) from error
             else:
-                raise PartitionError(f"{reason}. To record it call by call does not help: {error}") from error
+                raise PartitionError(f"{reason}. Recording it call by call does not help: {error}") from error
 
 
 def _regrouped(grain: Grain, wish: Leak | Regroup, leaves: Sequence[str]) -> Grain:
-    """With other modules opened, or run as a whole. Raises PartitionError for what was asked to be the opposite."""
+    """The grain with more modules opened, or whole. Raises PartitionError if the user asked for the opposite."""
     if isinstance(wish, Leak):
         if wish.kind in grain.exposed:
             raise PartitionError(wish.refusal)
@@ -104,5 +103,5 @@ def _regrouped(grain: Grain, wish: Leak | Regroup, leaves: Sequence[str]) -> Gra
 
 
 def _alike(model: nn.Module, name: str, tried: Collection[str]) -> Collection[str]:
-    """What cannot be recorded call by call either: modules of one kind with the named one; all, if none is named."""
+    """What cannot be recorded call by call either: modules of the named one's class; all, if none is named."""
     return [n for n in tried if not name or type(model.get_submodule(n)) is type(model.get_submodule(name))]

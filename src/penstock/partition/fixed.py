@@ -1,7 +1,7 @@
 """Objects that a recording holds as constants: sets, arrays, generators, and others that a stage cannot make anew.
 
-A block finds the same one in every microbatch. That is what one device does where nothing changes it; where something
-does, one device makes a new one in each forward, and the recording would carry it over from microbatch to microbatch.
+A block is given the same one for every microbatch. If nothing changes it, that makes no difference; if something does,
+it would be carried over from microbatch to microbatch, where one device makes a new one in each forward.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _GLOBAL = (getattr(random.random, "__self__", None), getattr(np.random.random_sa
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Given:
-    """An object as a block was given it first. `here`: where, `scope`: in which module's forward."""
+    """An object as it was when a block was first given it. `here`: where, `scope`: in which module's forward."""
 
     value: Any
     state: object
@@ -57,11 +57,11 @@ class _Given:
 
 
 class Fixed:
-    """Those that the blocks of one forward were given.
+    """The constants that the blocks of one forward were given.
 
     Args:
-        elsewhere: gives ids of what the model keeps (of objects, those of their `__dict__`), whose changes are followed
-            by other rules. They stay the same.
+        elsewhere: gives the ids of what the model keeps (for objects, those of their `__dict__`). Other rules follow
+            what changes there. Called once.
     """
 
     def __init__(self, elsewhere: Callable[[], Collection[int]]) -> None:
@@ -70,9 +70,9 @@ class Fixed:
         self._given: dict[int, _Given] = {}
 
     def give(self, values: Iterable[Any], unit: str, here: Callable[[], str], scope: str) -> list[Any]:
-        """Before a block's call. `values`: what it is given that no stage can make anew; mostly there are none.
+        """Before a block's call. `values`: those of its arguments that no stage can make anew; mostly there are none.
 
-        Returns those that the call must leave as they are.
+        Returns those that the call must not change.
 
         Raises:
             Obstacle: the forward has changed one since an earlier block was given it.
@@ -102,14 +102,14 @@ class Fixed:
                 raise given.refusal("which changes it" if unit == given.unit else f"and {unit!r} changes it")
 
     def check(self) -> None:
-        """Raises Obstacle if the forward itself has changed one since a block was given it."""
+        """Raises Obstacle if the forward itself has changed one after giving it to a block."""
         for given in self._given.values():
             if given.is_changed():
                 raise given.refusal("and changes it afterwards")
 
 
 def _state(value: Any) -> object:
-    """What changes when an object does, to be compared. Large ones are not copied."""
+    """Something to compare that changes whenever the object does. Large arrays are not copied."""
     if isinstance(value, set):
         return set(value)
     if isinstance(value, np.ndarray):
@@ -124,8 +124,8 @@ def _state(value: Any) -> object:
 
 
 def _position(generator: Any) -> Hashable:
-    """Where in its stream a generator is."""
-    if isinstance(generator, random.SystemRandom):  # it has none
+    """Where a generator is in its stream."""
+    if isinstance(generator, random.SystemRandom):  # which has no stream
         return None
     if isinstance(generator, random.Random):
         return generator.getstate()

@@ -8,16 +8,21 @@ from types import MethodType
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import CheckpointFunction
 
 from penstock.partition.recorder import Recorder
+from penstock.partition.reentrant import Reentrant
 
 
 @contextmanager
 def autograd_functions(recorder: Recorder) -> Iterator[None]:
     """Send `Function.apply` to the recorder, so that a custom function is one call."""
     own = torch.autograd.Function.__dict__["apply"]
+    reentrant = Reentrant(recorder)
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls is CheckpointFunction and not recorder.is_paused:
+            return reentrant.run(*args)
         return recorder.call_autograd_function(own.__get__(None, cls), cls, args, kwargs)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
@@ -26,6 +31,7 @@ def autograd_functions(recorder: Recorder) -> Iterator[None]:
         names[name] = MethodType(apply, method.__self__)
     try:
         yield
+        reentrant.check()
     finally:
         torch.autograd.Function.apply = own  # type: ignore[method-assign]
         for names, name, method in bound:

@@ -1,7 +1,7 @@
-"""What a cut must not separate: all uses of what the forward updates in place are on one stage.
+"""What a cut must not separate: all uses of anything that the forward updates in place must be on one stage.
 
-A batch norm in an encoder that is called for each view of a picture, for example: a cut between two of its calls would
-give each of two stages running statistics of its own.
+Take a batch norm in an encoder that is called once for each view of an image: a cut between two of these calls would
+give two stages running statistics of their own.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from penstock.words import counted
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The first and the last call that use what `name` tells of."""
+    """The first and the last call that use something; `name` says what."""
 
     name: str
     first: int
     last: int
 
     def parts(self, position: int) -> bool:
-        """Whether a stage that begins at this call would have a part of the uses only."""
+        """Whether a stage that begins at this call would separate the uses."""
         return self.first < position <= self.last
 
 
 def spans(recording: Recording, model: nn.Module) -> tuple[Span, ...]:
-    """Of everything that the forward updates in place and that is used more than once."""
+    """The spans of everything that the forward updates in place and uses more than once."""
     whole = Split(recording, model, (), ())
     users: dict[str, list[int]] = {}
     for node, fact in recording.facts.items():
@@ -45,7 +45,7 @@ def spans(recording: Recording, model: nn.Module) -> tuple[Span, ...]:
 
 
 def _updated(whole: Split, node: fx.Node) -> set[str]:
-    """Names of what a node uses and any updates."""
+    """The names of what a node uses and the forward updates."""
     recording, fact = whole.recording, whole.facts[node]
     used = fact.storages.union(*(whole.facts[given].storages for given in node.all_input_nodes))
     found = {recording.memory[storage] for storage in used if storage in recording.memory}
@@ -56,7 +56,7 @@ def _updated(whole: Split, node: fx.Node) -> set[str]:
 
 
 def joined(units: Sequence[Candidate], kept: Sequence[Span]) -> list[Candidate]:
-    """The candidates at which a cut separates nothing; what the others weigh is those before them's."""
+    """The candidates at which a cut separates nothing. The weight of the others goes to the one before them."""
     found: list[Candidate] = []
     for unit in units:
         if found and any(span.parts(unit.position) for span in kept):
@@ -67,7 +67,7 @@ def joined(units: Sequence[Candidate], kept: Sequence[Span]) -> list[Candidate]:
 
 
 def too_few(error: PartitionError, stages: int, left: Sequence[Candidate], kept: Sequence[Span]) -> PartitionError:
-    """For a model that cannot have so many stages for the sake of what it updates; `error`: of an even cut."""
+    """For a model that cannot be cut so often without separating such uses. `error`: what an even cut raised."""
     longest = max(kept, key=lambda span: span.last - span.first)
     return PartitionError(
         f"{error}. For stages={stages} there is no such cut: the uses of {longest.name!r} leave "

@@ -1,4 +1,4 @@
-"""Lends a model fake parameters and buffers for the time of a recording, and takes back whatever its forward leaves."""
+"""Lends a model fake parameters and buffers while it is recorded, and takes back whatever its forward leaves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.partition.state.containers import is_container, refill
 
 
 class Snapshot:
-    """The attributes of every module, one container deep, to be put back and to be compared with."""
+    """The attributes of every module, one container deep, to compare with and to put back."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = list(model.modules())
@@ -31,7 +31,7 @@ class Snapshot:
                 refill(container, copy)
 
     def restore_tensors(self, keeps: Callable[[Any], bool]) -> None:
-        """Puts back everything but the numbers that have changed, and the attributes whose new value `keeps` wants."""
+        """Puts back everything except numbers that have changed, and attributes whose new value `keeps` accepts."""
         changed = [(m.__dict__, name, v) for m, name, v in self.changed() if _is_plain(v) or keeps(v)]
         filled = [
             (container, container.copy())
@@ -54,7 +54,7 @@ class Snapshot:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is numbers, text, or containers of such."""
+    """Whether a value is a number, text, or a container of these."""
     if type(value) is tuple or is_container(value):
         return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
     return isinstance(value, (bool, int, float, complex, str)) or type(value).__module__ == "numpy"
@@ -75,7 +75,7 @@ class Loan:
         self.originals: dict[int, Tensor] = {}
         self._installed: list[tuple[dict[str, Tensor | None], str, Tensor, str]] = []
         by_original: dict[int, Tensor] = {}
-        with mode:  # entered once: that takes as long as to make a fake
+        with mode:  # entered once, since that takes as long as making a fake
             for path, module in model.named_modules(remove_duplicate=False):
                 self._lend(path, module, by_original, mode, device)
 
@@ -86,7 +86,7 @@ class Loan:
         for slots in held:
             for name, tensor in slots.items():
                 if tensor is None or isinstance(tensor, FakeTensor):
-                    continue  # a fake: this module was met before, by another of its names
+                    continue  # a fake: this module was met before, under another name
                 fake = by_original.get(id(tensor))
                 if fake is None:
                     fake = by_original[id(tensor)] = fake_like(tensor, mode, device)
@@ -94,7 +94,7 @@ class Loan:
                     self.fakes[full], self.names[id(fake)], self.originals[id(fake)] = fake, full, tensor
                 self._installed.append((slots, name, fake, f"{path}.{name}" if path else name))
                 slots[name] = fake
-        if isinstance(module, nn.RNNBase):  # which keeps a second list of its parameters
+        if isinstance(module, nn.RNNBase):  # it keeps a second list of its parameters
             module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
 
     def rebound(self) -> Iterator[tuple[str, Tensor | None]]:
@@ -105,7 +105,7 @@ class Loan:
 
 
 def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
-    """A fake of the same shape, strides, dtype and kind on the given device; never a view, never with a history."""
+    """A fake of the same shape, strides, dtype and kind on the given device; never a view, and without a history."""
     fake = _fake_memory(tensor, mode, device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
@@ -113,12 +113,12 @@ def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Ten
 
 
 def fake_value(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
-    """A fake of a value that a call made: like `fake_like`, but no leaf where a gradient is required."""
+    """A fake of a value that a call made: like `fake_like`, but not a leaf if it requires a gradient."""
     fake = _fake_memory(tensor, mode, device)
     if not tensor.requires_grad:
         return fake
     with mode, torch.enable_grad():
-        copy = fake.requires_grad_().clone()  # which may be updated in place, as a view of a leaf may not
+        copy = fake.requires_grad_().clone()  # unlike a view of a leaf, it may be updated in place
         return copy if copy.stride() == fake.stride() else fake.view_as(fake)
 
 
@@ -131,7 +131,7 @@ def _fake_memory(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> 
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold the same values, NaNs among them; True if neither holds any."""
+    """Whether two tensors hold the same values, NaNs included; True if they are on the meta device, or sparse."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if one.is_meta or other.is_meta or one.layout != torch.strided:
@@ -140,7 +140,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def map_tensors(function: Any, tree: Any) -> Any:
-    """The tree with a function's result in place of each tensor; objects that hold tensors become new ones."""
+    """The tree with `function(tensor)` in place of each tensor; objects that hold tensors are made anew."""
     flat = flatten(tree)
     return unflatten([function(x) if isinstance(x, Tensor) else x for x in flat.leaves], flat.structure)
 
@@ -152,7 +152,7 @@ def untouched_generators() -> Iterator[None]:
     torch_states = torch.get_rng_state(), torch.cuda.get_rng_state_all() if cuda else None
     numpy = sys.modules.get("numpy")
     before = random.getstate(), numpy.random.get_state() if numpy else None
-    random.seed()  # something new, so that a forward that seeds them is seen, whatever the state was before
+    random.seed()  # to something new, so that a forward that seeds it is seen, whatever the state was before
     if numpy:
         numpy.random.seed()
     try:

@@ -50,7 +50,7 @@ def free_name(model: nn.Module, name: str) -> str:
 
 
 def is_named_tuple(value: object) -> bool:
-    return hasattr(value, "_fields") and type(value).__bases__ == (tuple,)
+    return type(value).__bases__ == (tuple,) and hasattr(value, "_fields")
 
 
 def child_items(value: Any) -> Iterator[tuple[Callable[..., Any], Any, Any]]:

@@ -51,7 +51,7 @@ class Obstacle(PartitionError):  # noqa: N818  (it becomes a PartitionError with
 
     def because(self, reason: str) -> Obstacle:
         """The same, met on a way that was taken for a reason."""
-        why = f"{reason}. To record it call by call does not help: {self.why}"
+        why = f"{reason}. Recording it call by call does not help: {self.why}"
         return Obstacle(why, self.scope, self.rates, self.otherwise)
 
 

@@ -1,7 +1,7 @@
 """Runs a model's own forward once on fake tensors and returns what it called.
 
-No symbolic tracing and no compiler: Python runs as it is, so that any control flow that does not depend on the values
-of tensors is followed, and the model, its buffers and the random generators are left as they were.
+No symbolic tracing and no compiler: Python runs as it is, so any control flow that does not depend on the values of
+tensors is followed. The model, its buffers and the random generators are left as they were.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -61,41 +61,47 @@ from penstock.partition.units import (
 from penstock.partition.validation import without_validation
 
 
-def one_way(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    units: dict[int, Unit],
-    opening: Opening,
-    grain: Grain,
-    functions: frozenset[FunctionType],
-    sees_saved: bool,
-    choices: Mapping[int, bool],
-) -> Recording:
-    """The way that the forward takes with these answers where it branches by chance."""
-    fake_calls, watches = frozenset[int](), sees_saved
-    while True:
-        try:
-            return _record(model, args, kwargs, units, functions, fake_calls, opening, grain, choices, watches)
-        except Restart as restart:
-            fake_calls = restart.fake_calls  # calls are numbered anew in each way
-        except Watch:
-            watches = True
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt to record `model(*args, **kwargs)`.
+
+    Attributes:
+        units: the modules that run as a whole, by their `id`.
+        opening, grain: what led to these units.
+        functions: functions that are one call each, since they draw random numbers by Python's or numpy's generators.
+        sees_saved: look at what is saved for backward, whether or not the forward updates any of that.
+    """
+
+    model: nn.Module
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    units: dict[int, Unit]
+    opening: Opening
+    grain: Grain
+    functions: frozenset[FunctionType]
+    sees_saved: bool
+
+    def way(self, choices: Mapping[int, bool]) -> Recording:
+        """The way that the forward takes with these answers where it branches by chance."""
+        fake_calls, watches = frozenset[int](), self.sees_saved
+        while True:
+            try:
+                return _record(self, choices, fake_calls, watches)
+            except Restart as restart:
+                fake_calls = restart.fake_calls  # calls are numbered anew in each way
+            except Watch:
+                watches = True
 
 
-def _record(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    units: dict[int, Unit],
-    functions: frozenset[FunctionType],
-    fake_calls: frozenset[int],
-    opening: Opening,
-    grain: Grain,
-    choices: Mapping[int, bool],
-    watches: bool,
-) -> Recording:
-    given = flatten((tuple(args), dict(kwargs)))
+def _record(attempt: Attempt, choices: Mapping[int, bool], fake_calls: frozenset[int], watches: bool) -> Recording:
+    """Runs the forward once.
+
+    Args:
+        fake_calls: the numbers of calls whose results are not taken to be known.
+        watches: whether what is saved for backward is looked at. If it has to be and is not, Watch is raised.
+    """
+    model, units, opening = attempt.model, attempt.units, attempt.opening
+    given = flatten((tuple(attempt.args), dict(attempt.kwargs)))
     device = next((x.device for x in given.leaves if isinstance(x, Tensor)), torch.device("cpu"))
     names = canonical_names(model)
     mode, snapshot, reach = fake_mode(), Snapshot(model), None
@@ -106,30 +112,23 @@ def _record(
             reach = Reach(model)
             stack.enter_context(iterators_stopped(reach))
             new = partial(Recorder, model, units, loan, Entry(device), names, mode, fake_calls, reach, choices, opening)
-            recorder = new(once=grain.once, watches_saved=watches)
-            stack.callback(recorder.observer.provenance.restore)
+            recorder = new(once=attempt.grain.once, watches_saved=watches)
+            provenance = recorder.observer.provenance
+            stack.callback(provenance.restore)
             stack.callback(recorder.observer.saved.release)
-            inputs = _inputs(model, recorder, mode, given)
+            inputs = _inputs(recorder, mode, given)
             with _staying_whole(recorder):
-                try:
-                    with recorder.chance.replaced(functions):
-                        result = _run(model, recorder, mode, inputs, given.structure)
-                except (PartitionError, Leak, Regroup):
-                    recorder.sideways.check_units(recorder.on_memory)  # which may be why
-                    raise
-                recorder.sideways.check_units(recorder.on_memory)
-                recorder.fixed.check()
+                result = _run_checked(recorder, mode, inputs, given.structure, attempt.functions)
                 _check_leftovers(snapshot, loan, recorder, names)
-                provenance = recorder.observer.provenance
-                left = gather(reach, recorder.seen, loan.names, provenance, grain, units.values(), recorder.real)
-                recording = replace(
-                    _finish(recorder, loan, units, result, left, grain), remembered=remembered_by(recorder, reach)
+                left = gather(
+                    reach, recorder.seen, loan.names, provenance, attempt.grain, units.values(), recorder.real
                 )
+                recording = replace(_finish(recorder, loan, result, left, attempt.grain), traces=reach.traces())
                 changed = carried_over(reach, provenance, [u.name for u in units.values()])
                 if changed:
                     second = new(once=True)
                     stack.callback(second.observer.provenance.restore)
-                    _check_stateless(recorder, second, mode, given, functions, changed)
+                    _check_stateless(recorder, second, mode, given, attempt.functions, changed)
                 if not watches and may_overwrite(recording, recorder.observer.mere_statistics):
                     raise Watch
                 return recording
@@ -139,7 +138,22 @@ def _record(
         snapshot.restore()
 
 
-def _inputs(model: nn.Module, recorder: Recorder, mode: Any, given: Flat) -> list[Any]:
+def _run_checked(
+    recorder: Recorder, mode: Any, inputs: list[Any], structure: Any, functions: frozenset[FunctionType]
+) -> Any:
+    """The forward's result, once no block is found to have read or changed anything behind the recording's back."""
+    try:
+        with recorder.chance.replaced(functions):
+            result = _run(recorder, mode, inputs, structure)
+    except (PartitionError, Leak, Regroup):
+        recorder.sideways.check_units(recorder.on_memory)  # which may be why
+        raise
+    recorder.sideways.check_units(recorder.on_memory)
+    recorder.fixed.check()
+    return result
+
+
+def _inputs(recorder: Recorder, mode: Any, given: Flat) -> list[Any]:
     """The leaves of (args, kwargs) with fakes for tensors whose values are not taken to be known."""
     inputs = list(given.leaves)
     for index, leaf in enumerate(given.leaves):
@@ -147,7 +161,7 @@ def _inputs(model: nn.Module, recorder: Recorder, mode: Any, given: Flat) -> lis
             inputs[index] = leaf.clone() if is_integer(leaf) else None
             if inputs[index] is None or not recorder.known.assume(inputs[index], index):
                 inputs[index] = (fake_like if leaf.is_leaf else fake_value)(leaf, mode, leaf.device)
-            recorder.add_input(_input_name(model, given.paths[index]), inputs[index], index)
+            recorder.add_input(_input_name(recorder.model, given.paths[index]), inputs[index], index)
         elif hides_tensors(leaf):
             raise PartitionError(
                 f"the model's input {input_path(given.paths[index])} is a {type(leaf).__name__}, which holds "
@@ -165,11 +179,11 @@ def _check_stateless(
     functions: frozenset[FunctionType],
     changed: Sequence[str],
 ) -> None:
-    """Raises Obstacle if the forward, from where the recorded one has left the model, does something else."""
-    inputs = _inputs(second.model, second, mode, given)
+    """Raises Obstacle if the forward does something else when it starts from what the recorded one has left."""
+    inputs = _inputs(second, mode, given)
     try:
         with second.chance.replaced(functions):
-            _run(second.model, second, mode, inputs, given.structure)
+            _run(second, mode, inputs, given.structure)
         alike = same(recorder.graph, second.graph, (recorder.constants, second.constants))
     except (Exception, Leak, Regroup, Restart, StayWhole, WholeFunction):  # it reads what cannot be known
         alike = False
@@ -183,7 +197,7 @@ def _check_stateless(
 
 @contextmanager
 def _staying_whole(recorder: Recorder) -> Iterator[None]:
-    """What was opened for the sake of balance or of a cut is to blame for what is raised inside of it."""
+    """A module that was opened for balance, or for a cut, is to blame for what is raised inside it."""
     opening = recorder.opening
     try:
         yield
@@ -197,7 +211,7 @@ def _staying_whole(recorder: Recorder) -> Iterator[None]:
         raise
 
 
-def _run(model: nn.Module, recorder: Recorder, mode: Any, inputs: list[Any], structure: Any) -> Any:
+def _run(recorder: Recorder, mode: Any, inputs: list[Any], structure: Any) -> Any:
     args, kwargs = unflatten(inputs, structure)
     observer = recorder.observer
     modules = [u.module for u in recorder.units.values()]
@@ -205,7 +219,7 @@ def _run(model: nn.Module, recorder: Recorder, mode: Any, inputs: list[Any], str
         with mode, observer, observer.following_modules(), autograd_functions(recorder), _quiet_about_hooks(), quiet():
             with without_validation(recorder.note_unchecked), intercepted(modules, recorder.call_unit), recorder:
                 with observer.saved.watching():
-                    return model(*args, **kwargs)
+                    return recorder.model(*args, **kwargs)
     except DATA_DEPENDENT as error:
         raise _depends_on_values(recorder, error) from error
     except UNSUPPORTED as error:
@@ -219,7 +233,7 @@ def _run(model: nn.Module, recorder: Recorder, mode: Any, inputs: list[Any], str
 
 @contextmanager
 def _quiet_about_hooks() -> Iterator[None]:
-    """Blocks that went through `torch.compile` warn of the hooks with which modules are followed."""
+    """Blocks that went through `torch.compile` warn about the hooks that follow modules."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
         yield
@@ -234,10 +248,10 @@ def _module(recorder: Recorder) -> str:
     return f"module {recorder.scope!r}" if recorder.scope else "the model's own forward"
 
 
-def remembered_by(recorder: Recorder, reach: Reach) -> tuple[Remembered, ...]:
+def _remembered_by(recorder: Recorder) -> tuple[Remembered, ...]:
     """What the recorded forward carries over to the next one."""
     found = [draws_alone(unit) for _, unit in recorder.seeds.users.values()]
-    return *strays(recorder.observer.provenance, reach), *recorder.sideways.remembered.values(), *found
+    return *strays(recorder.observer.provenance, recorder.reach), *recorder.sideways.remembered.values(), *found
 
 
 def _check_leftovers(snapshot: Snapshot, loan: Loan, recorder: Recorder, names: Mapping[int, str]) -> None:
@@ -263,14 +277,14 @@ def _check_leftovers(snapshot: Snapshot, loan: Loan, recorder: Recorder, names: 
 
 
 def _is_cache(recorder: Recorder, name: str, value: Tensor | None) -> bool:
-    """Whether a replaced buffer holds nothing but what every forward makes alike, as a table of positions."""
+    """Whether a replaced buffer holds only what every forward makes the same, such as a table of positions."""
     path, _, field = name.rpartition(".")
     module = recorder.model.get_submodule(path)
     saved = field not in module._non_persistent_buffers_set
     return value is not None and not saved and recorder.observer.provenance.is_fixed(value)
 
 
-def _finish(recorder: Recorder, loan: Loan, units: Any, result: Any, left: Sequence[Behind], grain: Grain) -> Recording:
+def _finish(recorder: Recorder, loan: Loan, result: Any, left: Sequence[Behind], grain: Grain) -> Recording:
     flat = flatten(result)
     outputs: dict[fx.Node, int] = {}
     leaves: list[int | Constant] = []
@@ -307,7 +321,7 @@ def _finish(recorder: Recorder, loan: Loan, units: Any, result: Any, left: Seque
         result_leaves=tuple(leaves),
         result_structure=flat.structure,
         constants=recorder.constants,
-        blocks=frozenset(u.name for u in units.values() if u.block),
+        blocks=frozenset(u.name for u in recorder.units.values() if u.block),
         held={name: loan.originals[id(fake)] for name, fake in loan.fakes.items()},
         memory=dict(recorder.observer.provenance.held),
         drawing=dict(sorted(drawing.items())),
@@ -322,6 +336,7 @@ def _finish(recorder: Recorder, loan: Loan, units: Any, result: Any, left: Seque
         needed=frozenset(needed),
         borrowed={unit: frozenset(found) for unit, found in recorder.observer.provenance.borrowed.items()},
         touched=frozenset(recorder.observer.provenance.touched),
+        remembered=_remembered_by(recorder),
     )
 
 
@@ -330,9 +345,8 @@ def _input_name(model: nn.Module, path: str) -> str:
     first, *rest = re.findall(r"\w+", path)
     owner = next(iter(model.children())) if isinstance(model, (Chain, nn.Sequential)) and len(model._modules) else model
     if first == "0":
-        names = [
-            p.name for p in inspect.signature(owner.forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD
-        ]
+        parameters = inspect.signature(owner.forward).parameters.values()
+        names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         position = int(rest[0])
         rest[0] = names[position] if position < len(names) else f"input_{position}"
     return "_".join(rest)

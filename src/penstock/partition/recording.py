@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 
 from penstock.partition.opening import NOTHING, Opening
 from penstock.partition.state.left_behind import Left
+from penstock.partition.state.reach import Trace
 from penstock.partition.state.remembered import Remembered
 from penstock.partition.units import NO_GRAIN, Grain
 from penstock.stages import TensorMeta
@@ -162,6 +163,7 @@ class Recording:
         is_foreign: it draws from Python's or numpy's generators.
         borrowed: unit -> the memory of the model's own parameters and buffers that it takes in other tensors.
         remembered: what units carry over from call to call; see `Remembered`.
+        traces: where it leaves something beside its result.
     """
 
     graph: fx.Graph
@@ -188,6 +190,7 @@ class Recording:
     is_foreign: bool = False
     borrowed: Mapping[str, frozenset[int]] = field(default_factory=dict)
     remembered: tuple[Remembered, ...] = ()
+    traces: tuple[Trace, ...] = ()
 
     @property
     def overwritten(self) -> list[int]:

@@ -16,7 +16,6 @@ from typing import Any
 
 from torch import nn
 
-from penstock.errors import PartitionError
 from penstock.partition.cut import candidates
 from penstock.partition.obstacle import Obstacle, Rate
 from penstock.partition.recording import Recording
@@ -73,7 +72,7 @@ class _Search:
                     self.found.append(obstacle)
                     continue
                 self.failure = str(obstacle)
-            except PartitionError as error:
+            except Exception as error:  # whatever the model raises, where it runs for real
                 self.failure = f"leaves={leaves!r} does not help: {error}"
             scope = scope.rpartition(".")[0]
             while scope and not has_forward(self.model.get_submodule(scope)):
@@ -155,7 +154,7 @@ def _helps(search: _Search, rates: Sequence[Rate], number: float) -> bool:
 def _records(search: _Search, kwargs: Mapping[str, Any]) -> bool:
     try:
         search.record(search.given, kwargs)
-    except PartitionError:
+    except Exception:  # also what the model raises without its labels, or with another rate
         return False
     return True
 

@@ -16,7 +16,7 @@ from torch import fx, nn
 from penstock.errors import PartitionError
 from penstock.partition.objects import OPAQUE
 from penstock.partition.recording import Fact, Recording
-from penstock.partition.state.names_in_forward import names_data
+from penstock.partition.state.names_in_forward import possible_data_writes
 from penstock.partition.state.remembered import Remembered
 from penstock.stages import MODEL_INPUT, Input, Output, TensorMeta
 
@@ -374,7 +374,7 @@ class Split:
         written = frozenset[int]().union(*(fact.writes for fact in facts))
         saved = frozenset[int]().union(*(fact.saved for fact in facts))
         modules = [self.model.get_submodule(n) for f in facts if self.depends_on_values_of(f) for n in f.units]
-        rare = {id(tensor) for module in modules for part in module.modules() for tensor in names_data(part)}
+        rare = {id(tensor) for module in modules for part in module.modules() for tensor in possible_data_writes(part)}
         return tuple(
             name
             for storage, name in self.recording.memory.items()

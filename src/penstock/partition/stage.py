@@ -20,6 +20,7 @@ from penstock.partition.objects import free_name
 from penstock.partition.recording import Branch, Fact, Modes, RandomSource
 from penstock.partition.returned import check_returned, check_unchanged, versions_of
 from penstock.partition.split import Plan, Split
+from penstock.partition.state.reach import Trace
 from penstock.partition.state.remembered import Remembered
 from penstock.stages import StageMeta
 
@@ -53,6 +54,7 @@ class Stage:
             own modules, not copies.
         parameters, buffers: the model's own tensors that live here, by the names in `meta`.
         may_update: of the buffers, those that the forward may update for some values, besides those in `meta`.
+        reads: of the buffers, those that any operator of the forward takes.
         device: where it was recorded; calls that make tensors make them there. See `retarget`.
         overwritten: of the parameters and buffers, those that the forward updates in place although its backward uses
             them.
@@ -60,6 +62,7 @@ class Stage:
         borrowed: the memory of the model's parameters and buffers that blocks here take in other tensors (detached
             views), and the name of one such block.
         remembered: what its forward carries over from one microbatch to the next; see `Remembered`.
+        traces: where the model's forward leaves something beside its result, on this stage or another one.
         frame: called with the stage's forward and its arguments; None where nothing is to be done around it.
     """
 
@@ -70,6 +73,8 @@ class Stage:
     device: torch.device
     frame: Surroundings | None = None
     may_update: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+    traces: tuple[Trace, ...] = ()
     remembered: tuple[Remembered, ...] = ()
     borrowed: Mapping[int, str] = field(default_factory=dict)
     overwritten: tuple[str, ...] = ()
@@ -158,7 +163,9 @@ def build_stage(split: Split, plan: Plan, index: int, streams: RandomSource) -> 
         buffers,
         recording.device,
         may_update=may_update,
+        reads=tuple(public[n] for n in names if n in recording.touched and public[n] in buffers),
         remembered=remembered,
+        traces=recording.traces,
         borrowed=split.borrowed(plan.run),
         overwritten=tuple(public[name] for name in split.overwritten(plan.run)),
         overwritten_strays=split.overwritten_strays(plan.run),

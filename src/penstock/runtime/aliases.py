@@ -1,7 +1,7 @@
-"""Tensors of one batch that lie in the same memory, where the forward updates one of them in place.
+"""Tensors of one batch that share memory, where the forward updates one of them in place.
 
 On one device the others change with it: `loss(model(x), x)` compares with what a `ReLU(inplace=True)` has made of x. In
-a pipeline each has memory of its own, and often another process, so that nobody could see the update.
+a pipeline each has memory of its own, often in another process, and would not see the update.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def refuse_aliases(
     target: Any,
     divided: Sequence[Microbatch] | None,
 ) -> None:
-    """Raises ArgumentError if an input that the forward updates in place shares memory with another, or a target.
+    """Raises ArgumentError if an input that the forward updates in place shares memory with another input or a target.
 
-    Inputs of other microbatches count, too, where the batch comes in pieces.
+    Where the batch comes in pieces, this includes the inputs of other microbatches.
 
     Args:
-        overwritten: the paths of such inputs.
+        overwritten: the paths of the inputs that the forward updates in place.
         divided: what the user's function has made of the batch; None where there is no such function.
     """
     if not overwritten:
@@ -59,7 +59,7 @@ def refuse_aliases(
 
 
 def _tensors(tree: Any) -> Iterator[Named]:
-    """The tensors of a batch, those within its pieces under the path that they have in every microbatch."""
+    """The tensors of a batch; those of its pieces under the path that they have in each microbatch."""
     flat = flatten(tree)
     for leaf, path in zip(flat.leaves, flat.paths, strict=True):
         if isinstance(leaf, Tensor):

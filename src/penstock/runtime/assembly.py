@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
 from penstock.partition import RUNS_AGAIN, Partition, Stage
+from penstock.runtime.backward_counts import BackwardCounts
 from penstock.runtime.backward_updates import BackwardUpdates
 from penstock.runtime.compiled import OwnGradients, any_compiled, forward_of
 from penstock.runtime.deferred_norm import DeferredNorms
@@ -129,6 +130,11 @@ def assemble(
 
 
 def _refuse(stage: Stage, keeping: Keeping, choices: Choices) -> None:
+    if keeping.offload and any(isinstance(part, nn.RReLU) and part.training for part in stage.module.modules()):
+        raise ArgumentError(
+            "offload: torch hands what nn.RReLU saves for backward over before it has drawn it, so that other numbers "
+            f"would come back; choose offload={{{stage.meta.index}: False}}, or another activation"
+        )
     if choices.compile is not None and keeping.every is not None:
         raise ArgumentError(
             f"recompute={keeping.every} runs layers again within the stage's code, whose surroundings torch's compiler "
@@ -174,15 +180,16 @@ def _extras(
     keeper = Keeper(stages, overwritten(stage.meta, metas), offload) if again else None
     last = None if sharded is None else _last_backward(row, stage.meta.index)
     forward_state = repeated = None
+    compiled = choices.compile is not None or any_compiled(stage.module.modules())
     if choices.compile is None:
         modules = [module for each in stages for module in each.module.modules()]
-        forward_state = ForwardState(modules)
+        forward_state = ForwardState(modules, stage.traces)
         if stage.meta.updated and choices.norms is None:  # which see to these updates too
-            updated = [stage.buffers[n] for n in stage.meta.updated if n in stage.buffers]
-            repeated = RepeatedUpdates(modules, updated, _checkpointed(stage))
-    compiled = choices.compile is not None or any_compiled(stage.module.modules())
+            updated = {n: stage.buffers[n] for n in stage.meta.updated if n in stage.buffers}
+            repeated = RepeatedUpdates(modules, updated, _checkpointed(stage), is_compiled=compiled)
     updates = BackwardUpdates(stage, copies=copies, is_compiled=compiled) if choices.norms is None else None
-    return Extras(keeper, again, offload, choices.norms, sharded, last, forward_state, repeated, updates)
+    counts = BackwardCounts(stage.meta.index, stage.module.modules()) if copies else None
+    return Extras(keeper, again, offload, choices.norms, sharded, last, forward_state, repeated, updates, counts)
 
 
 def _checkpointed(stage: Stage) -> list[nn.Module]:

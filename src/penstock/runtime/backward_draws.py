@@ -1,48 +1,78 @@
 """Random numbers that a backward draws: in a hook on a gradient, or in the backward of an autograd function.
 
-A forward's draws come from streams keyed by module, whose hooks set them. In backward nothing tells which module draws,
-so that the numbers would follow the order of the schedule, and the cuts.
+A forward draws from streams keyed by module, which hooks on the modules set. In backward nothing says which module is
+drawing, so the numbers would depend on the schedule and on the cuts.
 """
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from penstock.errors import PartitionError
-from penstock.runtime.streams import generator_of
+from penstock.runtime.streams import Streams, generator_of
+
+LOOKS = 3
+"""In so many backwards of a stage is looked at Python's and numpy's generators: later ones are alike, and other threads
+of a long training draw from them as well."""
 
 
 class BackwardDraws:
-    """Refuses what a stage's backward draws from torch's default generators.
+    """Refuses what a stage's backward draws from torch's default generators, or Python's and numpy's.
 
     Args:
         stage: its index.
         device: that it runs on.
+        streams: what sets the generators where a forward draws, also within backward.
     """
 
-    def __init__(self, stage: int, device: torch.device) -> None:
+    def __init__(self, stage: int, device: torch.device, streams: Streams | None = None) -> None:
         self._stage = stage
+        self._streams = streams
+        self._looks = 0
         self._generators = tuple(dict.fromkeys([torch.default_generator, generator_of(device)]))
 
     @contextmanager
     def refused(self) -> Iterator[None]:
         """Around autograd's backward.
 
-        A forward that runs again within it, as in checkpointing, restores the generators, or has set other seeds.
+        A forward that runs again within it, as in checkpointing, is no draw: it restores the generators, or seeds them.
 
         Raises:
             PartitionError: it has drawn.
         """
+        self._looks += 1
+        looks = self._looks <= LOOKS
         before = [(generator.initial_seed(), generator.get_state()) for generator in self._generators]
+        others, count = _foreign() if looks else None, self._seedings()
         yield
         for generator, (seed, state) in zip(self._generators, before, strict=True):
             if generator.initial_seed() == seed and not torch.equal(generator.get_state(), state):
-                raise PartitionError(
-                    f"the backward of stage {self._stage} draws random numbers (in a hook on a gradient, or in the "
-                    "backward of an autograd function): they would follow the order of the schedule, and not be those "
-                    "of one device. Draw them in the forward, and keep them for backward (ctx.save_for_backward). If "
-                    "it is another thread that draws meanwhile, give it a torch.Generator of its own"
-                )
+                raise self._refusal("a torch.Generator")
+        if looks and self._seedings() == count and _foreign() != others:
+            raise self._refusal("a random.Random")
+
+    def _seedings(self) -> int:
+        return 0 if self._streams is None else self._streams.seedings
+
+    def _refusal(self, own: str) -> PartitionError:
+        return PartitionError(
+            f"the backward of stage {self._stage} draws random numbers (in a hook on a gradient, or in the backward of "
+            "an autograd function): they would depend on the order of the schedule, and differ from those of one "
+            "device. Draw them in the forward, and keep them for backward (ctx.save_for_backward). If another thread "
+            f"draws meanwhile, give it {own} of its own"
+        )
+
+
+def _foreign() -> tuple[Any, ...]:
+    """The states of Python's and numpy's generators."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return random.getstate(), None
+    kind, keys, *rest = numpy.random.get_state()
+    return random.getstate(), kind, keys.tobytes(), *rest

@@ -18,7 +18,7 @@ def with_copies(partition: Partition, pipelines: int) -> Partition:
     """The partition with its stages repeated for each pipeline, numbered on.
 
     Raises:
-        PartitionError: the forward updates a buffer, of which each copy would see a part of the batch only.
+        PartitionError: the forward updates a buffer, of which each copy would see only part of the batch.
     """
     if pipelines == 1:
         return partition
@@ -27,7 +27,7 @@ def with_copies(partition: Partition, pipelines: int) -> Partition:
         if stage.meta.updated:
             raise PartitionError(
                 f"the forward updates {stage.meta.updated[0]!r} of stage {stage.meta.index}, but this schedule runs "
-                f"{pipelines} copies of the stage, each of which would see a part of the batch only; take a schedule "
+                f"{pipelines} copies of the stage, each of which would see only part of the batch; take a schedule "
                 "with one copy (dualpipe-v for dualpipe), or keep the buffer fixed (a batch norm in eval mode)"
             )
         refuse_copies(stage.meta.index, stage.remembered, pipelines)

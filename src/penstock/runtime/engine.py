@@ -142,10 +142,11 @@ class Engine:
             for partition in partitions:
                 self.streams.watch(partition.drawing_modules)
                 self.streams.seeds_foreign |= partition.is_foreign
-            head = LossHead(loss, partitions, self.streams, needed=training)
+            pipelines = schedule.placement.pipelines
+            head = LossHead(loss, partitions, self.streams, needed=training, pipelines=pipelines)
             rank_of = schedule.placement.rank_of
             here = [stage for stage in first.stages if rank_of[stage.meta.index] in self.ranks]
-            tied = tied_among(first.stages, here, schedule.placement.pipelines) if training else ()
+            tied = tied_among(first.stages, here, pipelines) if training else ()
             refuse_hooks(tied)
             averages = self._averages(here) if training else {}
             programs = self._programs(partitions, schedule, head, averages, choices, training=training)

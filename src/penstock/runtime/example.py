@@ -1,4 +1,4 @@
-"""The example batch that a pipeline is made with: one process has it, and others may give its shapes, or nothing."""
+"""The example batch that a pipeline is made with: one process has it; others may give its shapes, or nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.runtime.outline import Example, Outline
 
 
 def is_whole(example: Example) -> bool:
-    """Whether a process has the example itself, not its shapes (tensors on the meta device) or nothing."""
+    """Whether a process has the example itself, rather than its shapes (tensors on the meta device) or nothing."""
     tensors = _tensors(example)
     return bool(tensors) and not any(tensor.is_meta for tensor in tensors)
 
@@ -27,7 +27,7 @@ def _tensors(example: Example) -> list[Tensor]:
 
 
 def shared(control: Control, example: Example) -> Example:
-    """The example of the first process that has one, where this one has not; every process calls it.
+    """The example, from the first process that has one if this one has none. Every process calls it.
 
     Raises:
         ArgumentError: no process has one, or this one has given other shapes.
@@ -38,14 +38,14 @@ def shared(control: Control, example: Example) -> Example:
     if not any(has):
         if _tensors(example):
             raise ArgumentError(
-                "the example is on the meta device on every rank that gives one: the rank of the first stage at least "
+                "the example is on the meta device on every rank that gives one: at least the rank of the first stage "
                 "has to give real tensors, since the forward may branch on the values of integers"
             )
-        return example  # a function of the user's may cut what holds no tensors
+        return example  # there are no tensors in it: a function of the user's makes them
     first = has.index(True)
     outlines = control.gather(Outline.of_example(example) if control.world.name == first else None)
     problem = None if is_whole(example) else _difference(example, outlines[first].examples[0], first)
-    for text in control.gather(problem):  # on every rank, so that none waits for one that has raised
+    for text in control.gather(problem):  # all raise, so that none waits for one that has raised
         if text is not None:
             raise ArgumentError(text)
     if is_whole(example):

@@ -1,16 +1,17 @@
-"""What a module keeps from its forward for its own backward: in attributes, or in lists, dicts and objects there.
+"""What a module keeps from its forward for its own backward: in attributes, or in lists, dicts and objects there; or
+wherever else the recorded forward has left something, as in an attribute of a class or in a global dict.
 
-A reversible block notes the state of the random generators, to draw the same again when it runs itself again in
-backward. In plain training the backward of a microbatch follows its forward; in a pipeline other forwards may come
-between the two, and write over what was noted. So what a forward sets is kept for each microbatch, and put back for its
-backward.
+A reversible block notes the state of the random generators, so that it draws the same numbers when it runs itself again
+in backward. In plain training a microbatch's backward follows directly on its forward; in a pipeline other forwards may
+come between the two and overwrite what was noted. So whatever a forward sets is kept for each microbatch, and put back
+for its backward.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from penstock.partition.state.containers import is_container, refill
 from penstock.partition.state.library import OF_TORCH
-from penstock.partition.state.reach import DEPTH, LARGEST, is_of_others
+from penstock.partition.state.reach import DEPTH, LARGEST, Trace, is_of_others
 
 _MISSING = object()
 _NOT_PLAIN = (nn.Module, Tensor, type, FunctionType, ModuleType)
@@ -30,9 +31,9 @@ Key = tuple[int, str]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Attribute:
-    """One attribute of a module or of a plain object, whose `__dict__` is `holder`."""
+    """One attribute of a module, a class or a plain object, whose `__dict__` is `holder`."""
 
-    holder: dict[str, Any]
+    holder: MutableMapping[str, Any]
     name: str
 
     @property
@@ -78,15 +79,16 @@ Values = dict[Key, Any]
 
 
 class ContainerCopies:
-    """What the lists and dicts of some modules contain now, for a layer that is run again within a backward."""
+    """What the containers of some modules, and of `traces`, contain now, and which numbers their attributes hold, for a
+    layer that is run again within a backward."""
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        places = _Survey(modules).places.values()
-        self._contents = [(place, place.read()) for place in places if isinstance(place, Contents)]
+    def __init__(self, modules: Iterable[nn.Module], traces: Iterable[Trace] = ()) -> None:
+        found = [(place, place.read()) for place in _Survey(modules, traces).places.values()]
+        self._contents = [(p, held) for p, held in found if isinstance(p, Contents) or type(held) in (int, float)]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Meanwhile they contain that. What is put there or taken away meanwhile is forgotten."""
+        """Puts that back for a while. What is added or removed in the meantime is forgotten."""
         now = [place.read() for place, _ in self._contents]
         for place, contents in self._contents:
             place.write(contents)
@@ -99,7 +101,7 @@ class ContainerCopies:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What the places held before and after the forward of one microbatch, and after it was run again, if it was."""
+    """What the places held before and after the forward of a microbatch, and after it was run again, if it was."""
 
     before: Values
     after: Values
@@ -109,37 +111,41 @@ class Kept:
 class ForwardState:
     """What the modules of one stage hold between forward and backward.
 
-    Which places a forward sets is found out once: by comparing before and after it, until the first backward.
+    Which places a forward sets is learned by comparing before and after, in every forward before the first backward.
 
     Args:
         modules: whose forward the stage runs.
+        traces: other places in which forwards leave something.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], traces: Iterable[Trace] = ()) -> None:
         self._modules = list(dict.fromkeys(modules))
+        self._traces = tuple(traces)
         self._places: dict[Key, Place] = {}
         self._learning = True
         self._kept: dict[int, Kept] = {}
         self._latest = -1  # the microbatch of the last forward
 
     def begin_step(self) -> None:
-        """Drops what a step that raised may have left."""
+        """Drops anything left by a step that raised."""
         self._kept.clear()
 
     @contextmanager
     def forward(self, microbatch: int) -> Iterator[None]:
         """Around a forward: keeps what it sets."""
-        survey = _Survey(self._modules) if self._learning else None
+        survey = _Survey(self._modules, self._traces) if self._learning else None
         places = self._places if survey is None else survey.places
         before = {key: place.read() for key, place in places.items()}
         yield
         if survey is not None:
             # A list or an object that was not there before is known by the place that it has been put in.
-            found = [place for place in _Survey(self._modules).places.values() if survey.has_owner_of(place)]
+            found = [
+                place for place in _Survey(self._modules, self._traces).places.values() if survey.has_owner_of(place)
+            ]
             changed = [place for place in found if not place.holds(before.get(place.key, _MISSING))]
             new = {place.key: place for place in changed if place.key not in self._places}
             self._places.update(new)
-            for kept in self._kept.values():  # earlier forwards have left it as this one has found it
+            for kept in self._kept.values():  # earlier forwards left these places as this one found them
                 for values in (kept.before, kept.after):
                     values.update({key: before.get(key, _MISSING) for key in new})
         if self._places:
@@ -149,7 +155,7 @@ class ForwardState:
 
     @contextmanager
     def backward(self, microbatch: int) -> Iterator[None]:
-        """Around a backward: what its forward has set is there meanwhile."""
+        """Around a backward: puts back what its forward has set."""
         self._learning = False
         kept = self._kept.get(microbatch)
         if kept is None:
@@ -165,7 +171,7 @@ class ForwardState:
 
     @contextmanager
     def again(self, microbatch: int) -> Iterator[None]:
-        """Within a backward, around the stage's forward where it is run again: on what it was run on."""
+        """Around the stage's forward when it is run again within a backward: puts back what it found the first time."""
         kept = self._kept.get(microbatch)
         if kept is None:
             yield
@@ -177,8 +183,8 @@ class ForwardState:
     def _settle(self, microbatch: int, kept: Kept, now: Values) -> None:
         """Ends a backward. `now` is what was there before it.
 
-        Containers lose and gain what backward took away and added, also for backwards to come: a stack on which each
-        forward pushes and from which each backward pops ends empty, and one that backward leaves alone stays as it is.
+        What backward took from a container, or added to it, is taken or added for later backwards too: a stack that
+        forwards push on and backwards pop from ends up empty, and one that backward leaves alone stays as it is.
         """
         left = self._now()
         for key, value in now.items():
@@ -204,7 +210,7 @@ class ForwardState:
 
 
 def _renamed(contents: Any, again: Any, first: Any) -> Any:
-    """Contents of a container, with what a forward put there when it was run first, not when it was run again."""
+    """A container's contents, with what the first run of a forward put there in place of what the second run did."""
     renamed = contents.copy()
     renamed.clear()
     if isinstance(contents, dict):
@@ -218,7 +224,7 @@ def _renamed(contents: Any, again: Any, first: Any) -> Any:
 
 
 def _amended(contents: Any, before: Any, after: Any) -> Any:
-    """Contents of a container, in which what differs between `before` and `after` is changed alike."""
+    """A container's contents, changed in the same way as `before` was changed to give `after`."""
     if _same(before, after):
         return contents
     if _same(contents, before):
@@ -256,15 +262,19 @@ def _same(one: Any, other: Any) -> bool:
 
 
 class _Survey:
-    """All places that a forward may set: attributes of modules, and what lists, dicts and plain objects there hold."""
+    """All places that a forward may set: attributes of modules, what containers and plain objects there hold, and
+    `traces`."""
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], traces: Iterable[Trace] = ()) -> None:
         self.places: dict[Key, Place] = {}
         self._owners: dict[int, Any] = {}  # kept alive, or their ids could be given again
         level: list[Any] = list(modules)
         for depth in range(DEPTH):
             inside = [held for value in level for held in self._open(value)]
             level = [value for value in inside if _can_be_opened(value, is_attribute=depth == 0)]
+        for trace in traces:
+            self._owners[id(trace.holder)] = trace.holder
+            self._add(Contents(trace.holder) if trace.key is None else Attribute(trace.holder, trace.key))
 
     def _open(self, value: Any) -> list[Any]:
         """Adds a value's places, and returns what is in them."""
@@ -292,12 +302,12 @@ class _Survey:
         self.places[place.key] = place
 
     def has_owner_of(self, place: Place) -> bool:
-        """Whether there was the list, the dict or the object that a place is in."""
+        """Whether the container or object that a place is in was there."""
         return place.key[0] in self._owners
 
 
 def _can_be_opened(value: Any, *, is_attribute: bool) -> bool:
-    """Whether what a value holds is looked at. Objects of libraries are where they are attributes of a module."""
+    """Whether to look into a value. Objects of libraries are looked into only as attributes of a module."""
     if isinstance(value, tuple) or is_container(value):
         return len(value) <= LARGEST and not isinstance(value, set)
     if isinstance(value, _NOT_PLAIN) or not isinstance(getattr(value, "__dict__", None), dict):

@@ -1,7 +1,7 @@
 """Parameters and buffers that a stage's forward updates although its backward uses them.
 
 On one device a microbatch's backward finds what its own forward has left. With several microbatches in flight it may
-find what the forward of another has written, of which autograd knows nothing if that went through `.data`.
+find what another's forward has written, and autograd does not notice if that went through `.data`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.schedule import Action, Op
 
 
 class Overwritten:
-    """Around each computation of a stage: what its forward has left must be there, to the bit, in its backward.
+    """Around each computation of a stage: its backward must find, to the bit, what its forward has left.
 
     Args:
         row: the actions of the stage's rank, in order.
@@ -46,11 +46,14 @@ class Overwritten:
 
 
 def refuse_in_flight(stage: Stage, row: Iterable[Action]) -> None:
-    """Refuses a stage that updates what it remembers beside buffers and uses that in backward, where a forward may come
-    between.
+    """Refuses a stage whose forward updates tensors that it remembers (other than buffers) and that its backward uses,
+    if another microbatch's forward may come between the two.
 
     Args:
         row: the actions of the stage's rank, in order.
+
+    Raises:
+        PartitionError: so it is.
     """
     if not stage.overwritten_strays:
         return

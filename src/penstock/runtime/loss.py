@@ -13,6 +13,7 @@ from torch import Tensor
 from penstock.errors import ArgumentError
 from penstock.partition import Partition
 from penstock.runtime import exact
+from penstock.runtime.loss_order import LossState
 from penstock.runtime.loss_reads import check_graph, watching
 from penstock.runtime.streams import Streams
 
@@ -98,6 +99,7 @@ class LossHead:
         partitions: of each microbatch: what makes the model's output of what leaves the last stage.
         streams: random streams; the loss function has one for each microbatch.
         needed: whether a loss must come out.
+        pipelines: how many copies of the last stage there are.
     """
 
     def __init__(
@@ -107,8 +109,10 @@ class LossHead:
         streams: Streams,
         *,
         needed: bool,
+        pipelines: int = 1,
     ) -> None:
         self._loss = loss
+        self._state = LossState(loss if needed else None, pipelines)
         self._partitions = partitions
         self._streams = streams
         self._needed = needed
@@ -146,7 +150,11 @@ class LossHead:
             loss = own_loss(output)
         else:
             self._streams.begin_loss(microbatch)
-            with partition.leaving(leaves), nullcontext() if self._watched else watching(self._elsewhere):
+            with (
+                partition.leaving(leaves),
+                nullcontext() if self._watched else watching(self._elsewhere),
+                self._state.in_order(self.losses, microbatch),
+            ):
                 loss = None if self._targets is None else self._loss(output, self._targets[microbatch])
             if isinstance(loss, Tensor) and not self._watched:
                 check_graph(loss, self._elsewhere)

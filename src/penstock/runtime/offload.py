@@ -87,7 +87,8 @@ class Offload:
     @contextmanager
     def packing(self, microbatch: int) -> Iterator[None]:
         """Around a forward: what it saves goes to the host."""
-        self._stays = {local(tensor).untyped_storage().data_ptr() for tensor in self._held()}  # it may have new memory
+        held = (part for tensor in self._held() if (part := local(tensor)).layout is torch.strided)
+        self._stays = {part.untyped_storage().data_ptr() for part in held}  # it may have new memory
         self._microbatch = microbatch
         with saved_tensors_hooks(self._pack, _unpack):
             yield

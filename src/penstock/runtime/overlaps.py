@@ -38,8 +38,8 @@ class _Entry(NamedTuple):
 def refuse_overlaps(stages: Sequence[Stage], place_of: Callable[[int], Hashable]) -> None:
     """Raises ArgumentError if what is trained or updated in one place lies in memory that is used in another.
 
-    On one device all would see the change. Between processes they would drift apart. A parameter that has two names is
-    a tie, and is kept equal; parameters side by side in one allocation, even as columns of one matrix, share nothing.
+    On one device all would see the change; in several processes they would drift apart. A parameter that has two names
+    is a tie, and is kept equal. Parameters side by side in one allocation share nothing, nor do columns of one matrix.
 
     Args:
         place_of: the process, or the device, of a stage.

@@ -19,6 +19,7 @@ from penstock.errors import ArgumentError, PartitionError
 from penstock.partition import INPUT_OVERWRITTEN, OVERWRITTEN_BY, Stage
 from penstock.partition._compat import flatten, unflatten
 from penstock.partition.loan import map_tensors
+from penstock.partition.state.reach import Trace
 from penstock.partition.state.remembered import refuse_again
 from penstock.runtime import exact
 from penstock.runtime.forward_state import ContainerCopies
@@ -53,7 +54,8 @@ def with_recomputed_layers(stage: Stage, every: int) -> fx.GraphModule:
             )
         layer = module.get_submodule(str(node.target))
         node.target = f"recomputed_{number}"
-        again = _Again(layer, Buffers([layer], updated), copies=node.meta.get(INPUT_OVERWRITTEN, False))
+        copies = node.meta.get(INPUT_OVERWRITTEN, False)
+        again = _Again(layer, Buffers([layer], updated), stage.traces, copies=copies)
         module.add_submodule(node.target, again)
     module.recompile()
     return module
@@ -63,35 +65,37 @@ class _Again(nn.Module):
     """A layer that is run again in backward.
 
     Args:
+        traces: where the model's forward leaves something beside its result.
         copies: its inputs are updated in place before that, so that copies of them are kept.
     """
 
-    def __init__(self, layer: nn.Module, buffers: Buffers, *, copies: bool) -> None:
+    def __init__(self, layer: nn.Module, buffers: Buffers, traces: Sequence[Trace], *, copies: bool) -> None:
         super().__init__()
         self.layer = layer
         self._buffers_of_layer = buffers
+        self._traces = traces
         self._copies = copies
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.layer(*args, **kwargs)
         names = tuple(kwargs)
-        call = _Call(self.layer, names, self._buffers_of_layer.copy(), ContainerCopies(self.layer.modules()))
+        containers = ContainerCopies(self.layer.modules(), self._traces)
+        call = _Call(self.layer, names, self._buffers_of_layer.copy(), containers)
         given = (*args, *kwargs.values())
         flat = flatten(given, empty=True)
         if not self._copies and _are(flat.leaves, given):  # tensors and plain values
-            return checkpoint(call, *given, use_reentrant=False, context_fn=call.contexts)
+            return call.checkpointed(given)
         call.first = given  # objects that the first run may change are handed over as they are
         if self._copies:
             tensors = [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
             call.takes_gradient = [tensor.requires_grad for tensor in tensors]
             flat = flat._replace(leaves=[_copy(x) if isinstance(x, Tensor) else x for x in flat.leaves])
-        kept = unflatten(flat.leaves, flat.structure)
-        return checkpoint(call, *kept, use_reentrant=False, context_fn=call.contexts)
+        return call.checkpointed(unflatten(flat.leaves, flat.structure))
 
 
 class _Call:
-    """One call of a layer, which `checkpoint` makes twice.
+    """One call of a layer, which `checkpoint` makes twice; or more often, if its backward calls autograd itself.
 
     Attributes:
         first: what the first run takes in place of the copies that are kept.
@@ -104,6 +108,13 @@ class _Call:
         self._layer, self._names, self._buffers, self._containers = layer, names, buffers, containers
         self.first: Sequence[Any] | None = None
         self.takes_gradient: Sequence[bool] | None = None
+        self._has_run = False
+
+    def checkpointed(self, kept: Sequence[Any]) -> Any:
+        """The first run, and what it takes to run again on what is kept."""
+        results = checkpoint(self, *kept, use_reentrant=False, context_fn=lambda: (nullcontext(), _AsBefore(self)))
+        self._has_run = True
+        return results
 
     def __call__(self, *given: Any) -> Any:
         if self.first is not None:
@@ -114,14 +125,33 @@ class _Call:
         positional = len(given) - len(self._names)
         return self._layer(*given[:positional], **dict(zip(self._names, given[positional:], strict=True)))
 
-    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Around the first run and around the second."""
-        return nullcontext(), self._as_before()
-
     @contextmanager
-    def _as_before(self) -> Iterator[None]:
+    def as_before(self) -> Iterator[None]:
+        """Around each run again."""
+        if not self._has_run:
+            raise PartitionError(
+                f"recompute: a {type(self._layer).__name__} takes a gradient within its own forward "
+                "(torch.autograd.grad), which would run it again there, and draw and update everything once more; "
+                "choose recompute='always' for its stage, or 'never'"
+            )
         with self._buffers.in_place(), self._containers.in_place():
             yield
+
+
+class _AsBefore:
+    """The same context as often as it is entered, where `checkpoint` keeps one for all runs."""
+
+    def __init__(self, call: _Call) -> None:
+        self._call = call
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        context = self._call.as_before()
+        context.__enter__()
+        self._entered.append(context)
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
 
 
 def _are(leaves: Sequence[Any], given: Sequence[Any]) -> bool:

@@ -4,19 +4,27 @@ In plain torch the second run updates the running statistics once more, at once 
 forwards of other microbatches may come between the two, and an average depends on the order of what goes into it. So a
 module's forward makes all its updates at once, as often as its microbatch will, and what runs in backward makes none.
 How often that is, is learned from the first backward; the updates until then are made again in their right order.
+
+So what a forward computes must not depend on these buffers: in plain torch they are between two updates there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from penstock.errors import PartitionError
+from penstock.partition._compat import storage_of
+from penstock.partition.loan import same_bits
+from penstock.partition.objects import tensors_in
+from penstock.runtime.backward_updates import LOOKS, Reads
 from penstock.runtime.kept import Kept
 from penstock.runtime.recompute import BufferCopies, Buffers
 
@@ -40,27 +48,63 @@ class RepeatedUpdates:
     """
 
     def __init__(
-        self, modules: Iterable[nn.Module], updated: Iterable[Tensor], checkpointed: Sequence[nn.Module] = ()
+        self,
+        modules: Iterable[nn.Module],
+        updated: Mapping[str, Tensor],
+        checkpointed: Sequence[nn.Module] = (),
+        *,
+        is_compiled: bool = False,
     ) -> None:
-        wanted = {id(buffer) for buffer in updated}
+        names = {id(buffer): name for name, buffer in updated.items()}
         self._watched = [
-            _Watched(module, checkpointed.count(module))
+            _Watched(module, name, checkpointed.count(module))
             for module in dict.fromkeys(modules)
-            if any(id(buffer) in wanted for buffer in module._buffers.values())
+            if (name := next((names[id(b)] for b in module._buffers.values() if id(b) in names), None)) is not None
         ]
         self._learning = True
+        self._names = {storage_of(buffer): name for name, buffer in updated.items()}
+        self._looks = not is_compiled
+        self._read: Collection[str] = ()
 
     @contextmanager
     def forward(self, microbatch: int) -> Iterator[None]:
         """Around a forward of the stage."""
 
         def entered(each: _Watched) -> Hook:
-            return partial(each.note, microbatch) if self._learning and not each.known else each.update_again
+            learns = self._learning and not each.known
+            return partial(each.note if learns else each.update_again, microbatch)
 
-        with ExitStack() as stack:
+        with self._reads_of_others() if self._looks and self._watched else nullcontext(), ExitStack() as stack:
             for each in self._watched:
                 stack.enter_context(each.module.register_forward_pre_hook(entered(each)))
             yield
+        self._refuse_reads()
+
+    @contextmanager
+    def _reads_of_others(self) -> Iterator[None]:
+        """Around the first forward: notes which buffers are read, other than by the modules that update them."""
+        self._looks = False
+        with Reads(self._names) as reads, ExitStack() as stack:
+            for each in self._watched:
+                own = each.storages()
+
+                def enter(_: nn.Module, args: Any, own: Collection[int] = own) -> None:
+                    reads.ignored |= {*own}
+
+                def leave(_: nn.Module, args: Any, result: Any, own: Collection[int] = own) -> None:
+                    reads.ignored -= {*own}
+
+                stack.enter_context(each.module.register_forward_pre_hook(enter))
+                stack.enter_context(each.module.register_forward_hook(leave, always_call=True))
+            yield
+        self._read = reads.found
+
+    def _refuse_reads(self) -> None:
+        """Raises PartitionError if others read what a module updates that is run again."""
+        for each in self._watched if self._read else ():
+            name = next((n for key in each.storages() if (n := self._names.get(key)) in self._read), None)
+            if name is not None and (each.known or not self._learning):
+                raise _between_updates(name, "is read by the module around it")
 
     @contextmanager
     def backward(self, microbatch: int) -> Iterator[None]:
@@ -73,34 +117,49 @@ class RepeatedUpdates:
         if self._learning:
             self._learning = False
             self._watched = [each for each in self._watched if each.learn(microbatch)]
+            self._refuse_reads()
+        for each in self._watched:
+            each.check(microbatch)
 
     def begin_step(self) -> None:
         """Forgets what a step that raised may have left."""
-        if self._learning:
-            for each in self._watched:
-                each.forget()
+        for each in self._watched:
+            each.begin_step(learning=self._learning)
 
 
 class _Watched:
-    """One module. Its hooks are there while the stage runs; called after the first backward, it is run again in all."""
+    """One module, by the name of a buffer of its own.
 
-    def __init__(self, module: nn.Module, checkpointed: int) -> None:
+    Its hooks are there while the stage runs; called after the first backward, it is run again in all.
+    """
+
+    def __init__(self, module: nn.Module, name: str, checkpointed: int) -> None:
         if checkpointed > 1:
             raise _unknown_order(module, checkpointed)
-        self.module = module
+        self.module, self._name = module, name
         self.known = bool(checkpointed)
         self._buffers = Buffers([module], [buffer for buffer in module._buffers.values() if buffer is not None])
         self._first: BufferCopies | None = None
         self._calls: list[_Call] = []
         self._again = checkpointed
+        self._due: Counter[int] = Counter()  # by microbatch: how often its backward is to run the module again
+        self._ran = 0  # and how often this one has
         self._own = dict(module._buffers)
         self._is_ours = False  # whether the call in backward is one that the pipeline makes, on copies of the buffers
         self._aside: list[AbstractContextManager[None]] = []
+        self._looks = LOOKS
 
-    def forget(self) -> None:
-        """As if nothing had run."""
-        self._first, self._again = None, int(self.known)
-        self._calls.clear()
+    def storages(self) -> set[int]:
+        """The memory of its own buffers."""
+        return {storage_of(buffer) for buffer in self._own.values() if buffer is not None}
+
+    def begin_step(self, *, learning: bool) -> None:
+        """Forgets what a step that raised may have left; while learning, as if nothing had run."""
+        self._due.clear()
+        self._ran = 0
+        if learning:
+            self._first, self._again = None, int(self.known)
+            self._calls.clear()
 
     def note(self, microbatch: int, module: nn.Module, args: Any) -> None:
         """Before a call in a forward, while it is not known whether backward runs it again."""
@@ -108,9 +167,10 @@ class _Watched:
             self._first = self._first or self._buffers.copy()
             self._calls.append(_Call(microbatch, [Kept.of(arg) if isinstance(arg, Tensor) else arg for arg in args]))
 
-    def update_again(self, module: nn.Module, args: Any) -> None:
+    def update_again(self, microbatch: int, module: nn.Module, args: Any) -> None:
         """Before a call in a forward: makes the updates that backward will not make."""
         if module.training:
+            self._due[microbatch] += self._again
             self._update(args, self._again)
 
     def put_aside(self, module: nn.Module, _args: Any) -> None:
@@ -123,11 +183,12 @@ class _Watched:
     def put_back(self, module: nn.Module, _args: Any, _result: Any) -> None:
         """After a call in backward, which checkpointing may have ended as soon as it had what it needs."""
         self._aside.pop().__exit__(None, None, None)
-        self._again += self._first is not None and not self._is_ours
+        self._ran += module.training and not self._is_ours
 
     def learn(self, microbatch: int) -> bool:
         """Puts right what the forwards before the first backward have left; whether the module is run again at all."""
         calls, self._calls = self._calls, []
+        self._again += self._ran if self._first is not None else 0
         in_forward = sum(call.microbatch == microbatch for call in calls)
         if self.known or not self._again:
             return self.known
@@ -141,8 +202,20 @@ class _Watched:
                 buffer.copy_(copy)
         self._first = None
         for call in calls:
+            self._due[call.microbatch] += self._again
             self._update([self._given(arg) if isinstance(arg, Kept) else arg for arg in call.args], 1 + self._again)
         return True
+
+    def check(self, microbatch: int) -> None:
+        """After a backward. Raises PartitionError if it has not run the module as often as its forward took for
+        granted."""
+        due, ran, self._ran = self._due.pop(microbatch, 0), self._ran, 0
+        if not self.known and ran != due:
+            raise PartitionError(
+                f"the backward of microbatch {microbatch} has run a {type(self.module).__name__} that updates buffers "
+                f"{ran} times, where its forward has counted on {due}, as in the first microbatch. If gradient "
+                "checkpointing has been switched on or off in the model, make a new pipeline"
+            )
 
     def _given(self, arg: Kept) -> Tensor:
         if arg.is_changed:
@@ -155,9 +228,30 @@ class _Watched:
 
     def _update(self, args: Sequence[Any], times: int) -> None:
         detached = [arg.detach() if isinstance(arg, Tensor) else arg for arg in args]
-        with torch.no_grad():
-            for _ in range(times):
-                self.module.forward(*detached)
+        if isinstance(self.module, _BatchNorm):  # what it returns in training depends on the batch alone
+            with torch.no_grad():
+                for _ in range(times):
+                    self.module.forward(*detached)
+            return
+        for _ in range(times):
+            with torch.no_grad(), self._same_draws():
+                result = self.module.forward(*detached)
+            if self._looks:
+                self._looks -= 1
+                self._refuse_dependence(result, detached)
+
+    def _same_draws(self) -> AbstractContextManager[None]:
+        """What is drawn within is drawn behind it again."""
+        held = [buffer for buffer in self._own.values() if buffer is not None]
+        return torch.random.fork_rng({buffer.get_device() for buffer in held if buffer.is_cuda})
+
+    def _refuse_dependence(self, result: Any, args: Sequence[Any]) -> None:
+        """Raises PartitionError if the module gives something else after its last update than before it."""
+        with self._buffers.copy().in_place(), torch.no_grad(), self._same_draws():
+            again = self.module.forward(*args)
+        pairs = zip(tensors_in(result), tensors_in(again), strict=False)
+        if any(one.shape != other.shape or not same_bits(one, other) for one, other in pairs):
+            raise _between_updates(self._name, f"decides what its {type(self.module).__name__} returns")
 
 
 def _unknown_order(module: nn.Module, calls: int) -> PartitionError:
@@ -165,4 +259,12 @@ def _unknown_order(module: nn.Module, calls: int) -> PartitionError:
         f"a {type(module).__name__} that updates buffers is called {calls} times in a forward that runs itself "
         "again in backward; in which order its updates would be made is not known. Switch gradient checkpointing "
         "off in the model, and choose recompute='always' instead"
+    )
+
+
+def _between_updates(name: str, what: str) -> PartitionError:
+    return PartitionError(
+        f"buffer {name!r} {what}, in a forward that runs itself again in backward: plain torch updates it in both "
+        "runs, and computes with other values in the first than in the second. Switch gradient checkpointing off in "
+        "the model, and choose recompute='always' instead"
     )

@@ -44,6 +44,7 @@ class Average:
             return all_reduce(tensors, groups.replicas)
 
         self.position = position
+        self.parameters = tuple(parameters)
         self._open = False
         self._sums = [
             GradientSum(bucket, reduce, dist.get_world_size(groups.replicas)) for bucket in buckets(parameters)
@@ -87,6 +88,7 @@ class Replicas:
         numbers = (world.everyone.index(rank) for rank in world.replicas)
         self.others = tuple(number for number in numbers if number != world.name)
         self.behind = False
+        self._owed: dict[int, nn.Parameter] = {}
 
     def averages(self, stages: Iterable[Stage], tied: Iterable[nn.Parameter]) -> dict[int, Average]:
         """What averages the gradients of this process's stages, by stage.
@@ -103,10 +105,11 @@ class Replicas:
         }
         own = {stage: [p for p in some if id(p) not in shared] for stage, some in trained.items()}
         own[SHARED] = list({id(p): p for some in trained.values() for p in some if id(p) in shared}.values())
-        return {
-            stage: Average(some, self._groups, Position(f"{'' if stage == SHARED else stage}REDUCE_GRAD", self.others))
-            for stage, some in own.items()
-        }
+        return {stage: self._average(some, stage) for stage, some in own.items()}
+
+    def _average(self, parameters: Sequence[nn.Parameter], stage: int) -> Average:
+        position = Position(f"{'' if stage == SHARED else stage}REDUCE_GRAD", self.others)
+        return Average(parameters, self._groups, position)
 
     def _is_sharded(self, parameter: Tensor) -> bool:
         """Whether `fully_shard` averages its gradient itself."""
@@ -120,13 +123,28 @@ class Replicas:
     def end_step(self, averages: Mapping[int, Average], buffers: Sequence[Tensor], watched: Watched) -> None:
         """After a step: waits for the averages; gives every replica the first one's `buffers`, as DDP does."""
         self.behind = not self.active
+        trained = {id(parameter): parameter for average in averages.values() for parameter in average.parameters}
         if self.active:
             averages[SHARED].start()
             for average in averages.values():
                 watched.position = average.position
                 average.end_step()
+            if late := [parameter for key, parameter in self._owed.items() if key not in trained]:
+                self._average_late(late, watched)
+            self._owed.clear()
+        else:
+            self._owed.update(trained)
         watched.position = Position("buffers", self.others)
         copy_from_first(buffers, self._groups.replicas)
+
+    def _average_late(self, parameters: Sequence[nn.Parameter], watched: Watched) -> None:
+        """Averages what steps that did not average have left for parameters that this step does not train: they have
+        been frozen since, or another kind of batch does not use them."""
+        average = self._average(parameters, SHARED)
+        watched.position = average.position
+        average.begin_step(set_aside=False)
+        average.start()
+        average.end_step()
 
     def mean(self, weight: float, *, training: bool, settings: int, watched: Watched) -> float:
         """The mean of a weight over the replicas. Each of them calls it, before each step.

@@ -16,6 +16,7 @@ from penstock.errors import ArgumentError, PartitionError, PenstockError
 from penstock.partition import KEPT_PARTITIONS, Partition, Partitioner, Stage, default_kwargs, retarget
 from penstock.runtime.copies import with_copies
 from penstock.runtime.distribution import check_sharding
+from penstock.runtime.elsewhere import elsewhere
 from penstock.runtime.engine import Engine
 from penstock.runtime.materialize import Materialize, materialize
 from penstock.runtime.outline import Example, Outline, telling_rows
@@ -352,8 +353,8 @@ class SplitModel:
         if not engine.world.is_local:
             here = set().union(*(kept[rank] for rank in engine.ranks))
             released: dict[int, Tensor] = {}
-            for module in self._modules:
-                _release(module, here, released)
+            for path, module in named:
+                _release(module, f"{path}." if path else "", here, released)
         for rank in engine.ranks:
             if engine.devices[rank].type == "meta":
                 continue  # nothing is to run there
@@ -377,14 +378,12 @@ def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
     yield from module.buffers(recurse=False)
 
 
-def _release(module: nn.Module, kept: set[int], released: dict[int, Tensor]) -> None:
+def _release(module: nn.Module, path: str, kept: set[int], released: dict[int, Tensor]) -> None:
     """Moves what is not kept to the meta device. What has several names stays one object, as names follow from it."""
     for names in (module._parameters, module._buffers):
         for name, tensor in list(names.items()):
-            if tensor is None or id(tensor) in kept or tensor.is_meta:
+            if tensor is None or id(tensor) in kept:
                 continue
             if id(tensor) not in released:
-                empty = torch.empty_like(tensor, device="meta")
-                is_parameter = isinstance(tensor, nn.Parameter)
-                released[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+                released[id(tensor)] = elsewhere(tensor, path + name)
             setattr(module, name, released[id(tensor)])

@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.errors import PartitionError
 from penstock.runtime import exact
+from penstock.runtime.backward_counts import BackwardCounts
 from penstock.runtime.backward_draws import BackwardDraws
 from penstock.runtime.backward_updates import BackwardUpdates
 from penstock.runtime.deferred_norm import DeferredNorms
@@ -54,6 +55,7 @@ class Extras:
         forward_state: keeps what modules leave in their attributes for their own backward.
         repeated: orders the updates of modules that run themselves again in backward.
         updates: refuses other updates of buffers in backward.
+        counts: refuses what a backward adds up elsewhere, where the stage has copies.
     """
 
     keeper: Keeper | None = None
@@ -65,12 +67,14 @@ class Extras:
     forward_state: ForwardState | None = None
     repeated: RepeatedUpdates | None = None
     updates: BackwardUpdates | None = None
+    counts: BackwardCounts | None = None
 
     @contextmanager
     def forward(self, microbatch: int) -> Iterator[None]:
         """Around a forward, when it is run first."""
         with (
             nullcontext() if self.updates is None else self.updates.forward(microbatch),
+            nullcontext() if self.counts is None else self.counts.forward(),
             nullcontext() if self.forward_state is None else self.forward_state.forward(microbatch),
             nullcontext() if self.repeated is None else self.repeated.forward(microbatch),
         ):
@@ -82,6 +86,7 @@ class Extras:
         with (
             nullcontext() if self.repeated is None else self.repeated.backward(microbatch),
             nullcontext() if self.updates is None else self.updates.refused(microbatch),
+            nullcontext() if self.counts is None else self.counts.refused(),
         ):
             yield
 
@@ -134,7 +139,7 @@ class StageRunner:
         self._streams = streams
         self._draw_offsets = draw_offsets
         self._training = training
-        self._draws = BackwardDraws(meta.index, device)
+        self._draws = BackwardDraws(meta.index, device, streams)
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._tracked = [p for p, i in enumerate(meta.inputs) if training and i.meta.requires_grad]
         self._untracked_outputs = [p for p, o in enumerate(meta.outputs) if training and not o.meta.requires_grad]
@@ -285,7 +290,8 @@ class StageRunner:
     def weight_backward(self, microbatch: int) -> None:
         """Runs W: what I left of a microbatch's backward."""
         assert self.split is not None
-        with self._draws.refused():
+        updates = self._extras.updates
+        with nullcontext() if updates is None else updates.refused_at_w(microbatch), self._draws.refused():
             self.split.weight_gradients(microbatch)
 
     def send_values(self, microbatch: int, route: Route) -> None:
@@ -325,7 +331,9 @@ class StageRunner:
             if outputs[position].requires_grad:
                 raise PartitionError(
                     f"value {self.meta.outputs[position].name!r} of stage {self.meta.index} takes a gradient, but did "
-                    "not when the model was recorded; build the pipeline again after changing requires_grad"
+                    "not when the model was recorded. If requires_grad was changed, build the pipeline again. If a "
+                    "block before it leaves its parameters out by chance, take all such blocks apart with opens=[...]; "
+                    "if for some inputs, move the cut behind one that never does (cuts=[...])"
                 )
 
 

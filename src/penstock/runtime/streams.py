@@ -53,13 +53,17 @@ class Streams:
         self.first_microbatch = 0
         """Of this replica in the whole batch: each replica draws what one device would for its part of the batch."""
         self.seeds_foreign = False
-        """Whether Python's and numpy's generators are set as torch's are: if a model that is bound draws from them."""
+        """Whether Python's and numpy's generators are set as torch's are: if a model that is bound draws from them. For
+        a loss function, of which nobody knows that, they always are."""
+        self.seedings = 0
+        """How often the generators were set."""
         self._keys: dict[str, int] = {}
         self._calls: dict[str, int] = {}
         self._drawn: dict[tuple[str, int], int] = {}
         self._again = False
         self._step = -1
         self._base: int | None = None
+        self._began_loss = False
         self._generators: tuple[torch.Generator, ...] = ()
         self._handles: list[RemovableHandle] = []
         self._hooked: set[int] = set()
@@ -87,12 +91,12 @@ class Streams:
         states = [generator.get_state() for generator in self._generators]
         numpy = sys.modules.get("numpy")
         foreign = random.getstate(), numpy.random.get_state() if numpy else None
-        self._step = step
+        self._step, self._began_loss = step, False
         try:
             yield
         finally:
             self._base = None
-            if self.seeds_foreign:
+            if self.seeds_foreign or self._began_loss:
                 random.setstate(foreign[0])
                 if numpy:
                     numpy.random.set_state(foreign[1])
@@ -114,7 +118,8 @@ class Streams:
 
     def begin_loss(self, microbatch: int) -> None:
         """Sets the stream of a loss function, which may draw as well."""
-        self._seed(mix(self.seed, self._step, self.first_microbatch + microbatch, _LOSS))
+        self._began_loss = True
+        self._seed(mix(self.seed, self._step, self.first_microbatch + microbatch, _LOSS), foreign=True)
 
     def enter(self, name: str) -> None:
         """Sets the stream of the next call of `name`."""
@@ -143,10 +148,11 @@ class Streams:
         self._calls[name] = call + 1
         return call
 
-    def _seed(self, seed: int) -> None:
+    def _seed(self, seed: int, *, foreign: bool = False) -> None:
+        self.seedings += 1
         for generator in self._generators:
             generator.manual_seed(seed)
-        if self.seeds_foreign:
+        if foreign or self.seeds_foreign:
             random.seed(seed)
             if (numpy := sys.modules.get("numpy")) is not None:
                 numpy.random.seed((seed & 0xFFFFFFFF, seed >> 32))

@@ -1,8 +1,8 @@
 """Hooks on the gradient of a parameter that several stages hold.
 
-In plain torch a hook is called once in each backward, with the sum over all uses of the parameter, or with what is
-accumulated so far. Each stage has a backward of its own, and so a share of that sum; each copy of a stage, as
-bidirectional schedules have them, accumulates the gradients of its own microbatches.
+In plain torch a hook is called once per backward, with the sum over all uses of the parameter, or with what has been
+accumulated so far. Here each stage has a backward of its own, and so only a share of that sum; and in bidirectional
+schedules each copy of a stage accumulates the gradients of its own microbatches.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Tied(NamedTuple):
     """A parameter that several stages hold.
 
     Attributes:
-        name: its canonical one.
+        name: its canonical name.
         stages: those that hold it.
-        in_one_backward: whether one microbatch passes several of them; otherwise they are copies of one stage.
+        in_one_backward: whether one microbatch passes through several of them; if not, they are copies of one stage.
     """
 
     name: str
@@ -37,7 +37,9 @@ def tied_among(stages: Sequence[Stage], here: Iterable[Stage], pipelines: int) -
     """The parameters of this process's stages that several stages hold.
 
     Args:
-        stages: of all pipelines, one pipeline's after another's.
+        stages: all stages, pipeline by pipeline.
+        here: the stages of this process.
+        pipelines: how many copies of the model there are.
     """
     held = {name: parameter for stage in here for name, parameter in stage.parameters.items()}
     in_one = ties([stage.meta for stage in stages[: len(stages) // pipelines]])
@@ -46,12 +48,12 @@ def tied_among(stages: Sequence[Stage], here: Iterable[Stage], pipelines: int) -
 
 
 def refuse_hooks(tied: Iterable[Tied]) -> None:
-    """Raises PartitionError if one has a hook on its gradient that would see a share of it."""
+    """Raises PartitionError if one of them has a hook that would see only a share of the gradient."""
     for name, stages, parameter, in_one_backward in tied:
         if has_accumulation_hooks(parameter) or (in_one_backward and has_gradient_hooks(parameter)):
             raise PartitionError(
                 f"parameter {name!r} has a hook on its gradient (register_hook or register_post_accumulate_grad_hook), "
                 f"and is held by stages {list(stages)}: each would call the hook with its own share of the gradient, "
-                "not with the sum, as plain training does. Choose cuts, or a schedule, with which one stage holds it, "
+                "not with the sum, as plain training does. Choose cuts or a schedule so that only one stage holds it, "
                 "or remove the hook and change the gradient after the step (p.grad, before optimizer.step())"
             )

@@ -88,11 +88,7 @@ def exact(
     solver.parameters.max_time_in_seconds = max(0.01, seconds - (time.monotonic() - began))
     solver.parameters.num_workers = workers
     solver.parameters.random_seed = seed % 2**31
-    status = solver.solve(model.model)
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE, cp_model.UNKNOWN):
-        raise ScheduleError(
-            f"the solver says {solver.status_name(status)} where a schedule is known: a defect of exact"
-        )
+    status = _solve(solver, model)
     bound = max(start.lower_bound_seconds, solver.best_objective_bound / model.scale)
     solved = None if status == cp_model.UNKNOWN else _better(asked, model.rows(solver), start.objective_seconds)
     schedule = start.schedule if solved is None else asked.schedule("exact", solved)
@@ -106,6 +102,18 @@ def exact(
         search_seconds=time.monotonic() - began,
         cut_off=status != cp_model.OPTIMAL,
     )
+
+
+def _solve(solver: cp_model.CpSolver, model: _Model) -> cp_model.CpSolverStatus:
+    """Runs the solver, and returns how it ended. Raises ScheduleError if it denies that there is any schedule."""
+    from ortools.sat.python import cp_model
+
+    status = solver.solve(model.model)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE, cp_model.UNKNOWN):
+        raise ScheduleError(
+            f"the solver says {solver.status_name(status)}, although a schedule is known: this is a defect of exact"
+        )
+    return status
 
 
 def _better(asked: Problem, rows: Rows, than: float) -> Rows | None:

@@ -47,17 +47,18 @@ def time_rows(
     since: float = 0.0,
     effort: Effort | None = None,
 ) -> Timing | None:
-    """Each action as soon as it can.
+    """When each action runs, if it starts as soon as it can.
 
-    None if ranks wait for each other in a circle, an action for a later one, or the objective is more than `most`.
+    None if ranks wait for each other in a circle, or an action waits for a later one of its own rank, or the objective
+    exceeds `most`.
 
     Args:
         problem: what is asked.
         rows: the lanes of each rank.
-        most: as soon as it is sure that the objective is more, the answer is None.
-        before, since: the timing of rows that are the same but for actions that started at `since` or later: what
+        most: the timing stops once it is certain that the objective exceeds this.
+        before, since: the timing of rows that differ only in actions that started at `since` or later: whatever
             started sooner is taken from there.
-        effort: gets what it took.
+        effort: counts the actions that were timed.
     """
     seconds, need, lag = problem.seconds, problem.need, problem.lag
     starts, ends, at, now, idle = _resumed(problem, before, since)

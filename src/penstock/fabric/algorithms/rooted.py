@@ -27,12 +27,8 @@ def broadcast_chain(ranks: int, pieces: int = 8) -> StepList:
         ranks: any number.
         pieces: more fill the chain better, and take more rounds.
     """
-    checked_pieces(pieces)
-    rounds = []
-    for number in range(ranks - 2 + pieces):
-        under_way = [(rank, number - rank) for rank in range(ranks - 1) if 0 <= number - rank < pieces]
-        rounds.append(tuple(Move(rank, rank + 1, piece, 1, piece) for rank, piece in under_way))
-    return StepList("broadcast", "chain", ranks, pieces, pieces, tuple(rounds))
+    rounds = tuple(tuple(Move(hop, hop + 1, piece, 1, piece) for hop, piece in hops) for hops in _chain(ranks, pieces))
+    return StepList("broadcast", "chain", ranks, pieces, pieces, rounds)
 
 
 def reduce_binomial(ranks: int) -> StepList:
@@ -51,14 +47,12 @@ def reduce_chain(ranks: int, pieces: int = 8) -> StepList:
         ranks: any number.
         pieces: more fill the chain better, and take more rounds.
     """
-    checked_pieces(pieces)
-    rounds = []
-    for number in range(ranks - 2 + pieces):
-        under_way = [(rank, number - (ranks - 1 - rank)) for rank in range(1, ranks)]
-        rounds.append(
-            tuple(Move(rank, rank - 1, piece, 1, piece, adds=True) for rank, piece in under_way if 0 <= piece < pieces)
-        )
-    return StepList("reduce", "chain", ranks, pieces, pieces, tuple(rounds))
+    last = ranks - 1
+    rounds = tuple(
+        tuple(Move(last - hop, last - hop - 1, piece, 1, piece, adds=True) for hop, piece in reversed(hops))
+        for hops in _chain(ranks, pieces)
+    )
+    return StepList("reduce", "chain", ranks, pieces, pieces, rounds)
 
 
 def scatter_binomial(ranks: int) -> StepList:
@@ -69,6 +63,15 @@ def scatter_binomial(ranks: int) -> StepList:
 def gather_binomial(ranks: int) -> StepList:
     """Each rank passes on what it has gathered: ceil(log2 n) rounds, (n-1)/n of the size into the root."""
     return StepList("gather", "binomial", ranks, ranks, ranks, mirrored(_scattered(ranks)))
+
+
+def _chain(ranks: int, pieces: int) -> list[list[tuple[int, int]]]:
+    """For each round the hops of the chain that are in use, and the piece that each of them carries."""
+    checked_pieces(pieces)
+    return [
+        [(hop, number - hop) for hop in range(ranks - 1) if 0 <= number - hop < pieces]
+        for number in range(ranks - 2 + pieces)
+    ]
 
 
 def _scattered(ranks: int) -> Rounds:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 NONE = "n/a"
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 
@@ -31,3 +33,13 @@ def percent(value: float | None) -> str:
 def cut(name: str, most: int) -> str:
     """A name that fits: its end, which tells layers apart."""
     return name if len(name) <= most else "\u2026" + name[len(name) - most + 1 :]
+
+
+def cut_apart(names: Sequence[str], most: int) -> list[str]:
+    """Names that fit: their ends, unless these would make different names the same; then beginnings and ends."""
+    ends = [cut(name, most) for name in names]
+    if len(set(ends)) == len(set(names)):
+        return ends
+    first = most // 2
+    last = most - first - 1
+    return [name if len(name) <= most else f"{name[:first]}\u2026{name[len(name) - last :]}" for name in names]

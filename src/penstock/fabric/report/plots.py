@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.fabric.report.facts import rate_unit
-from penstock.fabric.report.numbers import cut
+from penstock.fabric.report.numbers import cut, cut_apart
 from penstock.fabric.report.style import (
     COLOURS,
     INK,
@@ -39,6 +39,9 @@ MOST_DOTS = 800
 
 MOST_LANES = 24
 """Ranks of a timeline."""
+
+MOST_LETTERS = 28
+"""Of a name in a legend, or above a small picture."""
 
 MOST_MARKED = 40
 """Outliers of a transfer that are marked, the slowest first."""
@@ -97,24 +100,24 @@ def _cdf(run: Run, times: Floats) -> str:
     figure = blank(9.6, 3.5)
     left, right = figure.subplots(1, 2)
     trials, count = times.shape
-    colour, name, named = colours(count), names(run), _named(count)
+    colour, name, named = colours(count), cut_apart(names(run), MOST_LETTERS), _named(count)
     for number in range(count):
         ordered = np.sort(times[:, number])
         at = _kept(trials)
         style = {"color": colour[number], "lw": 1.6 if count <= len(COLOURS) else 1.0}
-        label = {"label": cut(name[number], 24)} if number in named else {}
+        label = {"label": name[number]} if number in named else {}
         left.plot(ordered[at], (at + 1) / trials, drawstyle="steps-post", **style)
         # P(T >= the i-th smallest) is the share of samples from it on; the line ends at the largest.
         right.plot(ordered[at], (trials - at) / trials, drawstyle="steps-pre", **style, **label)
     for axes in (left, right):
         axes.set_xscale("log")
         axes.set_xlim(times.min() / 1.1, times.max() * 1.15)
-        seconds_axis(axes.xaxis)
+        seconds_axis(axes.xaxis, least=0.16)
         axes.set_xlabel("completion time, slowest rank")
     left.set(title="Share of trials that had ended", ylim=(0, 1.01))
-    left.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    left.yaxis.set_major_formatter(_percent)
     right.set(title="Share of trials that took at least as long", yscale="log", ylim=(0.7 / trials, 1.2))
-    right.yaxis.set_major_formatter(lambda value, _: f"{value * 100:g}%")
+    right.yaxis.set_major_formatter(_percent)
     right.yaxis.set_minor_locator(_none())
     for share, text in ((0.5, "p50"), (0.1, "p90"), (0.01, "p99"), (0.001, "p99.9")):
         if share >= 1 / trials:
@@ -132,6 +135,11 @@ def _kept(samples: int, most: int = 400) -> NDArray[np.int64]:
     even = np.linspace(0, samples - 1, most // 2)
     tail = samples - 1 - np.geomspace(1, samples, most // 2) + 1
     return np.unique(np.concatenate([even, tail, np.arange(samples - 20, samples)]).round().astype(np.int64))
+
+
+def _percent(share: float, _position: int | None = None) -> str:
+    """A tick's share: with as many digits as it has, or ticks 2.5% apart would seem to be 2% and 3% apart."""
+    return f"{share * 100:g}%"
 
 
 def _none() -> Any:
@@ -229,11 +237,11 @@ def _ideal(transfer: dict[str, Any], rate: float) -> float | None:
 
 
 def _links(axes: Axes, results: dict[str, Any], scale: float, unit: str) -> None:
-    """The bandwidth of the slowest link that was measured, which no busbw can pass."""
+    """The bandwidth of the slowest link that was measured. An algorithm that avoids this link may be faster."""
     speeds = [link["bytes_per_second"] for link in results.get("links") or () if link.get("bytes_per_second")]
     if speeds:
         value = min(speeds) / 1e9 * scale
-        axes.axhline(value, color=MUTED, lw=0.9, ls=(0, (1, 2)), label=f"link, {value:.3g} {unit}")
+        axes.axhline(value, color=MUTED, lw=0.9, ls=(0, (1, 2)), label=f"slowest link, {value:.3g} {unit}")
 
 
 def _apart(sizes: list[int], least: float = 1 / 11) -> list[int]:
@@ -260,7 +268,7 @@ def _timeline(run: Run) -> str:
     """The first and the slowest trial, each on its own axis of time: a lane a rank, a bar a round."""
     from matplotlib.patches import Patch
 
-    name = names(run)
+    name = cut_apart(names(run), MOST_LETTERS)
     colour, named = colours(len(name)), _named(len(name))
     chosen = _chosen_trials(run)
     hosts = run.start_ns.shape[2]
@@ -279,7 +287,7 @@ def _timeline(run: Run) -> str:
     rows[-1].set_xlabel(
         "time since the first rank began its first transfer" + (f" ({lanes} of {hosts} ranks)" if lanes < hosts else "")
     )
-    patches = [Patch(color=colour[number], label=cut(name[number], 24)) for number in named]
+    patches = [Patch(color=colour[number], label=name[number]) for number in named]
     legend_beside(rows[0], patches)
     return svg(figure, "timeline")
 
@@ -324,7 +332,8 @@ def _lanes(axes: Axes, run: Run, trial: int, colour: Any) -> None:
 def _slowest(results: dict[str, Any], by_transfer: Sequence[TransferTimes], times: Floats) -> str:
     """Of the longest transfers: the histogram of the slowest rank's times, and the outline of all other ranks' ones."""
     shown, colour = _longest(times)[-4:], colours(len(by_transfer))
-    figure = blank(9.6, 2.5)
+    name = cut_apart([transfer["name"] for transfer in results["transfers"]], MOST_LETTERS)
+    figure = blank(9.6, 2.7)
     for axes, number in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
         transfer, one = results["transfers"][number], by_transfer[number]
         rank = transfer["slowest_rank"]["rank"]
@@ -340,8 +349,8 @@ def _slowest(results: dict[str, Any], by_transfer: Sequence[TransferTimes], time
         axes.set_xscale("log")
         axes.set_ylim(bottom=0)
         seconds_axis(axes.xaxis, few=True)
-        axes.set_title(f"{cut(transfer['name'], 16)}: rank {rank}")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+        axes.set_title(f"{name[number]}\nrank {rank}", fontsize=8.5)
+        axes.yaxis.set_major_formatter(_percent)
         axes.grid(axis="x", visible=False)
     figure.supylabel("share of trials", fontsize=9.5)
     figure.supxlabel("time of the slowest rank (outline: all other ranks)", fontsize=9.5)

@@ -108,14 +108,18 @@ def _shorter(drawn: str) -> str:
     return re.sub(r" d=\"([^\"]*)\"", lambda match: f' d="{" ".join(match[1].split())}"', drawn)
 
 
-def seconds_axis(axis: Any, *, few: bool = False) -> None:
-    """Ticks of an axis of seconds, as 1 ms, 2 ms, 5 ms, 1 s; a few, where it is short."""
+def seconds_axis(axis: Any, *, few: bool = False, least: float = 0.13) -> None:
+    """Ticks of an axis of seconds, as 1 ms, 2 ms, 5 ms, 1 s; a few, where it is short.
+
+    `least`: the share of a logarithmic axis that a label takes, so that labels do not overlap.
+    """
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter
 
     if axis.get_scale() == "log":
         low, high = axis.get_view_interval()
         span = high / low
-        steps: tuple[float, ...] = (1,) if span > 1e4 else (1, 3) if span > 200 else (1, 2, 5)
+        room = 10 ** (least * math.log10(span))  # from one label to the next, as a ratio
+        steps: tuple[float, ...] = (1, 2, 5) if room <= 2 else (1, 3) if room <= 3 else (1,)
         if span < 4:
             steps = (1, 1.5, 2, 3, 4, 5, 7)
         axis.set_major_locator(FixedLocator(_spread(low, high)) if few else LogLocator(subs=steps))

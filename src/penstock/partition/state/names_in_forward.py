@@ -150,10 +150,10 @@ def words_of(code: CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*inner)
 
 
-def names_data(module: nn.Module) -> Iterator[Tensor]:
-    """The parameters and buffers of a module, and of those inside that its forward names, if it names `.data` as well.
+def possible_data_writes(module: nn.Module) -> Iterator[Tensor]:
+    """What a module's forward may write through `.data`, if only for some values.
 
-    So it may write to them through `.data`, if only for some values.
+    If its code names `.data`, these are its parameters and buffers, and those of the modules inside that it names.
     """
     found: dict[str, FunctionType] = {}
     pending = [("forward", f) for f in _functions(getattr_static(type(module), "forward", None))]

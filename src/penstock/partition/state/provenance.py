@@ -21,6 +21,9 @@ from torch import Tensor
 from penstock.partition._compat import WeakStorage, storage_of, unset_fake_temporarily
 from penstock.partition.source import is_ours
 
+HOOKS = -2
+"""The number of a call that is none of the forward's: what a backward would call is called."""
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -184,7 +187,7 @@ class Provenance:
             root = self.root(tensor)
             roots.append(root)
             name = self.held.get(root)
-            if name is not None:
+            if name is not None and (call is None or call.number != HOOKS):
                 self.touched.add(name)
             made = self._made.get(root)
             if made is None and name is None:

@@ -1,8 +1,8 @@
 """Updates in place of what backward needs.
 
-Autograd counts the versions of a tensor and raises where backward meets another one than forward saved, unless the
-update went through `.data`. One device then computes with what was written, whatever that means; a stage that holds
-another copy, or that runs other microbatches in between, would not. So such updates are found here, and what was saved.
+Autograd counts a tensor's versions, and raises if backward finds another version than forward saved, unless the update
+went through `.data`. One device then computes with whatever was written; a stage that holds another copy, or that runs
+other microbatches in between, would not. So this module finds such updates, and what forward has saved.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from penstock.partition.recording import Fact, Recording
 
 
 class UnwatchableError(PartitionError):
-    """What is saved for backward cannot be seen: the forward uses what does not go together with torch's hooks."""
+    """What is saved for backward cannot be seen: the forward uses something that torch's hooks do not work with."""
 
 
 class Watch(BaseException):
-    """The forward updates in place what backward may need: record again, and see what is saved for that.
+    """The forward updates in place what backward may need: record it again, and look at what is saved.
 
-    No Exception, so that the model's own `except` clauses do not take it.
+    Not an Exception, so that the model's own `except` clauses do not catch it.
     """
 
 
 def may_overwrite(recording: Recording, statistics: Collection[int]) -> bool:
-    """Whether the forward updates in place what may be saved for backward, so that this is to be looked at.
+    """Whether the forward updates in place anything that may be saved for backward.
 
-    `statistics`: the memory of running statistics that only batch norms take, which do not use them where they update
-    them.
+    `statistics`: the memory of running statistics that only batch norms take. In training, when they update them, they
+    do not use them.
     """
     facts = recording.facts.values()
     written = frozenset[int]().union(*(fact.writes for fact in facts)).difference(statistics)
@@ -48,28 +48,33 @@ def may_overwrite(recording: Recording, statistics: Collection[int]) -> bool:
 
 
 class Versions:
-    """Of tensors, how often autograd knew them to be updated when that was last asked."""
+    """How often each tensor had been updated, as far as autograd knows, when that was last asked."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._known = {id(tensor): tensor._version for tensor in tensors}
+        self._known = {id(tensor): _version(tensor) for tensor in tensors}
 
     def add(self, tensor: Tensor) -> None:
-        self._known[id(tensor)] = tensor._version
+        self._known[id(tensor)] = _version(tensor)
 
     def has_new(self, tensor: Tensor) -> bool:
-        """Whether autograd knows of an update since this was last asked."""
-        before, self._known[id(tensor)] = self._known[id(tensor)], tensor._version
-        return before != tensor._version
+        """Whether autograd knows of an update since that was last asked."""
+        before, self._known[id(tensor)] = self._known[id(tensor)], _version(tensor)
+        return before != self._known[id(tensor)]
+
+
+def _version(tensor: Tensor) -> int:
+    """How often it was updated in place; 0 in inference mode, which does not count and saves nothing for backward."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class Saved:
-    """What the forward saves for backward, for each recorded call.
+    """What the forward saves for backward, call by call.
 
-    Only what the graph of its results leads to counts: a codebook's distances, of which no gradient is taken, do not.
+    Only what the graph of the results leads to counts: the distances to a codebook, which take no gradient, do not.
 
     Args:
-        meant: the memory that a tensor stands for, where that is not its own.
-        is_watched: whether it is looked at; else nothing is collected.
+        meant: gives the memory that a tensor stands for, where that is not its own.
+        is_watched: whether anything is collected at all.
     """
 
     def __init__(self, meant: Callable[[Tensor], int], *, is_watched: bool) -> None:
@@ -77,8 +82,8 @@ class Saved:
         self._recent: list[_Packed] = []  # since the last call was written
         self._of_calls: list[tuple[Fact, list[_Packed]]] = []
         self._visited: set[Node] = set()
-        self._is_blind = False  # there are nodes that do not tell what they save
-        self._keeps_given = False  # what the last results rest on keeps the arguments of its call
+        self._is_blind = False  # some nodes do not tell what they save
+        self._keeps_given = False  # hooks of somebody else's keep what the latest call was given
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -92,8 +97,8 @@ class Saved:
             if "saved tensor hooks" not in str(error):
                 raise
             raise UnwatchableError(
-                "the forward updates tensors in place that backward may need, and uses what does not let Penstock see "
-                f"whether it does ({error}). Make the update out of place"
+                "the forward updates tensors in place that backward may need, and Penstock cannot see whether it needs "
+                f"them, since the forward uses something that hides it ({error}). Make the update out of place"
             ) from error
 
     def _pack(self, tensor: Tensor) -> _Packed:
@@ -113,18 +118,18 @@ class Saved:
             self._recent, self._visited = recent, visited
 
     def release(self) -> None:
-        """To be called in the end: what is saved as the result of its node keeps that node alive, and it the result."""
+        """To be called at the end: a node that saves its own result and that result keep each other alive."""
         _release(self._recent)
         for _, packed in self._of_calls:
             _release(packed)
 
     def forget(self) -> None:
-        """What was saved since a call was written is none's."""
+        """What was saved since the last call belongs to no call."""
         _release(self._recent)
         self._recent = []
 
     def follow(self, results: Iterable[Tensor]) -> None:
-        """Notes what the backward of some results will use."""
+        """Notes what the backward of these results will use."""
         if not self.is_watched:
             return
         pending = [t.grad_fn for t in results if t.grad_fn is not None]
@@ -139,11 +144,11 @@ class Saved:
             for one in packed or ():
                 if isinstance(one, _Packed):
                     one.is_used = True
-                elif one is not None:  # by other hooks, as a checkpoint's, which keep what the call was given
+                elif one is not None:  # packed by other hooks, such as a checkpoint's, which keep the call's arguments
                     self._keeps_given = True
 
     def stands_for(self, real: Tensor, fake: int) -> None:
-        """What was saved of a real tensor, which a unit ran on, is its fake's, even if it has got other memory since.
+        """What was saved of a real tensor that a unit ran on counts as its fake's, even if its memory was replaced.
 
         `fake`: the number of the fake's memory.
         """
@@ -153,7 +158,7 @@ class Saved:
                 packed.key = fake
 
     def belongs_to(self, fact: Fact, given: Iterable[Tensor]) -> None:
-        """What was saved since the last call is this one's. `given`: its arguments."""
+        """What was saved since the last call belongs to this one. `given`: its arguments."""
         if self._keeps_given or fact.runs_again:
             fact.saved = frozenset(map(storage_of, given))
         if self._recent:
@@ -161,7 +166,7 @@ class Saved:
         self._recent, self._keeps_given = [], False
 
     def settle(self) -> None:
-        """Tells the facts, once the forward has ended."""
+        """Once the forward has ended: writes into the facts what their calls have saved."""
         for fact, packed in self._of_calls:
             used = [each for each in packed if each.is_used or self._is_blind]
             fact.saved = fact.saved.union(*(each.memory for each in used))
@@ -173,10 +178,10 @@ class _Packed:
     """One tensor that is saved.
 
     Attributes:
-        memory: the numbers of its memory, all that it goes by.
-        key: one of them, the same for all that have this memory.
-        size: of its memory, in bytes.
-        is_used: whether a node of a result's graph has it.
+        memory: all the numbers by which its memory is known.
+        key: one of them, the same for all tensors in that memory.
+        size: of that memory, in bytes.
+        is_used: whether a node of a result's graph holds it.
     """
 
     tensor: Tensor | None

@@ -1,0 +1,79 @@
+"""What a backward adds up beside buffers, in a hook on a gradient or in an autograd function: a count of its calls, a
+sum in a tensor of its own.
+
+Backwards of a stage are in order, so that each finds there what it would on one device. Of two copies of a stage each
+has a part of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from penstock.errors import PartitionError
+from penstock.partition.state.library import OF_TORCH
+
+LOOKS = 3
+"""The number of a stage's forwards and backwards that are watched: later ones are alike."""
+
+Values = dict[tuple[int, str], tuple[object, int]]
+
+
+class BackwardCounts:
+    """Refuses whole numbers and tensors in attributes that the backward of a stage with several copies changes.
+
+    Other attributes are left alone: hooks may note there what they find, for others to look at.
+
+    Args:
+        index: of the stage.
+        modules: whose code it runs.
+    """
+
+    def __init__(self, index: int, modules: Iterable[nn.Module]) -> None:
+        self._index = index
+        self._modules = list(dict.fromkeys(modules))
+        self._of_forwards: set[tuple[int, str]] = set()
+        self._forwards = self._backwards = 0
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around a forward: what it changes itself may be changed by one that is run again in backward."""
+        self._forwards += 1
+        before = self._values() if self._forwards <= LOOKS else {}
+        yield
+        if before:
+            self._of_forwards |= self._changed(before)
+
+    @contextmanager
+    def refused(self) -> Iterator[None]:
+        """Around autograd's backward. Raises PartitionError if it changes one that no forward does."""
+        self._backwards += 1
+        before = self._values() if self._backwards <= LOOKS else {}
+        yield
+        for number, name in sorted(self._changed(before) - self._of_forwards) if before else ():
+            raise PartitionError(
+                f"the backward of stage {self._index} changes {name!r} of a {type(self._modules[number]).__name__} (in "
+                "a hook or an autograd function), but this schedule runs several copies of the stage, each of which "
+                "would see only part of the batch; take a schedule with one copy (dualpipe-v for dualpipe)"
+            )
+
+    def _changed(self, before: Values) -> set[tuple[int, str]]:
+        now = self._values()
+        return {key for key, (held, value) in before.items() if key in now and _differs(now[key], held, value)}
+
+    def _values(self) -> Values:
+        found: Values = {}
+        for number, module in enumerate(self._modules):
+            for name, value in vars(module).items():
+                if type(value) is int and name not in OF_TORCH:
+                    found[number, name] = (None, value)
+                elif isinstance(value, Tensor) and not value.is_inference():
+                    found[number, name] = (value, value._version)
+        return found
+
+
+def _differs(now: tuple[object, int], held: object, value: int) -> bool:
+    """Whether a number is another one, or the same tensor has been updated in place."""
+    return now[0] is held and now[1] != value

@@ -1,0 +1,92 @@
+"""Parameters and buffers whose values other ranks have: what computes with them in a training script is refused.
+
+They lie on the meta device, and torch does not always mind: `mine.add_(theirs)` leaves `mine` as it is. The moving
+average that a teacher keeps of a student on another rank would only shrink.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ArgumentError
+from penstock.partition import tensors_in
+from penstock.partition._compat import plain_tensors
+
+
+class Elsewhere(Tensor):
+    """A tensor on the meta device, or what was computed from one; it knows the name of what is missing."""
+
+    penstock_name = "a parameter"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with plain_tensors():
+            return _run(func, args, kwargs or {})
+
+
+class ElsewhereParameter(Elsewhere, nn.Parameter):
+    """Likewise a parameter."""
+
+
+def elsewhere(tensor: Tensor, name: str) -> Tensor:
+    """What stands for a parameter or buffer of that name whose values are not here."""
+    empty = torch.empty_like(tensor, device="meta").detach()
+    if isinstance(tensor, nn.Parameter):
+        made = ElsewhereParameter(empty, tensor.requires_grad)
+        made.penstock_name = name
+        return made
+    marked: Tensor = _marked(empty, name)
+    return marked
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    given = list(tensors_in((args, kwargs)))
+    name = next(tensor.penstock_name for tensor in given if isinstance(tensor, Elsewhere))
+    if any(map(_is_here, _written(func, args, kwargs))):
+        raise _refusal(name)
+    try:
+        result = func(*args, **kwargs)
+    except (NotImplementedError, RuntimeError) as error:
+        raise _refusal(name) from error
+    if any(map(_is_here, given)) and any(map(_is_here, tensors_in(result))):
+        raise _refusal(name)
+    if type(result) in (tuple, list):
+        return type(result)(_marked(item, name) for item in result)
+    return _marked(result, name)
+
+
+def _marked(value: Any, name: str) -> Any:
+    if not isinstance(value, Tensor) or isinstance(value, Elsewhere) or _is_here(value):
+        return value
+    made = value.as_subclass(Elsewhere)
+    made.penstock_name = name
+    return made
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """What an operation in place writes to."""
+    name = getattr(func, "__name__", "")
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
+    return list(tensors_in((args[0] if in_place and args else (), kwargs.get("out"))))
+
+
+def _is_here(tensor: Tensor) -> bool:
+    return tensor.device.type != "meta"
+
+
+def _refusal(name: str) -> ArgumentError:
+    return ArgumentError(
+        f"{name!r} has no values on this rank: it belongs to a stage of another one. In a loop over parameters, take "
+        "those of pipe.named_parameters(), which are this rank's. What combines parameters of several ranks (an "
+        "average that a part of the model keeps of another part) belongs into the model's forward, under "
+        "torch.no_grad(), where stages get what they read"
+    )
+
+
+_IN_PLACE = {
+    *("__iadd__", "__isub__", "__imul__", "__imatmul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__"),
+    *("__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__setitem__"),
+}

@@ -1,0 +1,54 @@
+"""What has no values on a rank is not computed with, where torch would not mind."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.runtime.elsewhere import elsewhere
+
+WAYS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "add_": lambda mine, theirs: mine.add_(theirs, alpha=0.1),
+    "of a product": lambda mine, theirs: mine.mul_(0.9).add_(0.1 * theirs),
+    "data": lambda mine, theirs: mine.data.sub_(theirs.data),
+    "operator": lambda mine, theirs: mine.__iadd__(theirs.detach()),
+    "foreach": lambda mine, theirs: torch._foreach_add_([mine], [theirs]),
+    "out": lambda mine, theirs: torch.add(theirs, theirs, out=mine),
+    "matrix product": lambda mine, theirs: mine.mm(theirs),
+    "sum": lambda mine, theirs: mine + theirs,
+    "item": lambda mine, theirs: theirs.sum().item(),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("made", [torch.ones(3, 3), nn.Parameter(torch.ones(3, 3))], ids=["buffer", "parameter"])
+def test_what_lies_elsewhere_is_not_computed_with(way: str, made: Tensor) -> None:
+    mine, theirs = torch.ones(3, 3), elsewhere(made, "student.weight")
+    with torch.no_grad(), pytest.raises(penstock.ArgumentError, match=r"'student\.weight' has no values on this rank"):
+        WAYS[way](mine, theirs)
+    assert mine.eq(torch.full((3, 3), 0.9 if way == "of a product" else 1.0)).all()
+
+
+def test_what_lies_elsewhere_may_be_looked_at_copied_and_written_to() -> None:
+    layer = nn.Linear(3, 3)
+    layer.weight = elsewhere(layer.weight.requires_grad_(False), "weight")  # type: ignore[assignment]
+    assert isinstance(layer.weight, nn.Parameter)
+    assert layer.weight.is_meta
+    assert not layer.weight.requires_grad
+    assert layer.weight.shape == (3, 3)
+    assert layer.weight.grad is None
+    with torch.no_grad():
+        layer.weight.mul_(0.9).add_(torch.ones(3, 3))  # the rank that has it does so
+        nn.init.zeros_(layer.weight)
+        assert not torch.zeros_like(layer.weight, device="cpu").is_meta
+    for again in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert isinstance(again.weight, nn.Parameter)
+        with torch.no_grad(), pytest.raises(penstock.ArgumentError, match="no values on this rank"):
+            torch.ones(3, 3).add_(again.weight)
