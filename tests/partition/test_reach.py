@@ -149,3 +149,19 @@ def test_the_first_warning_of_a_file_is_no_state() -> None:
         model(torch.randn(2, 4))
     assert shown
     assert reach.changed() == []
+
+
+class Odd(tuple[int, ...]):
+    """Some libraries' tuples have no length."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def test_a_tuple_that_cannot_be_counted_is_looked_into_all_the_same() -> None:
+    model = nn.Linear(4, 4)
+    seen: list[int] = [1]
+    model.shape = Odd([seen])  # type: ignore[assignment,list-item]
+    reach = Reach(model)
+    seen.append(2)
+    assert [place.text for place in reach.changed()] == ["shape[0]"]
