@@ -41,11 +41,13 @@ from penstock.partition.obstacle import Obstacle
 from penstock.partition.opening import Opening
 from penstock.partition.passed import Passed
 from penstock.partition.real import may_draw, run_for_real
+from penstock.partition.recording import Fact
 from penstock.partition.returned import Returned
 from penstock.partition.state.gradient_hooks import Hook
 from penstock.partition.state.provenance import Call as Running
 from penstock.partition.state.reach import Reach
 from penstock.partition.state.sideways import Sideways
+from penstock.partition.state.taken import attributes_of, taken
 from penstock.partition.units import Call, Regroup, Unit
 from penstock.partition.writer import Writer
 
@@ -203,7 +205,19 @@ class Recorder(Writer, TorchFunctionMode):
             self.observer.place_calls(first_call, fact.index)  # nodes for its arguments stand before it
             fact.depends_on_values = unit.name in self.real
             self.returned.note(fact, result)
+            if fact.depends_on_values:
+                self._take_out(fact, unit)
             return result
+
+    def _take_out(self, fact: Fact, unit: Unit) -> None:
+        """Writes what takes out of attributes what a unit that cannot be opened has left there."""
+        node = next(node for node in reversed(self.facts) if self.facts[node] is fact)
+        for attribute, value in attributes_of(unit.module, unit.name):
+            if self._is_new(value):
+                place = self._constant(attribute, attribute.key)
+                child = self.graph.call_function(taken, (node, place))
+                self._fact(child, "call", value)
+                self._bind(value, child, frozenset(), alone=True)
 
     def call_autograd_function(self, original: Callable[..., Any], cls: type, args: Any, kwargs: Any) -> Any:
         """`Function.apply` during the recording: outside the units it is one call."""
