@@ -63,6 +63,24 @@ def test_tables_that_functions_keep_are_not_left_fake() -> None:
     verify(model, (x,), torch.randn(4, WIDTH), F.mse_loss, ranks=4, microbatches=2, exact=True).check()
 
 
+@functools.cache
+def distances(rows: int) -> Tensor:
+    return torch.arange(rows).float() + 1
+
+
+class ReadsItsTable(nn.Linear):
+    """Fake tensors have no values: it fails on them after the function has kept one, and runs once for real."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * distances(WIDTH)[0].item()
+
+
+def test_a_block_that_reads_a_table_that_a_function_keeps_runs_for_real() -> None:
+    distances.cache_clear()
+    model = nn.Sequential(*[ReadsItsTable(WIDTH, WIDTH) for _ in range(3)])
+    verify(model, (torch.randn(4, WIDTH),), torch.randn(4, WIDTH), F.mse_loss, ranks=2, microbatches=2).check()
+
+
 class Swish(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]

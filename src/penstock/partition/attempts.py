@@ -98,8 +98,14 @@ def _regrouped(grain: Grain, wish: Leak | Regroup, leaves: Sequence[str]) -> Gra
     if kept:
         raise PartitionError(f"{wish.refusal}; or leave {kept} out of leaves, so that it can be recorded call by call")
     if opened & whole or (whole <= grain.whole and opened <= grain.opened):
-        raise PartitionError(wish.refusal)
+        raise PartitionError(f"{wish.refusal}{_NOT_ENOUGH if wish.whole else ''}")
     return replace(grain, opened=opened, whole=whole)
+
+
+_NOT_ENOUGH = (
+    ", which is not enough. Name the module whose forward this call is part of (one that calls torch.func, say) in "
+    "leaves=[...], so that it runs as a whole; if it is the model itself, give this part a module of its own"
+)
 
 
 def _alike(model: nn.Module, name: str, tried: Collection[str]) -> Collection[str]:

@@ -10,13 +10,16 @@ from torch.autograd.graph import Node
 from penstock.errors import PartitionError
 from penstock.partition.recording import Recording
 from penstock.partition.stage import Stage
+from penstock.partition.units import has_forward
 
 
-def leaves_of(results: Iterable[Tensor]) -> list[Tensor]:
-    """The tensors for which autograd, from these results, would accumulate gradients."""
-    pending: list[Node] = [t.grad_fn for t in results if t.grad_fn is not None]
+def leaves_of(results: Iterable[Tensor], until: Iterable[Node] = ()) -> list[Tensor]:
+    """The tensors for which autograd, from these results, would accumulate gradients; what only `until` leads to is
+    left out."""
+    seen: set[Node] = set(until)
+    pending: list[Node] = [t.grad_fn for t in results if t.grad_fn is not None and t.grad_fn not in seen]
     found = [t for t in results if t.grad_fn is None and t.requires_grad]
-    seen: set[Node] = set(pending)
+    seen.update(pending)
     while pending:
         node = pending.pop()
         variable = getattr(node, "variable", None)
@@ -38,17 +41,20 @@ def check_complete(recording: Recording, model: nn.Module, stages: Sequence[Stag
     if lost:
         raise PartitionError(
             f"the forward uses {shortened(lost)}, but no recorded call does, so that no stage would have "
-            f"{'it' if len(lost) == 1 else 'them'}. {_remedy(lost)}"
+            f"{'it' if len(lost) == 1 else 'them'}. {_remedy(model, lost)}"
         )
 
 
-def _remedy(lost: Collection[str]) -> str:
-    if any("." not in name for name in lost):  # the model's own, and it cannot run as a whole
+def _remedy(model: nn.Module, lost: Sequence[str]) -> str:
+    around = lost[0].rpartition(".")[0]
+    while around and not (has_forward(model.get_submodule(around)) and all(n.startswith(f"{around}.") for n in lost)):
+        around = around.rpartition(".")[0]
+    if not around:  # the model's own forward uses them, and it cannot run as a whole
         return (
             "Give the part of the model that uses them a module of its own, with the layers that they are for in it, "
             "and name it in leaves=[...]: it runs as a whole then"
         )
-    return "Name the module whose forward uses them in leaves=[...], so that it runs as a whole"
+    return f"Give leaves={[around]}, or a module around it: the one whose forward uses them has to run as a whole"
 
 
 def unused_note(recording: Recording, stages: Sequence[Stage]) -> tuple[str, ...]:

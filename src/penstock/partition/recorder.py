@@ -257,6 +257,7 @@ class Recorder(Writer, TorchFunctionMode):
             del self.observer.stack[depth:], self.observer.calls[called:]
             self.observer.take()
             self.observer.saved.forget()
+            self.reach.cached.forget()  # what it made of fakes before it failed
             self.observer.work = work
             result, drew, writes = run_for_real(
                 original, unit, args, kwargs, self.loan, self.entry.device, self.observer, error
