@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock import PartitionError, inspect, verify
+from penstock.partition._compat import storage_of
+from penstock.partition.recording import Fact
+from penstock.partition.state.unseen import Saved
 
 WIDTH = 6
 
@@ -299,3 +302,18 @@ def test_a_write_for_rare_values_is_noticed_when_it_happens() -> None:
 
     with pytest.raises(PartitionError, match=r"forward of stage 0 updates '0\.layer\.weight' in place"):
         verify(model, (x,), target, F.mse_loss, ranks=2, microbatches=4, schedule="gpipe", whole_batch=False)
+
+
+def test_a_run_on_the_side_leaves_nothing_to_the_call_that_is_written_next() -> None:
+    """What a checkpoint keeps there is not that call's arguments."""
+    saved, x = Saved(storage_of, is_watched=True), torch.ones(3, requires_grad=True)
+    with saved.watching():
+        with (
+            saved.aside(),
+            torch.autograd.graph.saved_tensors_hooks(lambda t: (t,), lambda one: one[0]),
+        ):
+            saved.follow([x.sin()])
+        fact = Fact(0, "unit", "block")
+        saved.belongs_to(fact, [x])
+    saved.settle()
+    assert fact.saved == frozenset()

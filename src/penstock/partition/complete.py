@@ -13,11 +13,13 @@ from penstock.partition.stage import Stage
 from penstock.partition.units import has_forward
 
 
-def leaves_of(results: Iterable[Tensor]) -> list[Tensor]:
-    """The tensors for which autograd, from these results, would accumulate gradients."""
-    pending: list[Node] = [t.grad_fn for t in results if t.grad_fn is not None]
+def leaves_of(results: Iterable[Tensor], until: Iterable[Node] = ()) -> list[Tensor]:
+    """The tensors for which autograd, from these results, would accumulate gradients; what only `until` leads to is
+    left out."""
+    seen: set[Node] = set(until)
+    pending: list[Node] = [t.grad_fn for t in results if t.grad_fn is not None and t.grad_fn not in seen]
     found = [t for t in results if t.grad_fn is None and t.requires_grad]
-    seen: set[Node] = set(pending)
+    seen.update(pending)
     while pending:
         node = pending.pop()
         variable = getattr(node, "variable", None)

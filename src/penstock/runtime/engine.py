@@ -31,7 +31,7 @@ from penstock.runtime.tied_hooks import Tied, refuse_hooks, tied_among
 from penstock.runtime.ties import TieGroup, TieReducer
 from penstock.runtime.transport import Transport
 from penstock.runtime.world import World
-from penstock.schedule import Schedule, linearize
+from penstock.schedule import Placement, Schedule, linearize
 from penstock.schedule.communication import ways
 
 T = TypeVar("T")
@@ -143,8 +143,9 @@ class Engine:
                 self.streams.watch(partition.drawing_modules)
                 self.streams.seeds_foreign |= partition.is_foreign
             pipelines = schedule.placement.pipelines
-            head = LossHead(loss, partitions, self.streams, needed=training, pipelines=pipelines)
             rank_of = schedule.placement.rank_of
+            shared = self._shares_losses(schedule.placement) and not choices.sharded
+            head = LossHead(loss, partitions, self.streams, needed=training, pipelines=pipelines, shared=shared)
             here = [stage for stage in first.stages if rank_of[stage.meta.index] in self.ranks]
             tied = tied_among(first.stages, here, pipelines) if training else ()
             refuse_hooks(tied)
@@ -215,6 +216,11 @@ class Engine:
         """Gives back what a job holds that will not be run any more. Every rank calls it between the same two steps."""
         for transport in self.transports.values():
             transport.release(job.number)
+
+    def _shares_losses(self, placement: Placement) -> bool:
+        """Whether other processes compute losses, too: replicas, or those with another copy of the last stage."""
+        lasts = {placement.rank_of[copy * placement.depth - 1] for copy in range(1, placement.pipelines + 1)}
+        return self.replicas is not None or (len(lasts) > 1 and not lasts <= {*self.ranks})
 
     def _averages(self, here: Sequence[Stage]) -> dict[int, Average]:
         """What averages gradients over the replicas, by stage of this process."""

@@ -14,7 +14,7 @@ from penstock.errors import ArgumentError
 from penstock.partition import Partition
 from penstock.runtime import exact
 from penstock.runtime.loss_order import LossState
-from penstock.runtime.loss_reads import check_graph, watching
+from penstock.runtime.loss_reads import check_graph, check_own, watching
 from penstock.runtime.streams import Streams
 
 Loss = Callable[[Any, Any], Tensor]
@@ -100,6 +100,7 @@ class LossHead:
         streams: random streams; the loss function has one for each microbatch.
         needed: whether a loss must come out.
         pipelines: how many copies of the last stage there are.
+        shared: whether several processes compute losses, each of a part of the batch.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class LossHead:
         *,
         needed: bool,
         pipelines: int = 1,
+        shared: bool = False,
     ) -> None:
         self._loss = loss
         self._state = LossState(loss if needed else None, pipelines)
@@ -123,6 +125,10 @@ class LossHead:
         self._keep_outputs = False
         self._elsewhere = {id(tensor): name for name, tensor in partitions[0].elsewhere.items()}
         self._watched = not self._elsewhere
+        self._shared = shared and needed
+        self._parameters = (
+            {id(p) for stage in partitions[0].stages for p in stage.parameters.values()} if self._shared else set[int]()
+        )
         self.losses: list[Tensor | None] = []
         self.outputs: list[Any] = []
 
@@ -150,6 +156,7 @@ class LossHead:
             loss = own_loss(output)
         else:
             self._streams.begin_loss(microbatch)
+            made = [leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None] if self._shared else []
             with (
                 partition.leaving(leaves),
                 nullcontext() if self._watched else watching(self._elsewhere),
@@ -159,6 +166,8 @@ class LossHead:
             if isinstance(loss, Tensor) and not self._watched:
                 check_graph(loss, self._elsewhere)
                 self._watched = True
+            if self._shared and isinstance(loss, Tensor):
+                check_own(loss, made, self._parameters)
         if loss is None and not self._needed:
             return None
         loss = checked_value(loss, output)

@@ -6,11 +6,12 @@ or take what lies on the meta device in another rank's place. The first loss of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
 from penstock.errors import ArgumentError
@@ -54,6 +55,24 @@ def check_graph(loss: Tensor, elsewhere: Mapping[int, str]) -> None:
     for leaf in leaves_of([loss]):
         if id(leaf) in elsewhere:
             raise _refusal(elsewhere[id(leaf)])
+
+
+def check_own(loss: Tensor, outputs: Sequence[Node], model: Collection[int]) -> None:
+    """Raises ArgumentError if the loss trains parameters of its own, although several processes compute losses: each
+    would have a part of their gradient.
+
+    Args:
+        outputs: nodes that the model has made.
+        model: `id` of the model's parameters.
+    """
+    for leaf in leaves_of([loss], until=outputs):
+        if leaf.numel() and id(leaf) not in model:
+            raise ArgumentError(
+                f"the loss trains a tensor of shape {list(leaf.shape)} that is not the model's, but several processes "
+                "compute losses (replicas, or a schedule with two copies of the model): each would have a part of its "
+                "gradient, which nobody adds up. Make it part of the model (a module around both computes the loss), "
+                "or switch its gradient off if it is not to be trained (requires_grad_(False))"
+            )
 
 
 def _refusal(name: str) -> ArgumentError:

@@ -110,12 +110,14 @@ class Saved:
     def aside(self) -> Iterator[None]:
         """What is saved meanwhile is forgotten."""
         recent, visited = self._recent, set(self._visited)
+        is_blind, keeps_given = self._is_blind, self._keeps_given
         self._recent = []
         try:
             yield
         finally:
             _release(self._recent)
             self._recent, self._visited = recent, visited
+            self._is_blind, self._keeps_given = is_blind, keeps_given
 
     def release(self) -> None:
         """To be called at the end: a node that saves its own result and that result keep each other alive."""
