@@ -50,6 +50,7 @@ from penstock.partition.state.sideways import Sideways
 from penstock.partition.state.taken import attributes_of, taken
 from penstock.partition.units import Call, Regroup, Unit
 from penstock.partition.writer import Writer
+from penstock.words import in_ranges
 
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 """What `tensor.data = other` calls."""
@@ -92,6 +93,7 @@ class Recorder(Writer, TorchFunctionMode):
         self.guards: list[Guard] = []
         self.drawing: dict[str, nn.Module] = {}
         self.real: set[str] = set()  # units that ran for real, on made-up inputs
+        self._why_real: dict[str, list[str]] = {}  # reason -> their names
         self.returned = Returned(opening)
         self.fixed = Fixed(lambda: {*names, *self._kept, *(id(place.entries) for place in reach.places)})
         self._thread = threading.get_ident()
@@ -278,10 +280,7 @@ class Recorder(Writer, TorchFunctionMode):
             )
             self.real.add(unit.name)
             reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
-            self.notes.append(
-                f"block {unit.name!r} ran once for real, on made-up inputs, since it cannot run on fake tensors "
-                f"({type(error).__name__}: {reason})"
-            )
+            self._why_real.setdefault(f"{type(error).__name__}: {reason}", []).append(unit.name)
             return (result, may_draw(unit.module, drew), writes), False
 
     def _shapes_read(self, args: Any, kwargs: Any) -> None:
@@ -308,6 +307,13 @@ class Recorder(Writer, TorchFunctionMode):
     @property
     def is_paused(self) -> bool:
         return self._paused
+
+    @property
+    def all_notes(self) -> tuple[str, ...]:
+        """What the user should know of this recording, each once."""
+        ran = [(", ".join(in_ranges(dict.fromkeys(units))), reason) for reason, units in self._why_real.items()]
+        real = [f"{which} ran once for real, on made-up inputs: fake tensors will not do ({why})" for which, why in ran]
+        return tuple(dict.fromkeys([*real, *self.notes]))
 
     def note_unchecked(self) -> None:
         """Tell that a distribution's arguments are not checked, where it is made outside of the units."""
