@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.partition._compat import fake_mode
 from penstock.partition.loan import Loan
@@ -126,3 +127,41 @@ def test_sparse_buffers_are_lent() -> None:
     loan = Loan(model, fake_mode(), torch.device("cpu"))
     assert loan.fakes["sparse"].layout == torch.sparse_coo
     assert loan.fakes["0.weight"].layout == torch.strided
+
+
+class Warns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        warnings.warn("deprecated", UserWarning, stacklevel=1)
+        return torch.tanh(self.layer(x))
+
+
+def test_the_first_warning_of_a_file_is_no_state() -> None:
+    """Python notes in the file's globals that it was shown."""
+    globals().pop("__warningregistry__", None)
+    model = Warns()
+    reach = Reach(model)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        model(torch.randn(2, 4))
+    assert shown
+    assert reach.changed() == []
+
+
+class Odd(tuple[int, ...]):
+    """Some libraries' tuples have no length."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def test_a_tuple_that_cannot_be_counted_is_looked_into_all_the_same() -> None:
+    model = nn.Linear(4, 4)
+    seen: list[int] = [1]
+    model.shape = Odd([seen])  # type: ignore[assignment,list-item]
+    reach = Reach(model)
+    seen.append(2)
+    assert [place.text for place in reach.changed()] == ["shape[0]"]

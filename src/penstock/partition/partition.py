@@ -53,6 +53,7 @@ class Partition:
         is_foreign: the forward draws from Python's or numpy's generators.
         guards: what the forward read from the values of integer inputs; the partition holds where they read the same.
         left: what the forward leaves in attributes and shared objects, but for what the last stage itself leaves.
+        leaves_here: whether the last stage itself leaves anything.
         elsewhere: parameters, and buffers that the forward updates, that are not on the last stage.
     """
 
@@ -72,6 +73,7 @@ class Partition:
     result_structure: Any
     result_leaves: tuple[int | Constant, ...]
     left: tuple[Left, ...] = ()
+    leaves_here: bool = False
     saved: tuple[int, ...] = ()
     elsewhere: Mapping[str, Tensor] = field(default_factory=dict)
     overwritten: frozenset[str] = frozenset()

@@ -225,6 +225,7 @@ class Partitioner:
             result_leaves=recording.result_leaves,
             elsewhere=_elsewhere(recording, stages),
             left=tuple(entry for entry in recording.left if not split.last_has(entry.units)),
+            leaves_here=any(split.last_has(entry.units) for entry in recording.left),
             overwritten=frozenset(input_path(given.paths[place]) for place in recording.overwritten),
             other_way=_other_way(model),
         )

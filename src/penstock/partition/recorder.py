@@ -41,13 +41,16 @@ from penstock.partition.obstacle import Obstacle
 from penstock.partition.opening import Opening
 from penstock.partition.passed import Passed
 from penstock.partition.real import may_draw, run_for_real
+from penstock.partition.recording import Fact
 from penstock.partition.returned import Returned
 from penstock.partition.state.gradient_hooks import Hook
 from penstock.partition.state.provenance import Call as Running
 from penstock.partition.state.reach import Reach
 from penstock.partition.state.sideways import Sideways
+from penstock.partition.state.taken import attributes_of, taken
 from penstock.partition.units import Call, Regroup, Unit
 from penstock.partition.writer import Writer
+from penstock.words import in_ranges
 
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 """What `tensor.data = other` calls."""
@@ -90,6 +93,7 @@ class Recorder(Writer, TorchFunctionMode):
         self.guards: list[Guard] = []
         self.drawing: dict[str, nn.Module] = {}
         self.real: set[str] = set()  # units that ran for real, on made-up inputs
+        self._why_real: dict[str, list[str]] = {}  # reason -> their names
         self.returned = Returned(opening)
         self.fixed = Fixed(lambda: {*names, *self._kept, *(id(place.entries) for place in reach.places)})
         self._thread = threading.get_ident()
@@ -203,7 +207,19 @@ class Recorder(Writer, TorchFunctionMode):
             self.observer.place_calls(first_call, fact.index)  # nodes for its arguments stand before it
             fact.depends_on_values = unit.name in self.real
             self.returned.note(fact, result)
+            if fact.depends_on_values:
+                self._take_out(fact, unit)
             return result
+
+    def _take_out(self, fact: Fact, unit: Unit) -> None:
+        """Writes what takes out of attributes what a unit that cannot be opened has left there."""
+        node = next(node for node in reversed(self.facts) if self.facts[node] is fact)
+        for attribute, value in attributes_of(unit.module, unit.name):
+            if self._is_new(value):
+                place = self._constant(attribute, attribute.key)
+                child = self.graph.call_function(taken, (node, place))
+                self._fact(child, "call", value)
+                self._bind(value, child, frozenset(), alone=True)
 
     def call_autograd_function(self, original: Callable[..., Any], cls: type, args: Any, kwargs: Any) -> Any:
         """`Function.apply` during the recording: outside the units it is one call."""
@@ -264,10 +280,7 @@ class Recorder(Writer, TorchFunctionMode):
             )
             self.real.add(unit.name)
             reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
-            self.notes.append(
-                f"block {unit.name!r} ran once for real, on made-up inputs, since it cannot run on fake tensors "
-                f"({type(error).__name__}: {reason})"
-            )
+            self._why_real.setdefault(f"{type(error).__name__}: {reason}", []).append(unit.name)
             return (result, may_draw(unit.module, drew), writes), False
 
     def _shapes_read(self, args: Any, kwargs: Any) -> None:
@@ -294,6 +307,13 @@ class Recorder(Writer, TorchFunctionMode):
     @property
     def is_paused(self) -> bool:
         return self._paused
+
+    @property
+    def all_notes(self) -> tuple[str, ...]:
+        """What the user should know of this recording, each once."""
+        ran = [(", ".join(in_ranges(dict.fromkeys(units))), reason) for reason, units in self._why_real.items()]
+        real = [f"{which} ran once for real, on made-up inputs: fake tensors will not do ({why})" for which, why in ran]
+        return tuple(dict.fromkeys([*real, *self.notes]))
 
     def note_unchecked(self) -> None:
         """Tell that a distribution's arguments are not checked, where it is made outside of the units."""

@@ -186,7 +186,8 @@ def _extras(
         forward_state = ForwardState(modules, stage.traces)
         if stage.meta.updated and choices.norms is None:  # which see to these updates too
             updated = {n: stage.buffers[n] for n in stage.meta.updated if n in stage.buffers}
-            repeated = RepeatedUpdates(modules, updated, _checkpointed(stage), is_compiled=compiled)
+            looks = not compiled and sharded is None
+            repeated = RepeatedUpdates(modules, updated, _checkpointed(stage), looks=looks)
     updates = BackwardUpdates(stage, copies=copies, is_compiled=compiled) if choices.norms is None else None
     counts = BackwardCounts(stage.meta.index, stage.module.modules()) if copies else None
     return Extras(keeper, again, offload, choices.norms, sharded, last, forward_state, repeated, updates, counts)

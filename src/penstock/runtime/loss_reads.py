@@ -70,8 +70,8 @@ def check_own(loss: Tensor, outputs: Sequence[Node], model: Collection[int]) -> 
             raise ArgumentError(
                 f"the loss trains a tensor of shape {list(leaf.shape)} that is not the model's, but several processes "
                 "compute losses (replicas, or a schedule with two copies of the model): each would have a part of its "
-                "gradient, which nobody adds up. Make it part of the model (a module around both computes the loss), "
-                "or switch its gradient off if it is not to be trained (requires_grad_(False))"
+                "gradient, which nobody adds up. Make it part of the model (one module around both, which computes the "
+                "loss), or switch its gradient off if it is not to be trained (requires_grad_(False))"
             )
 
 

@@ -45,6 +45,7 @@ class RepeatedUpdates:
         modules: whose forward the stage runs.
         updated: buffers that the stage's forward updates.
         checkpointed: modules that plain torch would run again, though the stage does not; as often as they are called.
+        looks: whether the operators of the first forward can be watched: none is compiled, nor on parts of tensors.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class RepeatedUpdates:
         updated: Mapping[str, Tensor],
         checkpointed: Sequence[nn.Module] = (),
         *,
-        is_compiled: bool = False,
+        looks: bool = True,
     ) -> None:
         names = {id(buffer): name for name, buffer in updated.items()}
         self._watched = [
@@ -63,7 +64,7 @@ class RepeatedUpdates:
         ]
         self._learning = True
         self._names = {storage_of(buffer): name for name, buffer in updated.items()}
-        self._looks = not is_compiled
+        self._looks = looks
         self._read: Collection[str] = ()
 
     @contextmanager

@@ -250,11 +250,12 @@ class Reach:
             self._visit_attributes(value, text, depth)
 
     def _visit_container(self, value: Any, text: str, depth: int) -> None:
-        if len(value) > LARGEST:
+        items: Any = [*tuple.__iter__(value)] if isinstance(value, tuple) else value  # whatever a subclass makes of it
+        if len(items) > LARGEST:
             return
         if not isinstance(value, tuple):
             self._add(text, value)
-        items = value.items() if isinstance(value, dict) else enumerate(value)
+        items = items.items() if isinstance(value, dict) else enumerate(items)
         for key, item in list(items):
             self._visit(item, f"{text}[{key!r}]", depth - 1)
 
@@ -280,6 +281,7 @@ class Reach:
         if id(known) not in self._seen and not is_of_others(module):
             self._seen.add(id(known))
             before, self._outside = self._outside, True
+            known.setdefault("__warningregistry__", {})  # the first warning of a file makes it, which is no state
             self._add(module, known, attributes=True)
             for key, item in list(known.items()):
                 if isinstance(item, type) and item.__module__ == module and not issubclass(item, nn.Module):
