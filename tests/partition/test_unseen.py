@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock import PartitionError, inspect, verify
+from penstock import PartitionError, inspect, pipeline, verify
 from penstock.partition._compat import storage_of
 from penstock.partition.recording import Fact
 from penstock.partition.state.unseen import Saved
@@ -317,3 +317,42 @@ def test_a_run_on_the_side_leaves_nothing_to_the_call_that_is_written_next() -> 
         saved.belongs_to(fact, [x])
     saved.settle()
     assert fact.saved == frozenset()
+
+
+class Decides(nn.Module):
+    """What it returns depends on values, so that it runs for real where it is recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        return x + y if float(x.detach().sum()) > 0 else x - y
+
+
+class ScalesBetween(nn.Module):
+    """What is written between blocks is saved by a call whose result only such a block takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(6, 6), nn.ModuleList(Decides() for _ in range(3))
+        self.register_buffer("scale", torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        mean = x.detach().abs().mean(0)
+        x = x * self.scale
+        self.scale.data.lerp_(mean, 0.1)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_what_a_call_before_a_block_that_runs_for_real_has_saved_counts() -> None:
+    x, target = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(1))
+    with (
+        pipeline(ScalesBetween(), (x,), loss=F.mse_loss, ranks=2, microbatches=4) as pipe,
+        pytest.raises(PartitionError, match="updates 'scale' in place although its backward uses it"),
+    ):
+        pipe.step(x, target=target)
