@@ -259,7 +259,9 @@ class Steps:
         timeline = None
         if call.timeline:
             rows = {rank: row for part in self._engine.control.gather_line(moments) for rank, row in part.items()}
-            timeline = Timeline.from_nanoseconds([rows[rank] for rank in range(self.world.ranks)])
+            timeline = Timeline.from_nanoseconds(
+                [rows[rank] for rank in range(self.world.ranks)], in_turns=self.world.is_local
+            )
         outputs = tuple(job.head.outputs) if feed.keep_outputs else None
         if call.outputs:
             outputs = bring(self._engine, job.schedule, outputs, call.outputs)

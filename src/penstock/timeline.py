@@ -5,6 +5,7 @@ A timeline is columns, one track a rank, so that millions of spans stay small; `
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,9 +49,14 @@ class Timeline:
     """The spans of all ranks on one clock, whose 0 is where the first rank began to wait or run.
 
     Iteration gives `Span`s, rank by rank.
+
+    Attributes:
+        in_turns: one process ran all ranks, one action at a time. How long each took is true; when it ran says nothing
+            of ranks with a device each, so there is no bubble to measure.
     """
 
     tracks: tuple[Track, ...]
+    in_turns: bool = False
 
     @classmethod
     def merge(cls, rows: Iterable[Iterable[Span]]) -> Timeline:
@@ -72,10 +78,13 @@ class Timeline:
         return cls(tuple(tracks))
 
     @classmethod
-    def from_nanoseconds(cls, rows: Sequence[Sequence[tuple[Action, int, int, int]]]) -> Timeline:
+    def from_nanoseconds(
+        cls, rows: Sequence[Sequence[tuple[Action, int, int, int]]], *, in_turns: bool = False
+    ) -> Timeline:
         """From what each rank noted on one clock: (action, begin, ready, end) in nanoseconds, in order.
 
-        From begin to ready the rank waited, from ready to end it ran. The earliest begin becomes 0.
+        From begin to ready the rank waited, from ready to end it ran. The earliest begin becomes 0. `in_turns`: one
+        process ran all ranks.
 
         Raises:
             ArgumentError: begin, ready and end are not in this order.
@@ -87,7 +96,7 @@ class Timeline:
                 ((ready - zero) / 1e9, (end - zero) / 1e9, (ready - begin) / 1e9) for _, begin, ready, end in row
             )
             tracks.append(_track([action for action, *_ in row], columns))
-        return cls(tuple(tracks))
+        return cls(tuple(tracks), in_turns and len(tracks) > 1)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Timeline:
@@ -102,11 +111,12 @@ class Timeline:
             ]
         except (KeyError, TypeError, ValueError) as error:
             raise ArgumentError(f"the data are not a timeline, as `Timeline.to_dict` writes it: {error!r}") from None
-        return cls(tuple(tracks))
+        return cls(tuple(tracks), bool(data.get("in_turns", False)))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists, numbers and text, for JSON."""
         return {
+            "in_turns": self.in_turns,
             "ranks": [
                 {
                     "actions": [str(action) for action in track.actions],
@@ -115,7 +125,7 @@ class Timeline:
                     "waited_seconds": list(track.waited),
                 }
                 for track in self.tracks
-            ]
+            ],
         }
 
     @property
@@ -169,13 +179,17 @@ class Timeline:
 
     @property
     def bubble_rate(self) -> float:
-        """The share of `span_seconds` in which ranks do not compute, on average over the ranks; 0 if nothing ran."""
+        """The share of `span_seconds` in which ranks do not compute, on average over the ranks; 0 if nothing ran, NaN
+        where ranks took turns in one process."""
+        if self.in_turns:
+            return math.nan
         available = self.ranks * self.span_seconds
         return 1 - sum(map(self.busy_seconds, range(self.ranks))) / available if available else 0.0
 
     def __repr__(self) -> str:
         size = f"{counted(self.ranks, 'rank')}, {counted(len(self), 'span')}"
-        return f"Timeline({size}, makespan {self.makespan_seconds:g} s)"
+        turns = ", ranks took turns in one process" if self.in_turns else ""
+        return f"Timeline({size}, makespan {self.makespan_seconds:g} s{turns})"
 
 
 def _track(actions: Sequence[Action], times: Iterable[tuple[float, float, float]]) -> Track:

@@ -33,6 +33,11 @@ def good():
     print("a line that is no JSON")
     return mlp(), (torch.randn(12, 5),), torch.randint(4, (12,)), loss_of
 
+def uneven():
+    widths = (5, 400, 8, 8, 4)
+    layers = nn.Sequential(*(nn.Linear(*pair) for pair in itertools.pairwise(widths)))
+    return layers, (torch.randn(12, 5),), torch.randint(4, (12,)), loss_of
+
 def deep():
     return mlp(layers=12), (torch.randn(12, 5),), torch.randint(4, (12,)), loss_of
 
@@ -276,6 +281,8 @@ def test_bad_target_exits_2_and_says_why(target: str, says: str) -> None:
         (["--ranks", "0"], "ranks=0: expected a whole number of at least 1"),
         (["--microbatches", "13"], "the example makes 12, of 12 rows"),
         (["--ranks", "2", "--cuts", "7"], "7"),
+        (["--replicas", "0"], "--replicas 0: expected at least 1"),
+        (["--replicas", "2", "--transport", "local"], "a process for each rank; leave --transport local out"),
     ],
 )
 def test_bad_option_exits_2_and_says_why(options: list[str], says: str) -> None:
@@ -315,3 +322,30 @@ def test_error_of_one_process_is_the_last_line() -> None:
     assert done.returncode == 2
     assert "TARGET 'cases.py:raises_on_rank_1' raised ValueError: boom (cases.py:" in last_line(done.stderr)
     assert done.stdout == ""
+
+
+@pytest.mark.distributed
+def test_replicas_take_equal_parts_of_the_batch() -> None:
+    options = ("cases.py:good", "--ranks", "1", "--replicas", "2", "--microbatches", "3")
+    done = in_process(*options, "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["ok"], report["replicas"], report["ranks"], report["microbatches"]) == (True, 2, 1, 3)
+    parts = [row["name"] for row in report["rows"] if row["kind"] == "output"]
+    assert parts == [f"0 of microbatch {k}" for k in range(6)], "both replicas' outputs are compared"
+
+
+@pytest.mark.distributed
+def test_a_batch_that_does_not_make_equal_parts() -> None:
+    done = in_process("cases.py:good", "--ranks", "1", "--replicas", "5")
+    assert done.returncode == 2
+    assert "the batch's 12 rows do not make 5 equal parts" in done.stderr
+
+
+def test_balance_is_what_the_stages_share() -> None:
+    def cut(balance: str) -> list[int]:
+        report = json.loads(verify("cases.py:uneven", "--json", "--microbatches", "2", "--balance", balance).stdout)
+        return [row["stages"][0] for row in report["rows"] if row["kind"] == "gradient"]
+
+    assert cut("layers") == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert cut("parameters") == [0, 0, 1, 1, 1, 1, 1, 1]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,19 @@ def test_summary(timeline: Timeline) -> None:
         "   1     12.000         3.000   40.0%",
         "makespan 20.000 ms, bubble 40.0%",
     ]
+
+
+def test_ranks_that_took_turns_have_no_bubble(timeline: Timeline) -> None:
+    turns = replace(timeline, in_turns=True)
+    assert summary(turns).splitlines() == [
+        "rank  busy (ms)  waiting (ms)",
+        "   0     12.000         8.000",
+        "   1     12.000         3.000",
+        "makespan 20.000 ms, no bubble: the ranks took turns in one process; "
+        "simulate these times to see how they would overlap",
+    ]
+    names = [e["args"]["name"] for e in to_perfetto(turns)["traceEvents"] if e["name"] == "process_name"]
+    assert names == [f"rank {rank} (in turns with the others, in one process)" for rank in range(2)]
 
 
 def test_summary_of_nothing() -> None:

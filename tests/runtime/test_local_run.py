@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import weakref
 from itertools import pairwise
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 import penstock
 from models import GPT, squared_error, token_error
 from penstock.errors import ArgumentError
+from penstock.report import summary
 from penstock.runtime.local import LocalHub, LocalTransport
 from penstock.runtime.world import World, device_of, join
 from penstock.schedule import forward_only, generate
@@ -87,6 +89,8 @@ def test_the_timeline_of_a_step_is_its_schedule(schedule: str, ranks: int) -> No
         assert spans[0].start_seconds >= 0
         assert all(a.end_seconds <= b.start_seconds for a, b in pairwise(spans))  # one process: nothing overlaps
         assert 0 < sum(map(timeline.busy_seconds, range(ranks))) <= timeline.makespan_seconds
+        assert timeline.in_turns == (ranks > 1) == math.isnan(timeline.bubble_rate)
+        assert ("took turns" in summary(timeline)) == (ranks > 1)
         assert pipe.step(ids, target=ids).timeline is None
 
         evaluated = pipe.evaluate(ids, target=ids, timeline=True).timeline

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 
 import pytest
 
@@ -48,6 +50,15 @@ def test_figures(measured: Timeline) -> None:
 def test_an_idle_timeline_has_no_bubble() -> None:
     for timeline in (Timeline(()), Timeline.from_nanoseconds([[], []])):
         assert (timeline.makespan_seconds, timeline.span_seconds, timeline.bubble_rate) == (0, 0, 0)
+
+
+def test_ranks_that_took_turns_have_no_bubble(measured: Timeline) -> None:
+    turns = replace(measured, in_turns=True)
+    assert math.isnan(turns.bubble_rate)
+    assert "took turns" in repr(turns)
+    assert Timeline.from_dict(json.loads(json.dumps(turns.to_dict()))) == turns
+    assert turns.busy_seconds(0) == measured.busy_seconds(0), "the durations hold"
+    assert not Timeline.from_nanoseconds([[]], in_turns=True).in_turns, "one rank has nobody to take turns with"
 
 
 def test_json_and_back_is_the_same(measured: Timeline) -> None:

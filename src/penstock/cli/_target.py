@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -23,6 +23,8 @@ Leaves = Annotated[
     str | None, typer.Option(help="Modules that run as a whole, a,b,c: for what a recording cannot follow.")
 ]
 
+BalanceName = Literal["flops", "parameters", "layers"]
+BalanceOption = Annotated[BalanceName, typer.Option("--balance", help="What the stages share evenly.")]
 Recompute = Annotated[
     str, typer.Option(help="What is run again in backward: never, except_last, always, or n for every n-th layer.")
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli._spread import Json
-from penstock.cli._target import Cuts, Leaves, Opens, Recompute, TargetName, loaded, names, recomputed
+from penstock.cli._target import BalanceOption, Cuts, Leaves, Opens, Recompute, TargetName, loaded, names, recomputed
 from penstock.schedule import MICROBATCHES, generator
 from penstock.words import counted, in_ranges
 
@@ -36,9 +36,7 @@ def inspect(
     cuts: Cuts = None,
     leaves: Leaves = None,
     opens: Opens = None,
-    balance: Annotated[
-        Literal["flops", "parameters", "layers"], typer.Option(help="What the stages share evenly.")
-    ] = "flops",
+    balance: BalanceOption = "flops",
     as_json: Json = False,
 ) -> None:
     """Show how a model would be split: stages, what crosses each cut, ties, skips.

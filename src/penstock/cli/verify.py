@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -23,11 +23,28 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli._spread import OUTPUT_PANEL, Json
-from penstock.cli._target import Cuts, Leaves, Opens, Recompute, TargetName, loaded, names, recomputed
+from penstock.cli._target import (
+    BalanceName,
+    BalanceOption,
+    Cuts,
+    Leaves,
+    Opens,
+    Recompute,
+    TargetName,
+    loaded,
+    names,
+    recomputed,
+)
 from penstock.errors import ArgumentError, PenstockError, PipelineFailure, VerificationError
 from penstock.launch import launch
 from penstock.schedule import MICROBATCHES, generate
 from penstock.words import counted
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from penstock.runtime.cutting import Microbatch
+    from penstock.target import Target
 
 LONG_TABLE = 24
 """A table of more rows folds those that are equal, by module."""
@@ -62,6 +79,8 @@ class Case:
     whole_batch: bool = True
     leaves: Sequence[str] | None = None
     opens: Sequence[str] | None = None
+    balance: BalanceName = "flops"
+    replicas: int = 1
 
 
 def verify(
@@ -70,7 +89,9 @@ def verify(
     chunks: Annotated[
         int | None, typer.Option(help="Stages a rank; by default what the schedule is known for.")
     ] = None,
-    microbatches: Annotated[int, typer.Option(help="Into how many pieces the batch is cut.")] = MICROBATCHES,
+    microbatches: Annotated[
+        int, typer.Option(help="Into how many pieces the batch, or a replica's part of it, is cut.")
+    ] = MICROBATCHES,
     schedule: Annotated[str, typer.Option(help="The order of work; `penstock schedules` lists them.")] = "1f1b",
     reduction: Annotated[
         ReductionName, typer.Option(help="Whether the loss is a mean over the batch's rows or a sum.")
@@ -78,10 +99,15 @@ def verify(
     cuts: Cuts = None,
     leaves: Leaves = None,
     opens: Opens = None,
+    balance: BalanceOption = "flops",
     recompute: Recompute = "never",
+    replicas: Annotated[
+        int, typer.Option(help="Pipelines that train together, each on its part of the batch; a process for each rank.")
+    ] = 1,
     transport: Annotated[
-        TransportName, typer.Option(help="All ranks in one process, or a process for each.")
-    ] = TransportName.local,
+        TransportName | None,
+        typer.Option(help="All ranks in one process (the default without replicas), or a process for each."),
+    ] = None,
     exact: Annotated[
         bool | None, typer.Option("--exact/--no-exact", help="Demand every bit; by default where it can be promised.")
     ] = None,
@@ -114,10 +140,18 @@ def verify(
         leaves=names(leaves),
         opens=names(opens),
         whole_batch=whole_batch,
+        balance=balance,
+        replicas=replicas,
     )
+    alone = transport is TransportName.local or (transport is None and replicas == 1)
+    if replicas < 1 or (alone and replicas > 1):
+        raise ArgumentError(
+            f"--replicas {replicas}: "
+            + ("expected at least 1" if replicas < 1 else "a process for each rank; leave --transport local out")
+        )
     generate(schedule, ranks, microbatches, chunks)  # says what is wrong before anything is loaded
     try:
-        report = prove(case) if transport is TransportName.local else prove_distributed(case)
+        report = prove(case) if alone else prove_distributed(case)
     except KeyboardInterrupt:
         print("penstock: stopped by Ctrl-C; no process is left running", file=sys.stderr)
         raise typer.Exit(128 + signal.SIGINT) from None
@@ -136,6 +170,7 @@ def prove(case: Case) -> dict[str, Any]:
         PenstockError: TARGET or an option is wrong, or the model cannot be split.
         ArgumentError: the model or its loss raised.
     """
+    from penstock.runtime.cutting import Microbatch
     from penstock.verification import verify as compare
 
     with loaded(case.target, "the model or the loss") as given:
@@ -145,11 +180,16 @@ def prove(case: Case) -> dict[str, Any]:
             made = next(calls)()
             return made.model, made.loss
 
+        mesh, part = None, Microbatch(given.args, given.kwargs, given.target)
+        if case.replicas > 1:
+            mesh = _mesh(case, given)
+            part = _part(given, case.replicas, mesh.get_local_rank("dp"))
         return compare(
             make,
-            given.args,
-            given.target,
-            kwargs=given.kwargs,
+            part.args,
+            part.target,
+            kwargs=part.kwargs,
+            mesh=mesh,
             reduction=case.reduction,
             exact=case.exact,
             schedule=case.schedule,
@@ -158,11 +198,40 @@ def prove(case: Case) -> dict[str, Any]:
             microbatches=case.microbatches,
             cuts=case.cuts,
             opens=case.opens,
+            balance=case.balance,
             recompute=case.recompute,
             leaves=case.leaves,
             whole_batch=case.whole_batch,
             **given.cutting,
         ).to_dict()
+
+
+def _mesh(case: Case, given: Target) -> DeviceMesh:
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+
+    roots = [given.model] if isinstance(given.model, nn.Module) else given.model
+    device = next((p.device.type for root in roots for p in root.parameters()), "cpu")
+    return init_device_mesh(device, (case.replicas, case.ranks), mesh_dim_names=("dp", "pp"))
+
+
+def _part(given: Target, replicas: int, replica: int) -> Microbatch:
+    """A replica's part of the batch, cut by the rule by which a pipeline cuts its own."""
+    from penstock.partition._compat import unflatten
+    from penstock.runtime.cutting import Cutting, Microbatch
+
+    cutting, kwargs = Cutting.of(given.cutting.get("batch_dims"), given.cutting.get("split")), dict(given.kwargs)
+    divided = cutting.divide(given.args, kwargs, given.target, replicas, "batch", 1)
+    cut = cutting.cut(given.args, kwargs, divided, replicas, "batch", None, 1)
+    if len(cut.sizes) != replicas or len(set(cut.sizes)) > 1:
+        raise ArgumentError(
+            f"--replicas {replicas}: the batch's {sum(cut.sizes)} rows do not make {replicas} equal parts; "
+            "give a batch or a number of replicas that does"
+        )
+    piece = cut.pieces[replica]
+    args, kwargs = unflatten(piece.leaves, piece.structure)
+    target = cutting.targets(given.target, divided, cut.sizes, None)[replica]
+    return Microbatch(args, kwargs, target)
 
 
 def prove_distributed(case: Case) -> dict[str, Any]:
@@ -175,7 +244,7 @@ def prove_distributed(case: Case) -> dict[str, Any]:
         folder = Path(name)
         (folder / "case.json").write_text(json.dumps(asdict(case)), encoding="utf-8")
         threads = None if "OMP_NUM_THREADS" in os.environ else 1  # as many as one device's in each rank
-        status = launch(["-m", "penstock.cli.verify", name], case.ranks, threads)
+        status = launch(["-m", "penstock.cli.verify", name], case.ranks * case.replicas, threads)
         if status == 128 + signal.SIGINT:
             raise KeyboardInterrupt
         found = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("rank-*.json"))]
@@ -221,6 +290,8 @@ def show(report: Mapping[str, Any], console: Console, *, show_all: bool = False)
         table.add_row(line.kind, Text(line.name), stages, verdict, f"{line.difference:.3g}", *step)
     console.print(table)
     counts = {"rank": report["ranks"], "stage": report["stages"], "microbatch": report["microbatches"]}
+    if report["replicas"] > 1:
+        counts = {"replica": report["replicas"]} | counts
     sizes = ", ".join(counted(count, what) for what, count in counts.items())
     whole = report["whole_batch"]
     if whole is not None and whole["verdict"] == "explained":

@@ -58,7 +58,7 @@ class StepWriter:
         """Writes one step, to be called once it is over. Waits for the loss.
 
         `time/step` is in seconds, from the call before: the first step has none, nor rates. `bubble` is there for steps
-        with a timeline.
+        with a timeline, unless one process runs all ranks.
 
         Args:
             step: its number.
@@ -69,7 +69,7 @@ class StepWriter:
         figures: dict[str, float] = {"loss": float(result.loss)}
         if gradient_norm is not None:
             figures["gradient_norm"] = float(gradient_norm)
-        if result.timeline is not None:
+        if result.timeline is not None and not result.timeline.in_turns:
             figures["bubble"] = result.timeline.bubble_rate
         now = self._clock()
         if self._ended is not None:

@@ -18,8 +18,9 @@ def to_perfetto(timeline: Timeline) -> dict[str, Any]:
     Slices are named by op and microbatch (`F0`), and waits `wait`. Times are in microseconds, as the format has them.
     """
     events: list[dict[str, Any]] = []
+    turns = " (in turns with the others, in one process)" if timeline.in_turns else ""
     for rank in range(timeline.ranks):
-        events.append(_metadata("process_name", rank, 0, name=f"rank {rank}"))
+        events.append(_metadata("process_name", rank, 0, name=f"rank {rank}{turns}"))
         events.append(_metadata("process_sort_index", rank, 0, sort_index=rank))
         events += [_metadata("thread_name", rank, thread, name=name) for thread, name in enumerate(_THREADS)]
         for span in timeline.spans(rank):

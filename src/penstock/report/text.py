@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from penstock.timeline import Timeline
 
+TURNS = "no bubble: the ranks took turns in one process; simulate these times to see how they would overlap"
+
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 
@@ -11,19 +13,20 @@ def summary(timeline: Timeline) -> str:
     """One line a rank: seconds computing, seconds waiting for messages, and the bubble's share of the span.
 
     What a rank's busy and waiting time leave of the whole is overhead, and the time before its first and after its
-    last action.
+    last action. Ranks that took turns in one process have no bubble to report.
     """
     scale, unit = _unit(timeline.makespan_seconds)
     span = timeline.span_seconds
-    lines = [("rank", f"busy ({unit})", f"waiting ({unit})", "bubble")]
+    lines = [("rank", f"busy ({unit})", f"waiting ({unit})", "" if timeline.in_turns else "bubble")]
     for rank in range(timeline.ranks):
         busy, waited = timeline.busy_seconds(rank), timeline.waited_seconds(rank)
         bubble = 1 - busy / span if span else 0.0
-        lines.append((str(rank), f"{busy / scale:.3f}", f"{waited / scale:.3f}", f"{bubble:.1%}"))
+        share = "" if timeline.in_turns else f"{bubble:.1%}"
+        lines.append((str(rank), f"{busy / scale:.3f}", f"{waited / scale:.3f}", share))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    table = ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines]
-    total = f"makespan {timeline.makespan_seconds / scale:.3f} {unit}, bubble {timeline.bubble_rate:.1%}"
-    return "\n".join([*table, total])
+    table = ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    end = TURNS if timeline.in_turns else f"bubble {timeline.bubble_rate:.1%}"
+    return "\n".join([*table, f"makespan {timeline.makespan_seconds / scale:.3f} {unit}, {end}"])
 
 
 def _unit(seconds: float) -> tuple[float, str]:
