@@ -137,3 +137,16 @@ def test_a_value_that_is_not_left_by_every_call_is_no_value() -> None:
         pipeline(model, (x,), ranks=2, microbatches=4, loss=loss, schedule="gpipe") as pipe,
     ):
         pipe.step(x, target=y)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_an_evaluation_finds_it_too(own: bool) -> None:
+    x, y = batch()
+    model, loss = made(own=own)
+    with pipeline(model, (x,), ranks=2, microbatches=4, loss=loss) as pipe:
+        pipe.step(x, target=y)
+        found = float(pipe.evaluate(x, target=y).loss)
+    plain, loss = made(own=own)
+    with torch.no_grad():
+        losses = [float(loss(plain(args), target)) for args, target in zip(x.split(2), y.split(2), strict=True)]
+    assert found == pytest.approx(sum(losses) / 4)

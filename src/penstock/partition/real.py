@@ -6,9 +6,8 @@ A mixture of experts, for example, asks which experts the values chose. Inside a
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from penstock.partition.memory import extent
 from penstock.partition.objects import tensors_in
 from penstock.partition.observer import Observer
 from penstock.partition.passed import Passed
+from penstock.partition.state.taken import attributes_of
 from penstock.partition.units import Call, Unit, has_forward
 
 
@@ -34,10 +34,12 @@ def run_for_real(
     device: torch.device,
     observer: Observer,
     reason: Exception,
+    taken: Collection[str] = (),
 ) -> tuple[Any, list[Any], frozenset[int]]:
     """The unit's result as fake tensors, what in it drew, and the (fake) memory that it wrote.
 
-    Parameters and buffers are copies, so that none is updated, or made up where they are on `meta`.
+    Parameters and buffers are copies, so that none is updated, or made up where they are on `meta`. Attributes in
+    `taken` keep what the unit leaves there, even without a gradient.
     """
     made: dict[int, tuple[Tensor, Tensor]] = {}  # id of the fake -> fake, real
     modules = list(unit.module.modules())
@@ -73,7 +75,8 @@ def run_for_real(
             fake = "" if first == again else f" (on fake tensors: {again})"
             raise PartitionError(f"{unit.name!r} fails on inputs like the given ones: {first}{fake}") from error
         finally:
-            snapshot.restore_tensors(partial(_is_made_to_learn, observer))
+            wanted = {id(value) for attribute, value in attributes_of(unit.module, unit.name, taken)}
+            snapshot.restore_tensors(lambda value: id(value) in wanted or _is_made_to_learn(observer, value))
     drew, seen = observer.take(keep=False)  # batch norm updates its running statistics without a new version
     written, root = set(), observer.provenance.root  # which the run on fakes may have given other memory
     for key, (f, r) in made.items():

@@ -112,6 +112,7 @@ def _record(attempt: Attempt, choices: Mapping[int, bool], fake_calls: frozenset
             reach = Reach(model)
             stack.enter_context(iterators_stopped(reach))
             new = partial(Recorder, model, units, loan, Entry(device), names, mode, fake_calls, reach, choices, opening)
+            new = partial(new, taken=attempt.grain.taken)
             recorder = new(once=attempt.grain.once, watches_saved=watches)
             provenance = recorder.observer.provenance
             stack.callback(provenance.restore)
@@ -329,7 +330,7 @@ def _finish(recorder: Recorder, loan: Loan, result: Any, left: Sequence[Behind],
         device=recorder.entry.device,
         guards=tuple(recorder.guards),
         notes=recorder.all_notes,
-        grain=replace(grain, carried=grain.carried | texts),
+        grain=replace(grain, carried=grain.carried | texts, taken=frozenset(recorder.taken)),
         left=tuple(carried),
         asks=tuple(recorder.chance.asks),
         is_foreign=recorder.chance.is_foreign,

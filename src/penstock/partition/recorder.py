@@ -7,7 +7,7 @@ each call wrote and whether it drew random numbers. `record` sets the stage for 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from typing import Any, ClassVar
@@ -78,6 +78,7 @@ class Recorder(Writer, TorchFunctionMode):
         *,
         once: bool = False,
         watches_saved: bool = False,
+        taken: Collection[str] = (),
     ) -> None:
         self.seeds = Seeds()
         observer = Observer(names, self.seeds, watches_saved=watches_saved)
@@ -93,6 +94,7 @@ class Recorder(Writer, TorchFunctionMode):
         self.guards: list[Guard] = []
         self.drawing: dict[str, nn.Module] = {}
         self.real: set[str] = set()  # units that ran for real, on made-up inputs
+        self.taken = set(taken)  # names of attributes that are read behind the calls of such units
         self._why_real: dict[str, list[str]] = {}  # reason -> their names
         self.returned = Returned(opening)
         self.fixed = Fixed(lambda: {*names, *self._kept, *(id(place.entries) for place in reach.places)})
@@ -214,8 +216,9 @@ class Recorder(Writer, TorchFunctionMode):
     def _take_out(self, fact: Fact, unit: Unit) -> None:
         """Writes what takes out of attributes what a unit that cannot be opened has left there."""
         node = next(node for node in reversed(self.facts) if self.facts[node] is fact)
-        for attribute, value in attributes_of(unit.module, unit.name):
+        for attribute, value in attributes_of(unit.module, unit.name, self.taken):
             if self._is_new(value):
+                self.taken.add(attribute.name)
                 place = self._constant(attribute, attribute.key)
                 child = self.graph.call_function(taken, (node, place))
                 self._fact(child, "call", value)
@@ -276,7 +279,7 @@ class Recorder(Writer, TorchFunctionMode):
             self.reach.cached.forget()  # what it made of fakes before it failed
             self.observer.work = work
             result, drew, writes = run_for_real(
-                original, unit, args, kwargs, self.loan, self.entry.device, self.observer, error
+                original, unit, args, kwargs, self.loan, self.entry.device, self.observer, error, self.taken
             )
             self.real.add(unit.name)
             reason = str(error).strip().splitlines()[0] if str(error).strip() else ""

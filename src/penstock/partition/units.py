@@ -47,6 +47,7 @@ class Grain:
         whole: names of modules that are units, since a call in them uses modules that it was given as constants.
         shut: names of units that are not opened for what they leave behind, since they cannot be recorded call by call.
         carried: names of the places of what is carried to the last stage for the loss function.
+        taken: names of attributes that are read behind the calls of units that depend on values; see `state/taken.py`.
         once: no unit may run a second time to see what it reads, since that leaves traces that cannot be taken back.
     """
 
@@ -55,6 +56,7 @@ class Grain:
     whole: frozenset[str] = frozenset()
     shut: frozenset[str] = frozenset()
     carried: frozenset[str] = frozenset()
+    taken: frozenset[str] = frozenset()
     once: bool = False
 
 

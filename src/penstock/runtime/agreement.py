@@ -41,9 +41,9 @@ class Agreement:
         layouts = [None if tensor is None else Layout.of(tensor) for tensor in message]
         if self.learning:
             self.learn(microbatch, layouts)
-        elif layouts != self._layouts[microbatch]:
+        elif not all(map(_alike, layouts, self._layouts[microbatch])):
             raise ShapeError(self._difference(microbatch, layouts))
-        return layouts
+        return self._layouts[microbatch]
 
     def drop_step(self) -> None:
         """Forgets what a first step that raised has agreed on."""
@@ -58,7 +58,7 @@ class Agreement:
 
     def _difference(self, microbatch: int, given: Layouts) -> str:
         changes = zip(self._link.values, given, self._layouts[microbatch], strict=True)
-        (stage, name), new, old = next(change for change in changes if change[1] != change[2])
+        (stage, name), new, old = next(change for change in changes if not _alike(*change[1:]))
         if new is None or old is None:
             had, has = ("none", "one") if old is None else ("one", "none")
             return (
@@ -73,6 +73,21 @@ class Agreement:
             f"microbatch {microbatch}, is {describe(new)}; {describe(old)} was agreed on in the first step. "
             "Nothing was sent. Keep shapes the same, or make a pipeline for the new ones."
         )
+
+
+def _alike(one: Layout | None, other: Layout | None) -> bool:
+    """Whether two layouts are the same, except for the stride of a dimension of one element, which says nothing.
+
+    It changes between steps: autograd adds up the gradients of several uses in the memory of one or of the other.
+    """
+    if one is None or other is None:
+        return one is other
+    return _without_idle_strides(one) == _without_idle_strides(other)
+
+
+def _without_idle_strides(layout: Layout) -> Layout:
+    pairs = zip(layout.shape, layout.stride, strict=True)
+    return layout._replace(stride=tuple(0 if size == 1 else step for size, step in pairs))
 
 
 def describe(layout: Layout | None) -> str:

@@ -7,7 +7,7 @@ whole: its value is taken out of the attribute right after the call, and from th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -45,9 +45,10 @@ def taken(result: Any, attribute: Attribute) -> Tensor:
     return attribute.take()
 
 
-def attributes_of(block: nn.Module, name: str) -> Iterator[tuple[Attribute, Tensor]]:
-    """The attributes of a block's modules that hold tensors which take a gradient, parameters and buffers aside."""
+def attributes_of(block: nn.Module, name: str, taken: Collection[str]) -> Iterator[tuple[Attribute, Tensor]]:
+    """The attributes of a block's modules, parameters and buffers aside, that hold tensors which take a gradient or, as
+    those in `taken`, have done so in another recording: an evaluation's loss reads them, too."""
     for inner, module in block.named_modules(prefix=name):
         for key, value in vars(module).items():
-            if isinstance(value, Tensor) and value.requires_grad:
+            if isinstance(value, Tensor) and (value.requires_grad or f"{inner}.{key}" in taken):
                 yield Attribute(f"{inner}.{key}", module, key), value
