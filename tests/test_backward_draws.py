@@ -47,8 +47,11 @@ class InAHook(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(self.drop(x))
         if y.requires_grad:
-            y.register_hook(lambda grad: grad * torch.rand_like(grad))
+            y.register_hook(self.draw)
         return y
+
+    def draw(self, grad: Tensor) -> Any:
+        return grad * torch.rand_like(grad)
 
 
 class InAParametersHook(nn.Module):
@@ -61,26 +64,14 @@ class InAParametersHook(nn.Module):
         return self.linear(x)
 
 
-class ByPython(nn.Module):
-    """With dropout: its generator is one that the pipeline seeds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.drop = nn.Linear(6, 6), nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(self.drop(x))
-        if y.requires_grad:
-            y.register_hook(lambda grad: grad * self.draw())
-        return y
-
-    def draw(self) -> float:
-        return random.random()
+class ByPython(InAHook):
+    def draw(self, grad: Tensor) -> Any:
+        return grad * random.random()
 
 
-class ByNumpy(ByPython):
-    def draw(self) -> float:
-        return np.random.rand()
+class ByNumpy(InAHook):
+    def draw(self, grad: Tensor) -> Any:
+        return grad * np.random.rand()
 
 
 @SCHEDULES

@@ -20,6 +20,7 @@ from penstock.errors import ArgumentError
 from penstock.partition._compat import has_accumulation_hooks, has_gradient_hooks, storage_of
 from penstock.partition.loan import same_bits
 from penstock.partition.units import refuse_lazy
+from penstock.words import in_a_line
 
 Model = nn.Module | Sequence[nn.Module]
 
@@ -142,8 +143,7 @@ def _copied(made: Made) -> tuple[Made, Made]:
         twin = copy.deepcopy(model, memo)
     except Exception as error:
         raise ArgumentError(
-            f"this model cannot be copied ({type(error).__name__}: {' '.join(str(error).split())}), and verify "
-            f"compares with a second one: {_REMEDY}"
+            f"this model cannot be copied ({in_a_line(error)}), and verify compares with a second one: {_REMEDY}"
         ) from error
     try:
         loss = copy.deepcopy(made.loss, memo)

@@ -24,3 +24,8 @@ def in_ranges(names: Iterable[str]) -> list[str]:
         else:
             found.append((before, number, number, behind))
     return [f"{before}{first if first == last else f'{first}-{last}'}{behind}" for before, first, last, behind in found]
+
+
+def in_a_line(error: BaseException) -> str:
+    """An error's type and message, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

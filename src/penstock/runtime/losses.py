@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ArgumentError, PenstockError
 from penstock.runtime.loss import Loss
+from penstock.words import in_a_line
 
 
 class OutputLoss:
@@ -63,7 +64,7 @@ def saying_what_is_missing(loss: Loss | None) -> Loss | None:
                 raise
             raise ArgumentError(
                 f"target=None, but this rank runs the last stage, and loss(output, None) raised "
-                f"{type(error).__name__}: {' '.join(str(error).split())}; pass target=... where "
+                f"{in_a_line(error)}; pass target=... where "
                 "pipe.needs_targets is true"
             ) from error
 

@@ -21,6 +21,7 @@ from penstock.partition.loan import map_tensors
 from penstock.runtime.engine import Job
 from penstock.runtime.loss import no_gradient
 from penstock.stages import Output, needs_backward
+from penstock.words import in_a_line
 
 LARGE = 2**28
 """Bytes of an output of which no real one is made up."""
@@ -55,8 +56,8 @@ def try_loss(job: Job, target: Any, weight: float, loss: object) -> str | None:
     if fake is None:
         return None
     if real is not None and _same(real, fake) and not job.partitions[0].leaves_here:
-        raise ArgumentError(f"the loss raised {_line(real)}") from real
-    return f"the loss could not be tried without real values ({_line(fake)})"
+        raise ArgumentError(f"the loss raised {in_a_line(real)}") from real
+    return f"the loss could not be tried without real values ({in_a_line(fake)})"
 
 
 def _attempt(
@@ -101,10 +102,6 @@ def _made_up(output: Output, device: torch.device) -> Tensor:
 def _dtype(output: Output) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, output.meta.dtype)
     return dtype
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 @contextmanager
