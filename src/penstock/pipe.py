@@ -18,14 +18,13 @@ from penstock.partition import Partition
 from penstock.partition.chance.aliases import crosses_twice
 from penstock.result import StepResult
 from penstock.runtime import batch as batches
-from penstock.runtime import compiled
-from penstock.runtime.assembly import Choices
 from penstock.runtime.cutting import Microbatch
-from penstock.runtime.deferred_norm import DeferredNorms
 from penstock.runtime.distribution import local, whole
 from penstock.runtime.engine import Engine, draws_in_glue
-from penstock.runtime.keeping import keepings
-from penstock.runtime.keeping import notes as keeping_notes
+from penstock.runtime.features import compiled
+from penstock.runtime.features.deferred_norm import DeferredNorms
+from penstock.runtime.features.per_stage import notes as offload_notes
+from penstock.runtime.features.per_stage import offload_by_stage
 from penstock.runtime.loss import checked_scale
 from penstock.runtime.outputs import Wanted
 from penstock.runtime.split_model import SplitModel
@@ -64,14 +63,7 @@ class Pipeline:
         self._before_close: list[Callable[[], None]] = []
         with engine.control.agreed():
             self._norms = DeferredNorms(split.model.named_modules()) if options.deferred_batch_norm else None
-            self._choices = Choices(
-                keepings(options.recompute, options.offload, order.placement.depth),
-                self._norms,
-                split.sharded,
-                compiled.arguments_of(options.compile),
-                options.check_finite,
-            )
-        self._steps = Steps(engine, split, order, example, options, self._choices)
+        self._steps = Steps(engine, split, order, example, options, self._norms)
         self.schedule = self._steps.schedule
 
     # -- training -------------------------------------------------------------------------------------------------
@@ -214,8 +206,9 @@ class Pipeline:
         inexact = [violation.text for violation in check(self.schedule) if not violation.fatal]
         partition = self.partition
         draws = bool(partition.drawing_modules) or self.draws_in_glue
+        offload = offload_by_stage(self._options.offload, self._order.placement.depth)
         compiling = compiled.notes_of(self._options.compile, self.schedule, draws=draws)
-        return (*partition.notes, *inexact, *compiling, *keeping_notes(self._choices.keepings, self._order))
+        return (*partition.notes, *inexact, *compiling, *offload_notes(offload, self._order))
 
     @property
     def split_share(self) -> dict[int, float]:
