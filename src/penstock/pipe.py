@@ -97,10 +97,18 @@ class Pipeline:
             ArgumentError: a target is missing, the loss is not a scalar, or the ranks do not make the same call.
             PipelineFailure: another rank failed.
         """
+        self._refuse_closed()
         self.loss_scale = checked_scale(loss_scale)
         with self.deferring():
-            result = self._run(
-                args, kwargs, target, training=True, outputs=outputs, timeline=timeline, loss_scale=self.loss_scale
+            result = self._steps.run(
+                self.step_count,
+                args,
+                kwargs,
+                target,
+                training=True,
+                outputs=outputs,
+                timeline=timeline,
+                loss_scale=self.loss_scale,
             )
         if self._norms is not None and self.world.data_parallel > 1:
             self._engine.control.start_equal(self._norms.buffers())  # as all buffers of replicas
@@ -114,13 +122,15 @@ class Pipeline:
 
         Takes what `step` takes. Without a target there is no loss, unless the model computes its own.
         """
+        self._refuse_closed()
         with evaluating(self._split):
-            return self._run(args, kwargs, target, training=False, outputs=outputs, timeline=timeline)
+            return self._steps.run(
+                self.step_count, args, kwargs, target, training=False, outputs=outputs, timeline=timeline
+            )
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, **options: Any) -> StepResult:
+    def _refuse_closed(self) -> None:
         if self._closed:
             raise ClosedError("this pipeline was closed; make a new one")
-        return self._steps.run(self.step_count, args, kwargs, target, **options)
 
     def predict(self, *args: Any, outputs: Wanted = True, **kwargs: Any) -> Any:
         """The model's output for a whole batch, in evaluation mode, as the unsplit model would return it: the

@@ -85,7 +85,9 @@ def test_a_choice_a_stage(choice: Any, stages: set[int], monkeypatch: pytest.Mon
         pipe.step(x, target=y)
         assert len(counted.gone) == counted.back
         assert bool(counted.gone) == bool(stages)
-        assert {r.meta.index for r in training_runners(pipe) if any(isinstance(each, Offload) for each in r.features)} == stages
+        assert {
+            r.meta.index for r in training_runners(pipe) if any(isinstance(each, Offload) for each in r.features)
+        } == stages
         counted.gone.clear()
         pipe.evaluate(x, target=y)
         assert not counted.gone

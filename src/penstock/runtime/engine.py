@@ -246,34 +246,44 @@ class Engine:
             PipelineFailure: another rank failed.
             Exception: whatever the model or the loss raised, with a note that names rank and action.
         """
+        devices = tuple({self.devices[rank] for rank in self.ranks})
+        with self._dropping():
+            self._begin(job, feed)
+            entries = ranged(job.entries) if is_profiling() else job.entries
+            with torch.set_grad_enabled(job.training), self.streams.drawing(step, devices), _same_autocast_after():
+                if timed:
+                    moments = run_timed(entries, self.control.watchdog, self._clocks)
+                else:
+                    moments = run(entries, self.control.watchdog)
+            self._end(job)
+        return moments
+
+    @contextmanager
+    def _dropping(self) -> Iterator[None]:
+        """Around a step: if it raises, nothing of it is left under way."""
         try:
-            return self._run(job, feed, step, timed=timed)
+            yield
         except BaseException:
             for transport in self.transports.values():
                 transport.drop_step()
             raise
 
-    def _run(self, job: Job, feed: Feed, step: int, *, timed: bool) -> dict[int, list[Moment]]:
-        moments: dict[int, list[Moment]] = {}
+    def _begin(self, job: Job, feed: Feed) -> None:
+        """What comes before a step's first action."""
         refuse_hooks(job.tied)
         self.control.watchdog.step += 1
         self.control.watchdog.check()
         for program in job.programs:
             program.start(feed, reduces=self.replicas is None or self.replicas.active)
         job.head.start(feed.targets, feed.weights, feed.keep_outputs, feed.loss_scale)
-        devices = tuple({self.devices[rank] for rank in self.ranks})
-        reducers = [r for rank in self.ranks for r in self._reducers[rank].values()] if job.training else []
         if job.averages and self.replicas is not None:
             self.replicas.begin_step(job.averages)
-        for reducer in reducers:
+        for reducer in self._reducers_of(job):
             reducer.begin_step()
-        entries = ranged(job.entries) if is_profiling() else job.entries
-        with torch.set_grad_enabled(job.training), self.streams.drawing(step, devices), _same_autocast_after():
-            if timed:
-                moments = run_timed(entries, self.control.watchdog, self._clocks)
-            else:
-                run(entries, self.control.watchdog)
-        for reducer in reducers:
+
+    def _end(self, job: Job) -> None:
+        """What comes after a step's last action: sums are waited for, and what was sent arrives."""
+        for reducer in self._reducers_of(job):
             self.control.watchdog.position = reducer.position
             reducer.end_step()
         if job.averages and self.replicas is not None:
@@ -282,7 +292,10 @@ class Engine:
         for transport in self.transports.values():
             transport.end_step()
         self.control.watchdog.position = OUTSIDE
-        return moments
+
+    def _reducers_of(self, job: Job) -> list[TieReducer]:
+        """What sums tied gradients in a step of this job."""
+        return [r for rank in self.ranks for r in self._reducers[rank].values()] if job.training else []
 
     def announce(self, numbers: Sequence[int], source_rank: int) -> list[int]:
         """One rank's numbers, on every rank of the pipeline; each gives as many. That rank does not wait for the

@@ -45,8 +45,8 @@ class Entry:
     running: Position
 
 
-def run(entries: Sequence[Entry], watched: Watched) -> None:
-    """Runs actions in order."""
+def run(entries: Sequence[Entry], watched: Watched) -> dict[int, list[Moment]]:
+    """Runs actions in order. Returns nothing about them; see `run_timed`."""
     for entry in entries:
         ready = None
         if entry.wait is not None:
@@ -55,6 +55,7 @@ def run(entries: Sequence[Entry], watched: Watched) -> None:
         watched.position = entry.running
         entry.run(entry.action, ready)
     watched.position = OUTSIDE
+    return {}
 
 
 def run_timed(entries: Sequence[Entry], watched: Watched, clocks: Mapping[int, Clock]) -> dict[int, list[Moment]]:
