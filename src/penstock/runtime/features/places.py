@@ -22,7 +22,7 @@ from penstock.partition.objects import CONSTANTS
 from penstock.partition.state.cells import EMPTY, contents
 from penstock.partition.state.containers import is_container, refill
 from penstock.partition.state.library import OF_TORCH, is_library
-from penstock.partition.state.reach import DEPTH, LARGEST, LARGEST_ARRAY, Trace, is_of_others
+from penstock.partition.state.reach import DEPTH, LARGEST, LARGEST_ARRAY, Trace, is_of_others, slots_of
 
 MISSING = object()
 """What is read where nothing is."""
@@ -262,7 +262,7 @@ class Survey:
             return True
         if depth > 0 and is_of_others(kind.__module__):
             return False
-        return isinstance(getattr(value, "__dict__", None), dict) or bool(_slots_of(kind))
+        return isinstance(getattr(value, "__dict__", None), dict) or bool(slots_of(kind))
 
     def _open(self, name: str, value: Any) -> list[tuple[str, Any]]:
         """Adds a value's places, and returns what is in them, with names."""
@@ -297,7 +297,7 @@ class Survey:
 
     def _open_slots(self, value: Any) -> Iterator[tuple[str, Any]]:
         kind = type(value)
-        names = () if kind in CONSTANTS or is_of_others(kind.__module__) else _slots_of(kind)
+        names = () if kind in CONSTANTS or is_of_others(kind.__module__) else slots_of(kind)
         if names and self._is_new(value):
             for slot in names:
                 self._add(Slot(value, slot))
@@ -320,17 +320,6 @@ class Survey:
 
     def _add(self, place: Place) -> None:
         self.places[place.key] = place
-
-
-def _slots_of(kind: type) -> tuple[str, ...]:
-    """The slots of a class and its bases, of classes that are the user's."""
-    found: list[str] = []
-    for base in kind.__mro__:
-        slots = vars(base).get("__slots__", ())
-        if not is_of_others(base.__module__):
-            found += [slots] if isinstance(slots, str) else slots
-    hidden = ("__dict__", "__weakref__")
-    return tuple(name for name in found if name not in hidden and not (name.startswith("__")))
 
 
 def _is_array(value: Any) -> bool:
