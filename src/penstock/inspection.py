@@ -19,11 +19,9 @@ from penstock.api import build, order_of
 from penstock.errors import ArgumentError, PenstockError
 from penstock.options import Options
 from penstock.partition import Balance, Partition
-from penstock.partition._compat import flatten
 from penstock.partition.chain import as_module
 from penstock.partition.chance.gate import Gate
 from penstock.pipe import Pipeline
-from penstock.runtime.batch import Microbatches
 from penstock.runtime.batch_dims import BatchDims, Dim
 from penstock.runtime.cutting import Cutting, Merge, Split
 from penstock.runtime.keeping import OffloadChoice, RecomputeChoice
@@ -31,7 +29,7 @@ from penstock.runtime.loss import Loss, Reduction
 from penstock.runtime.losses import checked_loss
 from penstock.runtime.overlaps import refuse_overlaps
 from penstock.runtime.world import World
-from penstock.schedule import MICROBATCHES, Schedule, generator
+from penstock.schedule import Schedule, generator
 from penstock.stages import MODEL_INPUT, TensorMeta, gradient_routes, ties
 from penstock.words import counted
 
@@ -234,16 +232,7 @@ def _order(
             f"stages={stages}: schedule {schedule!r} puts {each} on each rank; give a multiple of {each}, or other "
             "chunks"
         )
-    return order_of(schedule, ranks, microbatches or _default_microbatches(example, cutting), chunks)
-
-
-def _default_microbatches(example: tuple[tuple[Any, ...], dict[str, Any]], cutting: Cutting) -> int:
-    given = [len(leaf) for leaf in flatten(example).leaves if isinstance(leaf, Microbatches)]
-    if given:
-        return max(given)
-    cutting.check(*example)
-    divided = cutting.divide(*example, None, MICROBATCHES, "example", 1)
-    return len(cutting.cut(*example, divided, MICROBATCHES, "example", None, 1).sizes)
+    return order_of(schedule, ranks, microbatches or cutting.usual(*example), chunks)
 
 
 def _refused_in_processes(partition: Partition, order: Schedule) -> str | None:

@@ -23,6 +23,7 @@ from penstock.pipe import Pipeline
 from penstock.runtime import exact as exact_rules
 from penstock.runtime.cutting import Cutting, Microbatch
 from penstock.runtime.distribution import whole
+from penstock.runtime.example import is_whole
 from penstock.runtime.loss import Loss, Reduction, checked_value, no_gradient, own_loss, root_of, weighted_sum, weights
 from penstock.runtime.losses import checked_loss, saying_what_is_missing
 from penstock.runtime.world import World
@@ -66,12 +67,16 @@ def verify(
             tensor parallelism. Otherwise the tolerances of `torch.testing.assert_close` hold.
         whole_batch: also compare with the unsplit model on the whole batch at once, and say why that differs where it
             does: `Report.whole_batch`. Where the batch is cut along the wrong dimension the report is not ok.
-        options: the other arguments of `penstock.pipeline`.
+        options: the other arguments of `penstock.pipeline`; microbatches are by default as many as the batch has rows,
+            if these are fewer than 8.
 
     Raises:
         ArgumentError: the model cannot be made or copied so that there are two.
     """
     kwargs = dict(kwargs or {})
+    if isinstance(schedule, str) and options.get("microbatches") is None and is_whole((tuple(args), kwargs)):
+        cutting = Cutting.of(options.get("batch_dims"), options.get("split"), options.get("merge"))
+        options["microbatches"] = cutting.usual(tuple(args), kwargs)
     mine, other = twins(model, loss)
     with pipeline(mine.model, args, kwargs, loss=mine.loss, reduction=reduction, schedule=schedule, **options) as pipe:
         batch = Microbatch(tuple(args), kwargs, target)

@@ -370,7 +370,7 @@ def test_without_root_messages_are_delayed(monkeypatch: pytest.MonkeyPatch, fold
 TARGET = str(Path(__file__).parents[2] / "examples" / "target_mlp.py") + ":target"
 
 
-@pytest.mark.parametrize(("microbatches", "rows"), [(None, 12), (4, 6), (5, 5), (100, 1)])
+@pytest.mark.parametrize(("microbatches", "rows"), [(None, 3), (4, 6), (5, 5), (100, 1)])
 def test_a_models_messages_are_those_of_a_microbatch_of_its_batch(microbatches: int | None, rows: int) -> None:
     """24 rows of 48 numbers cross the cut in the middle of the example."""
     made = TrafficOptions(model=TARGET, ranks=2, microbatches=microbatches).workload(4)
@@ -391,7 +391,7 @@ def test_a_models_gradients_are_as_large_whatever_the_batch() -> None:
 
 def test_the_two_kinds_of_a_pipelines_traffic_are_labelled() -> None:
     made = TrafficOptions(model=TARGET, ranks=2).workload(4)
-    assert made.name == f"{TARGET}, pipeline of Sequential, 2 x 2 hosts, 1f1b, 2 microbatches"
+    assert made.name == f"{TARGET}, pipeline of Sequential, 2 x 2 hosts, 1f1b, 8 microbatches"
     assert {transfer.kind for transfer in made.transfers} == {"activation", "activation gradient", "gradient"}
     rings = TrafficOptions(model=TARGET, ranks=2, traffic="gradients").workload(4)
     assert rings.name == f"{TARGET}, gradients of Sequential, 2 x 2 hosts"

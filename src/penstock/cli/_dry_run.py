@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from penstock.fabric.grouped import groups
+
 if TYPE_CHECKING:
     from penstock.fabric.emulation.spec import Spec
-
-_ONE_OF_MANY = re.compile(r"^[FB]\d+ | of replica \d+| of microbatch \d+")
-"""What tells transfers apart that are the same for each microbatch, or each replica."""
-
 
 _WIDE = 1000
 """So that no cell is broken."""
 
 
 def show_traffic(spec: Spec, *, as_json: bool) -> None:
-    """A row for each kind of transfer, in order of its first; those of all microbatches and replicas in one."""
+    """A row for each group of transfers: those of all microbatches and replicas in one."""
     rows = traffic(spec)
     if as_json:
         print(json.dumps({"version": 1, "workload": spec.workload.name, "hosts": spec.hosts, "transfers": rows}))
@@ -47,22 +44,18 @@ def show_traffic(spec: Spec, *, as_json: bool) -> None:
 
 def traffic(spec: Spec) -> list[dict[str, Any]]:
     """The rows."""
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for place, transfer in enumerate(spec.workload.transfers):
-        name = _ONE_OF_MANY.sub("", transfer.name)
-        ranks = len(transfer.ranks) or spec.hosts
-        key = (name, transfer.kind, transfer.collective, transfer.bytes, ranks)
-        row = found.setdefault(
-            key,
+    made = []
+    for group in groups(spec.workload):
+        first = spec.workload.transfers[group.places[0]]
+        made.append(
             {
-                "name": name,
-                "kind": transfer.kind,
-                "collective": transfer.collective,
-                "algorithm": spec.algorithm_of(place),
-                "ranks": ranks,
-                "bytes": transfer.bytes,
-                "times": 0,
-            },
+                "name": group.name,
+                "kind": first.kind,
+                "collective": first.collective,
+                "algorithm": spec.algorithm_of(group.places[0]),
+                "ranks": len(first.ranks) or spec.hosts,
+                "bytes": first.bytes,
+                "times": len(group.places),
+            }
         )
-        row["times"] += 1
-    return list(found.values())
+    return made

@@ -9,8 +9,9 @@ from typing import Annotated
 
 import typer
 
+from penstock.cli._microbatches import CUT, USUAL
 from penstock.errors import ArgumentError, ScheduleError
-from penstock.schedule import Op, Schedule, check, from_csv, generate, generators
+from penstock.schedule import MICROBATCHES, Op, Schedule, check, from_csv, generate, generators
 from penstock.schedule.generators import Numbers
 
 ALL = "all"
@@ -30,9 +31,7 @@ class OrderOptions:
         str | None, typer.Option(help="Its name; `penstock schedules` lists them.", rich_help_panel=_PANEL)
     ] = None
     ranks: Annotated[int | None, typer.Option("--ranks", "-n", help="How many ranks.", rich_help_panel=_PANEL)] = None
-    microbatches: Annotated[
-        int | None, typer.Option(help="Into how many pieces the batch is cut.", rich_help_panel=_PANEL)
-    ] = None
+    microbatches: Annotated[int | None, typer.Option(help=f"{CUT}; {USUAL}.", rich_help_panel=_PANEL)] = None
     chunks: Annotated[
         int | None,
         typer.Option(help="Stages a rank; by default what the schedule is known for.", rich_help_panel=_PANEL),
@@ -106,10 +105,9 @@ class OrderOptions:
         return self.schedule
 
     def _numbers(self) -> tuple[int, int]:
-        if self.ranks is None or self.microbatches is None:
-            missing = "--ranks" if self.ranks is None else "--microbatches"
-            raise ArgumentError(f"--schedule {self.schedule} needs {missing}: give both --ranks and --microbatches")
-        return self.ranks, self.microbatches
+        if self.ranks is None:
+            raise ArgumentError(f"--schedule {self.schedule} needs --ranks: give how many")
+        return self.ranks, MICROBATCHES if self.microbatches is None else self.microbatches
 
 
 _NUMBERS = ("ranks", "microbatches", "chunks", "slices")

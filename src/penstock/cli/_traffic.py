@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from penstock.cli._microbatches import CUT, USUAL_OF_BATCH
 from penstock.cli._target import loaded, names
 from penstock.errors import ArgumentError
 from penstock.fabric.dtypes import BYTES, dtype_of, op_of
@@ -61,7 +62,7 @@ class TrafficOptions:
         int | None, _of_model("Ranks of a pipeline; the hosts divided by it are its replicas. 1 if nothing is said.")
     ] = None
     schedule: Annotated[str | None, _of_model("The order of the pipeline's work; 1f1b if nothing is said.")] = None
-    microbatches: Annotated[int | None, _of_model("Of the pipeline; as many as ranks if nothing is said.")] = None
+    microbatches: Annotated[int | None, _of_model(f"{CUT}; {USUAL_OF_BATCH}, and 1 without a pipeline.")] = None
     traffic: Annotated[
         Literal["gradients", "pipeline", "tensor", "sharded"] | None,
         _of_model(
@@ -141,11 +142,12 @@ class TrafficOptions:
 
         ranks = self._ranks(hosts)
         compute = self._compute()
-        microbatches = ranks if self.microbatches is None else self.microbatches
-        if microbatches < 1:
-            raise ArgumentError(f"--microbatches {microbatches}: give 1 or more")
+        traffic = self.traffic or ("gradients" if ranks == 1 else "pipeline")
+        if self.microbatches is not None and self.microbatches < 1:
+            raise ArgumentError(f"--microbatches {self.microbatches}: give 1 or more")
         with loaded(target, "the model") as given:
             batch, cutting = (given.args, dict(given.kwargs)), Cutting.of(**{"batch_dims": None, **given.cutting})
+            microbatches = self.microbatches or (cutting.usual(*batch) if ranks > 1 or traffic == "pipeline" else 1)
             divided = cutting.divide(*batch, None, microbatches, "the batch", 1)
             cut = cutting.cut(*batch, divided, microbatches, "the batch", None, 1)
             sizes = cut.sizes
@@ -160,7 +162,7 @@ class TrafficOptions:
                 opens=names(self.opens),
                 schedule="1f1b" if self.schedule is None else self.schedule,
                 microbatches=len(sizes),
-                traffic=self.traffic or ("gradients" if ranks == 1 else "pipeline"),
+                traffic=traffic,
                 sharded=self.sharded,
                 compute=compute,
             )

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from penstock.cli._microbatches import CUT
 from penstock.demo.settings import CONTEXT, LAYERS, PARAMETERS, ROWS, Settings
 from penstock.launch import launch
 from penstock.schedule import MICROBATCHES, grid
@@ -19,7 +20,7 @@ from penstock.words import counted
 def demo(
     ranks: Annotated[int, typer.Option("--ranks", "-n", help="How many processes share the model, 1 to 4.")] = 2,
     schedule: Annotated[str, typer.Option(help="The order of work; `penstock schedules` lists them.")] = "1f1b",
-    microbatches: Annotated[int, typer.Option(help="Into how many pieces each batch is cut.")] = MICROBATCHES,
+    microbatches: Annotated[int, typer.Option(help=f"{CUT}.")] = MICROBATCHES,
     steps: Annotated[int, typer.Option(help="How many batches to train on.")] = 60,
     out: Annotated[Path, typer.Option(help="The folder for the timeline and the metrics.")] = Path("runs/demo"),
 ) -> None:

@@ -12,9 +12,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from penstock.cli._microbatches import CUT, USUAL_OF_BATCH
 from penstock.cli._spread import Json
 from penstock.cli._target import BalanceOption, Cuts, Leaves, Opens, Recompute, TargetName, loaded, names, recomputed
-from penstock.schedule import MICROBATCHES, generator
+from penstock.schedule import generator
 from penstock.words import counted, in_ranges
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def inspect(
     ] = None,
     microbatches: Annotated[
         int | None,
-        typer.Option(help=f"Into how many pieces the batch is cut; by default {MICROBATCHES}, or its rows if fewer."),
+        typer.Option(help=f"{CUT}; {USUAL_OF_BATCH}."),
     ] = None,
     recompute: Recompute = "never",
     cuts: Cuts = None,

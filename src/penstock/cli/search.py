@@ -14,10 +14,11 @@ from rich.console import Console
 from penstock.cli._cost_options import EPILOG as EPILOG
 from penstock.cli._cost_options import CostOptions
 from penstock.cli._costs import Costs
+from penstock.cli._microbatches import CUT
 from penstock.cli._outcome import Outcome, format_of, show, units_of_memory, with_activations
 from penstock.cli._spread import OUTPUT_PANEL, Json, spread
 from penstock.errors import ArgumentError
-from penstock.schedule import Placement, write_csv
+from penstock.schedule import MICROBATCHES, Placement, write_csv
 
 if TYPE_CHECKING:
     from penstock.search import Found
@@ -35,7 +36,7 @@ class Question:
     """What to look for."""
 
     ranks: Annotated[int, _option("How many ranks.", "--ranks", "-n")]
-    microbatches: Annotated[int, _option("Into how many pieces the batch is cut.")]
+    microbatches: Annotated[int, _option(f"{CUT}.")] = MICROBATCHES
     placement: Annotated[
         Literal["loop", "v"],
         _option("Where stages are: stage s on rank s % ranks; or down the ranks and up again, two a rank."),

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from penstock.cli._microbatches import CUT, USUAL_OF_BATCH
 from penstock.cli._spread import OUTPUT_PANEL, Json
 from penstock.cli._target import (
     BalanceName,
@@ -65,12 +66,13 @@ ReductionName = Literal["mean", "sum"]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What to verify. `chunks` None: what the schedule is known for. `exact` None: wherever it can be promised."""
+    """What to verify. `chunks` None: what the schedule is known for. `microbatches` None: see `Cutting.usual`. `exact`
+    None: wherever it can be promised."""
 
     target: str
     ranks: int
     chunks: int | None
-    microbatches: int
+    microbatches: int | None
     schedule: str
     reduction: ReductionName
     cuts: Sequence[str] | None
@@ -90,8 +92,8 @@ def verify(
         int | None, typer.Option(help="Stages a rank; by default what the schedule is known for.")
     ] = None,
     microbatches: Annotated[
-        int, typer.Option(help="Into how many pieces the batch, or a replica's part of it, is cut.")
-    ] = MICROBATCHES,
+        int | None, typer.Option(help=f"{CUT} (with replicas, each one's part of it); {USUAL_OF_BATCH}.")
+    ] = None,
     schedule: Annotated[str, typer.Option(help="The order of work; `penstock schedules` lists them.")] = "1f1b",
     reduction: Annotated[
         ReductionName, typer.Option(help="Whether the loss is a mean over the batch's rows or a sum.")
@@ -149,7 +151,8 @@ def verify(
             f"--replicas {replicas}: "
             + ("expected at least 1" if replicas < 1 else "a process for each rank; leave --transport local out")
         )
-    generate(schedule, ranks, microbatches, chunks)  # says what is wrong before anything is loaded
+    count = MICROBATCHES if microbatches is None else microbatches
+    generate(schedule, ranks, count, chunks)  # says what is wrong before anything is loaded
     try:
         report = prove(case) if alone else prove_distributed(case)
     except KeyboardInterrupt:

@@ -12,6 +12,7 @@ import numpy as np
 from penstock.errors import ArgumentError
 from penstock.fabric.dependence import correlation_time
 from penstock.fabric.differences import Samples, holm, kolmogorov_smirnov, mann_whitney, ranks, shift, tails
+from penstock.fabric.grouped import Group, groups
 from penstock.fabric.samples import Run
 from penstock.fabric.statistics import Interval, Summary, fewest
 from penstock.fabric.trials import TransferTimes, algorithm_of, measured_step
@@ -27,6 +28,8 @@ FEWEST = 8
 @dataclass(frozen=True, slots=True)
 class Difference:
     """Of the completion times of one transfer, or of the whole step, in run A and in run B.
+
+    Of alike transfers (see `grouped`) the percentiles are of all of them, and each trial's mean is what is tested.
 
     Attributes:
         name, bytes, collective: of the transfer; "step" for the whole.
@@ -91,32 +94,28 @@ def compare(a: Run, b: Run) -> Comparison:
         ArgumentError: the runs have no transfer in common.
     """
     loads = [Workload.from_dict(run.record["workload"]) for run in (a, b)]
-    keys = [
-        {(one.name, one.bytes, one.collective): place for place, one in enumerate(load.transfers)} for load in loads
-    ]
+    keys = [{_key(load, group): group for group in groups(load)} for load in loads]
     common = [key for key in keys[0] if key in keys[1]]
     if not common:
-        names = [", ".join(f"{name} of {size} bytes ({what})" for name, size, what in list(one)[:3]) for one in keys]
+        names = [", ".join(f"{name} of {size} bytes ({what})" for name, size, what, _ in list(one)[:3]) for one in keys]
         raise ArgumentError(
             f"the runs have no transfer in common: A has {names[0]}, B has {names[1]}; compare runs of the same "
             "workload"
         )
     found, tests = [], []
     for key in common:
-        places = keys[0][key], keys[1][key]
-        series = [
-            TransferTimes.of(run, load, place).completion
-            for run, load, place in zip((a, b), loads, places, strict=True)
-        ]
-        algorithms = (algorithm_of(a.record, places[0]), algorithm_of(b.record, places[1]))
-        found.append(_described(*key, algorithms, series))
-        tests.append(_tested(*series))
-    whole = len(common) == len(keys[0]) == len(keys[1]) and a.record["hosts"] == b.record["hosts"]
+        both = keys[0][key], keys[1][key]
+        series = [_completion(run, load, group) for run, load, group in zip((a, b), loads, both, strict=True)]
+        algorithms = (algorithm_of(a.record, both[0].places[0]), algorithm_of(b.record, both[1].places[0]))
+        found.append(_described(*key[:3], algorithms, series))
+        tests.append(_tested(*(one.mean(1) for one in series)))
+    same = keys[0].keys() == keys[1].keys() and len(loads[0].transfers) == len(loads[1].transfers)
+    whole = same and a.record["hosts"] == b.record["hosts"]
     if whole:
-        series = [measured_step(run, load) for run, load in zip((a, b), loads, strict=True)]
+        series = [measured_step(run, load)[:, None] for run, load in zip((a, b), loads, strict=True)]
         asked = (str(a.record.get("algorithm", "")), str(b.record.get("algorithm", "")))
         found.append(_described("step", sum(one.bytes for one in loads[0].transfers), "all", asked, series))
-        tests.append(_tested(*series))
+        tests.append(_tested(*(one.mean(1) for one in series)))
     judged = _judged(found, tests)
     return Comparison(
         transfers=tuple(judged[: len(common)]),
@@ -127,10 +126,21 @@ def compare(a: Run, b: Run) -> Comparison:
     )
 
 
+def _key(load: Workload, group: Group) -> tuple[str, int, str, str]:
+    """What makes groups of two runs the same."""
+    first = load.transfers[group.places[0]]
+    return group.name, first.bytes, first.collective, first.kind
+
+
+def _completion(run: Run, load: Workload, group: Group) -> Samples:
+    """[trial, transfer]."""
+    return np.stack([TransferTimes.of(run, load, place).completion for place in group.places], axis=1)
+
+
 def _described(
     name: str, size: int, collective: str, algorithms: tuple[str, str], series: Sequence[Samples]
 ) -> Difference:
-    """What needs no test."""
+    """What needs no test. `series` are [trial, transfer]."""
     first, second = (Summary.of(one) for one in series)
     made = Difference(
         name=name,
@@ -144,8 +154,9 @@ def _described(
     if min(made.trials) < FEWEST:
         return made
     # Ratios of times are differences of their logarithms; a clock may read 0.
-    logs = [np.log(np.maximum(one, 1e-9)) for one in series]
-    middle, (low, high) = shift(logs[0], logs[1], _inflation(*series))
+    trials = [one.mean(1) for one in series]
+    logs = [np.log(np.maximum(one, 1e-9)) for one in trials]
+    middle, (low, high) = shift(logs[0], logs[1], _inflation(*trials))
     return replace(made, ratio=math.exp(middle), ratio_interval=(math.exp(low), math.exp(high)))
 
 

@@ -6,7 +6,8 @@ A trial's value is the maximum over its ranks, as nccl-tests has it; bandwidths 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from penstock.fabric.bounds import lower_bound_seconds
 from penstock.fabric.dependence import effective_counts
 from penstock.fabric.forecast import forecasts
+from penstock.fabric.grouped import Group, groups
 from penstock.fabric.models import LinkFit, busbw_factor, record_links
 from penstock.fabric.samples import Run
 from penstock.fabric.stalls import stalled
@@ -29,6 +31,8 @@ def results(run: Run) -> dict[str, Any]:
     them are the mean's 95 % interval and those of the percentiles. `ideal_percent` is the least that any algorithm
     can take on the measured links (see `bounds`), over the median.
     `step` has the same figures of the whole trial; `stalled` are the trials that met a stall which was asked for.
+    `groups` have the same figures of alike transfers together (see `grouped`), and how many `times` a step has them:
+    what tables and pictures show. A time is of one transfer, and percentiles are of all of them in all trials.
     `model` is what `penstock fabric predict` makes of each collective that has sizes enough, of its largest.
     """
     record = run.record
@@ -36,9 +40,16 @@ def results(run: Run) -> dict[str, Any]:
     hosts, trials = int(record["hosts"]), len(run.start_ns)
     times = [TransferTimes.of(run, workload, place) for place in range(len(workload.transfers))]
     links = record_links(record)
-    transfers = [
-        _transfer(transfer, algorithm_of(record, place), one, links)
-        for place, (transfer, one) in enumerate(zip(workload.transfers, times, strict=True))
+
+    def entry(group: Group) -> dict[str, Any]:
+        chosen = [workload.transfers[place] for place in group.places]
+        algorithm = algorithm_of(record, group.places[0])
+        return _entry(group.name, chosen, [times[place] for place in group.places], algorithm, links)
+
+    transfers = [entry(Group(one.name, (place,))) for place, one in enumerate(workload.transfers)]
+    together = [
+        {**(entry(group) if len(group.places) > 1 else transfers[group.places[0]]), "times": len(group.places)}
+        for group in groups(workload)
     ]
     step = _step(run, workload, times, transfers)
     cpu = _cpu(record, trials, min((one["ideal_percent"] or 0.0 for one in transfers), default=0.0))
@@ -50,6 +61,7 @@ def results(run: Run) -> dict[str, Any]:
         "trials_asked": record.get("trials"),
         **_completeness(record, trials),
         "transfers": transfers,
+        "groups": together,
         "step": step,
         "stalled": list(stalled(run)),
         "cpu": {
@@ -78,36 +90,54 @@ def _completeness(record: dict[str, Any], trials: int) -> dict[str, Any]:
     return {"complete": complete, "missing": "; ".join(texts)}
 
 
-def _transfer(
-    transfer: Transfer, algorithm: str, times: TransferTimes, links: list[tuple[tuple[int, int], LinkFit]]
+def _entry(
+    name: str,
+    transfers: Sequence[Transfer],
+    times: Sequence[TransferTimes],
+    algorithm: str,
+    links: list[tuple[tuple[int, int], LinkFit]],
 ) -> dict[str, Any]:
-    ranks = len(times.ranks)
-    summary = Summary.of(times.completion)
-    own = [one for one in links if set(one[0]) <= set(times.ranks)] or links
-    bound = lower_bound_seconds(own, transfer.collective, times.ranks, transfer.bytes, transfer.shares)
-    waiting = Summary.of(times.transfer)
-    median = (waiting if rate_key(transfer.collective) == "transfer_s" else summary).p50
+    """Of one transfer, or of alike ones: then their times are taken together, and all else is of one of them."""
+    first = transfers[0]
+    completion = np.stack([one.completion for one in times], axis=1)
+    summary = Summary.of(completion)
+    waiting = Summary.of(np.stack([one.transfer for one in times], axis=1))
+    median = (waiting if rate_key(first.collective) == "transfer_s" else summary).p50
+    bound = _bound(transfers, times, links)
+    factor = busbw_factor(first.collective, len(times[0].ranks), first.shares)
     return {
-        "name": transfer.name,
-        "bytes": transfer.bytes,
-        "collective": transfer.collective,
+        "name": name,
+        "bytes": first.bytes,
+        "collective": first.collective,
         "algorithm": algorithm,
-        "kind": transfer.kind,
-        "shares": list(transfer.shares),
-        "ranks": list(times.ranks),
+        "kind": first.kind,
+        "shares": list(first.shares),
+        "ranks": list(dict.fromkeys(rank for one in times for rank in one.ranks)),
         "trials": summary.count,
         "effective_trials": summary.effective,
-        "compute_s": transfer.compute_seconds,
+        "compute_s": sum(one.compute_seconds for one in transfers) / len(transfers),
         **_times("time", summary),
-        **_times("arrival_skew", Summary.of(times.arrival_skew)),
+        **_times("arrival_skew", Summary.of(np.stack([one.arrival_skew for one in times], axis=1))),
         **_times("transfer", waiting),
-        **_rates(transfer.bytes, transfer.bytes * busbw_factor(transfer.collective, ranks, transfer.shares), median),
+        **_rates(first.bytes, first.bytes * factor, median),
         "bound_s": bound,
         "ideal_percent": 100 * bound / median if bound is not None and median else None,
-        "outliers": [int(trial) for trial in outliers(times.completion)],
+        "outliers": sorted({int(place) // len(times) for place in outliers(completion)}),
         "per_rank": _per_rank(times),
         "slowest_rank": _slowest(times),
     }
+
+
+def _bound(
+    transfers: Sequence[Transfer], times: Sequence[TransferTimes], links: list[tuple[tuple[int, int], LinkFit]]
+) -> float | None:
+    """The least seconds that the links allow; of alike transfers between different ranks, their mean."""
+    found = []
+    for transfer, one in zip(transfers, times, strict=True):
+        own = [link for link in links if set(link[0]) <= set(one.ranks)] or links
+        found.append(lower_bound_seconds(own, transfer.collective, one.ranks, transfer.bytes, transfer.shares))
+    known = [bound for bound in found if bound is not None]
+    return sum(known) / len(known) if len(known) == len(found) else None
 
 
 def _times(name: str, summary: Summary) -> dict[str, Any]:
@@ -126,40 +156,63 @@ def _rates(size: int, bus_bytes: float, median: float | None) -> dict[str, float
     return dict(zip(("algbw_GBps", "busbw_GBps"), rates, strict=True))
 
 
-def _per_rank(times: TransferTimes) -> list[dict[str, Any]]:
-    trials = len(times.durations)
-    if not trials:
+def _per_rank(times: Sequence[TransferTimes]) -> list[dict[str, Any]]:
+    if not len(times[0].durations):
         return []
-    slowest = np.bincount(times.durations.argmax(1), minlength=len(times.ranks))
-    latest = np.bincount(times.late.argmax(1), minlength=len(times.ranks))
-    columns = {"p50": _quantiles(times.durations, 0.5), "p99": _quantiles(times.durations, 0.99)}
+    made = _by_rank(times)
+    each = list(made.values())
+    columns = {"p50": _quantiles([one.durations for one in each], 0.5)}
+    columns["p99"] = _quantiles([one.durations for one in each], 0.99)
     return [
         {
             "rank": rank,
-            **{name: None if column is None else float(column[place]) for name, column in columns.items()},
-            "trials_slowest": int(slowest[place]),
-            "trials_latest": int(latest[place]),
+            **{name: column and column[place] for name, column in columns.items()},
+            "trials_slowest": one.slowest,
+            "trials_latest": one.latest,
         }
-        for place, rank in enumerate(times.ranks)
+        for place, (rank, one) in enumerate(made.items())
     ]
 
 
-def _quantiles(durations: NDArray[np.float64], q: float) -> NDArray[np.float64] | None:
+class _OfRank(NamedTuple):
+    """What one rank did: its durations, [trial, transfer], and how often it was the slowest, and the last to come."""
+
+    durations: NDArray[np.float64]
+    slowest: int
+    latest: int
+
+
+def _by_rank(times: Sequence[TransferTimes]) -> dict[int, _OfRank]:
+    """Each rank that takes part in any of the transfers."""
+    slowest = [one.durations.argmax(1) for one in times]
+    latest = [one.late.argmax(1) for one in times]
+    made = {}
+    for rank in dict.fromkeys(rank for one in times for rank in one.ranks):
+        places = [(n, one.ranks.index(rank)) for n, one in enumerate(times) if rank in one.ranks]
+        made[rank] = _OfRank(
+            np.stack([times[n].durations[:, place] for n, place in places], axis=1),
+            sum(int((slowest[n] == place).sum()) for n, place in places),
+            sum(int((latest[n] == place).sum()) for n, place in places),
+        )
+    return made
+
+
+def _quantiles(durations: Sequence[NDArray[np.float64]], q: float) -> list[float] | None:
     """Of each rank; None where there are too few trials."""
-    worth = min((effective_counts(one, (q,))[0] for one in durations.T), default=0.0)
-    return None if worth < fewest(q) else np.quantile(durations, q, axis=0)
+    worth = min((effective_counts(one.mean(1), (q,))[0] for one in durations), default=0.0)
+    return None if worth < fewest(q) else [float(np.quantile(one, q)) for one in durations]
 
 
-def _slowest(times: TransferTimes) -> dict[str, Any] | None:
-    """The rank that was the slowest in most trials, with the histogram of its durations; None without trials."""
-    if not len(times.durations):
+def _slowest(times: Sequence[TransferTimes]) -> dict[str, Any] | None:
+    """The rank that was the slowest most often, with the histogram of its durations; None without trials."""
+    if not len(times[0].durations):
         return None
-    counts = np.bincount(times.durations.argmax(1), minlength=len(times.ranks))
-    place = int(counts.argmax())
-    edges, histogram = log_histogram(times.durations[:, place])
+    made = _by_rank(times)
+    rank = max(made, key=lambda rank: made[rank].slowest)
+    edges, histogram = log_histogram(made[rank].durations)
     return {
-        "rank": times.ranks[place],
-        "trials_slowest": int(counts[place]),
+        "rank": rank,
+        "trials_slowest": made[rank].slowest,
         "histogram": {"edges_s": edges, "counts": histogram},
     }
 

@@ -35,7 +35,7 @@ class Summary:
     """Of samples, in their own unit.
 
     Attributes:
-        count: of the samples.
+        count: of the samples, or of the rows of several.
         effective: for how many independent ones they count, at the percentile for which they count least.
         p50, p90, p99, p999: by linear interpolation between order statistics, as numpy and pandas do; None where
             `quantile_interval` has no bound: below 6, 36, 368 and 3,688 independent samples.
@@ -57,14 +57,20 @@ class Summary:
 
     @classmethod
     def of(cls, samples: ArrayLike) -> Summary:
-        """Of samples in the order in which they were taken; of none, every figure is None."""
-        values = np.asarray(samples, float).ravel()
-        count = len(values)
+        """Of samples in the order in which they were taken; of none, every figure is None.
+
+        Args:
+            samples: one after the other, or rows of as many each: those of a row may depend on each other in any way,
+                so that a row counts as one sample at most.
+        """
+        values = np.atleast_1d(np.asarray(samples, float))
+        rows = values.reshape(len(values), -1).mean(1) if values.size else np.empty(0)
+        count = len(rows)
         if not count:
             nothing: dict[str, Interval | None] = dict.fromkeys(PERCENTILES)
             return cls(0, 0.0, None, None, None, None, None, None, None, None, nothing)
-        ordered = np.sort(values)
-        effective = effective_counts(values, tuple(PERCENTILES.values()))
+        ordered = np.sort(values, axis=None)
+        effective = effective_counts(rows, tuple(PERCENTILES.values()))
         intervals: dict[str, Interval | None] = {}
         points: dict[str, float | None] = {}
         for (name, q), worth in zip(PERCENTILES.items(), effective, strict=True):
@@ -75,8 +81,8 @@ class Summary:
             effective=min(effective),
             min=float(ordered[0]),
             max=float(ordered[-1]),
-            mean=float(values.mean()),
-            mean_interval=mean_interval(values),
+            mean=float(rows.mean()),
+            mean_interval=mean_interval(rows),
             intervals=intervals,
             p50=points["p50"],
             p90=points["p90"],

@@ -15,6 +15,7 @@ from penstock.runtime import batch as batches
 from penstock.runtime.batch import Cut, Microbatches
 from penstock.runtime.batch_dims import BatchDims, Dim, Dims, parse
 from penstock.runtime.outputs import join, refuse_missing
+from penstock.schedule import MICROBATCHES
 
 
 class Microbatch(NamedTuple):
@@ -107,6 +108,19 @@ class Cutting:
         pieces = tuple(map(flatten, whole))
         sizes = tuple(piece.rows or 0 for piece in divided)
         return Cut(pieces, sizes, (sizes, tuple(map(batches.kind_of, pieces))))
+
+    def usual(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Into how many microbatches a whole batch is cut where nothing is said: `MICROBATCHES`, or as many as it
+        makes (one for each of its rows, or the pieces that it is cut into already) if they are fewer.
+
+        `penstock.pipeline` does not ask: batches that are larger than its example are to come.
+        """
+        given = [len(leaf) for leaf in flatten((args, kwargs)).leaves if isinstance(leaf, Microbatches)]
+        if given:
+            return max(given)
+        self.check(args, kwargs)
+        divided = self.divide(args, kwargs, None, MICROBATCHES, "example", 1)
+        return len(self.cut(args, kwargs, divided, MICROBATCHES, "example", None, 1).sizes)
 
     def targets(
         self,

@@ -18,7 +18,7 @@ from penstock.errors import ArgumentError
 from penstock.fabric.workload import Transfer, Workload
 from penstock.partition import Balance
 from penstock.partition.chain import as_module
-from penstock.schedule import Schedule, generate
+from penstock.schedule import MICROBATCHES, Schedule, generate
 from penstock.stages import MODEL_INPUT
 from penstock.words import counted
 from penstock.workloads import gradients, measure, pipeline, tensor
@@ -164,7 +164,7 @@ def _check_compute(compute: Compute) -> None:
 
 def _schedule(schedule: str | Schedule, ranks: int, microbatches: int | None, chunks: int | None) -> Schedule:
     if isinstance(schedule, str):
-        schedule = generate(schedule, ranks, 8 if microbatches is None else microbatches, chunks)
+        schedule = generate(schedule, ranks, MICROBATCHES if microbatches is None else microbatches, chunks)
     elif schedule.ranks != ranks or microbatches not in (None, schedule.microbatches) or chunks is not None:
         raise ArgumentError(
             f"schedule {schedule.name!r} is for {counted(schedule.ranks, 'rank')} and "

@@ -176,6 +176,11 @@ def mean(entry: dict[str, Any]) -> str:
     return f"{seconds(middle)} \u00b1{f'{wider:.1%}' if wider <= _WIDEST else NONE}"
 
 
+def in_groups(results: dict[str, Any]) -> bool:
+    """Whether a row has more than one transfer."""
+    return len(results["groups"]) < len(results["transfers"])
+
+
 def notes(run: Run, results: dict[str, Any]) -> list[str]:
     """What a reader has to know about the columns."""
     found = [
@@ -183,6 +188,11 @@ def notes(run: Run, results: dict[str, Any]) -> list[str]:
         "the bound of the measured link by the median. \u00b1: the wider side of the mean's 95% interval; n/a above "
         "100%."
     ]
+    if in_groups(results):
+        found.append(
+            "Transfers that differ in their microbatch or replica alone share a row: bytes and times are of one of "
+            "them, percentiles of all, and those of one trial count as one sample."
+        )
     if (times := iterations_of(run.record)) > 1:
         found.append(f"Times are of one of {times} iterations in a row; a trial's skew is that of their first.")
     if any(rate_key(one["collective"]) == "transfer_s" for one in results["transfers"]):
@@ -193,13 +203,13 @@ def notes(run: Run, results: dict[str, Any]) -> list[str]:
 
 def _too_few(results: dict[str, Any], trials: int) -> list[str]:
     """Why percentiles are n/a."""
-    times = [one["time_s"] for one in results["transfers"]]
+    times = [one["time_s"] for one in results["groups"]]
     short = [
         f"{fewest(q):,} for {TIMES[name]}"
         for name, q in PERCENTILES.items()
         if name in TIMES and any(one[name] is None for one in times)
     ]
-    worth = min((one["effective_trials"] for one in results["transfers"]), default=trials)
+    worth = min((one["effective_trials"] for one in results["groups"]), default=trials)
     said = []
     if worth < _DEPENDENT * trials:
         said.append(f"Trials depend on each other: {trials:,} are worth {worth:,.0f} independent ones, and count so.")
@@ -211,5 +221,5 @@ def _too_few(results: dict[str, Any], trials: int) -> list[str]:
 
 def rate_unit(results: dict[str, Any]) -> tuple[float, str]:
     """The unit that suits a run's bandwidths, and how many of it are 1 GB/s: GB/s, or MB/s on slow links."""
-    most = max((transfer["busbw_GBps"] or 0.0 for transfer in results["transfers"]), default=0.0)
+    most = max((transfer["busbw_GBps"] or 0.0 for transfer in results["groups"]), default=0.0)
     return (1.0, "GB/s") if most >= 0.5 or not most else (1e3, "MB/s")

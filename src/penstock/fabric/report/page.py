@@ -10,16 +10,16 @@ from typing import Any
 from markupsafe import Markup
 
 from penstock.errors import MissingExtraError
-from penstock.fabric.report.facts import TIMES, facts, headings, mean, notes, rate_unit, warnings
+from penstock.fabric.report.facts import TIMES, facts, headings, in_groups, mean, notes, rate_unit, warnings
 from penstock.fabric.report.numbers import NONE, digits, percent, seconds
 from penstock.fabric.report.plots import draw
-from penstock.fabric.report.ranks import figures_of_ranks, longest_transfer
+from penstock.fabric.report.ranks import figures_of_ranks, longest_group
 from penstock.fabric.report.style import INK, MUTED, RULE
 from penstock.fabric.report.template import PAGE
 from penstock.fabric.samples import Run
 
 CAPTIONS = {
-    "cdf": "How the times are distributed. The right picture shows the tail: what share of the trials took so long.",
+    "cdf": "How the times are distributed. The right picture shows the tail: what share took so long.",
     "trials": "Each trial in the order in which it ran, with the median as a line; outliers are ringed.",
     "busbw": "What the transfers made of the network, by the convention of nccl-tests.",
     "timeline": "Where the time of a trial went: a lane a rank, a bar a round of the algorithm.",
@@ -51,6 +51,7 @@ def page(run: Run, results: dict[str, Any]) -> str:
         warnings=warnings(run, results),
         figures=_figures(run, results),
         kinds=_has_kinds(results),
+        often=in_groups(results),
         table=_table(results),
         unit=rate_unit(results)[1],
         facts=facts(run, results),
@@ -66,7 +67,7 @@ def _figures(run: Run, results: dict[str, Any]) -> list[tuple[str, str, str]]:
     """The few figures of the whole: name, value, and what it is."""
     step = results["step"]["time_s"]
     tail = next((name for name in ("p999", "p99", "p90") if step[name] is not None), "max")
-    rates = [transfer for transfer in results["transfers"] if transfer["busbw_GBps"]]
+    rates = [group for group in results["groups"] if group["busbw_GBps"]]
     scale, unit = rate_unit(results)
     found = [("step, median", seconds(step["p50"]), f"{len(run.start_ns):,} trials")]
     ratio = "too few trials for more"
@@ -89,12 +90,12 @@ def _has_kinds(results: dict[str, Any]) -> bool:
 
 def _table(results: dict[str, Any]) -> list[list[str]]:
     scale, _ = rate_unit(results)
-    kinds = _has_kinds(results)
+    kinds, often = _has_kinds(results), in_groups(results)
     made = []
-    for entry in (*results["transfers"], results["step"]):
+    for entry in (*results["groups"], {**results["step"], "times": len(results["transfers"])}):
         times = entry["time_s"]
         row = [entry["name"], *([entry["collective"] or ""] if kinds else [])]
-        row.append(f"{entry['bytes']:,}")
+        row += [f"{entry['bytes']:,}", *([f"{entry['times']:,}"] if often else [])]
         row += [*(seconds(times[name]) for name in TIMES), mean(entry)]
         row += [seconds(entry[name]["p50"]) if name in entry else "" for name in ("arrival_skew_s", "transfer_s")]
         rates = (entry[name] and entry[name] * scale for name in ("algbw_GBps", "busbw_GBps"))
@@ -113,7 +114,7 @@ def _inline(drawn: str) -> Markup:
 def _ranks(run: Run, results: dict[str, Any]) -> dict[str, Any]:
     """The table of ranks: what they took, what their processors did, and how far their clocks were off."""
     record = run.record
-    longest = longest_transfer(results)
+    longest = longest_group(results)
     by_rank = {found["rank"]: found for found in longest["per_rank"]}
     heads = ["rank", "host", f"p50 of {longest['name']}", f"p99 of {longest['name']}", "took longest", "came last"]
     heads += ["busy", "switches", "clock offset"]

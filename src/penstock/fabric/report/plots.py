@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.fabric.grouped import groups
 from penstock.fabric.report.facts import rate_unit
 from penstock.fabric.report.numbers import cut, cut_apart
 from penstock.fabric.report.style import (
@@ -25,9 +26,10 @@ from penstock.fabric.report.style import (
     svg,
 )
 from penstock.fabric.samples import Run
+from penstock.fabric.statistics import outliers
 from penstock.fabric.trials import TransferTimes, rate_key
 from penstock.fabric.units import size_text
-from penstock.fabric.workload import Transfer, Workload
+from penstock.fabric.workload import Workload
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,28 +61,29 @@ def draw(run: Run, results: dict[str, Any]) -> dict[str, str]:
         if not len(run.start_ns):
             return {}
         workload = Workload.from_dict(run.record["workload"])
-        by_transfer = [TransferTimes.of(run, workload, place) for place in range(len(workload.transfers))]
-        times = np.stack([one.completion for one in by_transfer], axis=1)
-        rated = np.stack([_rated(*one) for one in zip(workload.transfers, by_transfer, strict=True)], axis=1)
-        drawn = {"cdf": _cdf(run, times), "trials": _trials(run, results, times)}
-        if len({transfer["bytes"] for transfer in results["transfers"]}) > 1:
-            drawn["busbw"] = _busbw(results, rated)
+        found = groups(workload)
+        by_group = [[TransferTimes.of(run, workload, place) for place in group.places] for group in found]
+        times = [np.stack([one.completion for one in members], axis=1) for members in by_group]
+        names = [group.name for group in found]
+        drawn = {"cdf": _cdf(names, times), "trials": _trials(results, times)}
+        if len({group["bytes"] for group in results["groups"]}) > 1:
+            drawn["busbw"] = _busbw(results, _rated(results, by_group))
         drawn["timeline"] = _timeline(run)
-        drawn["slowest"] = _slowest(results, by_transfer, times)
+        drawn["slowest"] = _slowest(results, by_group, times)
         return drawn
 
 
-def _rated(transfer: Transfer, times: TransferTimes) -> Floats:
-    """What its bandwidths rest on."""
-    return times.transfer if rate_key(transfer.collective) == "transfer_s" else times.completion
-
-
-def names(run: Run) -> list[str]:
-    return [transfer["name"] for transfer in run.record["workload"]["transfers"]]
+def _rated(results: dict[str, Any], by_group: Sequence[Sequence[TransferTimes]]) -> list[Floats]:
+    """What each group's bandwidths rest on."""
+    keys = [rate_key(group["collective"]) for group in results["groups"]]
+    return [
+        np.stack([one.transfer if key == "transfer_s" else one.completion for one in members])
+        for key, members in zip(keys, by_group, strict=True)
+    ]
 
 
 def _named(count: int) -> list[int]:
-    """The transfers that a legend names: all, or evenly spread ones."""
+    """The groups that a legend names: all, or evenly spread ones."""
     return (
         sorted(set(np.linspace(0, count - 1, len(COLOURS)).round().astype(int).tolist()))
         if count > len(COLOURS)
@@ -88,39 +91,48 @@ def _named(count: int) -> list[int]:
     )
 
 
-def _longest(times: Floats) -> list[int]:
-    """The transfers that take the most time, in order of execution."""
-    return sorted(np.argsort(-np.median(times, axis=0), kind="stable")[: len(COLOURS)].tolist())
+def _longest(times: Sequence[Floats]) -> list[int]:
+    """The groups of which a transfer takes the most time, in order of execution."""
+    medians = np.array([np.median(one) for one in times])
+    return sorted(np.argsort(-medians, kind="stable")[: len(COLOURS)].tolist())
+
+
+def _counted(times: Sequence[Floats]) -> str:
+    """What a share is of, where a trial has one transfer of each group, and where it has several."""
+    return "trials" if all(one.shape[1] == 1 for one in times) else "transfers"
 
 
 # -- distribution -----------------------------------------------------------------------------------------------------
 
 
-def _cdf(run: Run, times: Floats) -> str:
+def _cdf(names: Sequence[str], times: Sequence[Floats]) -> str:
+    """A curve a group, of its transfers' times in all trials; `times` are each group's, [trial, transfer]."""
     figure = blank(9.6, 3.5)
     left, right = figure.subplots(1, 2)
-    trials, count = times.shape
-    colour, name, named = colours(count), cut_apart(names(run), MOST_LETTERS), _named(count)
-    for number in range(count):
-        ordered = np.sort(times[:, number])
-        at = _kept(trials)
+    count, samples = len(times), max(one.size for one in times)
+    colour, name, named = colours(count), cut_apart(names, MOST_LETTERS), _named(count)
+    for number, of_group in enumerate(times):
+        ordered = np.sort(of_group, axis=None)
+        at, size = _kept(len(ordered)), len(ordered)
         style = {"color": colour[number], "lw": 1.6 if count <= len(COLOURS) else 1.0}
         label = {"label": name[number]} if number in named else {}
-        left.plot(ordered[at], (at + 1) / trials, drawstyle="steps-post", **style)
+        left.plot(ordered[at], (at + 1) / size, drawstyle="steps-post", **style)
         # P(T >= the i-th smallest) is the share of samples from it on; the line ends at the largest.
-        right.plot(ordered[at], (trials - at) / trials, drawstyle="steps-pre", **style, **label)
+        right.plot(ordered[at], (size - at) / size, drawstyle="steps-pre", **style, **label)
+    least, most = min(float(one.min()) for one in times), max(float(one.max()) for one in times)
+    of = _counted(times)
     for axes in (left, right):
         axes.set_xscale("log")
-        axes.set_xlim(times.min() / 1.1, times.max() * 1.15)
+        axes.set_xlim(least / 1.1, most * 1.15)
         seconds_axis(axes.xaxis, least=0.16)
         axes.set_xlabel("completion time, slowest rank")
-    left.set(title="Share of trials that had ended", ylim=(0, 1.01))
+    left.set(title=f"Share of {of} that had ended", ylim=(0, 1.01))
     left.yaxis.set_major_formatter(_percent)
-    right.set(title="Share of trials that took at least as long", yscale="log", ylim=(0.7 / trials, 1.2))
+    right.set(title=f"Share of {of} that took at least as long", yscale="log", ylim=(0.7 / samples, 1.2))
     right.yaxis.set_major_formatter(_percent)
     right.yaxis.set_minor_locator(_none())
     for share, text in ((0.5, "p50"), (0.1, "p90"), (0.01, "p99"), (0.001, "p99.9")):
-        if share >= 1 / trials:
+        if share >= 1 / samples:
             right.annotate(text, (1, share), xycoords=("axes fraction", "data"), xytext=(3, 0),
                            textcoords="offset points", va="center", color=MUTED, fontsize=8.5)  # fmt: skip
             right.axhline(share, color=MUTED, lw=0.6, ls=(0, (1, 3)))
@@ -151,34 +163,33 @@ def _none() -> Any:
 # -- over the trials --------------------------------------------------------------------------------------------------
 
 
-def _trials(run: Run, results: dict[str, Any], times: Floats) -> str:
+def _trials(results: dict[str, Any], times: Sequence[Floats]) -> str:
+    """A row for each of some groups, with a dot a transfer."""
     shown = _longest(times)
-    colour, name, trials = colours(times.shape[1]), names(run), len(times)
+    colour, trials = colours(len(times)), len(times[0])
+    dots = sum(times[number].size for number in shown)
     figure = blank(9.6, 0.65 + 1.05 * len(shown))
     rows = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
     for axes, number in zip(rows, shown, strict=True):
-        took = times[:, number]
-        far = np.array(results["transfers"][number]["outliers"], int)
+        took, each = times[number].ravel(), times[number].shape[1]
+        trial = np.arange(len(took)) // each
+        far = outliers(took)
         far = far[np.argsort(-took[far], kind="stable")]
-        near = np.ones(trials, bool)
-        near[far[:MOST_MARKED]] = False
-        size, alpha = (7, 0.75) if trials <= 500 else (3, 0.55)
+        marked, near = far[:MOST_MARKED], np.ones(len(took), bool)
+        near[marked] = False
+        size, alpha = (7, 0.75) if len(took) <= 500 else (3, 0.55)
         style: dict[str, Any] = {"color": colour[number], "linewidths": 0}
-        axes.scatter(
-            np.flatnonzero(near), took[near], size, alpha=alpha, rasterized=trials * len(shown) > MOST_DOTS, **style
-        )
-        marked = far[:MOST_MARKED]
-        axes.scatter(marked, took[marked], 17, zorder=3, edgecolors=INK, **{**style, "linewidths": 0.9})
-        for trial in results["stalled"][:MOST_MARKED]:
-            axes.axvline(trial, color=MUTED, lw=0.6, ls=(0, (1, 2)), zorder=0.5)
+        axes.scatter(trial[near], took[near], size, alpha=alpha, rasterized=dots > MOST_DOTS, **style)
+        axes.scatter(trial[marked], took[marked], 17, zorder=3, edgecolors=INK, **{**style, "linewidths": 0.9})
+        for stalled in results["stalled"][:MOST_MARKED]:
+            axes.axvline(stalled, color=MUTED, lw=0.6, ls=(0, (1, 2)), zorder=0.5)
         median = float(np.median(took))
         axes.axhline(median, color=INK, lw=0.8, zorder=2.5)
         axes.set_yscale("log")
         axes.set_ylim(took.min() / 1.12, took.max() * 1.25)
-        axes.set_title(cut(name[number], 48), fontsize=9.5, pad=3)
-        axes.set_title(
-            _trials_note(median, far, took), loc="right", fontsize=8.5, fontweight="normal", pad=3, color=MUTED
-        )
+        axes.set_title(cut(results["groups"][number]["name"], 48), fontsize=9.5, pad=3)
+        note = _trials_note(median, took[far], trial[far])
+        axes.set_title(note, loc="right", fontsize=8.5, fontweight="normal", pad=3, color=MUTED)
         axes.grid(axis="x", visible=False)
         seconds_axis(axes.yaxis)
     rows[-1].set_xlim(-0.01 * trials, trials * 1.01)
@@ -188,41 +199,42 @@ def _trials(run: Run, results: dict[str, Any], times: Floats) -> str:
     return svg(figure, "trials")
 
 
-def _trials_note(median: float, far: NDArray[np.int64], took: Floats) -> str:
+def _trials_note(median: float, far: Floats, trials: NDArray[np.int64]) -> str:
+    """`far` are the outliers' times, the slowest first, and `trials` theirs."""
     text = f"median {seconds_label(median)}"
     if not len(far):
         return text
-    worst = f"slowest {seconds_label(float(took[far[0]]))} in trial {far[0]:,}"
+    worst = f"slowest {seconds_label(float(far[0]))} in trial {trials[0]:,}"
     return f"{text}, {len(far):,} outlier{'s' if len(far) > 1 else ''}, {worst}"
 
 
 # -- over the sizes ---------------------------------------------------------------------------------------------------
 
 
-def _busbw(results: dict[str, Any], times: Floats) -> str:
+def _busbw(results: dict[str, Any], times: Sequence[Floats]) -> str:
     figure = blank(9.6, 3.4)
     axes = figure.subplots()
-    transfers = results["transfers"]
+    groups = results["groups"]
     scale, unit = rate_unit(results)
-    kinds = list(dict.fromkeys(transfer["collective"] for transfer in transfers))
+    kinds = list(dict.fromkeys(group["collective"] for group in groups))
     for kind, colour in zip(kinds, COLOURS, strict=False):
-        found = sorted((t["bytes"], n) for n, t in enumerate(transfers) if t["collective"] == kind and t["busbw_GBps"])
+        found = sorted((t["bytes"], n) for n, t in enumerate(groups) if t["collective"] == kind and t["busbw_GBps"])
         if not found:
             continue
         sizes = [size for size, _ in found]
         # A bandwidth at a percentile: that of the size over the time of the percentile.
-        factors = [transfers[n]["busbw_GBps"] / (transfers[n]["algbw_GBps"] or 1) for _, n in found]
-        spread = np.array([np.percentile(times[:, n], (10, 50, 90)) for _, n in found])
+        factors = [groups[n]["busbw_GBps"] / (groups[n]["algbw_GBps"] or 1) for _, n in found]
+        spread = np.array([np.percentile(times[n], (10, 50, 90)) for _, n in found])
         rates = np.array(sizes)[:, None] * np.array(factors)[:, None] / spread / 1e9 * scale
         axes.fill_between(sizes, rates[:, 2], rates[:, 0], color=colour, alpha=0.18, linewidth=0)
         axes.plot(sizes, rates[:, 1], "o-", ms=4.5, color=colour, label=f"{kind}, p50 (band: p10 to p90)")
-        ideal = [(size, _ideal(transfers[n], rate)) for (size, n), rate in zip(found, rates[:, 1], strict=True)]
+        ideal = [(size, _ideal(groups[n], rate)) for (size, n), rate in zip(found, rates[:, 1], strict=True)]
         known = [(size, value) for size, value in ideal if value is not None]
         if known:
             axes.plot(*zip(*known, strict=True), ls=(0, (4, 2)), lw=1.2, color=colour, label=f"{kind}, ideal")
     _links(axes, results, scale, unit)
     axes.set_xscale("log", base=2)
-    ticks = _apart(sorted({transfer["bytes"] for transfer in transfers}))
+    ticks = _apart(sorted({group["bytes"] for group in groups}))
     axes.set_xticks(ticks, [_size_label(size) for size in ticks])
     axes.xaxis.set_minor_locator(_none())
     axes.set(title="Bus bandwidth by size", xlabel="size", ylabel=f"busbw ({unit})")
@@ -268,15 +280,17 @@ def _timeline(run: Run) -> str:
     """The first and the slowest trial, each on its own axis of time: a lane a rank, a bar a round."""
     from matplotlib.patches import Patch
 
-    name = cut_apart(names(run), MOST_LETTERS)
+    found = groups(Workload.from_dict(run.record["workload"]))
+    name = cut_apart([group.name for group in found], MOST_LETTERS)
     colour, named = colours(len(name)), _named(len(name))
+    by_place = {place: colour[number] for number, group in enumerate(found) for place in group.places}
     chosen = _chosen_trials(run)
     hosts = run.start_ns.shape[2]
     lanes = min(hosts, MOST_LANES)
     figure = blank(9.6, 0.5 + len(chosen) * (0.65 + 0.26 * lanes))
     rows = figure.subplots(len(chosen), 1, squeeze=False)[:, 0]
     for axes, (trial, title) in zip(rows, chosen, strict=True):
-        _lanes(axes, run, trial, colour)
+        _lanes(axes, run, trial, by_place)
         axes.set_title(title, pad=4)
         axes.set_ylim(lanes - 0.45, -0.55)
         axes.set_yticks(range(lanes), [f"rank {rank}" for rank in range(lanes)])
@@ -305,7 +319,7 @@ def _chosen_trials(run: Run) -> list[tuple[int, str]]:
     return chosen
 
 
-def _lanes(axes: Axes, run: Run, trial: int, colour: Any) -> None:
+def _lanes(axes: Axes, run: Run, trial: int, colour: dict[int, str]) -> None:
     """Pale: from a rank's start of a transfer to its end. Full: its rounds, with a gap between them."""
     took_part = run.end_ns[trial] >= 0
     zero = run.start_ns[trial][took_part].min()
@@ -329,16 +343,22 @@ def _lanes(axes: Axes, run: Run, trial: int, colour: Any) -> None:
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
 
-def _slowest(results: dict[str, Any], by_transfer: Sequence[TransferTimes], times: Floats) -> str:
-    """Of the longest transfers: the histogram of the slowest rank's times, and the outline of all other ranks' ones."""
-    shown, colour = _longest(times)[-4:], colours(len(by_transfer))
-    name = cut_apart([transfer["name"] for transfer in results["transfers"]], MOST_LETTERS)
+def _slowest(results: dict[str, Any], by_group: Sequence[Sequence[TransferTimes]], times: Sequence[Floats]) -> str:
+    """Of the longest groups: the histogram of the slowest rank's times, and the outline of all other ranks' ones."""
+    shown, colour = _longest(times)[-4:], colours(len(by_group))
+    name = cut_apart([group["name"] for group in results["groups"]], MOST_LETTERS)
     figure = blank(9.6, 2.7)
     for axes, number in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
-        transfer, one = results["transfers"][number], by_transfer[number]
-        rank = transfer["slowest_rank"]["rank"]
-        found = transfer["slowest_rank"]["histogram"]
-        others = np.delete(one.durations, one.ranks.index(rank), axis=1).ravel()
+        slowest = results["groups"][number]["slowest_rank"]
+        rank, found = slowest["rank"], slowest["histogram"]
+        others = np.concatenate(
+            [
+                one.durations[:, place]
+                for one in by_group[number]
+                for place, other in enumerate(one.ranks)
+                if other != rank
+            ]
+        )
         first, ratio = found["edges_s"][0], found["edges_s"][1] / found["edges_s"][0]
         low, high = (round(np.log(value / first) / np.log(ratio)) for value in (others.min(), others.max()))
         edges = first * ratio ** np.arange(min(low, 0) - 1, max(high, len(found["counts"])) + 2)
@@ -352,6 +372,6 @@ def _slowest(results: dict[str, Any], by_transfer: Sequence[TransferTimes], time
         axes.set_title(f"{name[number]}\nrank {rank}", fontsize=8.5)
         axes.yaxis.set_major_formatter(_percent)
         axes.grid(axis="x", visible=False)
-    figure.supylabel("share of trials", fontsize=9.5)
+    figure.supylabel(f"share of {_counted(times)}", fontsize=9.5)
     figure.supxlabel("time of the slowest rank (outline: all other ranks)", fontsize=9.5)
     return svg(figure, "slowest")

@@ -31,7 +31,7 @@ def figures_of_ranks(results: dict[str, Any]) -> list[RankFigures]:
     return [RankFigures(rank, longest / n, last / n) for rank, (n, longest, last) in sorted(counts.items())]
 
 
-def longest_transfer(results: dict[str, Any]) -> dict[str, Any]:
-    """The one that takes the most time, by its mean."""
-    transfers: list[dict[str, Any]] = results["transfers"]
-    return max(transfers, key=lambda transfer: float(transfer["time_s"]["mean"] or 0))
+def longest_group(results: dict[str, Any]) -> dict[str, Any]:
+    """The alike transfers of which one takes the most time, by its mean."""
+    groups: list[dict[str, Any]] = results["groups"]
+    return max(groups, key=lambda group: float(group["time_s"]["mean"] or 0))

@@ -60,7 +60,7 @@ pre { overflow-x: auto; background: var(--card); padding: .7rem; border-radius: 
 <h2>Transfers, in order of execution</h2>
 <div class="wide"><table>
 <tr><th class="name">transfer</th>{% if kinds %}<th class="name">collective</th>{% endif %}
-<th>bytes</th><th>min</th><th>p50</th><th>p90</th>
+<th>bytes</th>{% if often %}<th>times</th>{% endif %}<th>min</th><th>p50</th><th>p90</th>
 <th>p99</th><th>p99.9</th><th>max</th><th>mean</th><th>skew</th><th>transfer</th><th>algbw<br>{{ unit }}</th>
 <th>busbw<br>{{ unit }}</th><th>ideal<br>%</th></tr>
 {% for row in table %}

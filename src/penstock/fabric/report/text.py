@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.fabric.compare import FEWEST, Comparison, Difference
-from penstock.fabric.report.facts import TIMES, facts, mean, notes, rate_unit, title, warnings
+from penstock.fabric.report.facts import TIMES, facts, in_groups, mean, notes, rate_unit, title, warnings
 from penstock.fabric.report.numbers import NONE, cut, digits, percent, seconds
 from penstock.fabric.samples import Run
 
@@ -50,7 +50,7 @@ def _print_figures(results: dict[str, Any], console: Console) -> None:
 
 def _narrow(results: dict[str, Any], console: Console, times: Sequence[str]) -> Table:
     """Some times, or the rates; names that are too long for it are cut."""
-    longest = max(len(transfer["name"]) for transfer in results["transfers"])
+    longest = max(len(group["name"]) for group in results["groups"])
     made = _table(results, times, rates=not times)
     if _width(made, console) > console.width:
         made.padding = (0, 1, 0, 0)
@@ -59,26 +59,32 @@ def _narrow(results: dict[str, Any], console: Console, times: Sequence[str]) -> 
 
 
 def _table(results: dict[str, Any], times: Sequence[str], *, rates: bool, name_width: int = 1000) -> Table:
-    """A row a transfer, and one of the step; `times` are those of `TIMES` that are shown, with the mean behind them."""
-    transfers = results["transfers"]
-    kinds = rates and len({transfer["collective"] for transfer in transfers}) > 1
+    """A row for each group of alike transfers, and one of the step.
+
+    `times` are those of `TIMES` that are shown, with the mean behind them.
+    """
+    groups = results["groups"]
+    kinds = rates and len({group["collective"] for group in groups}) > 1
+    often = in_groups(results)
     scale, unit = rate_unit(results)
     made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
     above = "\n" if rates else ""  # where other columns have a unit below their name
     for head in ("transfer", *(["collective"] if kinds else [])):
         made.add_column(above + head)
-    for head in ("bytes", *([*(TIMES[name] for name in times), "mean"] if times else [])):
+    shown = [*(TIMES[name] for name in times), "mean"] if times else []
+    for head in ("bytes", *(["times"] if often else []), *shown):
         made.add_column(above + head, justify="right")
     for head in ("skew\np50", f"algbw\n{unit}", f"busbw\n{unit}", "ideal\n%") if rates else ():
         made.add_column(head, justify="right")
-    for transfer in transfers:
-        cells = [cut(transfer["name"], name_width), *([transfer["collective"]] if kinds else [])]
-        cells += [f"{transfer['bytes']:,}", *_times(transfer, times)]
-        cells += _rates(transfer, scale) if rates else []
+    for group in groups:
+        cells = [cut(group["name"], name_width), *([group["collective"]] if kinds else [])]
+        cells += [f"{group['bytes']:,}", *([f"{group['times']:,}"] if often else []), *_times(group, times)]
+        cells += _rates(group, scale) if rates else []
         made.add_row(*map(Text, cells))
     step = results["step"]
     made.add_row()
-    cells = ["step", *([""] if kinds else []), f"{step['bytes']:,}", *_times(step, times)]
+    cells = ["step", *([""] if kinds else []), f"{step['bytes']:,}"]
+    cells += [*([f"{len(results['transfers']):,}"] if often else []), *_times(step, times)]
     made.add_row(*map(Text, [*cells, *(_rates(step, scale) if rates else [])]), style="bold")
     return made
 

@@ -1,0 +1,83 @@
+"""Where nothing is said, every command cuts a batch into as many microbatches."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import output
+from torch import nn
+
+import penstock
+from penstock.errors import ArgumentError
+from penstock.runtime.batch import Microbatches
+from penstock.schedule import MICROBATCHES
+
+TARGET = """
+import torch
+from torch import nn
+
+def of(rows):
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    return model, (torch.randn(rows, 4),), torch.randn(rows, 4), nn.functional.mse_loss
+
+def small():
+    return of(5)
+
+def large():
+    return of(24)
+"""
+
+OF_A_BATCH = {
+    "verify": ("verify", "{}", "--json"),
+    "inspect": ("inspect", "{}", "--json"),
+    "fabric": ("fabric", "--model", "{}", "--hosts", "2", "--ranks", "2", "--dry-run", "--json"),
+}
+WITHOUT = {
+    "simulate": ("simulate", "--schedule", "1f1b", "--ranks", "2", "--json"),
+    "search": ("search", "--ranks", "2", "--seconds", "0.1", "--json"),
+    "show": ("show", "--schedule", "1f1b", "--ranks", "2", "--json"),
+}
+
+
+def counted(name: str, printed: str) -> int:
+    """How many microbatches a command's JSON is about."""
+    found = json.loads(printed)
+    if name == "fabric":
+        return sum(row["times"] for row in found["transfers"] if row["kind"] == "activation")
+    return int(found["microbatches"])
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> str:
+    (tmp_path / "model.py").write_text(TARGET)
+    return f"{tmp_path / 'model.py'}:"
+
+
+@pytest.mark.parametrize("name", list(OF_A_BATCH))
+def test_a_batch_makes_eight_or_as_many_as_it_has_rows(name: str, target: str) -> None:
+    for batch, expected in (("large", MICROBATCHES), ("small", 5)):
+        printed = output(*(word.format(target + batch) for word in OF_A_BATCH[name]))
+        assert counted(name, printed) == expected, batch
+
+
+@pytest.mark.parametrize("name", list(WITHOUT))
+def test_without_a_batch_they_are_eight(name: str) -> None:
+    assert counted(name, output(*WITHOUT[name])) == MICROBATCHES
+
+
+def test_verify_and_inspect_take_pieces_that_a_batch_is_cut_into_already() -> None:
+    pieces = [torch.randn(rows, 4) for rows in (2, 1, 3)]
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    given = (Microbatches(pieces),)
+    assert penstock.inspect(model, given).microbatches == 3
+    report = penstock.verify(model, given, torch.zeros(6, 4), nn.functional.mse_loss, ranks=2)
+    assert (report.ok, report.microbatches) == (True, 3)
+
+
+def test_a_pipeline_asks_instead_since_larger_batches_are_to_come() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(ArgumentError, match="microbatches=8, but the example makes 5, of 5 rows"):
+        penstock.pipeline(model, (torch.randn(5, 4),), ranks=2, loss=nn.functional.mse_loss)
