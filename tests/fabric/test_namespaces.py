@@ -161,6 +161,14 @@ def test_a_maker_that_is_killed_while_it_makes_leaves_nothing(made: int) -> None
     assert not any(name.startswith(mine) for name in keeper.names_of())
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the Linux kernel")
+def test_a_maker_is_told_from_another_process_that_got_its_number() -> None:
+    start = keeper.started(os.getpid())
+    assert start is not None
+    assert keeper.maker_lives(f"penstock-{os.getpid()}-{start}-0")
+    assert not keeper.maker_lives(f"penstock-{os.getpid()}-{start + 1}-0")
+
+
 @hosts_needed
 def test_clean_removes_leftovers_of_dead_makers_only() -> None:
     stranger = "penstock-of-somebody-else"

@@ -497,6 +497,40 @@ def test_a_frame_that_is_due_at_a_host_that_is_gone_is_lost() -> None:
         assert wires.told()[1]["down"]["host_gone"] == 1
 
 
+def test_a_frame_leaves_as_soon_as_it_is_due() -> None:
+    """Whatever the switch tells of its own lateness: a look at the clock later it is gone."""
+    with Wires(_topology("1gbit delay 2s")) as wires:
+        wires.send(0, 1, 0)
+        wires.pass_on(lambda: wires.t.state[columns.READS] == 1)
+        wires.t.heap[0, columns.DUE_NS] = loop.now_ns(wires.t)
+        for _ in range(2):  # to the queue towards its host, and out of that
+            loop._deliver(wires.t)
+        assert _numbers(wires.came(1)) == [0]
+
+
+def test_what_is_told_of_lateness_is_how_late_frames_left() -> None:
+    with Wires(_topology("1gbit delay 2s")) as wires:
+        for number, late in enumerate([1000] * 97 + [5 * MS] * 3):
+            wires.send(0, 1, number)
+            wires.pass_on(lambda read=number + 1: wires.t.state[columns.READS] == read)
+            slot = heap.pop(wires.t) >> 1  # and from here on by hand, without the two seconds
+            loop._send(wires.t, slot, 10**15, 10**15 + late)
+        told_late = told(wires.t)["late"]
+    assert told_late["worst"] == pytest.approx(5e-3)
+    assert told_late["mean"] == pytest.approx((97 * 1e-6 + 3 * 5e-3) / 100)
+    assert 1e-6 <= told_late["p50"] < 1.2e-6
+    assert told_late["p99"] == pytest.approx(5e-3)
+
+
+def test_there_is_room_for_all_that_a_link_may_hold() -> None:
+    """At the rate of every host, both ways: what is delayed, what a stall has held back, and full queues."""
+    text = "1gbit delay 10ms jitter 2ms distribution normal stall 100ms every 1s limit 1mb"
+    t = tables(_topology(text), [-1] * HOSTS, 0)
+    held = 125e6 * (10e-3 + 4 * 2e-3 + 100e-3) + 1024**2
+    assert len(t.slots) == len(t.frames) == len(t.heap)
+    assert len(t.slots) >= HOSTS * 2 * held / 1514
+
+
 def test_without_room_frames_wait_where_they_are(three: Wires) -> None:
     three.t.state[columns.SPARES] = 0
     three.send(0, 1, 0)
