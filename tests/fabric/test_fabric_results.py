@@ -72,6 +72,12 @@ def test_times_are_of_the_slowest_rank_and_apart_from_its_wait() -> None:
     assert times.transfer == pytest.approx([90e-9])
     assert times.durations[0] == pytest.approx([100e-9, 90e-9, 80e-9])
     assert measured_step(run, workload) == pytest.approx([120e-9])
+    run.record["iterations"] = 5
+    of_one = TransferTimes.of(run, workload, 0)
+    assert of_one.completion == pytest.approx([20e-9])
+    assert of_one.transfer == pytest.approx([18e-9])
+    assert of_one.arrival_skew == pytest.approx([30e-9]), "they begin once"
+    assert of_one.late[0] == pytest.approx([0, 30e-9, 10e-9])
 
 
 def test_who_is_slow_and_who_is_late() -> None:
@@ -112,6 +118,30 @@ def test_ideal_is_what_the_links_of_the_ranks_allow() -> None:
     assert made[1]["ideal_percent"] == pytest.approx(100 * (1e-4 + 0.08 / GOOD) / 2)
     assert results(run_of(np.full((10, 1), 1e-9), links=LINKS, network=NETWORK))["transfers"][0]["ideal_percent"] > 100
     assert results(run_of(np.full((10, 1), 2.0)))["transfers"][0]["ideal_percent"] is None
+
+
+def test_ideal_of_some_ranks_knows_nothing_of_others_links() -> None:
+    links = [{**link, "latency_seconds": 5e-3 if link["from"] == 1 else 1e-4} for link in LINKS]
+    pair = (Transfer("pair", 1_000_000, "send", ranks=(1, 2)),)
+    (made,) = results(run_of(np.full((10, 1), 2.0), pair, links=links))["transfers"]
+    assert made["bound_s"] == pytest.approx(5e-3 + 0.08), "though its ends have nearer neighbours"
+
+
+def test_what_goes_both_ways_is_timed_as_a_collective_is() -> None:
+    run = run_of(np.full((10, 1), 2e-3), (Transfer("t", 8_000_000, "sendrecv"),))
+    run.start_ns[:, 0, 1] += 1_000_000
+    (made,) = results(run)["transfers"]
+    assert made["transfer_s"]["p50"] == pytest.approx(1e-3)
+    assert made["algbw_GBps"] == made["busbw_GBps"] == pytest.approx(4.0), "as nccl-tests has it"
+
+
+def test_a_rank_whose_trials_depend_on_each_other_bounds_nothing_of_any_rank() -> None:
+    run = run_of(np.full((60, 1), 1e-3), hosts=2)
+    draw = np.random.default_rng(0)
+    run.end_ns[:, 0, 0] += draw.integers(0, 1000, 60)
+    run.end_ns[:, 0, 1] += 1000 * np.arange(60)
+    (made,) = results(run)["transfers"]
+    assert [one["p50"] for one in made["per_rank"]] == [None, None]
 
 
 def test_a_transfer_of_some_ranks_is_of_them_only() -> None:
@@ -184,6 +214,8 @@ def test_too_few_sizes_or_trials_have_no_model() -> None:
     assert (own["fit"]["algorithm"], own["fit"]["form"]) == ("engine", "ring")
     assert results(swept(LinkFit(1e-4, 8e-8), count=2))["model"] == []
     assert results(run_of(np.full((5, 3), 1e-3)))["model"] == []
+    same = tuple(Transfer(name, 4096) for name in "abc")
+    assert results(run_of(np.full((10, 3), 1e-3), same))["model"] == []
 
 
 def test_a_message_is_foretold_once_for_any_number_of_hosts() -> None:
@@ -347,6 +379,11 @@ def test_samples_that_are_none_are_said_to_be(tmp_path: Path) -> None:
         Run.read(tmp_path)
 
 
+def test_a_run_that_says_it_is_complete_is_so_with_all_of_its_trials_alone() -> None:
+    made = results(run_of(np.full((8, 1), 1e-3), trials=10, complete=True))
+    assert (made["complete"], made["missing"]) == (False, "2 of 10 trials")
+
+
 def test_what_the_record_says_is_missing_comes_first() -> None:
     made = results(run_of(np.full((8, 1), 1e-3), trials=10, complete=False, missing="host 2 does not answer"))
     assert made["missing"] == "host 2 does not answer; 2 of 10 trials"
@@ -458,3 +495,12 @@ def test_whether_links_that_have_changed_are_the_limit_nobody_knows() -> None:
     found = results(run)
     assert "not known" in found["cpu"]["text"]
     assert "Ideal is n/a: a scenario may have changed the links." in notes(run, found)
+
+
+def test_one_transfer_far_from_ideal_is_enough_for_processors_to_be_the_limit() -> None:
+    cpu = [{"cpu_seconds": 5.0, "wall_seconds": 10.0}] * 4
+    run = run_of(
+        np.full((10, 2), (1.05, 4.0)), (Transfer("near", 1_000_000), Transfer("far", 1_000_000)), links=LINKS, cpu=cpu,
+        shared_machine=True, machine_cores=2,
+    )  # fmt: skip
+    assert results(run)["cpu"]["saturated"] is True

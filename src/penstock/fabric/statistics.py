@@ -22,7 +22,11 @@ PERCENTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
 CONFIDENCE = 0.95
 _FEWEST_FOR_MEAN = 6
 _FEWEST_FOR_BATCHES = 20
-"""Independent samples that dependent ones have to be worth: with fewer no interval covers what it says."""
+"""Independent samples that dependent ones have to be worth: with fewer no interval covers what it says.
+
+Some series pass by chance, those whose dependence is taken for too little: of 200 normal samples with a lag-1
+correlation of 0.9 15 %, of which the interval then covers 80 %. A higher limit only picks worse ones; a lower one lets
+intervals explode where samples are skewed."""
 _TIMES_A_BATCH, _MOST_BATCHES = 5, 20
 
 
