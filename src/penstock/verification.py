@@ -8,6 +8,7 @@ added in another order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -64,7 +65,8 @@ def verify(
             give a function.
         args, kwargs, target, loss, reduction, schedule: as for `penstock.pipeline` and `Pipeline.step`.
         exact: demand equality to the bit; None: on CPU, in float32 or float64, without compiled stages and without
-            tensor parallelism. Otherwise the tolerances of `torch.testing.assert_close` hold.
+            tensor parallelism. Otherwise the tolerances of `torch.testing.assert_close` hold, scaled down for tensors
+            of small values.
         whole_batch: also compare with the unsplit model on the whole batch at once, and say why that differs where it
             does: `Report.whole_batch`. Where the batch is cut along the wrong dimension the report is not ok.
         options: the other arguments of `penstock.pipeline`; microbatches are by default as many as the batch has rows,
@@ -243,14 +245,12 @@ def _run_unsplit(
         for k, (args, given, target, _) in enumerate(pieces):
             kwargs = dict(given)
             streams.begin(k, {})
-            if norms is not None and k * replicas < len(pieces):
-                norms.begin(k)  # of the first replica alone, whose buffers count
-            output = alone.model(*args, **{**kwargs, **alone.default_kwargs(args, kwargs)})
+            first_replica = k * replicas < len(pieces)  # whose buffers count
+            with nullcontext() if norms is None or not first_replica else norms.forward(k, runs_again=False):
+                output = alone.model(*args, **{**kwargs, **alone.default_kwargs(args, kwargs)})
             streams.begin_loss(k)
             value = checked_value(own_loss(output) if loss is None else loss(output, target), output)
             streams.begin(k, {}, again=True)
-            if norms is not None:
-                norms.pause()
             root = root_of(value, weighted[k], _tensors(output))
             sizes.watch(root)
             if root.requires_grad:

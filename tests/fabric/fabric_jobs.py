@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any, get_args
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -17,6 +18,7 @@ from penstock.errors import FabricError
 from penstock.fabric.algorithms import ENGINE, algorithms, generate
 from penstock.fabric.dtypes import OPS
 from penstock.fabric.emulation import board, clock, links, probe, signals
+from penstock.fabric.emulation import trials as trials_module
 from penstock.fabric.emulation.collectives import Engine, Place, Stepwise, wrong
 from penstock.fabric.emulation.host import _check, _follow, _parts, _warm_up
 from penstock.fabric.emulation.joining import Members
@@ -170,13 +172,20 @@ def begun_together(rank: int, spec: Spec, margin_ns: int, path: str | None) -> A
 
 
 class _Ahead:
-    """A clock that is ahead of this machine's."""
+    """A clock that is ahead of this machine's; how long it has been running is told in seconds that are made."""
 
     def __init__(self, ns: int) -> None:
         self._ns = ns
+        self.seconds = 0.0
 
     def monotonic_ns(self) -> int:
         return time.monotonic_ns() + self._ns
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
 
 
 def clocks(rank: int, ahead_ns: int, same_kernel: bool) -> dict[str, Any]:
@@ -188,6 +197,35 @@ def clocks(rank: int, ahead_ns: int, same_kernel: bool) -> dict[str, Any]:
         return asdict(clock.estimate())
     finally:
         clock.kernel, clock.time = before
+
+
+def on_other_clocks(rank: int, spec: Spec, ahead_ns: int, passes: float) -> tuple[int, int, Any, int]:
+    """Three trials of hosts whose clocks are so far ahead of the one in front; so many seconds go by before each.
+
+    Returns when they began and ended on this machine's clock, their stamps, and how often the clocks were measured.
+    """
+    estimates = 0
+    estimate = clock.estimate
+
+    def counted(group: dist.ProcessGroup | None = None) -> clock.Offset:
+        nonlocal estimates
+        estimates += 1
+        return estimate(group)
+
+    ahead = _Ahead(rank * ahead_ns)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (clock, signals, trials_module):
+            patch.setattr(module, "time", ahead)
+        patch.setattr(clock, "kernel", lambda: f"kernel {rank if ahead_ns else 0}")
+        patch.setattr(clock, "estimate", counted)
+        members = Members(rank, spec.hosts, None, None)
+        began = time.monotonic_ns()
+        made = Trials(spec, _parts(spec, members, Plain()), members)
+        found = []
+        for _ in range(3):
+            ahead.seconds += passes
+            found.append(made.one().stamps.numpy())
+        return began, time.monotonic_ns(), np.stack(found), estimates
 
 
 def trials_of(rank: int, spec: Spec, count: int, spoils: bool = False) -> Any:

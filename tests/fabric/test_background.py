@@ -1,12 +1,18 @@
 """Neighbours' traffic: what a text means, and how much of it comes when."""
 
 import itertools
+import time
 from pathlib import Path
 
 import pytest
 
 from penstock.errors import ArgumentError
-from penstock.fabric.network.background import Neighbour, Stream, arrivals, parse_background
+from penstock.fabric.network.background import AHEAD_NS, Neighbour, Stream, arrivals, parse_background
+from penstock.fabric.network.parse import parse_link
+from penstock.fabric.network.switch import columns
+from penstock.fabric.network.switch.filling import tables
+from penstock.fabric.network.switch.neighbours import Background
+from penstock.fabric.network.topology import Topology
 
 
 @pytest.mark.parametrize(
@@ -114,3 +120,21 @@ def test_several_neighbours_come_in_order_and_in_parts() -> None:
     assert len(parts[0][0]) <= 3
     other, _ = Stream(neighbours, 1, 2).until(50_000_000, 10_000)
     assert 0 < len(other) < len(at_ns)
+
+
+def test_neighbours_come_from_the_moment_on_that_they_were_ordered() -> None:
+    t = tables(Topology(parse_link("1gbit")), [-1, -1], 0)
+    began = time.monotonic_ns()
+    background = Background(t, (parse_background("80mbit size 1000 to 1", 2),), 1)
+    made = time.monotonic_ns()
+    background.fill()
+    until = time.monotonic_ns() + AHEAD_NS
+    nobody, shared = (int(t.lines[2 + host, columns.NEAR_MADE]) for host in range(2))
+    assert nobody == 0
+    frames = t.near[1, :shared]
+    at_ns = frames[:, columns.AT_NS]
+    assert set(frames[:, columns.SIZE]) == {1000}
+    assert (at_ns >= began).all()
+    assert (at_ns < until).all()
+    assert at_ns[0] < made + 5_000_000, "one comes each 0.1 ms"
+    assert at_ns[-1] > began + AHEAD_NS - 5_000_000

@@ -132,6 +132,13 @@ def test_the_bytes_are_those_of_the_schema(tmp_path):
     }
 
 
+def test_the_root_is_the_first_of_a_transfers_ranks_and_any_computing_takes_a_microsecond(tmp_path):
+    by_rank = [chakra.read_chakra(file).nodes for file in chakra.write_chakra(PIPELINE, tmp_path, 4)[:4]]
+    assert [[node.attributes["root"] for node in nodes if "root" in node.attributes] for nodes in by_rank] == [[3]] * 4
+    (short,) = [node for node in by_rank[2] if node.name == "compute before stage 0"]
+    assert short.duration_micros == 1, "of a quarter: with none, it would not be there"
+
+
 def test_sends_and_receives_match_by_tag(tmp_path):
     ends: dict[int, list[tuple[int, int, object]]] = {}
     for rank, file in enumerate(chakra.write_chakra(PIPELINE, tmp_path, 4)[:4]):

@@ -299,3 +299,9 @@ def test_every_collective_has_a_usual_algorithm_for_any_hosts(collective: Collec
     spec = Spec(workload, 5, algorithm=usual_algorithm(workload))
     assert {spec.algorithm_of(place) for place in range(3)} == {algorithms(collective)[0]}
     assert {transfer.ranks for transfer in workload.transfers} == {(0, 1) if collective == "send" else ()}
+
+
+def test_the_usual_algorithm_of_a_mixture_is_the_ring_for_those_that_have_one() -> None:
+    workload = Workload("mixed", (Transfer("a", 4, "send", (0, 1)), Transfer("b", 4), Transfer("c", 4, "broadcast")))
+    spec = Spec(workload, 3, algorithm=usual_algorithm(workload))
+    assert [spec.algorithm_of(place) for place in range(3)] == ["direct", "ring", "binomial"]

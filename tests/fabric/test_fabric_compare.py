@@ -201,6 +201,18 @@ def test_settings_that_differ_are_named() -> None:
     assert found.transfers[0].algorithms == ("ring", "tree")
 
 
+@pytest.mark.parametrize(
+    ("setting", "a", "b"),
+    [("backend", "gloo", "nccl"), ("overlap", False, True), ("seed", 0, 1), ("machine_cores", 2, 4), ("hosts", 4, 3)],
+)
+def test_every_setting_counts(setting: str, a: object, b: object) -> None:
+    one, other = (run_of(np.full((9, 1), 1e-3), hosts=3 if value == 3 else 4) for value in (a, b))
+    one.record[setting], other.record[setting] = a, b
+    found = compare(one, other)
+    assert found.other_settings == {setting: (a, b)}
+    assert (found.step is None) == (setting == "hosts"), "a step of other hosts is another one"
+
+
 def test_what_the_hosts_were_is_a_setting_too() -> None:
     shaped = [{"interface": "eth0", "kernel": "6.1", "congestion_control": "bbr"}] * 4
     delayed = [

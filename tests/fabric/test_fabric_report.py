@@ -160,6 +160,25 @@ def test_times_have_three_digits_and_are_right(value: float):
     assert unit == "s" or float(number) < 1000
 
 
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.9996, "1.00s"), (0.9994, "999ms"), (1e-3, "1.00ms"), (9.996e-7, "1.00us"), (1234.0, "1,234s")],
+)
+def test_what_rounds_to_a_thousand_is_one_of_the_next_unit(value: float, text: str):
+    assert seconds(value) == text
+
+
+def test_rates_are_in_powers_of_a_thousand():
+    assert facts.bits(12.5e6) == "100 Mbit/s"
+    assert facts.bits(1.25e7, 1.1875e7) == "100 to 95 Mbit/s"
+    assert facts.bits(2e9) == "16 Gbit/s"
+
+
+@pytest.mark.parametrize("interval", [(9.0, 14.0), (6.0, 11.0)])
+def test_a_means_margin_is_the_wider_side_of_its_interval(interval: tuple[float, float]):
+    assert facts.mean({"time_s": {"mean": 10.0}, "mean_interval": interval}) == "10.0s \u00b140.0%"
+
+
 @given(st.text(min_size=1), st.integers(2, 40))
 def test_a_cut_name_fits_and_keeps_its_end(name: str, most: int):
     found = cut(name, most)
@@ -251,12 +270,33 @@ def test_averages_over_ranks_are_those_of_nccl_tests():
 
 def test_types_ops_and_roots_are_in_the_words_of_nccl_tests():
     kinds = {"reduce": ("max", 0), "scatter": ("none", 0), "sendrecv": ("none", -1), "all_reduce": ("max", -1)}
+    kinds |= {"gather": ("none", 0), "broadcast": ("none", 0), "reduce_scatter": ("max", -1)}
+    parts = ("scatter", "gather", "reduce_scatter")
     transfers = tuple(Transfer(kind, 80_000, kind) for kind in kinds)
     run = made_run(30, workload=Workload("mixed", transfers, element_bytes=2, dtype="float16", op="max"))
     for row in nccl.rows(run, results(run)):
         assert (row.redop, row.root) == kinds[row.collective]
-        assert (row.type, row.count) == ("half", 10_000 if row.collective == "scatter" else 40_000)
+        assert (row.type, row.count) == ("half", 10_000 if row.collective in parts else 40_000)
     assert "Collective test starting: sendrecv_perf" in nccl.text(run, results(run))
+
+
+@pytest.mark.parametrize("average", ["avg", "max", "min", "rank0"])
+def test_a_message_in_the_shape_of_nccl_tests_leaves_out_what_its_receiver_waited(average: nccl.Average):
+    workload = Workload("pair", (Transfer("a", 80_000, "send", ranks=(SLOW_RANK, 0)),))
+    run = made_run(30, workload=workload)
+    both = run.start_ns[:, 0, [SLOW_RANK, 0]].max(1)
+    (made,) = nccl.rows(run, results(run), average)
+    assert made.time == pytest.approx((run.end_ns[:, 0].max(1) - both).mean() / 1e3)
+
+
+def test_the_average_bus_bandwidth_is_that_of_the_rows():
+    run = made_run(30)
+    found = nccl.to_dict(run, results(run))
+    mean = np.mean([entry["in_place"]["bus_bw"] for entry in found["results"]])
+    assert found["average_bus_bandwidth"]["bandwidth"] == pytest.approx(mean)
+    said = re.search(r"# Avg bus bandwidth    : (\S+) ", nccl.text(run, results(run)))
+    assert said is not None
+    assert float(said[1]) == pytest.approx(mean, rel=1e-4)
 
 
 def test_times_are_of_one_of_the_iterations_in_a_row_and_lateness_is_not():

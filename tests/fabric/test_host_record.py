@@ -1,8 +1,10 @@
 """What a run's record says of its host."""
 
 import json
+import os
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -76,3 +78,18 @@ def test_a_machine_that_does_not_tell_gives_null(monkeypatch: pytest.MonkeyPatch
     used = cpu_usage().since(cpu_usage())
     assert used["busy"] is None
     assert used["steal"] is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux tells")
+def test_who_waits_for_a_disk_is_not_busy_and_whom_others_hold_up_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = tmp_path / "stat"
+    told.write_text("cpu  100 20 30 400 50 6 7 8 90 10\ncpu0 1 2 3 4 5 6 7 8 9 10\n")
+    monkeypatch.setattr(record, "Path", lambda path: told if path == "/proc/stat" else Path(path))
+    time_of = record._machine_time()
+    assert time_of is not None
+    tick = os.sysconf("SC_CLK_TCK")
+    assert time_of.busy_seconds * tick == pytest.approx(100 + 20 + 30 + 6 + 7 + 8)
+    assert time_of.steal_seconds * tick == pytest.approx(8)
+    assert time_of.total_seconds * tick == pytest.approx(621), "guests' time is within user's"

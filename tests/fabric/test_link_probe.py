@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import replace
 
 import fabric_jobs as jobs
-import numpy as np
 import pytest
+from made_network import Tcp, TwoHosts
 
 from distributed.ranks import Ranks
 from penstock.fabric.emulation import links, probe
@@ -20,26 +21,8 @@ from penstock.fabric.workload import Workload
 SPEC = Spec(Workload.of_sizes([4]), 2)
 
 
-class Tcp:
-    """A connection that starts slowly: ten packets, twice as many each round trip, and the link's rate at the end."""
-
-    def __init__(self, bytes_per_second: float, delay_seconds: float) -> None:
-        self.rate, self.trip, self.delay = bytes_per_second, 2 * delay_seconds, delay_seconds
-        self.now, self.window = 0.0, 15_000.0
-
-    def stream(self, chunk_bytes: int) -> list[float]:
-        stamps, sent = [], 0.0
-        for end in chunk_bytes * np.arange(1, CHUNKS + 1):
-            while sent < end:
-                part = min(self.window, end - sent)
-                sent += part
-                if self.window < self.rate * self.trip:
-                    self.now += max(self.trip * part / self.window, part / self.rate)
-                    self.window *= 1 + part / self.window
-                else:
-                    self.now += part / self.rate
-            stamps.append(self.now + self.delay)
-        return stamps
+def _stream(tcp: Tcp, chunk_bytes: int) -> list[float]:
+    return [tcp.send(chunk_bytes) + tcp.delay for _ in range(CHUNKS)]
 
 
 @pytest.mark.parametrize("mbit", [10, 100, 1000])
@@ -48,7 +31,7 @@ def test_a_stream_is_measured_once_it_is_steady(mbit: float, delay: float) -> No
     rate = mbit * 125e3
     tcp, chunk = Tcp(rate, delay), FIRST_BYTES // CHUNKS
     while True:
-        found = pace(tcp.stream(chunk), chunk)
+        found = pace(_stream(tcp, chunk), chunk)
         if is_long(found, 2 * delay) and found.steady:
             break
         assert tcp.now < 5, "it has to come to an end"
@@ -57,7 +40,7 @@ def test_a_stream_is_measured_once_it_is_steady(mbit: float, delay: float) -> No
 
 
 def test_a_stream_that_still_grows_is_not_steady() -> None:
-    found = pace(Tcp(125e6, 0.05).stream(FIRST_BYTES), FIRST_BYTES)
+    found = pace(_stream(Tcp(125e6, 0.05), FIRST_BYTES), FIRST_BYTES)
     assert not found.steady
     assert found.bytes_per_second < 0.5 * 125e6
 
@@ -68,6 +51,25 @@ def test_a_receiver_that_is_woken_late_now_and_then_changes_nothing() -> None:
     stamps[-3] += 0.008
     assert pace(stamps, 1000).bytes_per_second == pytest.approx(1e5, rel=1e-6)
     assert pace([1.0] * CHUNKS, 1000).bytes_per_second == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("mbit", "delay", "avoids"),
+    [*itertools.product((10, 100, 1000), (0.0, 0.001, 0.01, 0.05), (False,)), (10, 0.05, True)],
+)
+def test_both_ends_measure_what_the_link_is(
+    mbit: float, delay: float, avoids: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within the 5 % that is promised, or 0.2 ms; over a link whose times are made, so that no machine adds to them."""
+    hosts = TwoHosts(mbit * 125e3, delay, avoids=avoids)
+    monkeypatch.setattr(probe, "dist", hosts)
+    monkeypatch.setattr(probe, "time", hosts)
+    first, other = hosts.run(lambda: probe.measure((0, 1), hosts))
+    assert set(first) == {(0, 1), (1, 0)}
+    assert first == other
+    for found in first.values():
+        assert found.bytes_per_second == pytest.approx(mbit * 125e3, rel=0.05)
+        assert found.latency_seconds == pytest.approx(delay, rel=0.05, abs=0.2e-3)
 
 
 @pytest.mark.distributed

@@ -193,6 +193,7 @@ def test_every_link_lets_its_largest_frame_pass(bits: int, mtu: int, burst: int 
     assert f"rate {bits * 8}bit " in link.tbf()
     assert f"burst {link.burst}b " in link.tbf()
     assert f"limit {BUFFER_BYTES}b" in link.port_tbf()
+    assert f"burst {link.port_burst}b " in link.host_tbf(), "the switch keeps the rate to the frame: TCP gets room"
     assert f"limit {HOST_BYTES}b" in link.tbf()
 
 

@@ -1,12 +1,15 @@
 """Changes of a network over time: what a file may say, and which of its events hold when."""
 
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ArgumentError
+from penstock.fabric.network.director import playing
 from penstock.fabric.network.parse import parse_link
 from penstock.fabric.network.scenario import Event, Play, State, read_scenario
 from penstock.fabric.network.topology import Topology
@@ -102,6 +105,44 @@ def test_when_all_is_over_the_network_is_as_before(moments: list[tuple[float, in
     play.at(seconds + 100, 20)
     play.at(seconds + 200, 20)
     assert play.state == State(BEFORE)
+
+
+class Told:
+    """Stands for hosts that a scenario changes: what was ordered of them, in order."""
+
+    def __init__(self) -> None:
+        self.topology, self.background = BEFORE, ("5mbit",)
+        self.orders: list[tuple[str, Any]] = []
+
+    def change(self, topology: Topology) -> None:
+        self.orders.append(("links", topology))
+
+    def lose(self, hosts: tuple[int, ...]) -> None:
+        self.orders.append(("gone", hosts))
+
+    def surround(self, background: tuple[str, ...]) -> None:
+        self.orders.append(("background", background))
+
+
+def test_what_changes_is_ordered_once_and_the_network_is_as_before_in_the_end() -> None:
+    link = parse_link("1mbit")
+    events = [
+        Event(step=0, host=1, is_gone=True, for_seconds=0.02),
+        Event(link=link),
+        Event(background=("1mbit",)),
+    ]
+    told = Told()
+    with playing(told, events, lambda: 0) as played:  # type: ignore[arg-type]
+        deadline = time.monotonic() + 30
+        while len(played.happened) < 4:
+            assert time.monotonic() < deadline, "not within 30 s"
+            time.sleep(0.005)
+        time.sleep(0.05)
+        assert [value for what, value in told.orders if what == "gone"] == [(1,), ()]
+        assert [value.link for what, value in told.orders if what == "links"] == [link]
+        assert [value for what, value in told.orders if what == "background"] == [("5mbit", "1mbit")]
+        before = len(told.orders)
+    assert sorted(told.orders[before:], key=str) == sorted([("links", BEFORE), ("background", ("5mbit",))], key=str)
 
 
 @pytest.mark.parametrize(

@@ -296,6 +296,8 @@ def test_netem_has_room_for_what_is_under_way() -> None:
     assert int(limit) > 2 * 10e9 / 8 * 0.1 / 1514
     (heavy,) = re.search(r"limit (\d+)", netem(parse_link("10gbit delay 60ms 10ms distribution pareto"))).groups()
     assert int(heavy) == pytest.approx(int(limit), rel=0.01)  # four times the jitter
+    (queue,) = re.search(r"limit (\d+)", netem(parse_link("100mbit loss 1% limit 10mb"))).groups()
+    assert int(queue) > 10 * 1024**2 / 1514
 
 
 def test_netem_draws_otherwise_for_each_direction_and_seed() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 from made_runs import made_run
@@ -9,6 +12,7 @@ from made_runs import made_run
 from penstock.fabric.network.parse import parse_link
 from penstock.fabric.network.switch import columns
 from penstock.fabric.network.switch.filling import Decided, stalls, tables
+from penstock.fabric.network.switch.protocol import Order, Setup
 from penstock.fabric.network.topology import Topology
 from penstock.fabric.report.facts import facts
 from penstock.fabric.results import results
@@ -72,3 +76,47 @@ def test_the_switch_tells_each_stall_once_and_from_when_on_it_is() -> None:
     Decided(t, Topology(parse_link("100mbit"), {}), 2, 80 * MS)
     assert stalls(t) == set()
     assert t.lines[0, columns.LOOSE] == 0
+
+
+class _Nothing:
+    """Stands for what counts the frames that a device holds."""
+
+    def __init__(self, *given: object) -> None:
+        pass
+
+    def count(self) -> int:
+        return 0
+
+
+@pytest.fixture
+def without_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A switch of which nobody sends anything: pipes in place of the hosts' devices."""
+    pytest.importorskip("numba")
+    from penstock.fabric.network.switch import serve
+
+    ends: list[int] = []
+
+    def opened(*given: object) -> int:
+        ends.extend(os.pipe())
+        return ends[-2]
+
+    monkeypatch.setattr(serve, "open_tap", opened)
+    monkeypatch.setattr(serve, "Unread", _Nothing)
+    yield
+    for end in ends:
+        os.close(end)
+
+
+@pytest.mark.usefixtures("without_devices")
+def test_the_switch_still_tells_the_stalls_of_links_that_have_changed() -> None:
+    from penstock.fabric.network.switch.serve import Served
+
+    def link(text: str) -> Order:
+        return Order(Topology(parse_link(text), {}))
+
+    served = Served(Setup(("a", "b"), "eth0", link("100mbit stall 2ms every 9ms")))
+    served.obey(link("100mbit stall 3ms every 9ms"))
+    served.obey(link("100mbit"))
+    first, second = served.obey(Order(tells=True))["stalls"]
+    assert (first["length_ns"], second["length_ns"]) == (2 * MS, 3 * MS)
+    assert first["since_ns"] < first["until_ns"] == second["since_ns"] < second["until_ns"]
