@@ -7,9 +7,10 @@ writing a reading puts back what was there.
 
 from __future__ import annotations
 
+import dis
 import operator
 import threading
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -216,16 +217,23 @@ class Survey:
 
     Args:
         roots: modules, functions, objects.
-        modules: whether to look into modules that are found there, too.
+        modules: whether to look into modules that are found there, too; `skips`: but for these.
 
     Attributes:
         tensors: those that are found there, by where that is; parameters and buffers of modules are among them.
     """
 
-    def __init__(self, roots: Iterable[Any], traces: Iterable[Trace] = (), *, modules: bool = False) -> None:
+    def __init__(
+        self,
+        roots: Iterable[Any],
+        traces: Iterable[Trace] = (),
+        *,
+        modules: bool = False,
+        skips: Callable[[Any], bool] = lambda module: False,
+    ) -> None:
         self.places: dict[Key, Place] = {}
         self.tensors: dict[int, tuple[str, Tensor]] = {}
-        self._modules = modules
+        self._modules, self._skips = modules, skips
         self._owners: dict[int, Any] = {}  # kept alive, or their ids could be given again
         level = [("", value) for value in roots if isinstance(value, nn.Module) or self._can_be_opened(value, 1)]
         for depth in range(DEEPEST):
@@ -255,7 +263,7 @@ class Survey:
         if depth >= DEPTH:
             return False
         if isinstance(value, nn.Module):
-            return self._modules
+            return self._modules and not self._skips(value)
         if isinstance(value, FunctionType):
             return not is_of_others(value.__module__)
         if isinstance(value, (Tensor, MethodType, partial, threading.local)):
@@ -364,3 +372,16 @@ def _names_in(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names_in(constant)
+
+
+def stored_globals(roots: Iterable[Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    """The global variables that the code of classes and functions sets, and that of the functions named there."""
+    level = [*roots]
+    for value in [*level, *named_by_code(level)]:
+        functions = [value] if isinstance(value, FunctionType) else []
+        if isinstance(value, type):
+            functions = [held for held in vars(value).values() if isinstance(held, FunctionType)]
+        for function in functions:
+            for step in dis.get_instructions(function.__code__):
+                if step.opname == "STORE_GLOBAL":
+                    yield function.__globals__, str(step.argval)
