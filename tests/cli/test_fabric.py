@@ -17,7 +17,7 @@ from penstock.cli._traffic import TrafficOptions
 from penstock.errors import FabricError
 from penstock.fabric.emulation import coordinate
 from penstock.fabric.emulation.spec import Spec
-from penstock.fabric.network import checks, machines
+from penstock.fabric.network import checks, machines, shapers
 from penstock.fabric.presets import preset
 from penstock.fabric.report import page
 from penstock.fabric.samples import RUN, SAMPLES, SPEC, Run
@@ -49,7 +49,9 @@ SIZES = ("--sizes", "4000")
 WRONG = {
     "--sizes 0": "'0' is 0 bytes: a size is a whole number of bytes, 1 or more",
     "--sizes 2600,6": "a multiple of an element's 4 bytes",
-    "--sizes 4,,8": "'' is not a size",
+    "--sizes 4,,8": "size 2 of 3 in '4,,8': '' is not a size",
+    "probe": "penstock fabric has no command 'probe': it has train, show, compare, predict, clean; without a command",
+    "sho": "did you mean 'show'?",
     "--sizes \uff14\uff10\uff10": "is not a size: give bytes",
     "--sizes 999TiB": "GiB of memory on 4 hosts, and this machine has",
     "--hosts 100000": "--hosts 100000: one machine makes 200 at most",
@@ -57,8 +59,8 @@ WRONG = {
     "--sizes 4 --algorithm rong": "'rong' is no algorithm for all_reduce: did you mean 'ring'?",
     "--sizes 4 --collective gather --algorithm ring": "'ring' is no algorithm for gather: ",
     "--preset mpl": "there is no preset 'mpl': give one of mlp",
-    "--sizes 4 --hosts 1": "hosts is 1: a network has at least 2",
-    "--sizes 4 --iterations 0": "iterations=0: at least one is needed",
+    "--sizes 4 --hosts 1": "--hosts 1: a network has at least 2",
+    "--sizes 4 --iterations 0": "--iterations 0: at least one is needed",
     "--preset mlp --op max": "--op belongs to --sizes or --from and --to, and --preset was given: leave it out",
     "--sizes 4 --op mean": "there is no op 'mean': give one of sum, prod, min, max, avg",
     "--sizes 4 --op avg --dtype int8": "an average of int8 is no int8",
@@ -70,20 +72,20 @@ WRONG = {
     "--sizes 4 --collective all_to_all --uneven 1,2": "--uneven 1,2: give 4 whole numbers, one a host",
     "--sizes 4 --collective all_to_all --uneven 1,2,3,\u0664": "give 4 whole numbers, one a host",
     "--sizes 4 --collective all_to_all --uneven 1,2,3,4 --algorithm bruck": "give one of pairwise, direct, engine",
-    "--sizes 4 --trials 0": "trials=0: at least one is needed",
-    "--sizes 4 --warmup 0": "warmup=0",
+    "--sizes 4 --trials 0": "--trials 0: at least one is needed",
+    "--sizes 4 --warmup 0": "--warmup 0: at least one is needed",
     "--sizes 4 --backend glue": "there is no backend 'glue': give one of gloo, nccl, mpi",
-    "--sizes 4 --stall-timeout 0": "stall_seconds is 0.0: expected a time above 0",
+    "--sizes 4 --stall-timeout 0": "--stall-timeout 0: expected a time above 0",
     "--trials 5": "what is to be sent? nothing was given: give one of --preset, --model",
     "--sizes 4 --preset mlp": "what is to be sent? --preset and --sizes were given: give one of",
     "--sizes 4 --algorithm rings": "Known are ring, ring2, halving-doubling, recursive-doubling, tree; engine is",
-    "--preset mlp --hosts 0": "hosts is 0: a network has at least 2",
-    "train --hosts 0": "hosts is 0: a network has at least 2",
+    "--preset mlp --hosts 0": "--hosts 0: a network has at least 2",
+    "train --hosts 0": "--hosts 0: a network has at least 2",
     "--sizes 4 --factor 0": "--factor belongs to --from and --to, and --sizes was given: leave it out",
     "--sizes 4 --ranks 0": "--ranks belongs to --model",
     "--sizes 4 --microbatches 0": "--microbatches belongs to --model",
     "--preset mlp --sharded": "--sharded belongs to --model",
-    "--from 4 --to 64 --factor 0": "factor is 0.0: a sweep grows",
+    "--from 4 --to 64 --factor 0": "--factor 0: a sweep grows",
     "--from 6 --to 64": "a sweep from 6 bytes: a size is a multiple of an element's 4 bytes",
     "--model m:f --ranks 0": "--ranks 0: a pipeline has 1 or more",
     "--model m:f --microbatches 0": "--microbatches 0: give 1 or more",
@@ -93,8 +95,8 @@ WRONG = {
     "--sizes 4 --cuts a": "--cuts belongs to --model, and --sizes was given",
     "--sizes 4 --trials 3 --epochs 2": "give --trials, or both --batches and --epochs",
     "--sizes 4 --batches 3": "give --trials, or both --batches and --epochs",
-    "--sizes 4 --batches 3 --epochs 0": "batches=3, epochs=0",
-    "--from 4 --to 64 --factor 1": "factor is 1.0: a sweep grows",
+    "--sizes 4 --batches 3 --epochs 0": "--batches 3, --epochs 0",
+    "--from 4 --to 64 --factor 1": "--factor 1: a sweep grows",
     "--from 8KiB --to 4KiB": "a sweep from 8192 to 4096 bytes is empty",
     "--from 8KiB": "a sweep needs both --from and --to",
     "--like nowhere": "nowhere holds no run of penstock fabric",
@@ -112,7 +114,7 @@ WRONG = {
     "compare nowhere empty": "nowhere holds no run of penstock fabric",
     "train --algorithm tree": "the training sums each layer's gradients by the engine",
     "train --overlap": "leave out --algorithm, --overlap and --iterations",
-    "train --hosts 1": "hosts is 1",
+    "train --hosts 1": "--hosts 1: a network has at least 2",
 }
 
 
@@ -169,6 +171,124 @@ def test_a_dry_run_shows_what_would_be_sent_and_sends_nothing(folder: Path) -> N
     assert not (folder / "runs").exists()
     tensor = json.loads(penstock("fabric", "--model", TARGET, "--traffic", "tensor", "--dry-run", "--json").stdout)
     assert {row["collective"] for row in tensor["transfers"]} == {"all_reduce", "all_gather"}
+
+
+@pytest.mark.usefixtures("taken", "nothing_is_made")
+@pytest.mark.parametrize("command", [one for one in WRONG if one.startswith("--")])
+def test_a_dry_run_refuses_what_the_run_would_refuse(command: str) -> None:
+    said = WRONG[command]
+    assert said in refusal("fabric", *command.split(), "--dry-run")
+
+
+@pytest.mark.usefixtures("nothing_is_made")
+def test_a_dry_run_asks_what_shapes_the_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (checks, shapers, machines):
+        monkeypatch.setattr(module, "why_not", lambda: None)
+    asked = ("fabric", *SIZES, "--link", "100mbit delay 5ms", "--shaper", "tbf", "--dry-run")
+    assert refusal(*asked).startswith("tbf keeps a rate and nothing else: 100mbit delay 5ms")
+    assert penstock("fabric", *SIZES, "--link", "100mbit", "--shaper", "tbf", "--dry-run").exit_code == 0
+    for module in (checks, shapers, machines):
+        monkeypatch.setattr(module, "why_not", lambda: NO_ROOT)
+    assert "only a rate can be kept" in refusal(*asked[:-3], "--dry-run")
+
+
+def test_a_dry_run_writes_traces_and_nothing_else(folder: Path) -> None:
+    said = output("fabric", *SIZES, "--hosts", "2", "--dry-run", "--chakra", "--out", "traces/of")
+    assert sorted(path.name for path in (folder / "traces/of").iterdir()) == [
+        "penstock.0.et", "penstock.1.et", "penstock.groups.json",
+    ]  # fmt: skip
+    assert "traces/of: written: penstock.0.et, penstock.1.et, penstock.groups.json" in said
+    assert "somewhere/else: a run would be written there" in output(
+        "fabric", *SIZES, "--dry-run", "--out", "somewhere/else"
+    )
+    assert not (folder / "somewhere").exists()
+    found = as_json("fabric", *SIZES, "--dry-run", "--out", "somewhere")
+    assert (found["folder"], found["files"]) == ("somewhere", [])
+
+
+@pytest.mark.usefixtures("nothing_is_made")
+def test_a_dry_run_tells_buffers_from_what_a_host_sends() -> None:
+    """A ring's host sends 2(n-1)/n of each size, a padded one here; the README's classifier on four hosts."""
+    found = as_json("fabric", "--preset", "mlp", "--hosts", "4", "--dry-run")
+    assert [(one["bytes"], one["sent_bytes"]) for one in found["transfers"]] == [
+        (2600, 6 * 4 * 163), (33024, 6 * 8256), (131584, 6 * 32896), (803840, 6 * 200960),
+    ]  # fmt: skip
+    assert found["sent_bytes"] == sum(one["sent_bytes"] for one in found["transfers"])
+    said = output("fabric", "--preset", "mlp", "--hosts", "4", "--dry-run")
+    assert said.split("\n\n")[-2].split() == ["step", "4", "971,048", "1,456,584"]
+    assert "gradient: ring all_reduce among 4" in said
+    root = as_json("fabric", "--sizes", "1MiB", "--collective", "scatter", "--hosts", "4", "--dry-run")
+    assert root["sent_bytes"] == 3 * 2**18, "the root's"
+    unknown = as_json("fabric", *SIZES, "--algorithm", "engine", "--dry-run")
+    assert unknown["sent_bytes"] is unknown["transfers"][0]["sent_bytes"] is None
+    assert "torch.distributed's own all_reduce among 4" in output(
+        "fabric", *SIZES, "--algorithm", "engine", "--dry-run"
+    )
+
+
+@pytest.mark.usefixtures("nothing_is_made")
+def test_a_dry_run_says_nothing_of_what_sizes_by_hand_carry_but_their_shares() -> None:
+    asked = ("fabric", "--sizes", "4KiB,8KiB", "--collective", "all_to_all", "--hosts", "4", "--dry-run")
+    even, said = as_json(*asked), output(*asked)
+    assert {one["kind"] for one in even["transfers"]} == {""}
+    assert "\npairwise all_to_all among 4\n" in said
+    uneven = as_json(*asked, "--uneven", "4,2,1,1")
+    assert [one["shares"] for one in uneven["transfers"]] == [[4, 2, 1, 1]] * 2
+    assert uneven["sent_bytes"] > even["sent_bytes"]
+    assert "\npairwise all_to_all among 4, shares 4,2,1,1\n" in output(*asked, "--uneven", "4,2,1,1")
+
+
+LIKE_LAYERS = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a_module_with_a_long_name = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return x + self.a_module_with_a_long_name(x)
+
+def make():
+    model = nn.Sequential(nn.Linear(8, 64), *(Block() for _ in range(30)))
+    return model, (torch.zeros(4, 8),), torch.zeros(4, 64), nn.MSELoss()
+"""
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_dry_run_fits_the_terminal_and_groups_like_layers(folder: Path) -> None:
+    (folder / "like.py").write_text(LIKE_LAYERS)
+    for traffic in ("gradients", "tensor", "sharded"):
+        asked = ("fabric", "--model", "like.py:make", "--traffic", traffic, "--dry-run")
+        for columns in (60, 80):
+            lines = output(*asked, columns=columns).splitlines()
+            assert max(map(len, lines)) <= columns
+            assert len(lines) < 40, "like layers are a row"
+    said = output(*asked, columns=200)
+    assert "parameters and gradients of Sequential" in said
+    row = next(line for line in said.splitlines() if line.startswith("*.a_module_with_a_long_name, forward"))
+    assert row.split()[2:] == ["16,640", "30", "499,200", "374,400"]
+    assert "0, forward " in said
+
+
+@pytest.mark.usefixtures("nothing_is_made")
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+def test_a_backend_that_is_not_there_is_known_at_once(monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]) -> None:
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
+    said = "backend 'nccl' is not there: torch has gloo here"
+    assert refusal("fabric", *SIZES, "--backend", "nccl", *more) == said
+    assert refusal("fabric", "train", "--backend", "nccl") == said
+
+
+@pytest.mark.usefixtures("nothing_is_made")
+@pytest.mark.parametrize("text", ["100", "1000", "12.5"])
+def test_a_rate_without_its_unit_that_was_hardly_meant(text: str) -> None:
+    done = penstock("fabric", *SIZES, "--link", f"{text} delay 5ms")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert (
+        f"'{text}' is {text} bits per second, as for tc: did you mean {text}mbit? If not, give {text}bit" in done.stderr
+    )
 
 
 @pytest.mark.usefixtures("nothing_is_made")
