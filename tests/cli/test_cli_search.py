@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import as_json, output, refusal
+from command_line import as_json, output, penstock, refusal
 
 from penstock.costs import LinkCost, StageCost
 from penstock.schedule import Placement, check, generate, read_csv
@@ -79,12 +79,51 @@ def test_table_has_the_bound_and_fits(columns: int) -> None:
     assert "for the span; gap " in line
 
 
+def test_it_says_where_it_looked_and_what_is_shorter_elsewhere() -> None:
+    """In a loop, nothing in so little memory comes near v-min, for which each rank's work is cut in two."""
+    options = ("search", "--ranks", "4", "--microbatches", "8", "--seconds", "0.2", "--memory-limit", "2")
+    made = as_json(*options)
+    compared = as_json("simulate", "--schedule", "all", "--ranks", "4", "--microbatches", "8")["schedules"]
+    fitting = [one for one in compared if max(one["peak_activations"]) <= 2 and one["slices"] == 1]
+    best = min(fitting, key=lambda one: one["span"])
+    assert made["placement"] == "loop"
+    assert made["shorter_elsewhere"] == {
+        "name": best["name"],
+        "seconds": best["span"],
+        "where": "on a V",
+        "option": "--placement v",
+        "share": 0.5,
+    }
+    text = " ".join(output(*options).split())
+    assert "placement in a loop; the bound and the best by name are of this one alone" in text
+    assert f"elsewhere {best['name']} on a V is " in text
+    assert "take --placement v and 0.5 times the costs" in text
+
+
+def test_nothing_is_shorter_elsewhere_at_the_same_costs_of_a_rank() -> None:
+    """On a V with costs of half a rank there is no better place; a loop's limit is not that of its V."""
+    made = as_json(
+        "search", "--ranks", "4", "--microbatches", "8", "--seconds", "0.2", "--placement", "v", "--memory-limit", "2"
+    )
+    assert (made["placement"], made["shorter_elsewhere"]) == ("v", None)
+    assert "elsewhere" not in output("search", "--ranks", "2", "--microbatches", "4", "--seconds", "0.2")
+
+
+def test_too_much_to_search_is_refused_at_once_and_long_work_is_announced() -> None:
+    says = refusal("search", "--ranks", "100000", "--microbatches", "100000")
+    assert says.startswith("--ranks 100000 --microbatches 100000: a schedule has 30,000,000,000 actions, and at most ")
+    assert "give fewer" in refusal("search", "--ranks", "1000000000000", "--microbatches", "1")  # before a placement
+    (line,) = penstock("search", "--ranks", "1", "--microbatches", "2", "--seconds", "60").stderr.splitlines()
+    assert line.startswith("penstock: searching for about 60 s")
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         (["--memory-limit", "0.5"], "--memory-limit 0.5: a single microbatch needs 1"),
         (["--memory-limit", "nan"], "--memory-limit nan: a single microbatch needs 1"),
         (["--placement", "v", "--chunks", "1"], "--chunks 1: a V has exactly 2 chunks a rank"),
+        (["--microbatches", "0"], "--microbatches 0: expected a whole number of at least 1"),
         (["--chunks", "0"], "--chunks 0: expected a whole number of at least 1"),
         (["--output-bytes", "1", "--bandwidth", "1", "--contended"], "--contended: the search lets messages"),
         (["--forward", "-1"], "--forward -1: expected a cost of 0 or more"),

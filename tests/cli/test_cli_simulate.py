@@ -139,6 +139,23 @@ def test_rows_of_all_train_the_same_model() -> None:
     assert by_name["seq1f1b"]["span"] == library(generate("seq1f1b", 8, 24), halves, LinkCost(601)).span_seconds
 
 
+def test_all_names_slices_and_says_whose_the_costs_are(write: Any) -> None:
+    text = output("simulate", "--schedule", "all", *NUMBERS)
+    assert "seq1f1b, 2 slices" in text
+    assert "such a schedule is timed here, but not run." in " ".join(text.split())
+    assert "costs: of a microbatch on a rank; each of the rank's chunks has its share" in text
+    path = write("costs.json", [STAGE] * 4)
+    text = output("simulate", "--schedule", "all", "--ranks", "4", "--microbatches", "8", "--costs", path)
+    assert "costs: of the model's stages in the file" in text
+
+
+@pytest.mark.parametrize("verb", ["simulate", "show"])
+def test_whose_costs_they_are_is_said_where_a_rank_has_several_stages(verb: str) -> None:
+    options = (verb, "--ranks", "4", "--microbatches", "8", "--forward", "2", "--schedule")
+    assert "stage, of which a rank has 2" in output(*options, "zb-v").replace("stage's", "stage")
+    assert "of which a rank has" not in output(*options, "1f1b")
+
+
 def test_all_names_the_rule_that_a_schedule_breaks() -> None:
     made = as_json("simulate", "--schedule", "all", "--ranks", "3", "--microbatches", "5")
     reasons = {one["name"]: one["reason"] for one in made["not_allowed"]}
@@ -343,7 +360,10 @@ def test_file_that_is_no_text(tmp_path: Path) -> None:
         (["--schedule", "zb-v", *NUMBERS, "--chunks", "3"], "zb-v works with exactly 2 chunks a rank"),
         (["--schedule", "zb-v"], "--schedule zb-v needs --ranks"),
         (["--schedule", "all", "--microbatches", "8"], "--schedule all needs --ranks"),
-        (["--schedule", "all", "--ranks", "0", "--microbatches", "8"], "ranks=0: expected a whole number"),
+        (
+            ["--schedule", "all", "--ranks", "0", "--microbatches", "8"],
+            "--ranks 0: expected a whole number of at least 1",
+        ),
         (["--schedule", "all", *NUMBERS, "--slices", "2", "--chunks", "2"], "no schedule works with both"),
         ([*NUMBERS], "give --schedule with a name (`penstock schedules` lists them), or --csv"),
         (["--csv", "mine.csv", "--ranks", "8"], "--csv mine.csv: the file says what --ranks would"),

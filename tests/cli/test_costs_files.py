@@ -137,8 +137,8 @@ def test_search_and_show_refuse_the_rank_as_well(write: Write) -> None:
 
 def test_too_few_stages(write: Write) -> None:
     path, four = write([STAGE] * 4), ("--ranks", "4", "--microbatches", "4")
-    says = f"{path} has 4 stages, but this placement of 4 ranks needs 8: give as many"
+    says = f"--costs {path} has 4 stages, but this placement of 4 ranks needs 8: give as many"
     assert refusal("search", *four, "--placement", "v", "--costs", path) == says
-    says = f"{path} has 4 stages, but zb-v needs 8: give as many"
+    says = f"--costs {path} has 4 stages, but zb-v needs 8: give as many"
     assert refusal("simulate", "--schedule", "zb-v", *four, "--costs", path) == says
     assert output("simulate", "--schedule", "1f1b", *four, "--costs", path)

@@ -157,6 +157,58 @@ def test_where_the_times_make_no_fit_the_measured_links_do(
     assert "of the slowest measured link" in output("fabric", "predict", run, *arguments)
 
 
+README = {2600: 4.17e-3, 33024: 5.90e-3, 131584: 19.4e-3, 803840: 110e-3}
+"""The medians that the README shows, of links measured at 95.5 Mbit/s and more."""
+
+
+def taken(medians: dict[int, float], algorithm: str = "ring") -> dict[int, float]:
+    """For `sweep`: how many times as long as its closed form each size takes."""
+    form = closed_form("all_reduce", algorithm, 4)
+    return {size: seconds / form.seconds(size, ALPHA, BETA) for size, seconds in medians.items()}
+
+
+def measured(*bits_per_second: float) -> list[dict[str, Any]]:
+    """Links around the ring of four hosts."""
+    return [
+        {"from": a, "to": (a + 1) % 4, "latency_seconds": 1e-4, "bytes_per_second": rate / 8}
+        for a, rate in enumerate(bits_per_second)
+    ]
+
+
+def test_no_fit_is_faster_than_the_links_were_measured(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(page, "write_page", lambda *given: None)
+    links = measured(95.59e6, 95.57e6, 95.55e6, 95.5e6)
+    run = sweep(tmp_path / "run", sizes=tuple(README), off=taken(README), links=links, backend="gloo")
+    (one,) = as_json("fabric", "predict", run, "--hosts", "4", "--sizes", "8MiB")["collectives"]
+    assert one["fit"]["bytes_per_second"] == pytest.approx(95.5e6 / 8)
+    assert one["fit"]["held_to_links"]
+    assert 0 < one["fit"]["alpha_seconds"] < 1e-3
+    assert one["predictions"][0]["seconds"]["ring"] > 1.5 * 8 * 2**20 / (95.5e6 / 8), "what the wire takes"
+    assert "1/beta is held to the measured links" in output("fabric", "predict", run)
+    assert "1/beta 95.5 Mbit/s (held to the links); at most" in output("fabric", "show", run)
+    free = sweep(tmp_path / "free", sizes=tuple(README), off=taken(README), links=measured(110e6))
+    (one,) = as_json("fabric", "predict", free)["collectives"]
+    assert one["fit"]["bytes_per_second"] == pytest.approx(102.7e6 / 8, rel=1e-3)
+    assert not one["fit"]["held_to_links"]
+    assert "held" not in output("fabric", "predict", free)
+
+
+@pytest.mark.parametrize(("algorithm", "beta"), [("ring", 16e-8), ("tree", BETA)])
+def test_a_slow_link_holds_a_fit_that_has_to_wait_for_it(tmp_path: Path, algorithm: str, beta: float) -> None:
+    """All ports of a ring carry as much; a tree's leaves may be behind the slow one."""
+    times = {size: closed_form("all_reduce", algorithm, 4).seconds(size, ALPHA, BETA / 2) for size in SIZES}
+    links = measured(100e6, 100e6, 50e6)
+    run = sweep(tmp_path / "run", algorithm=algorithm, off=taken(times, algorithm), links=links)
+    fit = as_json("fabric", "predict", run)["collectives"][0]["fit"]
+    assert fit["beta_seconds_per_byte"] == pytest.approx(beta)
+
+
+def test_a_collective_that_the_run_has_not_is_named(tmp_path: Path) -> None:
+    run = sweep(tmp_path / "run")
+    said = output("fabric", "predict", run, "--collective", "broadcast")
+    assert "of the slowest measured link: the run has no broadcast to fit" in said
+
+
 def test_the_slowest_link_is_the_one_that_counts(tmp_path: Path) -> None:
     links = [
         {"from": 0, "to": 1, "latency_seconds": 1e-4, "bytes_per_second": 1e6},

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +36,16 @@ from penstock.fabric.workload import Transfer, Workload
 pytestmark = pytest.mark.distributed
 
 ENDLESS = 10_000_000
+DEAF = """
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+folder, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
+(folder / f"here-{rank}").touch()
+time.sleep(3)
+(folder / f"late-{rank}").touch()
+time.sleep(60)
+"""
 SECONDS = 60.0
 
 
@@ -202,6 +213,26 @@ def test_ctrl_c_takes_everything_down_and_reports(tmp_path: Path) -> None:
     assert not found["complete"]
     assert "SIGINT" in found["missing"]
     assert found["trials"] == _whole(folder)
+    assert not (folder / "report.html").exists(), "pictures take seconds, and whoever types Ctrl-C looks on"
+
+
+def test_hosts_that_see_no_signal_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that waits for another over the network. What would come three seconds after Ctrl-C never does."""
+    (tmp_path / "deaf_host.py").write_text(DEAF)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    folder = tmp_path / "run"
+
+    def interrupt() -> None:
+        _wait(lambda: len(list(folder.glob("here-*"))) == 2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    typist = threading.Thread(target=interrupt)
+    typist.start()
+    with pytest.raises(KeyboardInterrupt):
+        emulate(Spec(Workload.of_sizes([400]), 2, trials=1), folder, module="deaf_host")
+    typist.join()
+    assert processes(str(folder)) == {}, "nothing runs any more when it returns"
+    assert list(folder.glob("late-*")) == []
 
 
 def _torchruns(monkeypatch: pytest.MonkeyPatch, **environment: str) -> None:

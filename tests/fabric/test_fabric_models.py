@@ -160,6 +160,24 @@ def test_a_fit_is_never_negative_and_no_neighbour_is_better(points: list[tuple[f
         assert near >= least - 1e-9 * (1 + least)
 
 
+@given(
+    st.lists(st.tuples(st.floats(1, 1e8), st.floats(1e-6, 10)), min_size=2, max_size=8, unique_by=lambda p: p[0]), betas
+)
+def test_a_held_fit_is_the_best_that_is_no_faster(points: list[tuple[float, float]], least: float) -> None:
+    sizes = [size for size, _ in points]
+    if max(sizes) < 1.01 * min(sizes):
+        return
+    one = [(size, seconds, Terms(1, 1.0)) for size, seconds in points]
+    free, held = fit(one), fit(one, least)
+    assert held.beta_seconds_per_byte >= least
+    if free.beta_seconds_per_byte >= least:
+        assert held.beta_seconds_per_byte == pytest.approx(free.beta_seconds_per_byte, rel=1e-5)
+    else:
+        assert held.beta_seconds_per_byte == pytest.approx(least), "the error grows with the distance from the best"
+    left = [1 - (held.alpha_seconds + held.beta_seconds_per_byte * size) / seconds for size, seconds in points]
+    assert held.residuals == pytest.approx(left, rel=1e-6, abs=1e-6)
+
+
 def test_times_that_fall_with_the_size_have_no_bandwidth_term() -> None:
     found = fit_link([(1000, 2e-3), (100_000, 1e-3)])
     assert found.beta_seconds_per_byte == 0

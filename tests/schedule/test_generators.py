@@ -51,7 +51,7 @@ def test_text_and_back_is_the_same(schedule: Schedule) -> None:
 
 
 def values(entry: Any, p: int, m: int, **more: float) -> dict[str, Any]:
-    return {"p": p, "m": m, "v": entry.chunks, "j": entry.slices, "min": min, **more}
+    return {"p": p, "m": m, "v": entry.chunks, "j": entry.slices, "min": min, "max": max, **more}
 
 
 @pytest.mark.parametrize("entry", GENERATORS, ids=lambda entry: entry.name)
@@ -80,6 +80,20 @@ def test_idle_time_is_what_the_registry_says(entry: Any, p: int, m: int, costs: 
         assert timeline.span_seconds == work + scale * idle
     else:
         assert work <= timeline.span_seconds < work + 1.5 * scale * p * (f + i + w)
+
+
+@pytest.mark.parametrize("entry", [entry for entry in GENERATORS if entry.idle], ids=lambda entry: entry.name)
+@given(st.sampled_from(REGULAR[:-1]), st.tuples(*[st.integers(0, 20)] * 3).filter(any))
+def test_idle_time_holds_for_any_costs(entry: Any, numbers: tuple[int, int], costs: tuple[int, int, int]) -> None:
+    """Where a weight gradient is cheap and where it is dear; never below 0."""
+    f, i, w = costs
+    i = f if "F == I" in entry.idle else i
+    w = f if "I == W" in entry.idle else w
+    idle = eval(entry.idle, values(entry, *numbers, F=f, I=i, W=w))
+    scale, share = 12, 12 // (entry.chunks * entry.slices)
+    timeline = simulate(generate(entry.name, *numbers), StageCost(share * f, share * i, share * w))
+    assert idle >= 0
+    assert timeline.span_seconds == scale * (numbers[1] * (f + i + w) + idle)
 
 
 @pytest.mark.parametrize("entry", GENERATORS, ids=lambda entry: entry.name)

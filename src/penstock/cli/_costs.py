@@ -12,6 +12,7 @@ from penstock.costs import LinkCost, StageCost
 from penstock.errors import ArgumentError
 from penstock.schedule import Placement, Schedule
 from penstock.simulate import NO_COST, Links
+from penstock.words import counted
 
 WORK = {"forward": "F", "backward_input": "I", "backward_weight": "W"}
 """The options that say how long a stage works, and the words for them."""
@@ -82,6 +83,11 @@ class Costs:
     assumed: Mapping[str, float] = field(default_factory=dict)
 
     @property
+    def are_alike(self) -> bool:
+        """Whether they are numbers for all stages, and not a file's, of each stage."""
+        return isinstance(self.stages, StageCost)
+
+    @property
     def assumption(self) -> str:
         """What was assumed, in a line; empty if nothing was."""
         if not self.assumed:
@@ -128,7 +134,8 @@ class Costs:
         depth = placement.depth
         stages = [self.stages] * depth if isinstance(self.stages, StageCost) else list(self.stages)
         if len(stages) != depth:
-            raise ArgumentError(f"{self.source} has {len(stages)} stages, but {name} needs {depth}: give as many")
+            has = counted(len(stages), "stage")
+            raise ArgumentError(f"{self.source} has {has}, but {name} needs {depth}: give as many")
         self._check_ranks(placement.ranks, name)
         return stages * placement.pipelines
 
@@ -142,6 +149,12 @@ class Costs:
                     f"{self.source} has a link from rank {shortened(start)} to rank {shortened(end)}, but the last "
                     f"rank of {name} is {ranks - 1}: correct the link or leave it out"
                 )
+
+    def of_ranks(self, chunks: int) -> Costs:
+        """Numbers of each of a rank's stages as those of the rank, which `for_model_of` shares out again."""
+        if not isinstance(self.stages, StageCost):
+            return self
+        return replace(self, stages=_divided(self.stages, 1 / chunks, _DIVIDED))
 
     def for_model_of(self, schedule: Schedule) -> Costs:
         """The costs with which a schedule trains the same model as all others do.
@@ -157,7 +170,8 @@ class Costs:
             return replace(self, stages=_divided(self.stages, depth // schedule.ranks, _DIVIDED))
         size, rest = divmod(len(self.stages), depth)
         if rest or not size:
-            raise ArgumentError(f"{self.source} has {len(self.stages)} stages, which cannot be put together to {depth}")
+            has = counted(len(self.stages), "stage")
+            raise ArgumentError(f"{self.source} has {has}, which cannot be put together to {depth}")
         joined = (_joined(self.stages[first : first + size]) for first in range(0, len(self.stages), size))
         return replace(self, stages=tuple(joined))
 
@@ -173,7 +187,7 @@ _DIVIDED = (
 """What each of several parts of a stage's work has its share of."""
 
 
-def _divided(cost: StageCost, by: int, names: Sequence[str]) -> StageCost:
+def _divided(cost: StageCost, by: float, names: Sequence[str]) -> StageCost:
     shares = {name: value / by for name in names if (value := getattr(cost, name)) is not None}
     return replace(cost, **shares)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -33,8 +34,19 @@ class Output:
     average: Average = "avg"
 
 
-def report(output: Output) -> None:
-    """Reads a run, writes beside it what is made from it, and shows it."""
+def prepare() -> None:
+    """Loads what `report` needs, which takes a second: before a run, and not after a Ctrl-C."""
+    for module in ("penstock.fabric.report.nccl", "penstock.fabric.report.text", "penstock.fabric.results"):
+        import_module(module)
+    for module in ("scipy.optimize", "scipy.special", "scipy.stats"):
+        import_module(module)
+
+
+def report(output: Output, *, page: bool = True) -> None:
+    """Reads a run, writes beside it what is made from it, and shows it.
+
+    `page`: with the page and its pictures, which take some seconds.
+    """
     from penstock.fabric.report import nccl
     from penstock.fabric.report.text import show
     from penstock.fabric.results import results
@@ -43,7 +55,7 @@ def report(output: Output) -> None:
     folder = output.folder
     run = Run.read(folder)
     found = results(run)
-    made, notes = _files(folder, run, found, chakra=output.chakra)
+    made, notes = _files(folder, run, found, chakra=output.chakra, page=page)
     if output.as_json:
         print(json.dumps(nccl.to_dict(run, found, output.average) if output.as_nccl else found))
         return
@@ -57,9 +69,8 @@ def report(output: Output) -> None:
         console.print(note, style="dim", soft_wrap=True)
 
 
-def _files(folder: Path, run: Run, found: dict[str, Any], *, chakra: bool) -> tuple[list[str], list[str]]:
+def _files(folder: Path, run: Run, found: dict[str, Any], *, chakra: bool, page: bool) -> tuple[list[str], list[str]]:
     """Writes what is made from a run into its folder. Returns the files' names, and what could not be made."""
-    from penstock.fabric.report.page import write_page
     from penstock.fabric.workload import Workload
 
     made, notes = ["results.json"], []
@@ -67,7 +78,11 @@ def _files(folder: Path, run: Run, found: dict[str, Any], *, chakra: bool) -> tu
     if (links := _links(run, found)) is not None:
         (folder / "links.json").write_text(json.dumps(links, indent=1))
         made.append("links.json")
-    if len(run.start_ns):
+    if len(run.start_ns) and not page:
+        notes.append(f"`penstock fabric show {folder}` makes report.html")
+    elif len(run.start_ns):
+        from penstock.fabric.report.page import write_page
+
         try:
             write_page(run, found, folder / "report.html")
             made.append("report.html")

@@ -10,8 +10,19 @@ from typing import Annotated
 import typer
 
 from penstock.cli._microbatches import CUT, USUAL
+from penstock.cli._size import announce, weigh
 from penstock.errors import ArgumentError, ScheduleError
-from penstock.schedule import MICROBATCHES, Op, Schedule, check, from_csv, generate, generators
+from penstock.schedule import (
+    MICROBATCHES,
+    Generator,
+    Op,
+    Schedule,
+    check,
+    from_csv,
+    generate,
+    generator,
+    generators,
+)
 from penstock.schedule.generators import Numbers
 
 ALL = "all"
@@ -64,34 +75,35 @@ class OrderOptions:
             given = [name for name in ("schedule", *_NUMBERS) if getattr(self, name) is not None]
             if given:
                 raise ArgumentError(f"--csv {self.csv}: the file says what --{given[0]} would; give one of the two")
-            return read(self.csv)
+            schedule = read(self.csv)
+            announce(sum(map(len, schedule.rows)))
+            return schedule
         name = self._name()
         if name == ALL:
             raise ArgumentError(f"--schedule {ALL}: one schedule at a time here; `penstock schedules` lists them")
         ranks, microbatches = self._numbers()
+        entry = generator(name)
+        weigh([(entry, self._numbers_of(entry))])
         return generate(name, ranks, microbatches, self.chunks, self.slices)
 
     def all(self) -> tuple[list[Schedule], Mapping[str, str]]:
         """Every schedule that the numbers allow, and what the others ask for instead, by name.
 
         Raises:
-            ArgumentError: a number is missing or less than 1.
+            ArgumentError: a number is missing, less than 1 or too large.
         """
         ranks, microbatches = self._numbers()
-        allowed: list[Schedule] = []
-        refused: dict[str, str] = {}
-        for entry in generators():
-            chunks = entry.chunks if self.chunks is None else self.chunks
-            slices = entry.slices if self.slices is None else self.slices
-            if (rule := entry.broken(Numbers(ranks, microbatches, chunks, slices))) is not None:
-                refused[entry.name] = f"works with {rule.text}"
-            else:
-                allowed.append(generate(entry.name, ranks, microbatches, chunks, slices))
+        asked = [(entry, self._numbers_of(entry)) for entry in generators()]
+        broken = {entry.name: rule for entry, numbers in asked if (rule := entry.broken(numbers)) is not None}
+        refused = {name: f"works with {rule.text}" for name, rule in broken.items()}
+        allowed = [(entry, numbers) for entry, numbers in asked if entry.name not in broken]
+        weigh(allowed)
         if not allowed:
             raise ArgumentError(
                 f"--slices {self.slices} --chunks {self.chunks}: no schedule works with both; leave one out"
             )
-        return allowed, refused
+        made = [generate(entry.name, ranks, microbatches, numbers.chunks, numbers.slices) for entry, numbers in allowed]
+        return made, refused
 
     @property
     def is_all(self) -> bool:
@@ -107,7 +119,17 @@ class OrderOptions:
     def _numbers(self) -> tuple[int, int]:
         if self.ranks is None:
             raise ArgumentError(f"--schedule {self.schedule} needs --ranks: give how many")
+        for option in _NUMBERS:
+            value = getattr(self, option)
+            if value is not None and value < 1:
+                raise ArgumentError(f"--{option} {value}: expected a whole number of at least 1")
         return self.ranks, MICROBATCHES if self.microbatches is None else self.microbatches
+
+    def _numbers_of(self, entry: Generator) -> Numbers:
+        """What a schedule is generated for, by these options and its own defaults."""
+        chunks = entry.chunks if self.chunks is None else self.chunks
+        slices = entry.slices if self.slices is None else self.slices
+        return Numbers(*self._numbers(), chunks, slices)
 
 
 _NUMBERS = ("ranks", "microbatches", "chunks", "slices")

@@ -152,6 +152,9 @@ def show(outcome: Outcome, console: Console, more: Mapping[str, str] | None = No
     console.print(f"{'bubble rate':<15}{timeline.bubble_rate:.2%} of the span")
     console.print(f"{'critical path':<15}{_path(outcome)}")
     assumed = {"assumed": outcome.costs.assumption} if outcome.costs.assumed else {}
+    each = chunks(outcome.schedule)
+    if each > 1 and outcome.costs.are_alike:
+        assumed["costs"] = f"of a stage, of which a rank has {each}"
     for name, text in {**assumed, **(more or {})}.items():
         console.print(f"{name:<15}{text}")
     console.print()

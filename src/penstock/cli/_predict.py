@@ -124,8 +124,10 @@ def _show_fit(fitted: Fitted, console: Console) -> None:
         by = "torch.distributed's own as if it were " if fitted.algorithm != fitted.form else ""
         line = f"fitted to {by}{fitted.form}, r2 {fitted.link.r2:.3f}, at most {fitted.largest_residual:.1%} off"
     else:
-        line = "of the slowest measured link: the run has too few sizes to fit"
+        line = f"of the slowest measured link: {fitted.lack}"
     console.print(Text(line), soft_wrap=True)
+    if fitted.held:
+        console.print(Text("1/beta is held to the measured links: by the times alone it would be more than they carry"))
     if fitted.points:
         table = _table("bytes", "measured", fitted.form, "off")
         for point in fitted.points:

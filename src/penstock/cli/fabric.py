@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.cli._dry_run import show_traffic
-from penstock.cli._fabric_runs import Output, clean_up, compare_runs, report, show_run
+from penstock.cli._fabric_runs import Output, clean_up, compare_runs, prepare, report, show_run
 from penstock.cli._live import Follower, follower
 from penstock.cli._network import NetworkOptions
 from penstock.cli._predict import predict
@@ -223,7 +223,9 @@ def _on_hosts(spec: Spec, network: Network | None, output: Output, **job: str) -
     """Makes the hosts, runs the job on them, by default the emulation, and reports what was sampled, come what may."""
     from penstock.fabric.emulation.coordinate import emulate
 
+    prepare()
     failure: FabricError | None = None
+    stopped = False
     try:
         with _machines(network) as machines, _followed(spec, quiet=output.as_json) as watch:
             if machines is not None:
@@ -233,12 +235,12 @@ def _on_hosts(spec: Spec, network: Network | None, output: Output, **job: str) -
     except FabricError as error:
         failure = error
     except KeyboardInterrupt:
-        joined = (output.folder / RUN).exists()
+        joined, stopped = (output.folder / RUN).exists(), True
         failure = FabricError(
             "stopped" + ("" if joined else f" before all hosts had joined; {output.folder} has no run")
         )
     if (output.folder / RUN).exists():
-        report(output)
+        report(output, page=not stopped)  # whoever types Ctrl-C looks on
     if failure is not None:
         raise failure
 

@@ -15,9 +15,10 @@ _SYMBOLS = (
     "p ranks, m microbatches, v chunks (stages) a rank, j slices of a microbatch, r the rank; F, I and W: the times of "
     "the forward, the input-gradient backward and the weight-gradient backward of a microbatch on one rank; B = I + W; "
     "// rounds down; - is no formula.\n"
-    "Memory: activations held, in those of one microbatch on all stages of a rank. Idle time: within the rank's span. "
-    "Bubble: its share of the span. They hold where links cost nothing and m is a multiple of p, at least 2p; "
-    "`penstock simulate` gives the figures for any numbers and costs."
+    "Memory: activations held, in those of one microbatch on all stages of a rank. Idle time: within the longest span "
+    "of a rank. Bubble: its share of the span. They hold where links cost nothing and m is a multiple of p, at least "
+    "2p, and for any F, I and W but where an `if` is said; `penstock simulate` gives the figures for any numbers and "
+    "costs."
 )
 
 

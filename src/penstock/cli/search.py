@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,8 +14,10 @@ from rich.console import Console
 from penstock.cli._cost_options import EPILOG as EPILOG
 from penstock.cli._cost_options import CostOptions
 from penstock.cli._costs import Costs
+from penstock.cli._elsewhere import Elsewhere, place, shorter
 from penstock.cli._microbatches import CUT
 from penstock.cli._outcome import Outcome, format_of, show, units_of_memory, with_activations
+from penstock.cli._size import weigh_search
 from penstock.cli._spread import OUTPUT_PANEL, Json, spread
 from penstock.errors import ArgumentError
 from penstock.schedule import MICROBATCHES, Placement, write_csv
@@ -54,17 +56,18 @@ class Question:
     seed: Annotated[int, _option("Of what is tried at random.")] = 0
 
     def where(self) -> Placement:
-        """Which rank owns which stage. Raises ArgumentError."""
-        for option, value in (("ranks", self.ranks), ("chunks", self.chunks)):
+        """Which rank owns which stage. Raises ArgumentError, for too much to search as well."""
+        for option in ("ranks", "microbatches", "chunks"):
+            value = getattr(self, option)
             if value is not None and value < 1:
                 raise ArgumentError(f"--{option} {value}: expected a whole number of at least 1")
-        if self.placement == "loop":
-            return Placement.loop(self.ranks, self.chunks or 1)
-        if self.chunks not in (None, 2):
+        chunks = 2 if self.placement == "v" else self.chunks or 1
+        if self.chunks not in (None, chunks):
             raise ArgumentError(
                 f"--chunks {self.chunks}: a V has exactly 2 chunks a rank; leave --chunks out, or take the loop"
             )
-        return Placement.v(self.ranks)
+        weigh_search(self.ranks, self.microbatches, chunks, self.seconds)
+        return Placement.v(self.ranks) if self.placement == "v" else Placement.loop(self.ranks, chunks)
 
 
 @spread
@@ -82,12 +85,14 @@ def search(
     """Find a good schedule for your costs within a memory limit, and say how far it may be from the best.
 
     It is never worse than a schedule with a name that has the same placement
-    and fits. No schedule is below the lower bound; the gap is what is left to it.
+    and fits; if one of another placement is shorter, it says so. No schedule of
+    this placement is below the lower bound; the gap is what is left to it.
     """
     known = costs.read()
     if csv is not None and (csv.is_dir() or not os.access(csv.parent, os.W_OK)):  # said before a long search, not after
         raise ArgumentError(f"--csv {csv}: no file can be written there; name one in a folder that you may write to")
     found = answer(question, known)
+    elsewhere = shorter(found, known, question.memory_limit)
     outcome = Outcome(found.schedule, known, found.timeline)
     if as_json:
         figures = {
@@ -99,10 +104,12 @@ def search(
             "cut_off": found.cut_off,
             "best_by_name": found.known,
             "best_by_name_objective": found.known_seconds if found.known else None,
+            "placement": question.placement,
+            "shorter_elsewhere": None if elsewhere is None else asdict(elsewhere),
         }
         print(json.dumps(outcome.to_dict() | figures))
     else:
-        show(outcome, Console(highlight=False), summary(found))
+        show(outcome, Console(highlight=False), summary(found, elsewhere))
     if csv is not None:
         try:
             write_csv(found.schedule, csv)
@@ -137,10 +144,11 @@ def answer(question: Question, costs: Costs) -> Found:
     )
 
 
-def summary(found: Found) -> dict[str, str]:
+def summary(found: Found, elsewhere: Elsewhere | None) -> dict[str, str]:
     """What a search adds to the figures of its schedule, in a line each."""
     bound = format_of([found.lower_bound_seconds])(found.lower_bound_seconds)
     lines = {
+        "placement": f"{place(found.schedule.placement)}; the bound and the best by name are of this one alone",
         "lower bound": f"{bound} for the {found.objective}; gap {found.gap:.2%}",
         "found in": f"{found.search_seconds:.1f} s{CUT_OFF if found.cut_off else ''}",
     }
@@ -148,4 +156,11 @@ def summary(found: Found) -> dict[str, str]:
         shorter = found.objective_seconds < found.known_seconds
         gain = f"{found.known_seconds / found.objective_seconds - 1:.1%} longer than this" if shorter else "as short"
         lines["best by name"] = f"{found.known}: {gain}"
+    if elsewhere is not None:
+        seconds = format_of([elsewhere.seconds])(elsewhere.seconds)
+        less = f"{1 - elsewhere.seconds / found.objective_seconds:.1%}"
+        costs = "" if elsewhere.share == 1 else f" and {elsewhere.share:g} times the costs, as they are a stage's"
+        lines["elsewhere"] = (
+            f"{elsewhere.name} {elsewhere.where} is {less} shorter: {seconds}; take {elsewhere.option}{costs}"
+        )
     return lines

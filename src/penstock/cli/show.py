@@ -67,7 +67,9 @@ def show(
         picture = proportional(schedule, timeline, width, zoom or 1, palette)
         whole = format_of([timeline.makespan_seconds])(timeline.makespan_seconds)
         assumption = f"Assumed: {known.assumption}.\n" if known.assumed else ""
-        note = f"{assumption}The whole takes {whole}; time goes from left to right."
+        each = chunks(schedule)
+        whose = f"Costs are a stage's, of which a rank has {each}.\n" if each > 1 and known.are_alike else ""
+        note = f"{assumption}{whose}The whole takes {whole}; time goes from left to right."
     else:
         picture, note = slots(schedule, width, palette), ""
     console.print(Text(title(schedule), "bold"), end="\n\n")

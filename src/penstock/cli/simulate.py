@@ -29,6 +29,7 @@ from penstock.cli._outcome import (
 from penstock.cli._spread import OUTPUT_PANEL, Json, spread
 from penstock.errors import ArgumentError
 from penstock.report import write_perfetto
+from penstock.schedule import Schedule
 from penstock.words import counted
 
 EPILOG = f"""\
@@ -38,6 +39,9 @@ every schedule trains the same model.
 
 {FILE_EPILOG}"""
 """Below the options."""
+
+_OF_RANKS = "of a microbatch on a rank; each of the rank's chunks has its share"
+_OF_STAGES = "of the model's stages in the file; where a schedule has fewer, neighbours are put together"
 
 
 @spread
@@ -103,6 +107,8 @@ def show_all(outcomes: Sequence[Outcome], reasons: Mapping[str, str], console: C
     console.print(f"[bold]{numbers}; the shortest span first[/]")
     if assumption := outcomes[0].costs.assumption:
         console.print(f"assumed: {assumption}")
+    alike = outcomes[0].costs.are_alike
+    console.print(f"costs: {_OF_RANKS if alike else _OF_STAGES}")
     console.print()
     causes = shown_causes(outcomes)
     made = table("schedule", "v", "makespan", "span", "bubble", "peak", *(HEADS[cause] for cause in causes))
@@ -113,7 +119,7 @@ def show_all(outcomes: Sequence[Outcome], reasons: Mapping[str, str], console: C
         available = one.timeline.makespan_seconds * one.schedule.ranks
         idle = (sum(by_cause[cause] for by_cause in one.idle) for cause in causes)
         made.add_row(
-            one.schedule.name,
+            named(one.schedule),
             str(chunks(one.schedule)),
             makespans(one.timeline.makespan_seconds),
             spans(one.timeline.span_seconds),
@@ -129,8 +135,18 @@ def show_all(outcomes: Sequence[Outcome], reasons: Mapping[str, str], console: C
         for name, reason in reasons.items():
             others.add_row(name, reason)
         console.print(others)
+    sliced = (
+        "\nSlices: pieces of a microbatch along the sequence; such a schedule is timed here, but not run."
+        if any(one.schedule.slices > 1 for one in outcomes)
+        else ""
+    )
     console.print(
-        f"\nv: chunks (stages) a rank. Bubble: the share of the span in which ranks do not compute.\n{PEAK_NOTE}\n"
-        f"{IDLE_NOTE} Here in percent of the makespan, on average over the ranks.",
+        f"\nv: chunks (stages) a rank. Bubble: the share of the span in which ranks do not compute.{sliced}\n"
+        f"{PEAK_NOTE}\n{IDLE_NOTE} Here in percent of the makespan, on average over the ranks.",
         style="dim",
     )
+
+
+def named(schedule: Schedule) -> str:
+    """Its name, with its slices where it has some."""
+    return schedule.name if schedule.slices == 1 else f"{schedule.name}, {counted(schedule.slices, 'slice')}"

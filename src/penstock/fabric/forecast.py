@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from penstock.errors import ArgumentError
+from penstock.fabric.algorithms import generate
+from penstock.fabric.algorithms.volume import is_even
 from penstock.fabric.models import (
     HOSTS,
     LinkFit,
@@ -57,6 +59,8 @@ class Fitted:
         algorithm: of the run; empty if the run has no such collective.
         form: the algorithm whose closed form was fitted: the engine's own collectives are taken for the first of ours.
         source: "times" of the run's transfers, or "links" that were measured before its trials.
+        held: the times alone would have the link faster than it was measured; beta is the measured one.
+        lack: why it could not be by times; empty if it is.
     """
 
     collective: str
@@ -65,6 +69,8 @@ class Fitted:
     source: str
     link: LinkFit
     points: tuple[Point, ...]
+    held: bool = False
+    lack: str = ""
 
     @property
     def largest_residual(self) -> float:
@@ -82,6 +88,7 @@ class Fitted:
             "alpha_seconds": self.link.alpha_seconds,
             "beta_seconds_per_byte": beta,
             "bytes_per_second": 1 / beta if beta else None,
+            "held_to_links": self.held,
             "r2": self.link.r2 if self.source == "times" else None,
             "largest_residual": self.largest_residual if self.points else None,
             "sizes": [
@@ -147,7 +154,7 @@ def forecast(
 def forecasts(record: dict[str, Any], results: dict[str, Any]) -> Iterator[Forecast]:
     """Of each collective whose own times tell a link, of its largest size on up to 4096 hosts."""
     for collective in dict.fromkeys(one["collective"] for one in results["transfers"]):
-        fitted = _by_times(results, collective)
+        fitted = _by_times(record, results, collective)
         if fitted is not None:
             yield _carried(fitted, [max(point.bytes for point in fitted.points)], HOSTS)
 
@@ -166,23 +173,40 @@ def fit_run(record: dict[str, Any], results: dict[str, Any], collective: str) ->
     Raises:
         ArgumentError: it can be had from neither.
     """
-    fitted = _by_times(results, collective)
+    fitted = _by_times(record, results, collective)
     if fitted is not None:
         return fitted
     rows, algorithm, form = _rows(results, collective)
     timed = _timed(rows, form)
-    link = _slowest(record, _lacks(rows, len(timed), results["trials"], collective))
-    return Fitted(collective, algorithm, form, "links", link, _points(timed, link))
+    lack = _lacks(rows, len(timed), results["trials"], collective)
+    link = _slowest(record, lack)
+    return Fitted(collective, algorithm, form, "links", link, _points(timed, link), lack=lack)
 
 
-def _by_times(results: dict[str, Any], collective: str) -> Fitted | None:
-    """The link that explains the medians of a collective; None if it has too few sizes."""
+def _by_times(record: dict[str, Any], results: dict[str, Any], collective: str) -> Fitted | None:
+    """The link that explains the medians of a collective, no faster than measured; None if it has too few sizes."""
     rows, algorithm, form = _rows(results, collective)
     timed = _timed(rows, form)
     if len({one.bytes for one in timed}) < FEWEST_SIZES:
         return None
-    link = fit([(one.bytes, one.seconds, one.terms) for one in timed])
-    return Fitted(collective, algorithm, form, "times", link, _points(timed, link))
+    points = [(one.bytes, one.seconds, one.terms) for one in timed]
+    free, least = fit(points), _least_beta(record, rows, form)
+    held = free.beta_seconds_per_byte < least
+    link = fit(points, least) if held else free
+    return Fitted(collective, algorithm, form, "times", link, _points(timed, link), held)
+
+
+def _least_beta(record: dict[str, Any], rows: Sequence[dict[str, Any]], form: str) -> float:
+    """Seconds a byte that the links between the transfers' ranks were measured at; 0 where none was.
+
+    Of the slowest link where the steps load all ports alike, so that all wait for it; else of the fastest: the slow
+    ones may have little to carry.
+    """
+    among = {rank for one in rows for rank in one["ranks"]}
+    betas = [link.beta_seconds_per_byte for ends, link in record_links(record) if among.issuperset(ends)]
+    sizes = {(one["collective"], len(one["ranks"])) for one in rows}
+    even = all(is_even(generate(collective, form, ranks)) for collective, ranks in sizes)
+    return (max if even else min)(betas, default=0.0)
 
 
 class _Timed(NamedTuple):
@@ -222,6 +246,8 @@ def _seconds(terms: Terms, size: float, link: LinkFit) -> float:
 
 def _lacks(rows: Sequence[Any], timed: int, trials: int, collective: str) -> str:
     """Why times are not enough."""
+    if not rows:
+        return f"the run has no {collective} to fit"
     if len(rows) > timed:
         return f"{trials} trials bound no median (it takes {fewest(0.5)})"
     return f"{len({one['bytes'] for one in rows})} sizes of {collective} do not make a fit (it takes {FEWEST_SIZES})"

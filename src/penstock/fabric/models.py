@@ -77,12 +77,13 @@ class LinkFit:
         }
 
 
-def fit(points: Sequence[tuple[float, float, Terms]]) -> LinkFit:
+def fit(points: Sequence[tuple[float, float, Terms]], least_beta: float = 0.0) -> LinkFit:
     """Least squares of relative residuals, so that small sizes count as much as large ones; none below 0.
 
     Args:
         points: (bytes, seconds, terms) of each measurement, a median for example. Algorithms and numbers of ranks may
             be mixed.
+        least_beta: seconds a byte that the wire takes at least: no fit is faster.
 
     Raises:
         ArgumentError: a time is not above 0, or the points do not tell alpha from beta: fewer than two that differ.
@@ -95,7 +96,8 @@ def fit(points: Sequence[tuple[float, float, Terms]]) -> LinkFit:
     norms = np.linalg.norm(columns, axis=0)
     if len(points) < 2 or not norms.all() or np.linalg.matrix_rank(columns / norms, 1e-9) < 2:
         raise ArgumentError(f"{len(points)} points that do not tell latency from bandwidth: give two sizes or more")
-    alpha, beta = _non_negative(columns / norms) / norms
+    wanted = 1 - columns[:, 1] * least_beta
+    alpha, beta = _non_negative(columns / norms, wanted) / norms + (0.0, least_beta)
     fitted = columns @ np.array([alpha, beta])
     weights = seconds**-2.0
     mean = float((weights * seconds).sum() / weights.sum())
@@ -105,14 +107,14 @@ def fit(points: Sequence[tuple[float, float, Terms]]) -> LinkFit:
     return LinkFit(float(alpha), float(beta), tuple(float(one) for one in 1 - fitted), r2)
 
 
-def _non_negative(columns: Any) -> Any:
-    """The x >= 0 for which |columns x - 1| is least: of two unknowns, both, or the better one alone."""
-    ones = np.ones(len(columns))
-    both = np.linalg.lstsq(columns, ones, rcond=None)[0]
+def _non_negative(columns: Any, wanted: Any) -> Any:
+    """The x >= 0 for which |columns x - wanted| is least: of two unknowns, both, or the better one alone."""
+    both = np.linalg.lstsq(columns, wanted, rcond=None)[0]
     if (both >= 0).all():
         return both
-    alone = [np.array([max(float(columns[:, 0] @ ones), 0), 0]), np.array([0, max(float(columns[:, 1] @ ones), 0)])]
-    return min(alone, key=lambda x: float(np.linalg.norm(columns @ x - 1)))  # columns have length 1
+    first, second = (max(float(column @ wanted), 0) for column in columns.T)
+    alone = [np.array([first, 0]), np.array([0, second])]
+    return min(alone, key=lambda x: float(np.linalg.norm(columns @ x - wanted)))  # columns have length 1
 
 
 def fit_link(points: Iterable[tuple[float, float]]) -> LinkFit:

@@ -56,6 +56,17 @@ def cost(steps: StepList) -> Cost:
     return Cost(len(steps.rounds), slots / steps.chunks)
 
 
+def is_even(steps: StepList) -> bool:
+    """Whether each rank's port carries as much in all as the busiest ones of its rounds together."""
+    sent: Counter[int] = Counter()
+    received: Counter[int] = Counter()
+    for move in (move for moves in steps.rounds for move in moves):
+        sent[move.source] += move.count
+        received[move.target] += move.count
+    busiest = round(cost(steps).bytes_factor * steps.chunks)
+    return all(max(sent[rank], received[rank]) == busiest for rank in range(steps.ranks))
+
+
 def sent_bytes(steps: StepList, size_bytes: int, rank: int, element_bytes: int = 1) -> int:
     """What a rank sends in all, padding included."""
     slots = sum(move.count for moves in steps.rounds for move in moves if move.source == rank)

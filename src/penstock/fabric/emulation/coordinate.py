@@ -118,7 +118,10 @@ def _wait(
     watch: Watch | None,
     machines: Machines | None,
 ) -> int | None:
-    """Until all have ended. Returns the first that failed, if any; the others then get a few seconds."""
+    """Until all have ended. Returns the first that failed, if any; the others then get a few seconds.
+
+    After a signal they get none: each trial is in its file, and what waits for another host may never see a signal.
+    """
     failed: int | None = None
     deadline = float("inf")
     while True:
@@ -133,10 +136,12 @@ def _wait(
             return next((n for n, status in enumerate(statuses) if status), None) if failed is None else failed
         if failed is None:
             failed = next((n for n, status in enumerate(statuses) if status), None)
-        if (failed is not None or received) and deadline == float("inf"):
+        if received:
+            return failed
+        if failed is not None and deadline == float("inf"):
             deadline = time.monotonic() + _GRACE_SECONDS
-        if time.monotonic() > deadline or len(received) > 1:
-            return failed if failed is not None else 0
+        if time.monotonic() > deadline:
+            return failed
         time.sleep(_POLL_SECONDS)
 
 

@@ -141,14 +141,15 @@ def _link(measured: Sequence[dict[str, Any]]) -> str:
 
 def _fits(results: dict[str, Any]) -> list[tuple[str, str]]:
     """The link that each collective's medians tell."""
-    return [
-        (
-            "fit",
-            f"{one['fit']['collective']}: alpha {seconds(one['fit']['alpha_seconds'])} a step, 1/beta "
-            f"{rate_of(one['fit']['bytes_per_second'])}; at most {one['fit']['largest_residual']:.0%} off",
-        )
-        for one in results["model"]
-    ]
+    return [("fit", _fit(one["fit"])) for one in results["model"]]
+
+
+def _fit(found: dict[str, Any]) -> str:
+    held = " (held to the links)" if found["held_to_links"] else ""
+    return (
+        f"{found['collective']}: alpha {seconds(found['alpha_seconds'])} a step, 1/beta "
+        f"{rate_of(found['bytes_per_second'])}{held}; at most {found['largest_residual']:.0%} off"
+    )
 
 
 def _range(ordered: list[str]) -> str:

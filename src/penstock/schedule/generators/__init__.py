@@ -84,15 +84,15 @@ class Generator:
     """A schedule that goes by a name, and what to expect of it.
 
     `memory` and `idle` are formulas, in Python, of p ranks, m microbatches, v chunks, j slices, the rank r, and F, I,
-    W, the times that one microbatch takes on one rank, where links cost nothing. They hold where m is a multiple of p
-    and at least 2p.
+    W, the times that one microbatch takes on one rank, whatever these are but for an `if` in the formula, where links
+    cost nothing. They hold where m is a multiple of p and at least 2p.
 
     Attributes:
         name: what `generate` knows it by.
         make: the schedule.
         rule: the order of work, in a line.
         memory: the largest number of microbatches whose activations rank r holds; None if there is no formula.
-        idle: how long a rank waits within its span; None if there is no formula.
+        idle: how long the rank that has the longest span waits within it; None if there is no formula.
         bubble: the share of its span in which a rank waits, where F, I and W take equally long; None likewise.
         rules: which numbers it works for.
         chunks, slices: what it is generated with where nothing is said.
@@ -152,7 +152,7 @@ _GENERATORS = {
             "interleaved-1f1b",
             lambda n: interleaved_1f1b(n.ranks, n.microbatches, n.chunks),
             rule="1F1B over several chunks a rank, in groups of p microbatches",
-            memory="(2*(p - 1 - r) + (v - 1)*p + 1)/v",
+            memory="(v*p + p - 2*r - 1)/v",
             idle="(p - 1)*(F + I + W)/v",
             bubble="(p - 1)/(v*m + p - 1)",
             chunks=2,
@@ -171,7 +171,7 @@ _GENERATORS = {
             lambda n: zb_h1(n.ranks, n.microbatches),
             rule="1F1B with split backwards; weight gradients r microbatches late",
             memory="min(p, m)",
-            idle="(p - 1)*(F + I - W)",
+            idle="(p - 1)*max(I, F + I - W)",
             bubble="(p - 1)/(3*m + p - 1)",
             rules=(_WHOLE, _ONE_CHUNK),
             splits=True,
@@ -181,7 +181,7 @@ _GENERATORS = {
             lambda n: zb_h2(n.ranks, n.microbatches),
             rule="ZB-H1 with twice the distance between ranks; weight gradients 2r microbatches late",
             memory="min(2*p - 1, m)",
-            idle="(p - 1)*(F + I - 2*W)",
+            idle="(p - 1)*max(0, I - F, F + I - 2*W)",
             bubble="0",
             rules=(_WHOLE, _ONE_CHUNK),
             splits=True,
@@ -248,7 +248,7 @@ _GENERATORS = {
             "chimera",
             lambda n: chimera(n.ranks, n.microbatches),
             rule="two copies of the model in opposite directions, each in the other's bubbles",
-            memory="p//2 + 1 + min(r, p - 1 - r)",
+            memory="p//2 + min(r + 1, p - r)",
             idle=None,
             bubble=None,
             rules=(_WHOLE, _ONE_CHUNK, _EVEN_RANKS, _EVEN_MICROBATCHES),
@@ -259,7 +259,7 @@ _GENERATORS = {
             lambda n: dualpipe(n.ranks, n.microbatches),
             rule="two copies in opposite directions, forwards of one together with backwards of the other",
             memory="p + 1",
-            idle="(p/2 - 1)*(F + 2*I - W) if F == I else None",
+            idle="(p/2 - 1)*max(2*F, 3*F - W) if F == I else None",
             bubble="(p - 2)/(3*m + p - 2)",
             rules=(_WHOLE, _ONE_CHUNK, _EVEN_RANKS, _EVEN_MICROBATCHES),
             placement="bidirectional",
@@ -270,7 +270,7 @@ _GENERATORS = {
             lambda n: dualpipe_v(n.ranks, n.microbatches),
             rule="DualPipe cut in half: one copy, two chunks on a V",
             memory="(2*p + 1)/2",
-            idle="(p - 1)*(F + 2*I - W)/2 if F == I else None",
+            idle="(p - 1)*max(2*F, 3*F - W)/2 if F == I else None",
             bubble="(p - 1)/(3*m + p - 1)",
             rules=(_WHOLE, _TWO_CHUNKS),
             chunks=2,

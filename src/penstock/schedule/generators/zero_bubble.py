@@ -26,8 +26,9 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
 
     The last rank sends each gradient W earlier than 1F1B's, the one before it too, and so on: the gradients come down
     the pipeline faster, and what was saved is done at the end, where 1F1B idles. Of 1F1B's bubble (p - 1)(F + I + W)
-    remains (p - 1)(F + I - W), a third if all three take as long. Rank r holds up to p - r microbatches for their I
-    and r for their W: p on every rank, as much as 1F1B's first rank.
+    remains (p - 1)(F + I - W), a third if all three take as long, and never less than (p - 1)I: a W longer than F fills
+    no more. Rank r holds up to p - r microbatches for their I and r for their W: p on every rank, as much as 1F1B's
+    first rank.
 
     Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.1.
     """

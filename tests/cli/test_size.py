@@ -1,0 +1,56 @@
+"""Schedules too large to make are refused at once; what takes a while says so, on stderr."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from command_line import penstock, refusal
+
+from penstock.cli import _size
+from penstock.cli._size import actions
+from penstock.schedule import Generator, generate, generators
+from penstock.schedule.generators import Numbers
+
+
+@pytest.mark.parametrize("entry", generators(), ids=lambda entry: entry.name)
+def test_actions_are_counted_before_they_are_made(entry: Generator) -> None:
+    numbers = Numbers(4, 6, entry.chunks, entry.slices)
+    made = generate(entry.name, 4, 6)
+    counted = sum(len(row) for row in made.rows)
+    if entry.name.startswith("dualpipe"):  # some of its backwards are not split
+        assert counted <= actions(entry, numbers) <= 1.5 * counted
+    else:
+        assert actions(entry, numbers) == counted
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("simulate", "--schedule", "gpipe", "--ranks", "100000", "--microbatches", "100000"),
+        ("simulate", "--schedule", "all", "--ranks", "100000", "--microbatches", "100000"),
+        ("show", "--schedule", "zb-v", "--ranks", "100000", "--microbatches", "100000"),
+        ("simulate", "--schedule", "gpipe", "--ranks", "1", "--microbatches", "1", "--chunks", "1000000000"),
+        ("simulate", "--schedule", "seq1f1b", "--ranks", "1", "--microbatches", "1", "--slices", "1000000000"),
+    ],
+)
+def test_too_much_is_refused(options: tuple[str, ...]) -> None:
+    says = refusal(*options)
+    assert says.startswith(f"--ranks {options[4]} --microbatches {options[6]}: that makes ")
+    assert f"{_size.MOST:,} are timed; give fewer ranks" in says
+
+
+def test_all_is_as_much_as_its_schedules_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_size, "MOST", 500)
+    numbers = ("--ranks", "4", "--microbatches", "8")
+    assert penstock("simulate", "--schedule", "zb-v", *numbers).exit_code == 0
+    assert "actions, and at most 500 are timed" in refusal("simulate", "--schedule", "all", *numbers)
+
+
+def test_long_work_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ("simulate", "--schedule", "gpipe", "--ranks", "4", "--microbatches", "8", "--json")
+    assert penstock(*options).stderr == ""
+    monkeypatch.setattr(_size, "ANNOUNCED", 60)
+    done = penstock(*options)
+    assert done.stderr == "penstock: timing 64 actions, which takes a while\n"
+    assert json.loads(done.stdout)["makespan"] == 33
