@@ -97,9 +97,10 @@ def test_a_trend_is_that_of_the_ranks() -> None:
 def test_a_run_counts_from_where_times_are_steady(ranks2: Ranks) -> None:
     spec = Spec(Workload.of_sizes([64]), 2, trials=40, measures_links=False)
     first, factor = 0.03, 0.85
-    found, counted, steps = ranks2.run(jobs.warmed_up, spec, first, factor)[0]
+    found, runs, counted, steps = ranks2.run(jobs.warmed_up, spec, first, factor)[0]
     assert len(counted) == spec.trials
     assert found["warmup"] > 3 + 20, "of which so many are looked at together"
+    assert found["warmup"] == 3 + runs, "beside those that are checked"
     assert first * factor ** (found["warmup"] - 3) < 0.05 * first
     assert steps[0][0] == 0, "the first that counts has the number 0"
     assert max(row[0] for row in steps) < spec.trials
