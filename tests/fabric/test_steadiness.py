@@ -62,6 +62,15 @@ def test_times_that_settle_are_waited_for(excess: float, trials: float, left: fl
     assert np.quantile(found, 0.9) <= left
 
 
+def test_a_change_too_slow_to_be_seen_in_a_few_trials_is_seen_in_half_of_all() -> None:
+    draw = np.random.default_rng(0)
+    found = []
+    for _ in range(REPETITIONS):
+        times = (1 + np.exp(-np.arange(400) / 30)) * np.exp(0.05 * draw.standard_normal(400))
+        found.append(np.exp(-_ended(times).count / 30))
+    assert np.quantile(found, 0.9) <= 0.02
+
+
 def test_every_transfer_counts_however_short_it_is() -> None:
     warm = WarmUp(200)
     for trial in range(30):
