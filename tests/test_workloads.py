@@ -406,6 +406,46 @@ def test_divided_layers_of_an_mlp_by_hand():
     assert [t.compute_seconds for t in timed.transfers] == pytest.approx([0.15, 0.15, 0.6])
 
 
+class Speaks(nn.Module):
+    """A language model of two blocks; head and tokens may have one matrix."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(50, 8), nn.Embedding(5, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(2))
+        self.head = nn.Linear(8, 50, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) + self.places.weight
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_divided_language_model_by_hand(tied: bool):
+    """A matrix that is divided for the head is divided for the lookup, too: no host has all rows."""
+    workload = from_model(Speaks(tied=tied), (torch.zeros(2, 5, dtype=torch.long),), hosts=4, traffic="tensor")
+    whole, head = 2 * 5 * 8 * 4, "tokens" if tied else "head"
+    assert [(t.name, t.bytes, t.collective) for t in workload.transfers] == [
+        *([("forward tokens, lookup", whole, "all_reduce")] if tied else []),
+        ("forward blocks.0.2", whole, "all_reduce"),
+        ("forward blocks.1.2", whole, "all_reduce"),
+        (f"forward {head}", 2 * 5 * 50 * 4, "all_gather"),
+        (f"backward {head}", whole, "all_reduce"),
+        ("backward blocks.1.0", whole, "all_reduce"),
+        ("backward blocks.0.0", whole, "all_reduce"),
+    ]
+    share = 50 / (50 + 8 * (6 if tied else 5))
+    assert f"{share:.0%} of the bytes are the outputs of {head}, the last matrix, gathered whole" in workload.notes[-1]
+    assert "divided by columns and rows: blocks.*.0 with blocks.*.2" in workload.notes
+    said = "embeddings that are divided, since their matrix is: an all-reduce follows: tokens"
+    assert (said in workload.notes) == tied
+    assert ("embeddings that stay whole on each host: tokens" in workload.notes) != tied
+
+
 class Attends(nn.Module):
     """Queries, keys and values apart or in one matrix, as in Llama or GPT-2; in front a matrix that has no partner."""
 
@@ -453,6 +493,35 @@ def test_sharded_traffic_is_that_of_sharded_gradients():
     sharded = of(models.mlp(), hosts=4, traffic="sharded")
     assert sharded.transfers == of(models.mlp(), hosts=4, sharded=True).transfers
     assert {t.collective for t in sharded.transfers} == {"all_gather", "reduce_scatter"}
+
+
+def test_sharded_traffic_is_not_called_gradients_alone():
+    assert of(models.mlp(), hosts=4, traffic="sharded").name.startswith("parameters and gradients of ")
+    assert of(models.mlp(), hosts=4).name.startswith("gradients of ")
+
+
+class Scored(nn.Module):
+    """Takes its labels at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.last(self.middle(self.first(x)).relu())
+        return nn.functional.cross_entropy(x, labels)
+
+
+def test_labels_that_pass_a_cut_are_no_activations():
+    three = {"hosts": 3, "ranks": 3, "traffic": "pipeline", "microbatches": 1, "cuts": ["middle", "last"]}
+    workload = from_model(Scored(), (torch.zeros(4, 8), torch.zeros(4, dtype=torch.long)), **three)
+    assert [(t.name, t.kind) for t in workload.transfers] == [
+        ("F0 stage 0->1", "activation"),
+        ("F0 stage 0->2", "integers"),
+        ("F0 stage 1->2", "activation"),
+        ("B0 stage 2->1", "activation gradient"),
+        ("B0 stage 1->0", "activation gradient"),
+    ]
 
 
 def test_what_divided_layers_do_not_go_with():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -16,7 +17,17 @@ entry; or, of each entry, over the sum of its terms' sizes. In half precision `T
 
 TIED_EPSILONS = 4
 
-Verdict = Literal["equal", "close", "different", "missing", "unexpected"]
+UNDEMANDED = {
+    torch.float64: (1e-7, 1e-7),
+    torch.complex128: (1e-7, 1e-7),
+    torch.float16: (1e-3, 1e-5),
+    torch.bfloat16: (1.6e-2, 1e-5),
+}
+"""Where bits are not demanded: by how much of itself an entry may differ, and by how much besides; (1.3e-6, 1e-5) in
+float32. These are `torch.testing.assert_close`'s. But its second one is absolute, and would hold for all of a gradient
+that is smaller, so that it may be no more than so much (or `TIED_EPSILONS` of its epsilons) of the largest entry."""
+
+Verdict = Literal["equal", "close", "different", "missing", "unexpected", "undefined"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +39,11 @@ class Row:
         name: of the parameter or buffer; of the leaf, for an output.
         stages: that hold it.
         verdict: "equal" to the bit (or absent in both); "close" within the tolerance that holds for it; "different";
-            "missing" where the reference has one; "unexpected" where it has none.
-        max_difference: largest absolute difference.
-        max_reference: largest absolute entry of the reference.
+            "missing" where the reference has one; "unexpected" where it has none; "undefined" where both are alike,
+            but nothing in them is finite, which proves nothing of a loss or a gradient (of an output, if all is NaN).
+        max_difference: largest absolute difference of finite entries; infinite where an entry is finite in one alone,
+            or NaN or infinite in another way.
+        max_reference: largest absolute entry of the reference that is finite.
         max_terms: largest sum of the sizes of an entry's terms, where they cancel so far that the difference is to be
             seen beside them; else 0.
         allowed: why it need not be equal to the bit; empty if it must.
@@ -116,8 +129,10 @@ class Report:
 
     def summary(self) -> str:
         """One line: what was proven, or the first layer that differs, or why the batch cannot be cut this way."""
-        if self.wrong:
+        if any(row.verdict != "undefined" for row in self.wrong):
             return self._first_wrong()
+        if self.wrong:
+            return self._unproven()
         if self.whole_batch is not None and not self.whole_batch.ok:
             return f"the batch is not the sum of its microbatches: {self.whole_batch.text}"
         warned = self.whole_batch is not None and self.whole_batch.verdict == "warning"
@@ -137,13 +152,33 @@ class Report:
             text += f"; {values} within {worst:.1e} of their largest {entry} ({'; '.join(why)})"
         return text
 
+    def _unproven(self) -> str:
+        undefined = self.wrong
+        found = ["the loss is not finite"] if any(row.kind == "loss" for row in undefined) else []
+        for kind in ("output", "gradient"):
+            count, all_of = (sum(row.kind == kind for row in rows) for rows in (undefined, self.rows))
+            found += [f"{count} of {all_of} {kind}s have no finite entry"] if count else []
+        step = f" (step {undefined[0].step})" if undefined[0].step else ""
+        text = (
+            f"nothing is proven, since on one device, too, {', '.join(found)}{step}: such values are alike whatever a "
+            "pipeline does. Give weights, a batch and a loss that leave them finite"
+        )
+        whole = self.whole_batch
+        return f"{text}; {whole.text}" if whole is not None and whole.verdict in ("warning", "different") else text
+
     def _first_wrong(self) -> str:
-        first = self.wrong[0]
-        text = f"{len(self.wrong)} of {len(self.rows)} values differ; the first is {first.kind} {first.name}"
+        wrong = [row for row in self.wrong if row.verdict != "undefined"]
+        first = wrong[0]
+        text = f"{len(wrong)} of {len(self.rows)} values differ; the first is {first.kind} {first.name}"
         text += f" on stage {', '.join(map(str, first.stages))}" if first.stages else ""
         step = f", in step {first.step}" if first.step else ""
         if first.verdict in ("missing", "unexpected"):
             return f"{text}: {first.verdict} in the pipeline{step}"
+        if math.isinf(first.max_difference) and math.isfinite(first.max_reference):
+            return (
+                f"{text}: one is NaN or infinite where the other is not, or is so otherwise{step}. If values overflow, "
+                "give a smaller loss, or a wider dtype"
+            )
         return f"{text}: by {first.max_difference:.3g} (largest entry {first.max_reference:.3g}){step}"
 
     def check(self) -> Report:
@@ -181,34 +216,80 @@ def compare(
     mine, other = _dense(mine), _dense(other)
     if mine.shape != other.shape or mine.dtype != other.dtype:
         return Row(kind, name, stages, "different", float("inf"), float("inf"))
+    largest = _largest(other)
     if _same_bits(mine, other):
-        return Row(kind, name, stages, "equal", 0.0, _largest(other))
+        return Row(kind, name, stages, "equal" if _proves(kind, other) else "undefined", 0.0, largest)
     if not (other.is_floating_point() or other.is_complex()):
-        return Row(kind, name, stages, "different", _largest(mine.double() - other.double()), _largest(other))
-    difference, largest = _largest(_wide(mine) - _wide(other)), _largest(other)
+        return Row(kind, name, stages, "different", _largest(mine.double() - other.double()), largest)
+    if not _alike_where_not_finite(mine, other):
+        return Row(kind, name, stages, "different", float("inf"), largest)
+    differences = _differences(mine, other)
+    difference = float(differences.max())
     if reordered and difference <= _tied_tolerance(other.dtype) * largest:
         return Row(kind, name, stages, "close", difference, largest, reordered)
-    if reordered and terms is not None and _is_rounding_of(terms, mine, other):
+    if reordered and terms is not None and _is_rounding_of(terms, differences, other.dtype):
         return Row(kind, name, stages, "close", difference, largest, reordered, max_terms=_largest(terms))
-    if not exact and _is_close(mine, other):
+    if not exact and _is_close(differences, other, largest):
         return Row(kind, name, stages, "close", difference, largest, "not demanded to the bit here")
     return Row(kind, name, stages, "different", difference, largest)
+
+
+def _proves(kind: str, values: Tensor) -> bool:
+    """Whether it says anything that these are equal. NaN swallows whatever is wrong; masks may be infinite, and buffers
+    NaN until they are set."""
+    if kind == "buffer" or not values.numel() or not (values.is_floating_point() or values.is_complex()):
+        return True
+    values = _wide(values)
+    return not bool(values.isnan().all()) if kind == "output" else bool(values.isfinite().any())
 
 
 def _tied_tolerance(dtype: torch.dtype) -> float:
     return max(TIED_TOLERANCE, TIED_EPSILONS * torch.finfo(dtype).eps)
 
 
-def _is_rounding_of(terms: Tensor, mine: Tensor, other: Tensor) -> bool:
+def _is_rounding_of(terms: Tensor, differences: Tensor, dtype: torch.dtype) -> bool:
     """Whether each entry differs by no more than what adding its terms in another order may change."""
-    if terms.shape != other.shape:
+    if terms.shape != differences.shape:
         return False
-    return bool(((_wide(mine) - _wide(other)).abs() <= _tied_tolerance(other.dtype) * terms).all())
+    return bool((differences <= _tied_tolerance(dtype) * _finite(terms)).all())
+
+
+def _is_close(differences: Tensor, other: Tensor, largest: float) -> bool:
+    relative, absolute = UNDEMANDED.get(other.dtype, (1.3e-6, 1e-5))
+    in_all = min(absolute, max(absolute, TIED_EPSILONS * torch.finfo(other.dtype).eps) * largest)
+    return bool((differences <= in_all + relative * _finite(_wide(other)).abs()).all())
+
+
+def _differences(mine: Tensor, other: Tensor) -> Tensor:
+    """Absolute, entry by entry, in float64; of what is not finite nothing is left."""
+    return (_finite(_wide(mine)) - _finite(_wide(other))).abs()
+
+
+def _finite(wide: Tensor) -> Tensor:
+    """With 0 for entries that are not finite."""
+    return torch.where(wide.isfinite(), wide, torch.zeros_like(wide))
+
+
+def _alike_where_not_finite(mine: Tensor, other: Tensor) -> bool:
+    """Whether entries that are not finite in one are NaN, or the same infinity, in both. No tolerance reaches them."""
+    mine, other = _wide(mine), _wide(other)
+    places = ~(mine.isfinite() & other.isfinite())
+    return _same_bits(mine[places], other[places])
 
 
 def _same_bits(mine: Tensor, other: Tensor) -> bool:
-    """Equality of bits: tells -0 from 0, and finds the same NaN equal."""
-    return torch.equal(*(_real(tensor).contiguous().reshape(-1).view(torch.uint8) for tensor in (mine, other)))
+    """Equality of bits: tells -0 from 0. One NaN is as good as another, since hardware leaves their bits open."""
+
+    def same(mine: Tensor, other: Tensor) -> bool:
+        return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (mine, other)))
+
+    mine, other = _real(mine), _real(other)
+    if same(mine, other) or not other.is_floating_point():
+        return same(mine, other)
+    mine, other = mine.double(), other.double()
+    return bool(other.isnan().any()) and same(
+        *(tensor.masked_fill(tensor.isnan(), math.nan) for tensor in (mine, other))
+    )
 
 
 def _real(tensor: Tensor) -> Tensor:
@@ -219,18 +300,10 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.complex128) if tensor.is_complex() else tensor.double()
 
 
-def _is_close(mine: Tensor, other: Tensor) -> bool:
-    try:
-        torch.testing.assert_close(mine, other)
-    except AssertionError:
-        return False
-    return True
-
-
 def _dense(tensor: Tensor) -> Tensor:
     tensor = tensor.detach().cpu()
     return tensor.resolve_conj().resolve_neg() if tensor.layout == torch.strided else tensor.to_dense()
 
 
 def _largest(tensor: Tensor) -> float:
-    return float(_wide(tensor).abs().max()) if tensor.numel() else 0.0
+    return float(_finite(_wide(tensor)).abs().max()) if tensor.numel() else 0.0

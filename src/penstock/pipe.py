@@ -409,6 +409,10 @@ class Pipeline:
         """Around a wait for all other ranks outside of a step: if one is lost, this rank says so and ends."""
         return self._engine.control.waiting(what)
 
+    def working(self, what: str) -> AbstractContextManager[None]:
+        """Around this rank's own part of what all ranks do outside of a step, which may be within `waiting`."""
+        return self._engine.control.working(what)
+
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def before_close(self, act: Callable[[], None]) -> None:

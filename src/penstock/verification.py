@@ -64,7 +64,8 @@ def verify(
             give a function.
         args, kwargs, target, loss, reduction, schedule: as for `penstock.pipeline` and `Pipeline.step`.
         exact: demand equality to the bit; None: on CPU, in float32 or float64, without compiled stages and without
-            tensor parallelism. Otherwise the tolerances of `torch.testing.assert_close` hold.
+            tensor parallelism. Otherwise the tolerances of `torch.testing.assert_close` hold, scaled down for tensors
+            of small values.
         whole_batch: also compare with the unsplit model on the whole batch at once, and say why that differs where it
             does: `Report.whole_batch`. Where the batch is cut along the wrong dimension the report is not ok.
         options: the other arguments of `penstock.pipeline`; microbatches are by default as many as the batch has rows,

@@ -19,7 +19,7 @@ from penstock.cli.fabric import _check_memory
 from penstock.errors import ArgumentError, FabricError
 from penstock.fabric.emulation import coordinate
 from penstock.fabric.emulation.spec import Spec
-from penstock.fabric.network import checks, machines
+from penstock.fabric.network import checks, machines, shapers
 from penstock.fabric.presets import preset
 from penstock.fabric.report import page
 from penstock.fabric.samples import RUN, SAMPLES, SPEC, Run
@@ -172,6 +172,124 @@ def test_a_dry_run_shows_what_would_be_sent_and_sends_nothing(folder: Path) -> N
     assert not (folder / "runs").exists()
     tensor = json.loads(penstock("fabric", "--model", TARGET, "--traffic", "tensor", "--dry-run", "--json").stdout)
     assert {row["collective"] for row in tensor["transfers"]} == {"all_reduce", "all_gather"}
+
+
+@pytest.mark.usefixtures("taken", "nothing_is_made")
+@pytest.mark.parametrize("command", [one for one in WRONG if one.startswith("--")])
+def test_a_dry_run_refuses_what_the_run_would_refuse(command: str) -> None:
+    said = WRONG[command]
+    assert said in refusal("fabric", *command.split(), "--dry-run")
+
+
+@pytest.mark.usefixtures("nothing_is_made")
+def test_a_dry_run_asks_what_shapes_the_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (checks, shapers, machines):
+        monkeypatch.setattr(module, "why_not", lambda: None)
+    asked = ("fabric", *SIZES, "--link", "100mbit delay 5ms", "--shaper", "tbf", "--dry-run")
+    assert refusal(*asked).startswith("tbf keeps a rate and nothing else: 100mbit delay 5ms")
+    assert penstock("fabric", *SIZES, "--link", "100mbit", "--shaper", "tbf", "--dry-run").exit_code == 0
+    for module in (checks, shapers, machines):
+        monkeypatch.setattr(module, "why_not", lambda: NO_ROOT)
+    assert "only a rate can be kept" in refusal(*asked[:-3], "--dry-run")
+
+
+def test_a_dry_run_writes_traces_and_nothing_else(folder: Path) -> None:
+    said = output("fabric", *SIZES, "--hosts", "2", "--dry-run", "--chakra", "--out", "traces/of")
+    assert sorted(path.name for path in (folder / "traces/of").iterdir()) == [
+        "penstock.0.et", "penstock.1.et", "penstock.groups.json",
+    ]  # fmt: skip
+    assert "traces/of: written: penstock.0.et, penstock.1.et, penstock.groups.json" in said
+    assert "somewhere/else: a run would be written there" in output(
+        "fabric", *SIZES, "--dry-run", "--out", "somewhere/else"
+    )
+    assert not (folder / "somewhere").exists()
+    found = as_json("fabric", *SIZES, "--dry-run", "--out", "somewhere")
+    assert (found["folder"], found["files"]) == ("somewhere", [])
+
+
+@pytest.mark.usefixtures("nothing_is_made")
+def test_a_dry_run_tells_buffers_from_what_a_host_sends() -> None:
+    """A ring's host sends 2(n-1)/n of each size, a padded one here; the README's classifier on four hosts."""
+    found = as_json("fabric", "--preset", "mlp", "--hosts", "4", "--dry-run")
+    assert [(one["bytes"], one["sent_bytes"]) for one in found["transfers"]] == [
+        (2600, 6 * 4 * 163), (33024, 6 * 8256), (131584, 6 * 32896), (803840, 6 * 200960),
+    ]  # fmt: skip
+    assert found["sent_bytes"] == sum(one["sent_bytes"] for one in found["transfers"])
+    said = output("fabric", "--preset", "mlp", "--hosts", "4", "--dry-run")
+    assert said.split("\n\n")[-2].split() == ["step", "4", "971,048", "1,456,584"]
+    assert "gradient: ring all_reduce among 4" in said
+    root = as_json("fabric", "--sizes", "1MiB", "--collective", "scatter", "--hosts", "4", "--dry-run")
+    assert root["sent_bytes"] == 3 * 2**18, "the root's"
+    unknown = as_json("fabric", *SIZES, "--algorithm", "engine", "--dry-run")
+    assert unknown["sent_bytes"] is unknown["transfers"][0]["sent_bytes"] is None
+    assert "torch.distributed's own all_reduce among 4" in output(
+        "fabric", *SIZES, "--algorithm", "engine", "--dry-run"
+    )
+
+
+@pytest.mark.usefixtures("nothing_is_made")
+def test_a_dry_run_says_nothing_of_what_sizes_by_hand_carry_but_their_shares() -> None:
+    asked = ("fabric", "--sizes", "4KiB,8KiB", "--collective", "all_to_all", "--hosts", "4", "--dry-run")
+    even, said = as_json(*asked), output(*asked)
+    assert {one["kind"] for one in even["transfers"]} == {""}
+    assert "\npairwise all_to_all among 4\n" in said
+    uneven = as_json(*asked, "--uneven", "4,2,1,1")
+    assert [one["shares"] for one in uneven["transfers"]] == [[4, 2, 1, 1]] * 2
+    assert uneven["sent_bytes"] > even["sent_bytes"]
+    assert "\npairwise all_to_all among 4, shares 4,2,1,1\n" in output(*asked, "--uneven", "4,2,1,1")
+
+
+LIKE_LAYERS = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a_module_with_a_long_name = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return x + self.a_module_with_a_long_name(x)
+
+def make():
+    model = nn.Sequential(nn.Linear(8, 64), *(Block() for _ in range(30)))
+    return model, (torch.zeros(4, 8),), torch.zeros(4, 64), nn.MSELoss()
+"""
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_dry_run_fits_the_terminal_and_groups_like_layers(folder: Path) -> None:
+    (folder / "like.py").write_text(LIKE_LAYERS)
+    for traffic in ("gradients", "tensor", "sharded"):
+        asked = ("fabric", "--model", "like.py:make", "--traffic", traffic, "--dry-run")
+        for columns in (60, 80):
+            lines = output(*asked, columns=columns).splitlines()
+            assert max(map(len, lines)) <= columns
+            assert len(lines) < 40, "like layers are a row"
+    said = output(*asked, columns=200)
+    assert "parameters and gradients of Sequential" in said
+    row = next(line for line in said.splitlines() if line.startswith("*.a_module_with_a_long_name, forward"))
+    assert row.split()[2:] == ["16,640", "30", "499,200", "374,400"]
+    assert "0, forward " in said
+
+
+@pytest.mark.usefixtures("nothing_is_made")
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+def test_a_backend_that_is_not_there_is_known_at_once(monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]) -> None:
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
+    said = "backend 'nccl' is not there: torch has gloo here"
+    assert refusal("fabric", *SIZES, "--backend", "nccl", *more) == said
+    assert refusal("fabric", "train", "--backend", "nccl") == said
+
+
+@pytest.mark.usefixtures("nothing_is_made")
+@pytest.mark.parametrize("text", ["100", "1000", "12.5"])
+def test_a_rate_without_its_unit_that_was_hardly_meant(text: str) -> None:
+    done = penstock("fabric", *SIZES, "--link", f"{text} delay 5ms")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert (
+        f"'{text}' is {text} bits per second, as for tc: did you mean {text}mbit? If not, give {text}bit" in done.stderr
+    )
 
 
 @pytest.mark.usefixtures("nothing_is_made")

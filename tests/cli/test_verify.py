@@ -178,7 +178,8 @@ def test_difference_is_in_the_table() -> None:
 def test_json_is_strict_where_numbers_are_undefined() -> None:
     done = verify("cases.py:undefined", "--json", "--microbatches", "4")
     report = json.loads(done.stdout, parse_constant=pytest.fail)
-    assert (done.exit_code, report["ok"], report["loss"]) == (0, True, None)  # undefined on one device too
+    assert (done.exit_code, report["ok"], report["loss"]) == (1, False, None)  # on one device too, which proves nothing
+    assert "nothing is proven, since on one device, too, the loss is not finite" in last_line(done.stderr)
 
 
 @pytest.mark.parametrize(("option", "exact"), [([], True), (["--exact"], True), (["--no-exact"], False)])

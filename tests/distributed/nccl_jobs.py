@@ -262,13 +262,13 @@ RULES = {
 }  # fmt: skip
 
 
-def keep(rank: int, rule: str) -> None:
-    """One of them."""
+def assert_rule(rank: int, rule: str) -> None:
+    """That one of them holds: each asserts it itself."""
     with nccl_rules():
         RULES[rule](rank)
 
 
-def one_communicator_for_all(rank: int) -> None:
+def assert_one_communicator_for_all(rank: int) -> None:
     """With `device_id=`: what rank 0 awaits of rank 1 holds up what it sends to rank 2."""
     with nccl_rules(eager=True):
         works: list[Any] = []

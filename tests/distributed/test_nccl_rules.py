@@ -67,11 +67,11 @@ def test_a_bug_is_caught(bug: str, request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_the_rules_are_kept(ranks2: Ranks, rule: str) -> None:
-    ranks2.run(nccl_jobs.keep, rule, seconds=SECONDS)
+    ranks2.run(nccl_jobs.assert_rule, rule, seconds=SECONDS)
 
 
 def test_the_rules_with_a_device_id(ranks3: Ranks) -> None:
-    ranks3.run(nccl_jobs.one_communicator_for_all, seconds=SECONDS)
+    ranks3.run(nccl_jobs.assert_one_communicator_for_all, seconds=SECONDS)
 
 
 def test_conformance(ranks2: Ranks) -> None:

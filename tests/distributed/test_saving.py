@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import saving_jobs as jobs
+import stuck_jobs
 import torch
 
 from distributed.ranks import Ranks, RanksError
@@ -90,6 +91,16 @@ def test_groups_by_name_schedules_scalers_and_generators_go_on(
         assert all(torch.equal(here[name], tensor) for name, tensor in there.items())
     sizes = [sizes for _, sizes, _ in (first if saves == 4 else then)]
     assert [size[0] for size in sizes] == [2, 0, 0, 0], "the others have no parameter of the first group"
+
+
+@pytest.mark.parametrize(("how", "stuck"), [("save", 2), ("save", 0), ("in the background", 2), ("export", 0)])
+def test_a_rank_that_is_stuck_on_the_disk_is_the_one_that_the_others_name(
+    ranks3: Ranks, tmp_path: Path, how: str, stuck: int
+) -> None:
+    said = ranks3.run(stuck_jobs.blamed, how, stuck, tmp_path)
+    for rank in {0, 1, 2} - {stuck}:
+        assert said[rank].startswith(f"{stuck}: rank {rank} has waited"), said
+        assert f"; rank {stuck} runs its part of a checkpoint" in said[rank]
 
 
 def test_replicas_write_one_checkpoint(ranks4: Ranks, tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def at_random(seed: int, ranks: int) -> Schedule:
     return Schedule(f"random {seed}", Placement(ranks, tuple(rank_of)), m, rows)
 
 
-def run(pool: Ranks, schedule: Schedule, format: Format, steps: int = 1) -> None:
+def assert_torch_runs_it_right(pool: Ranks, schedule: Schedule, format: Format, steps: int = 1) -> None:
     """Runs it in torch, and compares output and gradients with those of the unsplit model."""
     placement, m = schedule.placement, schedule.microbatches
     got = pool.run(torch_jobs.in_torch, to_csv(schedule, format), format, placement.rank_of, m, steps)
@@ -121,14 +121,14 @@ def run(pool: Ranks, schedule: Schedule, format: Format, steps: int = 1) -> None
 @pytest.mark.parametrize("name", CASES)
 def test_torch_runs_it_with_right_gradients(ranks2: Ranks, name: str, format: Format) -> None:
     assert not [violation for violation in check(CASES[name]) if violation.fatal]
-    run(ranks2, CASES[name], format, steps=2)
+    assert_torch_runs_it_right(ranks2, CASES[name], format, steps=2)
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("seed", range(12))
 def test_torch_runs_any_legal_order(ranks3: Ranks, seed: int, format: Format) -> None:
-    run(ranks3, at_random(seed, 3), format)
+    assert_torch_runs_it_right(ranks3, at_random(seed, 3), format)
 
 
 # -- from torch to Penstock -------------------------------------------------------------------------------------------

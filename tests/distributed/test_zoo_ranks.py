@@ -32,7 +32,7 @@ def some_cells(models: list[str], ranks: int, first: int) -> list[Cell]:
     return found
 
 
-def prove(pool: Ranks, cells: list[Cell], transport: str) -> None:
+def assert_proven(pool: Ranks, cells: list[Cell], transport: str) -> None:
     asked = [(cell.model, {"schedule": cell.schedule}) for cell in cells]
     options = {"microbatches": MICROBATCHES, "transport": transport, "seed": 7}
     for cell, *reports in zip(cells, *pool.run(jobs.verify_zoo, asked, options, seconds=250.0), strict=True):
@@ -53,12 +53,12 @@ def prove(pool: Ranks, cells: list[Cell], transport: str) -> None:
 def test_a_model_of_each_kind(ranks: int, transport: str, request: pytest.FixtureRequest) -> None:
     pool: Ranks = request.getfixturevalue(f"ranks{ranks}")
     first = ranks + TRANSPORTS.index(transport)
-    prove(pool, some_cells(KINDS, ranks, first), transport)
+    assert_proven(pool, some_cells(KINDS, ranks, first), transport)
 
 
 def test_two_names_of_what_another_rank_holds(ranks2: Ranks) -> None:
     """On rank 1 of this placement neither stage uses the parameter that has two names in one module."""
-    prove(ranks2, [Cell("parameter_alias", "dualpipe-v", 2)], "auto")
+    assert_proven(ranks2, [Cell("parameter_alias", "dualpipe-v", 2)], "auto")
 
 
 @pytest.mark.long
@@ -67,7 +67,7 @@ def test_two_names_of_what_another_rank_holds(ranks2: Ranks) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_model(ranks: int, first: int, transport: str, request: pytest.FixtureRequest) -> None:
     pool: Ranks = request.getfixturevalue(f"ranks{ranks}")
-    prove(pool, some_cells(list(ZOO), ranks, first), transport)
+    assert_proven(pool, some_cells(list(ZOO), ranks, first), transport)
 
 
 def test_the_short_runs_have_every_schedule() -> None:

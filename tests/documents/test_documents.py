@@ -6,14 +6,17 @@ import subprocess
 import sys
 import tomllib
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import click
 import pytest
 import typer
 from blocks import Block, blocks, spoken_names
 from typer.testing import CliRunner
-from world import run
+from world import assert_runs
 
 import penstock
 from penstock.cli import app
@@ -63,7 +66,7 @@ def test_python_runs(block: Block, folder: Path) -> None:
     if any(words in block.text for words in NEEDS_MORE):
         compile(block.text, str(block), "exec")
     else:
-        run(block.text, folder)
+        assert_runs(block.text, folder)
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.commands], ids=str)
@@ -77,7 +80,7 @@ def test_commands_run_or_parse(block: Block, folder: Path) -> None:
             done = CliRunner().invoke(app, [*arguments, *RUN[verb]])
             assert done.exit_code == 0, (arguments, done.output)
         else:
-            _parse(arguments)
+            _assert_parses(arguments)
 
 
 def _arguments_of_penstock(words: list[str]) -> list[str]:
@@ -87,8 +90,8 @@ def _arguments_of_penstock(words: list[str]) -> list[str]:
     return [word.strip("[]") for word in words[words.index("penstock") + 1 :] if word != "..."]
 
 
-def _parse(arguments: list[str]) -> None:
-    """Raises click's error where a verb or an option does not exist, or has no such value."""
+def _assert_parses(arguments: list[str]) -> None:
+    """By click's own error, where a verb or an option does not exist, or has no such value."""
     command = typer.main.get_command(app)
     context = command.make_context("penstock", ["--debug", *arguments])
     rest = [*context._protected_args, *context.args]
@@ -111,15 +114,28 @@ def test_files_are_read(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", spoken_names())
 def test_dotted_names_exist(name: str) -> None:
-    if name == "penstock.groups.json":  # a file
-        return
-    _, first, *rest = name.split(".")
-    if first in dir(penstock):
-        found = getattr(penstock, first)
-        for part in rest:
-            found = getattr(found, part) if hasattr(found, part) else import_module(f"{found.__name__}.{part}")
-    else:
-        import_module(name.rpartition(".")[0] if rest else name)
+    if name != "penstock.groups.json":  # a file
+        assert _is_there(name)
+
+
+def test_a_name_that_does_not_exist_is_seen() -> None:
+    for name in ("pipelin", "schedule.read_csw", "fabric.nothing", "cli.app.nothing"):
+        assert not _is_there(f"penstock.{name}"), name
+
+
+def _is_there(name: str) -> bool:
+    """Whether each part is an attribute of the one before, or a module in it."""
+    found: Any = penstock
+    path = "penstock"
+    for part in name.split(".")[1:]:
+        path = f"{path}.{part}"
+        if hasattr(found, part):
+            found = getattr(found, part)
+        elif isinstance(found, ModuleType) and find_spec(path) is not None:
+            found = import_module(path)
+        else:
+            return False
+    return True
 
 
 def test_subpackages_need_no_import_of_their_own() -> None:

@@ -191,8 +191,8 @@ ELSEWHERE = {
 """What is replaced in a block, so that it runs anywhere."""
 
 
-def run(text: str, folder: Path) -> dict[str, Any]:
-    """Runs a block, in `folder`, and gives the names that it leaves."""
+def assert_runs(text: str, folder: Path) -> dict[str, Any]:
+    """Runs a block, in `folder`, which raises what is wrong with it, and gives the names that it leaves."""
     for there, here in ELSEWHERE.items():
         text = text.replace(there, here)
     torch.manual_seed(0)

@@ -113,6 +113,12 @@ def _record(workload: Workload, hosts: int, asked: int, trials: int) -> dict[str
         "seed": 0,
         "link": "100mbit",
         "links": links,
+        "network": {
+            "link": "100mbit",
+            "shaper": "tbf",
+            "rates": {way: [12.5e6] * hosts for way in ("up", "down")},
+            "slow": {},
+        },
         "clock": [{"offset_ns": 1200 * rank, "uncertainty_ns": 900 if rank else 0} for rank in range(hosts)],
         "cpu": [
             {

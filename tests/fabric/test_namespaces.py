@@ -43,7 +43,7 @@ with Machines(2) as made:
 """
 
 
-def _wait(done: Callable[[], bool]) -> None:
+def _assert_comes_true(done: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 30
     while not done():
         assert time.monotonic() < deadline, "not within 30 s"
@@ -61,7 +61,7 @@ def _maker(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str, int, i
             yield process, emulation, int(sleeper), int(keeps)
         finally:
             process.kill()
-    _wait(lambda: not keeper.names_of(emulation))
+    _assert_comes_true(lambda: not keeper.names_of(emulation))
 
 
 def _in(host: str, command: str) -> str:
@@ -130,14 +130,17 @@ def test_a_subnet_that_the_machine_has_a_route_to_is_left_alone(monkeypatch: pyt
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, "raise", "fork"])
 def test_nothing_outlives_the_maker(how: signal.Signals | str) -> None:
     with _maker(*[how] if isinstance(how, str) else []) as (process, emulation, sleeper, keeps):
+        assert len(keeper.names_of(emulation)) == 3, "two hosts and their switch, or there is nothing to outlive it"
+        assert keeper.started(sleeper) is not None
+        assert keeper.started(keeps) is not None
         if how == "fork":
             process.kill()
         elif isinstance(how, signal.Signals):
             process.send_signal(how)
         process.wait(30)
-        _wait(lambda: not keeper.names_of(emulation))
-        _wait(lambda: keeper.started(sleeper) is None)
-        _wait(lambda: keeper.started(keeps) is None)
+        _assert_comes_true(lambda: not keeper.names_of(emulation))
+        _assert_comes_true(lambda: keeper.started(sleeper) is None)
+        _assert_comes_true(lambda: keeper.started(keeps) is None)
 
 
 @hosts_needed
@@ -149,11 +152,11 @@ def test_a_maker_that_is_killed_while_it_makes_leaves_nothing(made: int) -> None
     process = subprocess.Popen([sys.executable, "-c", program])
     mine = f"penstock-{process.pid}-"
     try:
-        _wait(lambda: sum(name.startswith(mine) for name in keeper.names_of()) >= made)
+        _assert_comes_true(lambda: sum(name.startswith(mine) for name in keeper.names_of()) >= made)
     finally:
         process.kill()
         process.wait()
-    _wait(lambda: not any(name.startswith(mine) for name in keeper.names_of()))
+    _assert_comes_true(lambda: not any(name.startswith(mine) for name in keeper.names_of()))
     time.sleep(0.2)
     assert not any(name.startswith(mine) for name in keeper.names_of())
 
@@ -175,7 +178,8 @@ def test_clean_removes_leftovers_of_dead_makers_only() -> None:
             os.kill(keeps, signal.SIGKILL)
             process.kill()
             assert len(keeper.names_of(emulation)) == 3
-            _wait(lambda: not keeper.maker_lives(emulation))  # not yet waited for: a zombie is as good as gone
+            # Not yet waited for: a zombie is as good as gone.
+            _assert_comes_true(lambda: not keeper.maker_lives(emulation))
             removed = clean()
             assert set(removed) >= {f"{emulation}-h0", f"{emulation}-h1", f"{emulation}-switch"}
             assert keeper.names_of(emulation) == []

@@ -105,7 +105,7 @@ def _told(network: Network) -> list[dict[str, dict[str, int]]]:
     ]
 
 
-def _both(
+def _assert_as_by_hand(
     topology: Topology,
     frames: Sequence[Given],
     hosts: int = HOSTS,
@@ -184,39 +184,39 @@ def test_the_loop_does_what_its_rules_say(
     near: dict[int, list[tuple[int, int]]],
     gone: list[int],
 ) -> None:
-    _both(_topology(link, own, seed), frames, near=near, gone=gone)
+    _assert_as_by_hand(_topology(link, own, seed), frames, near=near, gone=gone)
 
 
 def test_what_a_host_lets_go_at_once_is_as_far_apart_as_its_rate_has_it() -> None:
     frames = [Given(100, 0, 1, 1514), Given(100, 0, 2, 1514), Given(100, 0, 1, 700), Given(90_000, 0, 2, 60)]
-    taken = sorted(_both(_topology("up 100mbit down 1gbit"), frames), key=lambda one: one.number)
+    taken = sorted(_assert_as_by_hand(_topology("up 100mbit down 1gbit"), frames), key=lambda one: one.number)
     there = [100, 100 + 1514 * 80, 100 + (1514 + 700) * 80, 100 + (1514 + 700 + 60) * 80]
     assert [one.at for one in taken] == [at + frame.size * GBIT_NS for at, frame in zip(there, frames, strict=True)]
 
 
 def test_frames_back_to_back_are_as_far_apart_as_the_rate_has_it() -> None:
-    taken = _both(_topology("1gbit"), [Given(100, 0, 1, size) for size in (1514, 1514, 60, 1514)])
+    taken = _assert_as_by_hand(_topology("1gbit"), [Given(100, 0, 1, size) for size in (1514, 1514, 60, 1514)])
     assert [one.at for one in taken] == list(np.cumsum([100 + 1514 * 8, 1514 * 8, 60 * 8, 1514 * 8]))
 
 
 def test_what_many_send_to_one_shares_its_rate() -> None:
     frames = [Given(place // 2, place % 2, 2, 1514) for place in range(20)]
-    taken = _both(_topology("1gbit"), frames)
+    taken = _assert_as_by_hand(_topology("1gbit"), frames)
     assert [one.number for one in taken] == list(range(20))
     assert np.diff([one.at for one in taken]).tolist() == [1514 * GBIT_NS] * 19
 
 
 def test_ties_go_to_who_came_first() -> None:
-    taken = _both(_topology("1gbit delay 1ms"), [Given(7, place % 2, 2, 60) for place in range(10)])
+    taken = _assert_as_by_hand(_topology("1gbit delay 1ms"), [Given(7, place % 2, 2, 60) for place in range(10)])
     assert [one.number for one in taken] == list(range(10))
 
 
 def test_a_queue_holds_its_limit_and_no_more() -> None:
     frames = [Given(0, 0, 1, 1514) for _ in range(10)]
     narrow = _topology(f"up 1000gbit down 1gbit limit {5 * 1514}")
-    assert [one.number for one in _both(narrow, frames)] == [0, 1, 2, 3, 4]
+    assert [one.number for one in _assert_as_by_hand(narrow, frames)] == [0, 1, 2, 3, 4]
     later = [*frames, Given(2 * 1514 * GBIT_NS, 0, 1, 1514)]
-    assert [one.number for one in _both(narrow, later)] == [0, 1, 2, 3, 4, 10]
+    assert [one.number for one in _assert_as_by_hand(narrow, later)] == [0, 1, 2, 3, 4, 10]
 
 
 def test_order_is_kept_but_for_frames_that_jump() -> None:
@@ -225,7 +225,7 @@ def test_order_is_kept_but_for_frames_that_jump() -> None:
     fate = Draws(topology.link.impairment, 1, 0).next(300).fate
     jumpers = {*np.flatnonzero(fate & JUMPS).tolist()}
     assert 15 < len(jumpers) < 50
-    numbers = [one.number for one in _both(topology, frames)]
+    numbers = [one.number for one in _assert_as_by_hand(topology, frames)]
     assert sorted(numbers) == list(range(300))
     others = [number for number in numbers if number not in jumpers]
     assert others == sorted(others)
@@ -241,9 +241,9 @@ def test_frames_overtake_each_other_where_that_is_asked_for() -> None:
     frames = [Given(place * 100_000, 0, 1, 60) for place in range(300)]
     delays = Draws(_topology(text).link.impairment, 1, 0).next(300).delay_ns
     own = np.array([frame.at for frame in frames]) + 60 * GBIT_NS + delays
-    loose = _both(_topology(f"{text} overtaking"), frames)
+    loose = _assert_as_by_hand(_topology(f"{text} overtaking"), frames)
     assert [one.number for one in loose] == np.argsort(own, kind="stable").tolist()
-    kept = _both(_topology(text), frames)
+    kept = _assert_as_by_hand(_topology(text), frames)
     assert [one.number for one in kept] == list(range(300))
     took = [np.mean([one.at - frames[one.number].at for one in taken]) for taken in (loose, kept)]
     assert took[0] < 5.5 * MS < 7 * MS < took[1], "what keeps its order turns jitter into delay"
@@ -252,7 +252,7 @@ def test_frames_overtake_each_other_where_that_is_asked_for() -> None:
 def test_frames_are_lost_doubled_and_damaged_where_the_model_says() -> None:
     topology = _topology("1gbit loss 10% duplicate 10% corrupt 10%", seed=5)
     drawn = Draws(topology.link.impairment, 5, 0).next(400)
-    taken = _both(topology, [Given(place * MS, 0, 1, 500) for place in range(400)])
+    taken = _assert_as_by_hand(topology, [Given(place * MS, 0, 1, 500) for place in range(400)])
     expected = [
         (number, bool(fate & CORRUPT))
         for number, fate in enumerate(drawn.fate.tolist())
@@ -268,7 +268,7 @@ def test_a_delay_below_that_of_the_frame_before_waits_for_it() -> None:
     topology = _topology("1gbit delay 5ms jitter 4ms")
     delays = Draws(topology.link.impairment, 1, 0).next(100).delay_ns
     at, serial = np.arange(100) * 500_000, 60 * GBIT_NS
-    taken = _both(topology, [Given(int(one), 0, 1, 60) for one in at])
+    taken = _assert_as_by_hand(topology, [Given(int(one), 0, 1, 60) for one in at])
     expected: list[int] = []
     for leaves in np.maximum.accumulate(at + delays).tolist():
         expected.append(max(leaves, expected[-1] if expected else 0) + serial)  # and they stand in the queue
@@ -278,7 +278,7 @@ def test_a_delay_below_that_of_the_frame_before_waits_for_it() -> None:
 def test_nothing_leaves_during_a_stall_and_what_was_held_leaves_at_the_rate() -> None:
     topology = _topology("1gbit stall 20ms every 50ms")
     frames = [Given(place * MS, 0, 1, 1514) for place in range(200)]
-    times = np.array([one.at for one in _both(topology, frames)])
+    times = np.array([one.at for one in _assert_as_by_hand(topology, frames)])
     assert len(times) == 200
     serial = 1514 * GBIT_NS
     began = times - serial
@@ -293,13 +293,13 @@ def test_nothing_leaves_during_a_stall_and_what_was_held_leaves_at_the_rate() ->
 def test_what_a_stall_has_held_is_not_lost_for_want_of_room() -> None:
     topology = _topology(f"1gbit stall 20ms every 50ms limit {3 * 1514}")
     frames = [Given(51 * MS + place * 100_000, 0, 1, 1514) for place in range(250)]
-    assert [one.number for one in _both(topology, frames)] == list(range(250))
+    assert [one.number for one in _assert_as_by_hand(topology, frames)] == list(range(250))
 
 
 def test_a_stall_towards_a_host_fills_the_queue_that_it_holds() -> None:
     topology = _topology("1gbit", {1: "up 1gbit down 1gbit stall 20ms every 50ms limit 15140"})
     frames = [Given(51 * MS + place * MS, 0, 1, 1514) for place in range(15)]
-    taken = _both(topology, frames)
+    taken = _assert_as_by_hand(topology, frames)
     assert [one.number for one in taken] == list(range(11))  # one that is at its turn, and ten in the queue
     assert [one.at for one in taken] == [70 * MS + place * 1514 * GBIT_NS for place in range(11)]
 
@@ -329,29 +329,29 @@ def test_frames_under_way_to_a_host_that_goes_are_lost(gone_at: int) -> None:
 def test_background_takes_its_share_of_the_rate() -> None:
     """Half of the frames before, and so twice the time."""
     frames = [Given(0, 0, 1, 1514) for _ in range(100)]
-    alone = _both(_topology("1gbit"), frames)[-1].at
+    alone = _assert_as_by_hand(_topology("1gbit"), frames)[-1].at
     spread = [Given(place * 2 * 1514 * GBIT_NS, 0, 1, 1514) for place in range(100)]
     near = [(place * 2 * 1514 * GBIT_NS - 1 if place else 0, 1514) for place in range(100)]
-    shared = _both(_topology("1gbit"), spread, near={1: near})[-1].at
+    shared = _assert_as_by_hand(_topology("1gbit"), spread, near={1: near})[-1].at
     assert shared == pytest.approx(2 * alone, rel=0.01)
-    untouched = _both(_topology("1gbit"), spread, near={2: near})
+    untouched = _assert_as_by_hand(_topology("1gbit"), spread, near={2: near})
     assert [one.at for one in untouched] == [frame.at + 1514 * GBIT_NS for frame in spread]
 
 
 def test_background_takes_its_room_in_the_queue() -> None:
     near = [(0, 1514)] * 9
     narrow = _topology(f"up 1000gbit down 1gbit limit {10 * 1514}")
-    taken = _both(narrow, [Given(1, 0, 1, 1500)] * 5, near={1: near})
+    taken = _assert_as_by_hand(narrow, [Given(1, 0, 1, 1500)] * 5, near={1: near})
     assert [one.number for one in taken] == [0]
     full = [(0, 1514)] * 40
-    assert _both(narrow, [Given(1, 0, 1, 1514)], near={1: full}) == []
+    assert _assert_as_by_hand(narrow, [Given(1, 0, 1, 1514)], near={1: full}) == []
 
 
 def test_own_links_are_met_in_either_direction_and_both_between_two() -> None:
     topology = _topology("1gbit delay 1ms", {1: "1gbit delay 10ms", 2: "1gbit delay 20ms"})
     pairs = [(0, 1), (1, 0), (0, 2), (2, 0), (1, 2), (2, 1), (0, 3), (3, 0)]
     frames = [Given(100 * MS * place, source, target, 60) for place, (source, target) in enumerate(pairs)]
-    taken = _both(topology, frames, hosts=4)
+    taken = _assert_as_by_hand(topology, frames, hosts=4)
     took = [round((one.at - frame.at) / MS) for one, frame in zip(taken, frames, strict=True)]
     assert took == [10, 10, 20, 20, 30, 30, 1, 1]
 

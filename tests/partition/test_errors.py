@@ -39,7 +39,7 @@ def partition(model: nn.Module, stages: int = 2, **options) -> Partition:  # typ
     return Partitioner(model, stages, streams=NoStreams(), **options)((torch.randn(2, 3),))
 
 
-def refuse(between, match: str, **options) -> None:  # type: ignore[no-untyped-def]
+def assert_refused(between, match: str, **options) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(PartitionError, match=match):
         partition(Layers(between), **options)
 
@@ -49,7 +49,7 @@ def test_a_branch_on_values_names_the_line_and_the_remedy() -> None:
         return x if x.sum() > 0 else -x  # the line
 
     line = r"test_errors\.py:\d+: `return x if x.sum\(\) > 0 else -x  # the line`"
-    refuse(between, line + r" in the model's own forward.*Do it outside of the model")
+    assert_refused(between, line + r" in the model's own forward.*Do it outside of the model")
 
     class Inside(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def test_a_package_whose_name_begins_with_torch_is_named_too() -> None:
     path = Path(torch.__file__).parent.parent / "torch_things" / "model.py"
     code: dict[str, Any] = {}
     exec(compile("def read(x):\n    return x if x.sum() > 0 else -x", str(path), "exec"), code)
-    refuse(lambda self, index, x: code["read"](x), r"torch_things/model\.py:2 in")
+    assert_refused(lambda self, index, x: code["read"](x), r"torch_things/model\.py:2 in")
 
 
 def _one_normal() -> float:
@@ -93,11 +93,11 @@ def test_draws_that_are_not_seen_are_refused_whatever_was_drawn_before(draw: Cal
     for _ in range(2):
         draw()
         before = random.getstate()
-        refuse(lambda self, index, x: x * draw(), r"random numbers, or draws from them .*numpy\.random\.f")
+        assert_refused(lambda self, index, x: x * draw(), r"random numbers, or draws from them .*numpy\.random\.f")
         assert random.getstate() == before
     np.random.seed(3)
     expected = np.random.RandomState(3).random_sample(2)
-    refuse(lambda self, index, x: x * draw(), "which a recording would freeze")
+    assert_refused(lambda self, index, x: x * draw(), "which a recording would freeze")
     assert np.random.random_sample(2).tolist() == expected.tolist()
 
 
@@ -108,7 +108,7 @@ def test_reading_values_is_refused(read: str) -> None:
             getattr(x.detach().sum() if read in ("item", "__bool__") else x.detach(), read)()
         return x
 
-    refuse(between, r"depends on the values of a tensor at .*test_errors.py")
+    assert_refused(between, r"depends on the values of a tensor at .*test_errors.py")
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_what_cannot_be_replayed_is_refused(action, match: str) -> None:  # type
         action(x)
         return x
 
-    refuse(between, match)
+    assert_refused(between, match)
 
 
 def test_a_replaced_buffer_is_refused() -> None:
@@ -135,7 +135,7 @@ def test_a_replaced_buffer_is_refused() -> None:
         self.offset = self.offset * 0.9
         return x + self.offset
 
-    refuse(between, r"replaces 'offset'.*self.offset.copy_")
+    assert_refused(between, r"replaces 'offset'.*self.offset.copy_")
 
 
 def test_a_buffer_updated_on_one_stage_and_used_on_another_is_refused() -> None:
@@ -144,7 +144,7 @@ def test_a_buffer_updated_on_one_stage_and_used_on_another_is_refused() -> None:
             self.offset.add_(1)
         return x + self.offset
 
-    refuse(
+    assert_refused(
         between,
         r"'offset' is updated in place by the call at .*test_errors.py:\d+ but used on stages \[0, 1\]",
         cuts=["layers.2"],
@@ -173,7 +173,7 @@ def test_a_cut_between_a_view_and_its_update_is_refused() -> None:
             return x + self.kept[0]
         return x
 
-    refuse(between, r"updates in place memory that .* shares, but a cut separates", cuts=["layers.1"])
+    assert_refused(between, r"updates in place memory that .* shares, but a cut separates", cuts=["layers.1"])
     assert len(partition(Layers(between, count=4), 1).stages) == 1  # without a cut it is fine
 
 
@@ -198,7 +198,7 @@ def test_a_tensor_that_a_leaf_leaves_in_an_attribute_is_refused() -> None:
 
 def test_a_stray_tensor_with_a_gradient_is_refused() -> None:
     weight = torch.randn(3, requires_grad=True)
-    refuse(lambda self, index, x: x * weight, r"no parameter.*nn\.Parameter")
+    assert_refused(lambda self, index, x: x * weight, r"no parameter.*nn\.Parameter")
 
 
 def test_an_input_that_hides_tensors_is_refused() -> None:

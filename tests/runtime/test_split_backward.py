@@ -7,6 +7,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 from models import GPT, ConvNet
 from penstock.errors import PartitionError, ScheduleError
+from penstock.runtime.assembly import _split
 from penstock.runtime.split_backward import SplitBackward
 from penstock.runtime.weight_uses import WeightUses
+from penstock.schedule import Action, Op
 
 MICROBATCHES = 3
 STEPS = 2
@@ -43,12 +46,13 @@ class Stage:
 
     def __init__(self, model: nn.Module, order: str, inputs: list[Tensor]) -> None:
         self.model, self.order, self.inputs = model, order.split(), inputs
-        in_order = all(
-            [a for a in self.order if a[0] == op] == sorted(a for a in self.order if a[0] == op) for op in "FI"
+        row = [Action(0, Op(action[0]), int(action[1:])) for action in self.order]
+        stage: Any = SimpleNamespace(
+            meta=SimpleNamespace(index=0), module=model, parameters=dict(model.named_parameters())
         )
-        self.split = SplitBackward(
-            lambda: dict(model.named_parameters()), model, torch.device("cpu"), range(len(inputs)), in_order=in_order
-        )
+        found = _split(stage, row, torch.device("cpu"), None, can_wait=True)
+        assert found is not None
+        self.split = found
 
     def step(self) -> None:
         losses: dict[int, Tensor] = {}

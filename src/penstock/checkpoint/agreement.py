@@ -13,6 +13,9 @@ from penstock.pipe import Pipeline
 
 T = TypeVar("T")
 
+OWN_PART = "its part of a checkpoint"
+"""What a rank does while it reads or writes files, as the others that wait for it say."""
+
 
 def together(pipe: Pipeline, act: Callable[[], T], fails: str) -> T:
     """What `act` returns here, once it has succeeded on every rank. A collective; `act` must have none in it.
@@ -26,7 +29,8 @@ def together(pipe: Pipeline, act: Callable[[], T], fails: str) -> T:
         ArgumentError: on every rank, if `act` raised one somewhere.
         CheckpointError: on every rank, if it raised anything else.
     """
-    future = attempt(act)
+    with pipe.working(OWN_PART):
+        future = attempt(act)
     for said in pipe.gather(_said(future.exception(), pipe.world.name)):
         if said is not None:
             is_argument, text = said

@@ -10,7 +10,9 @@ import json
 import os
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.checkpoint import folders
-from penstock.checkpoint.agreement import attempt, together
+from penstock.checkpoint.agreement import OWN_PART, attempt, together
 from penstock.checkpoint.contents import model_key, model_tensors
-from penstock.checkpoint.storage import Reader
+from penstock.checkpoint.storage import Around, Reader
 from penstock.errors import ArgumentError
 from penstock.pipe import Pipeline
 
@@ -79,7 +81,8 @@ def export_safetensors(path: str | Path, pipe: Pipeline, *, metadata: Mapping[st
             return
         left = iter(entries)
         try:
-            write_file(path, entries, notes, (exchange.take(entry) for entry in left))
+            alone = partial(pipe.working, OWN_PART)
+            write_file(path, entries, notes, (exchange.take(entry) for entry in left), alone)
         finally:
             for entry in left:  # of a file that could not be written: the others send all the same
                 exchange.take(entry)
@@ -147,7 +150,9 @@ class _Exchange:
                 dist.send(_bytes_of(whole), group=self._group, group_dst=0)
 
 
-def write_file(path: Path, entries: Sequence[Entry], notes: Mapping[str, str], data: Iterable[Tensor]) -> None:
+def write_file(
+    path: Path, entries: Sequence[Entry], notes: Mapping[str, str], data: Iterable[Tensor], alone: Around = nullcontext
+) -> None:
     """Writes a `safetensors` file aside and renames it.
 
     Args:
@@ -155,16 +160,22 @@ def write_file(path: Path, entries: Sequence[Entry], notes: Mapping[str, str], d
         entries: what is in it, in its order.
         notes: texts by name.
         data: the bytes of each entry. Raises OSError.
+        alone: around whatever does not take from `data`.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.new")
-    with aside.open("wb") as file:
-        file.write(_header(entries, notes))
+    with ExitStack() as stack:
+        with alone():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(aside.open("wb"))
+            file.write(_header(entries, notes))
         for tensor in data:
-            file.write(tensor.numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+            with alone():
+                file.write(tensor.numpy().data)
+        with alone():
+            file.flush()
+            os.fsync(file.fileno())
+    with alone():
+        aside.replace(path)
 
 
 def in_order(held: Sequence[Sequence[Entry]], names: Sequence[str]) -> list[Entry]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import atexit
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from penstock.checkpoint import folders, storage
-from penstock.checkpoint.agreement import attempt, on_first, together
+from penstock.checkpoint.agreement import OWN_PART, attempt, on_first, together
 from penstock.checkpoint.contents import (
     REST,
     Group,
@@ -36,6 +38,9 @@ from penstock.checkpoint.contents import (
 )
 from penstock.errors import ArgumentError
 from penstock.pipe import Pipeline
+
+_LOOK_SECONDS = 0.1
+"""How often a rank that waits for its thread looks whether that works or waits for others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,24 @@ class Background:
     thread: ThreadPoolExecutor
     group: ProcessGroup | None
     under_way: UnderWay | None = None
+    works: threading.Event = field(default_factory=threading.Event)
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """In the thread: around what waits for no other rank."""
+        self.works.set()
+        try:
+            yield
+        finally:
+            self.works.clear()
+
+    def wait(self, pipe: Pipeline, future: Future[None]) -> None:
+        """Until the thread has ended; the others are told what it does, and for whom it waits."""
+        while not future.done():
+            works = self.works.is_set()
+            with pipe.working(OWN_PART) if works else pipe.waiting("a checkpoint"):
+                while works == self.works.is_set() and wait_for([future], _LOOK_SECONDS).not_done:
+                    pass
 
     def say_what_failed(self) -> None:
         """For a script that ends without closing its pipeline; by then the thread has ended."""
@@ -103,14 +126,14 @@ def save(
     aside = on_first(pipe, partial(folders.prepare, parent, pipe.step_count), f"cannot write checkpoints to {parent}")
     path = parent / folders.name_of(pipe.step_count)
     if wait:
-        act = partial(_write, aside, state, pipe.control_group, pipe.is_first, keep)
+        act = partial(_write, aside, state, pipe.control_group, pipe.is_first, keep, partial(pipe.working, OWN_PART))
         with pipe.waiting("a checkpoint"):
             future = attempt(act)
         together(pipe, future.result, f"cannot write {path}")
     else:
         background = _background(pipe)
         copied = together(pipe, lambda: {key: _copy(value) for key, value in state.items()}, f"cannot copy {path}")
-        act = partial(_write, aside, copied, background.group, pipe.is_first, keep)
+        act = partial(_write, aside, copied, background.group, pipe.is_first, keep, background.working)
         background.under_way = UnderWay(path, background.thread.submit(act))
     return path
 
@@ -124,8 +147,7 @@ def finish(pipe: Pipeline) -> Path | None:
     if background is None or background.under_way is None:
         return None
     under_way, background.under_way = background.under_way, None
-    with pipe.waiting("a checkpoint"):
-        wait_for([under_way.future])
+    background.wait(pipe, under_way.future)
     together(pipe, under_way.future.result, f"cannot write {under_way.path}")
     return under_way.path
 
@@ -167,10 +189,18 @@ def _collect(
     return together(pipe, own_state, "cannot save")
 
 
-def _write(aside: Path, state: dict[str, Any], group: ProcessGroup | None, is_first: bool, keep: int | None) -> None:
-    files = storage.write(aside, state, group)
+def _write(
+    aside: Path,
+    state: dict[str, Any],
+    group: ProcessGroup | None,
+    is_first: bool,
+    keep: int | None,
+    alone: storage.Around,
+) -> None:
+    files = storage.write(aside, state, group, alone)
     if is_first:
-        folders.publish(aside, keep, files)
+        with alone():
+            folders.publish(aside, keep, files)
 
 
 # -- in the background ------------------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +26,34 @@ def hush() -> None:
     warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
 
 
-def write(folder: Path, state: dict[str, Any], group: ProcessGroup | None) -> list[str]:
+Around = Callable[[], AbstractContextManager[object]]
+"""Made anew for each part of the work that waits for no other rank."""
+
+
+def write(folder: Path, state: dict[str, Any], group: ProcessGroup | None, alone: Around) -> list[str]:
     """Writes what every rank of a group holds; None: this process is alone. What several hold is written once.
 
     Returns the names of the files, of all ranks. Raises what torch does, on every rank.
     """
-    writer = FileSystemWriter(folder)
+    writer = _Writer(folder, alone)
     metadata = save(state, storage_writer=writer, process_group=group, no_dist=group is None)
     return sorted({stored.relative_path for stored in metadata.storage_data.values()})
+
+
+class _Writer(FileSystemWriter):
+    """Says when it works on files; between these times ranks wait for each other."""
+
+    def __init__(self, folder: Path, alone: Around) -> None:
+        super().__init__(folder)
+        self._alone = alone
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        with self._alone():
+            return super().write_data(*args, **kwargs)
+
+    def finish(self, *args: Any, **kwargs: Any) -> None:
+        with self._alone():
+            super().finish(*args, **kwargs)
 
 
 class Reader:

@@ -3,49 +3,62 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from penstock.fabric.grouped import groups
+from penstock.fabric.algorithms import ENGINE, generate
+from penstock.fabric.grouped import groups, of_like_layers
+from penstock.fabric.report.numbers import NONE, cut_apart
 
 if TYPE_CHECKING:
     from penstock.fabric.emulation.spec import Spec
+    from penstock.fabric.grouped import Group
 
-_WIDE = 1000
-"""So that no cell is broken."""
+_HEADS = (("", "buffer", "", "buffers", "busiest"), ("transfer", "bytes", "times", "in all", "host sends"))
+_NARROWEST = 12
+"""Name."""
+
+_NOTE = (
+    "Buffers are nccl-tests' sizes: of a rank's largest buffer. The busiest host sends so many bytes in all through "
+    "its port, by the algorithm."
+)
 
 
-def show_traffic(spec: Spec, *, as_json: bool) -> None:
-    """A row for each group of transfers: those of all microbatches and replicas in one."""
-    rows = traffic(spec)
+def show_traffic(spec: Spec, folder: Path | None, files: Sequence[Path], *, as_json: bool) -> None:
+    """A row for each group of transfers: those of all microbatches, replicas and, in a table, like layers in one.
+
+    Args:
+        folder: that was asked for; None: none was.
+        files: that were written there.
+    """
     if as_json:
-        print(json.dumps({"version": 1, "workload": spec.workload.name, "hosts": spec.hosts, "transfers": rows}))
+        rows = traffic(spec, groups(spec.workload))
+        made = {"version": 1, "workload": spec.workload.name, "hosts": spec.hosts, "transfers": rows}
+        written = {"folder": None if folder is None else str(folder), "files": [path.name for path in files]}
+        print(json.dumps({**made, "sent_bytes": _busiest(spec, range(len(spec.workload.transfers))), **written}))
         return
     console = Console(highlight=False)
-    console.print(Text(f"{spec.workload.name}: a trial on {spec.hosts} hosts would send", "bold"), soft_wrap=True)
-    made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-    for head in ("transfer", "carries", "collective", "algorithm"):
-        made.add_column(head, no_wrap=True)
-    for head in ("among", "bytes", "times", "in all"):
-        made.add_column(head, justify="right")
-    for row in rows:
-        cells = [row["name"], row["kind"], row["collective"], row["algorithm"], str(row["ranks"])]
-        made.add_row(*map(Text, [*cells, f"{row['bytes']:,}", f"{row['times']:,}", f"{row['bytes'] * row['times']:,}"]))
-    count, whole = sum(row["times"] for row in rows), sum(row["bytes"] * row["times"] for row in rows)
-    made.add_row()
-    made.add_row(*map(Text, ["step", "", "", "", "", "", f"{count:,}", f"{whole:,}"]), style="bold")
-    Console(highlight=False, width=_WIDE).print(made)
-    for note in spec.workload.notes:
-        console.print(Text(note, "dim"), soft_wrap=True)
+    console.print(Text(f"{spec.workload.name}: what a trial on {spec.hosts} hosts would send", "bold"))
+    for line in _table(spec, console.width):
+        console.print(line, soft_wrap=True)
+    console.print()
+    for note in (*spec.workload.notes, _NOTE):
+        console.print(Text(note, "dim"))
+    if folder is not None:
+        said = f"written: {', '.join(path.name for path in files)}" if files else "a run would be written there"
+        console.print(Text(f"{folder}: {said}", "dim"))
 
 
-def traffic(spec: Spec) -> list[dict[str, Any]]:
-    """The rows."""
+def traffic(spec: Spec, grouped: Iterable[Group]) -> list[dict[str, Any]]:
+    """The rows. `sent_bytes`: by the host that sends most, in all; None of the engine, whose ways are its own."""
     made = []
-    for group in groups(spec.workload):
+    for group in grouped:
         first = spec.workload.transfers[group.places[0]]
         made.append(
             {
@@ -54,8 +67,88 @@ def traffic(spec: Spec) -> list[dict[str, Any]]:
                 "collective": first.collective,
                 "algorithm": spec.algorithm_of(group.places[0]),
                 "ranks": len(first.ranks) or spec.hosts,
+                "shares": list(first.shares),
                 "bytes": first.bytes,
                 "times": len(group.places),
+                "sent_bytes": _busiest(spec, group.places),
             }
         )
     return made
+
+
+def _busiest(spec: Spec, places: Iterable[int]) -> int | None:
+    """What the host sends that sends most of some transfers."""
+    sent: Counter[int] = Counter()
+    for place in places:
+        one, algorithm = spec.workload.transfers[place], spec.algorithm_of(place)
+        if algorithm == ENGINE:
+            return None
+        ranks = one.ranks or tuple(range(spec.hosts))
+        chunks, slots = _slots(one.collective, algorithm, len(ranks), one.shares)
+        elements = -(-one.bytes // spec.workload.element_bytes)
+        for rank, count in slots.items():
+            sent[ranks[rank]] += count * -(-elements // chunks) * spec.workload.element_bytes
+    return max(sent.values(), default=0)
+
+
+@cache
+def _slots(collective: str, algorithm: str, ranks: int, shares: tuple[int, ...]) -> tuple[int, Counter[int]]:
+    """Into how many pieces a buffer is cut, and how many of them each rank sends."""
+    steps = generate(collective, algorithm, ranks, **({"shares": shares} if shares else {}))
+    slots: Counter[int] = Counter()
+    for move in (move for moves in steps.rounds for move in moves):
+        slots[move.source] += move.count
+    return steps.chunks, slots
+
+
+# -- in a terminal ----------------------------------------------------------------------------------------------------
+
+
+def _table(spec: Spec, width: int) -> Iterator[Text]:
+    """Lines that fit: rows below what is the same for all of them."""
+    rows = traffic(spec, of_like_layers(spec.workload))
+    sections: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        sections.setdefault(_section(row), []).append(row)
+    last = _cells("step", None, len(spec.workload.transfers), sum(row["bytes"] * row["times"] for row in rows))
+    last.append(_number(_busiest(spec, range(len(spec.workload.transfers)))))
+    cells = {
+        name: [
+            [*_cells(row["name"], row["bytes"], row["times"], row["bytes"] * row["times"]), _number(row["sent_bytes"])]
+            for row in some
+        ]
+        for name, some in sections.items()
+    }
+    every = [*_HEADS, *(line for lines in cells.values() for line in lines), last]
+    widths = [max(len(line[column]) for line in every) for column in range(5)]
+    widths[0] = max(min(widths[0], width - sum(widths[1:]) - 8), _NARROWEST)
+
+    def line(cells: Sequence[str], style: str = "") -> Text:
+        numbers = (f"{cell:>{size}}" for cell, size in zip(cells[1:], widths[1:], strict=True))
+        return Text("  ".join((f"{cells[0]:<{widths[0]}}", *numbers)), style)
+
+    yield Text()
+    yield from (line(head, "bold") for head in _HEADS)
+    for name, lines in cells.items():
+        yield Text()
+        yield Text(name, "italic")
+        names = cut_apart([cells[0] for cells in lines], widths[0])
+        yield from (line([name, *cells[1:]]) for name, cells in zip(names, lines, strict=True))
+    yield Text()
+    yield line(last, "bold")
+
+
+def _section(row: dict[str, Any]) -> str:
+    """What it carries, and how."""
+    by = "torch.distributed's own" if row["algorithm"] == ENGINE else row["algorithm"]
+    how = "send" if row["collective"] == "send" else f"{by} {row['collective']} among {row['ranks']}"
+    uneven = f", shares {','.join(map(str, row['shares']))}" if row["shares"] else ""
+    return f"{row['kind']}: {how}{uneven}" if row["kind"] else f"{how}{uneven}"
+
+
+def _cells(name: str, size: int | None, times: int, whole: int) -> list[str]:
+    return [name, "" if size is None else _number(size), _number(times), _number(whole)]
+
+
+def _number(value: int | None) -> str:
+    return NONE if value is None else f"{value:,}"

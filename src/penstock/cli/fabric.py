@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -118,7 +118,7 @@ def _delays(network: Network, how: RunOptions) -> bool:
     """
     from penstock.fabric.network.checks import why_not
 
-    if network.topology is None and not network.slow:
+    if not _is_made(network):
         return False
     reason = why_not()
     if reason is None:
@@ -149,7 +149,11 @@ def fabric(
     ] = False,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Show what would be sent, and send nothing.", rich_help_panel=OUTPUT_PANEL),
+        typer.Option(
+            "--dry-run",
+            help="Show what would be sent, and send nothing; what a run would refuse is refused.",
+            rich_help_panel=OUTPUT_PANEL,
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -169,13 +173,15 @@ def fabric(
             f"{asked.given()[0]} is for hosts that are made here; torchrun's have a network: leave it out"
         )
     network = asked.network(hosts)
-    if dry_run:
-        show_traffic(how.spec(traffic.workload(hosts), network, counts.count(), delays=False), as_json=as_json)
-        return
     delays = _delays(network, how)
     spec = how.spec(traffic.workload(hosts), network, counts.count(), delays=delays)
-    _check_memory(spec, 1 if by_torchrun else hosts)
-    output = Output(_folder(out, make=not by_torchrun or os.environ["RANK"] == "0"), as_json, chakra)
+    _check(spec, 1 if by_torchrun else hosts)
+    first = not by_torchrun or os.environ["RANK"] == "0"
+    if dry_run:
+        if first:
+            _dry_run(spec, None if delays or by_torchrun else network, out, chakra=chakra, as_json=as_json)
+        return
+    output = Output(_folder(out, make=first), as_json, chakra)
     if by_torchrun:
         _as_host(spec, output)
     else:
@@ -205,11 +211,32 @@ def train(
     network = asked.network(how.number())
     delays = _delays(network, how)
     spec = how.spec(preset("mlp"), network, counts.count(), delays=delays)
+    _check(spec, how.number())
     _on_hosts(spec, None if delays else network, Output(_folder(out, make=True), as_json), module="penstock.demo.mlp")
 
 
-def _check_memory(spec: Spec, hosts_here: int) -> None:
-    """Raises ArgumentError where the payloads alone are more than this machine has."""
+def _dry_run(spec: Spec, network: Network | None, out: Path | None, *, chakra: bool, as_json: bool) -> None:
+    """Refuses what a run would refuse before it starts, and else shows what it would send.
+
+    Nothing is written but traces, if they are asked for.
+    """
+    if network is not None and _is_made(network):
+        network.machines().settle()
+    folder = _folder(out, make=True) if chakra else _tried(out)
+    files: tuple[Path, ...] = ()
+    if chakra:
+        from penstock.fabric.chakra import write_chakra
+
+        files = write_chakra(spec.workload, folder, spec.hosts)
+    show_traffic(spec, None if out is None and not chakra else folder, files, as_json=as_json)
+
+
+def _check(spec: Spec, hosts_here: int) -> None:
+    """Raises ArgumentError for a backend that torch has not, and for payloads that are more than this machine has."""
+    if spec.backend != "gloo":  # which is always there; to ask takes torch
+        from penstock.fabric.emulation.collectives import check_backend
+
+        check_backend(spec.backend)
     needed = _BUFFERS * hosts_here * sum(transfer.bytes for transfer in spec.workload.transfers)
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > there:
@@ -266,6 +293,18 @@ def _folder(out: Path | None, *, make: bool) -> Path:
     return out
 
 
+def _tried(out: Path | None) -> Path:
+    """As `_folder`, which leaves nothing behind."""
+    folder = _folder(out, make=False)
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    try:
+        return _folder(folder, make=True)
+    finally:
+        for one in missing:
+            with suppress(OSError):
+                one.rmdir()
+
+
 def _refuse_options(ctx: typer.Context) -> None:
     """Those in front of a verb, as it has its own."""
     for option in ctx.command.params:
@@ -298,10 +337,15 @@ def _as_host(spec: Spec, output: Output) -> None:
             report(output)
 
 
+def _is_made(network: Network) -> bool:
+    """Whether its hosts are namespaces; without a link and a slow one, they are processes."""
+    return network.topology is not None or bool(network.slow)
+
+
 @contextmanager
 def _machines(network: Network | None) -> Iterator[Machines | None]:
     """Namespaces, where a link is asked for."""
-    if network is None or (network.topology is None and not network.slow):
+    if network is None or not _is_made(network):
         yield None
         return
     with network.machines() as machines:

@@ -134,8 +134,8 @@ def verify(
     dict follows these, with batch_dims, split or merge. TARGET is called
     twice, with all generators at seed 0, for two models that share nothing.
 
-    The exit status is 0 if all is equal, 1 if something differs, and 2 if
-    something else is wrong.
+    The exit status is 0 if all is equal, 1 if something differs or nothing is
+    proven because the loss is NaN or infinite, and 2 if something else is wrong.
     """
     case = Case(
         *(target, ranks, chunks, microbatches, schedule, reduction, names(cuts), exact, recomputed(recompute)),
@@ -320,11 +320,12 @@ class Line:
 
 
 def fold(rows: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
-    """One line for neighbouring rows that are equal and belong to one block; the others as they are."""
+    """One line for neighbouring rows that belong to one block and are equal, or undefined; the others as they are."""
 
     def key(line: Line) -> tuple[Any, ...]:
         place = block(line.name) if line.kind in ("gradient", "buffer") else ""
-        return (line.kind, place, line.stages) if line.verdict == "equal" else (line,)
+        alike = line.verdict in ("equal", "undefined")
+        return (line.kind, place, line.stages, line.verdict, line.step) if alike else (line,)
 
     for _, group in groupby(map(Line.of, rows), key):
         first, *others = group

@@ -16,11 +16,20 @@ from penstock.fabric.bounds import lower_bound_seconds
 from penstock.fabric.dependence import effective_counts
 from penstock.fabric.forecast import forecasts
 from penstock.fabric.grouped import Group, groups
-from penstock.fabric.models import LinkFit, busbw_factor, record_links
+from penstock.fabric.models import busbw_factor, record_links
+from penstock.fabric.ports import Measured, Ports, changed, measured_ports, shaped_ports
+from penstock.fabric.predicted import predicted_seconds
 from penstock.fabric.samples import Run
 from penstock.fabric.stalls import stalled
 from penstock.fabric.statistics import Saturation, Summary, fewest, log_histogram, outliers, saturation
-from penstock.fabric.trials import TransferTimes, algorithm_of, computed_step, measured_step, rate_key
+from penstock.fabric.trials import (
+    TransferTimes,
+    algorithm_of,
+    computed_step,
+    iterations_of,
+    measured_step,
+    rate_key,
+)
 from penstock.fabric.workload import Transfer, Workload
 
 
@@ -29,7 +38,7 @@ def results(run: Run) -> dict[str, Any]:
 
     `time_s`, `arrival_skew_s` and `transfer_s` (see `trials`) have min, p50, p90, p99, p999, max and mean, and beside
     them are the mean's 95 % interval and those of the percentiles. `ideal_percent` is the least that any algorithm
-    can take on the measured links (see `bounds`), over the median.
+    can take on the links (see `bounds`), over the median; None where nobody knows it.
     `step` has the same figures of the whole trial; `stalled` are the trials that met a stall which was asked for.
     `groups` have the same figures of alike transfers together (see `grouped`), and how many `times` a step has them:
     what tables and pictures show. A time is of one transfer, and percentiles are of all of them in all trials.
@@ -39,7 +48,7 @@ def results(run: Run) -> dict[str, Any]:
     workload = Workload.from_dict(record["workload"])
     hosts, trials = int(record["hosts"]), len(run.start_ns)
     times = [TransferTimes.of(run, workload, place) for place in range(len(workload.transfers))]
-    links = record_links(record)
+    links = _Links.of(record)
 
     def entry(group: Group) -> dict[str, Any]:
         chosen = [workload.transfers[place] for place in group.places]
@@ -52,7 +61,7 @@ def results(run: Run) -> dict[str, Any]:
         for group in groups(workload)
     ]
     step = _step(run, workload, times, transfers)
-    cpu = _cpu(record, trials, min((one["ideal_percent"] or 0.0 for one in transfers), default=0.0))
+    cpu = _cpu(record, trials, _network_percent(workload, transfers, links))
     made = {
         "version": 1,
         "workload": workload.name,
@@ -95,7 +104,7 @@ def _entry(
     transfers: Sequence[Transfer],
     times: Sequence[TransferTimes],
     algorithm: str,
-    links: list[tuple[tuple[int, int], LinkFit]],
+    links: _Links,
 ) -> dict[str, Any]:
     """Of one transfer, or of alike ones: then their times are taken together, and all else is of one of them."""
     first = transfers[0]
@@ -128,14 +137,50 @@ def _entry(
     }
 
 
-def _bound(
-    transfers: Sequence[Transfer], times: Sequence[TransferTimes], links: list[tuple[tuple[int, int], LinkFit]]
-) -> float | None:
+class _Links(NamedTuple):
+    """What bounds times: none of it where the links have changed meanwhile."""
+
+    measured: list[Measured]
+    ports: Ports | None
+    likely_ports: Ports | None
+    iterations: int
+    changed: bool
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> _Links:
+        measured = [] if changed(record) else record_links(record)
+        ports = shaped_ports(record, measured)
+        likely = ports or measured_ports(measured, int(record["hosts"]))
+        return cls(measured, ports, likely, iterations_of(record), changed(record))
+
+
+ABOVE_IDEAL = 105.0
+"""Percent of ideal, from which on the figure is wrong: links are measured to 5 %."""
+
+
+def _network_percent(workload: Workload, transfers: Sequence[dict[str, Any]], links: _Links) -> float | None:
+    """What the network alone takes of each transfer's median, at least; None: nobody knows, or what is known is wrong.
+
+    By the run's own algorithm: a bound for any algorithm has one round's latency, and a ring has many.
+    """
+    if links.changed or any((one["ideal_percent"] or 0.0) > ABOVE_IDEAL for one in transfers):
+        return None
+    if links.likely_ports is None:
+        return 0.0
+    percents = [0.0] if not transfers else []
+    for one, transfer in zip(transfers, workload.transfers, strict=True):
+        of_one = (one["collective"], one["algorithm"], one["ranks"], transfer.bytes, transfer.shares, links.iterations)
+        median = one[rate_key(one["collective"])]["p50"]
+        percents.append(100 * predicted_seconds(links.likely_ports, *of_one) / median if median else 0.0)
+    return min(percents)
+
+
+def _bound(transfers: Sequence[Transfer], times: Sequence[TransferTimes], links: _Links) -> float | None:
     """The least seconds that the links allow; of alike transfers between different ranks, their mean."""
     found = []
     for transfer, one in zip(transfers, times, strict=True):
-        own = [link for link in links if set(link[0]) <= set(one.ranks)] or links
-        found.append(lower_bound_seconds(own, transfer.collective, one.ranks, transfer.bytes, transfer.shares))
+        of_all = (transfer.collective, one.ranks, transfer.bytes, transfer.shares, links.ports, links.iterations)
+        found.append(lower_bound_seconds(links.measured, *of_all))
     known = [bound for bound in found if bound is not None]
     return sum(known) / len(known) if len(known) == len(found) else None
 
@@ -261,7 +306,7 @@ def _common(transfers: list[dict[str, Any]], key: str) -> str | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _cpu(record: dict[str, Any], trials: int, ideal_percent: float) -> Saturation:
+def _cpu(record: dict[str, Any], trials: int, network_percent: float | None) -> Saturation:
     shared = bool(record.get("shared_machine", False))
     hosts = record.get("environment") or []
     cores = [int(host.get("cores") or 0) for host in hosts if isinstance(host, dict)]
@@ -271,5 +316,5 @@ def _cpu(record: dict[str, Any], trials: int, ideal_percent: float) -> Saturatio
         machine_cores=int(record.get("machine_cores") or 1),
         trials=trials,
         cores=cores if all(cores) else [],
-        ideal_percent=ideal_percent,
+        network_percent=network_percent,
     )

@@ -258,7 +258,7 @@ class Saturation:
     """Whether processors, not the network, set the times.
 
     Attributes:
-        saturated: they do; figures of the network do not hold.
+        saturated: they do, or may where nobody knows; figures of the network do not hold.
         scheduler_tails: ranks were interrupted often enough to have made the slowest hundredth of the trials.
         utilization: of the busiest machine, 0..1; None if unknown.
         text: all of it for people; empty if nothing is known.
@@ -271,8 +271,8 @@ class Saturation:
 
 
 _BUSY, _STOLEN, _TAIL = 0.85, 0.05, 0.01
-_NEAR_IDEAL = 80.0
-"""Percent of ideal, from which the network is the limit, however busy processors are."""
+_NETWORK = 80.0
+"""Percent of the times that the network alone takes, from which it is the limit, however busy processors are."""
 
 
 def saturation(
@@ -282,7 +282,7 @@ def saturation(
     machine_cores: int,
     trials: int,
     cores: Sequence[int] = (),
-    ideal_percent: float = 0.0,
+    network_percent: float | None = 0.0,
 ) -> Saturation:
     """What the processors did in a run.
 
@@ -292,7 +292,8 @@ def saturation(
         shared_machine: the ranks are processes of one machine of `machine_cores` cores.
         trials: that were run meanwhile.
         cores: of each rank's own machine, where they are not shared; `machine_cores` if empty.
-        ideal_percent: how near each transfer comes to what its links allow, at least; near it, processors are no limit.
+        network_percent: of the time of each transfer, at least, what its algorithm takes on these links if processors
+            cost nothing; near all of it, processors are no limit. None: nobody knows, so that neither is said.
 
     Raises:
         ArgumentError: cores are not 1 or more.
@@ -316,15 +317,19 @@ def saturation(
         where = f"rank {machines.index(busy)} is the busiest"
     switches = sum(one.get("involuntary_switches") or 0 for one in known)
     crammed = busy >= _BUSY or stolen >= _STOLEN
-    saturated = crammed and ideal_percent < _NEAR_IDEAL
+    saturated = crammed and (network_percent is None or network_percent < _NETWORK)
     tails = (crammed or crowded) and switches >= _TAIL * max(trials, 1)
     parts = [f"{where}, {busy:.0%} busy"]
     if stolen >= _STOLEN:
         parts.append(f"{stolen:.0%} taken by other virtual machines")
-    if saturated:
+    if crammed and network_percent is None:
+        parts.append("whether they or the network set the times is not known")
+    elif saturated:
         parts.append("the processors are the limit, not the network")
     elif crammed:
-        parts.append(f"yet medians are at {ideal_percent:.0f}% of what the links allow, or above")
+        parts.append(
+            f"yet {min(network_percent or 0.0, 100):.0f}% of the times or more is what the network alone takes"
+        )
     if tails:
         parts.append(f"{switches:,} involuntary switches in {trials:,} trials: the tail may be the scheduler's")
     return Saturation(saturated, tails, busy, "; ".join(parts))

@@ -30,7 +30,8 @@ class Transfer:
         compute_seconds: what its ranks compute between the transfer before it and this one.
         compute_by_rank: the same of each of `ranks`, in their order, where they differ; empty: they do not.
         shares: of an uneven all_to_all, how much goes to each of `ranks`, in their order; empty: as much to all.
-        kind: what it carries: gradient, activation, activation gradient, tied gradient, parameters...
+        kind: what it carries: gradient, activation, activation gradient, tied gradient, parameters...; empty: anything,
+            as sizes given by hand do.
     """
 
     name: str
@@ -133,7 +134,7 @@ class Workload:
         for size in sizes:
             seen[size] += 1
             again = f" #{seen[size]}" if seen[size] > 1 else ""
-            made.append(Transfer(size_text(size) + again, size, collective, ranks))
+            made.append(Transfer(size_text(size) + again, size, collective, ranks, kind=""))
         return cls("sizes", tuple(made), element_bytes=element_bytes)
 
     @classmethod

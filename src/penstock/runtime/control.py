@@ -171,6 +171,15 @@ class Control:
         """Around a wait for all other ranks outside of a step: if one is lost, this rank says so and ends."""
         return self.waiting_for(what, self.others)
 
+    @contextmanager
+    def working(self, what: str) -> Iterator[None]:
+        """Around work of this rank's own, also within a wait: others that wait meanwhile name this rank."""
+        before, self.watchdog.position = self.watchdog.position, Position(what)
+        try:
+            yield
+        finally:
+            self.watchdog.position = before
+
     @property
     def control_group(self) -> dist.ProcessGroup | None:
         """A gloo group of all processes; None if there is one."""

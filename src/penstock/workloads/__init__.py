@@ -109,7 +109,8 @@ def from_model(
     else:
         replicated = gradients.Replicated(recorded, order.placement, hosts, sharded, bucket_bytes)
         made, after = _timed(replicated, compute, whole, args, kwargs or {}, microbatches or 1), 0.0
-    return _workload(whole, recorded, order, hosts, traffic, made, after)
+    what = f"parameters and {traffic}" if sharded and traffic == "gradients" else traffic
+    return _workload(whole, recorded, order, hosts, traffic, what, made, after)
 
 
 def _check_tensor(hosts: int, ranks: int, sharded: bool, compute: Compute) -> None:
@@ -220,6 +221,7 @@ def _workload(
     order: Schedule,
     hosts: int,
     traffic: Traffic,
+    what: str,
     transfers: Sequence[Transfer],
     after: float,
 ) -> Workload:
@@ -228,7 +230,7 @@ def _workload(
             f"traffic={traffic!r} of {counted(order.ranks, 'rank')} on {counted(hosts, 'host')} sends nothing: "
             "replicas send gradients, so give more hosts than ranks; or give two or more ranks, and traffic='pipeline'"
         )
-    made = f"{traffic} of {type(model).__name__}, {hosts // order.ranks} x {order.ranks} hosts"
+    made = f"{what} of {type(model).__name__}, {hosts // order.ranks} x {order.ranks} hosts"
     notes = list(recorded.partition.notes)
     if traffic == "pipeline":
         made += f", {order.name}, {counted(order.microbatches, 'microbatch')}"

@@ -41,7 +41,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A multiplication by a layer's matrix, or an attention as a whole, which multiplies by two.
+    """A multiplication by a layer's matrix, an attention as a whole, which multiplies by two, or a lookup in a matrix.
 
     Attributes:
         name: of the layer.
@@ -49,6 +49,8 @@ class Product:
         given_bytes, made_bytes: of what goes in and of what comes out, for one microbatch.
         trains: a gradient of what goes in is wanted.
         again: what goes in is what went into the product before it.
+        matrix: its name in the model, one for tied ones.
+        looks_up: as an embedding does: what goes in are numbers of rows.
     """
 
     name: str
@@ -57,6 +59,8 @@ class Product:
     made_bytes: int
     trains: bool
     again: bool
+    matrix: str = ""
+    looks_up: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,8 +99,11 @@ _MATRICES: dict[Any, tuple[tuple[tuple[int, str], tuple[int, str]], bool]] = {
     F.linear: (((0, "input"), (1, "weight")), False),
     torch.addmm: (((1, "mat1"), (2, "mat2")), True),
     F.multi_head_attention_forward: (((0, "query"), (5, "in_proj_weight")), False),
+    F.embedding: (((0, "input"), (1, "weight")), True),
 }
-"""Functions that multiply by a parameter: where they take what goes in, and the matrix; whether that is (in, out)."""
+"""Functions that multiply by a parameter, or look up in it: where they take what goes in, and the matrix; whether that
+is (in, out).
+"""
 
 
 class _NoStreams:
@@ -116,7 +123,7 @@ class _Uses(TorchFunctionMode):
         super().__init__()
         self.order: dict[str, None] = {}
         self.products: list[Product] = []
-        self._matrices: dict[str, nn.Parameter] = {}  # of the first recording: others see the same again
+        self._matrices: dict[tuple[str, bool], nn.Parameter] = {}  # of the first recording: others see the same again
         self._before: Tensor | None = None
         self._model = model
         self._names: dict[int, str] = {}
@@ -143,14 +150,15 @@ class _Uses(TorchFunctionMode):
         )
         if not (isinstance(given, Tensor) and isinstance(matrix, nn.Parameter) and self._name(matrix)):
             return
-        name = self._name(matrix)
-        if self._matrices.setdefault(name, matrix) is not matrix:
+        name, looks_up = self._name(matrix), func is F.embedding
+        if self._matrices.setdefault((name, looks_up), matrix) is not matrix:
             return
         attends = func is F.multi_head_attention_forward
         features = None if attends else (matrix.shape[1 - transposed], matrix.shape[int(transposed)])
         sizes = given.numel() * given.element_size(), made.numel() * made.element_size()
         layer = name.rpartition(".")[0] or "(model)"
-        self.products.append(Product(layer, features, *sizes, given.requires_grad, given is self._before))
+        again = given is self._before
+        self.products.append(Product(layer, features, *sizes, given.requires_grad, again, name, looks_up))
         self._before = given
 
     def _name(self, parameter: nn.Parameter) -> str:

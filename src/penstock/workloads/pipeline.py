@@ -138,6 +138,7 @@ class _Walk:
         self._tied = ties(metas)
         self._groups = _tie_groups(job)
         self._rank_of = job.order.placement.rank_of
+        self._kinds = {(link.source, link.target): _kind(link, metas) for link in forward_links(metas)}
         self._bytes = {
             **{(Op.SEND_F, link.source, link.target): _link_bytes(link, metas) for link in forward_links(metas)},
             **{(Op.SEND_B, link.source, link.target): _link_bytes(link, metas) for link in backward_links(metas)},
@@ -177,7 +178,7 @@ class _Walk:
     def _send(self, action: Action) -> None:
         assert action.peer is not None
         forward = action.op is Op.SEND_F
-        letter, kind = ("F", "activation") if forward else ("B", "activation gradient")
+        letter, kind = ("F", self._kinds[action.stage, action.peer]) if forward else ("B", "activation gradient")
         name = f"{letter}{action.microbatch} stage {action.stage}->{action.peer}"
         size = self._bytes[action.op, action.stage, action.peer]
         self._add_each(_Sent(name, size, "send", kind), (self._rank_of[action.stage], self._rank_of[action.peer]))
@@ -278,6 +279,13 @@ def _link_bytes(link: Link, metas: Sequence[StageMeta]) -> int:
     """Of the values of one microbatch; gradients have the size of their values."""
     sizes = {(i.source, i.name): prod(i.meta.shape) * element_bytes(i.meta) for meta in metas for i in meta.inputs}
     return sum(sizes[value] for value in link.values)
+
+
+def _kind(link: Link, metas: Sequence[StageMeta]) -> str:
+    """Whole numbers and truth values, such as labels and masks, are no activations."""
+    types = {(i.source, i.name): i.meta.dtype for meta in metas for i in meta.inputs}
+    found = [getattr(torch, types[value]) for value in link.values]
+    return "activation" if any(dtype.is_floating_point or dtype.is_complex for dtype in found) else "integers"
 
 
 def element_bytes(meta: TensorMeta) -> int:

@@ -79,6 +79,8 @@ def parse_background(text: str, hosts: int) -> Neighbour:
             del reads["size"]
         else:
             named["rate"], rest = q.rate(words[0]), words[1:]
+            if wrong := q.hardly_meant(words[0]):
+                raise ValueError(wrong)
         for place in range(0, len(rest), 2):
             word = rest[place].lower()
             if word not in reads:

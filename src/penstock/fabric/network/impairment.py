@@ -113,7 +113,21 @@ class Impairment:
     @property
     def longest_seconds(self) -> float:
         """No frame is delayed for longer, stalls aside."""
-        return self.delay_seconds + self.jitter_seconds * (1 if self.distribution == "uniform" else 4)
+        return self.delay_seconds + self._spread_seconds
+
+    @property
+    def shortest_seconds(self) -> float:
+        """No frame is delayed for less; a reordered one is not delayed at all."""
+        return 0.0 if self.reorder.share else max(self.delay_seconds - self._spread_seconds, 0.0)
+
+    @property
+    def varies(self) -> bool:
+        """Whether one frame is delayed for longer than another."""
+        return bool(self.jitter_seconds or self.reorder.share)
+
+    @property
+    def _spread_seconds(self) -> float:
+        return self.jitter_seconds * (1 if self.distribution == "uniform" else 4)
 
 
 NOTHING = Impairment()

@@ -112,6 +112,11 @@ class Link:
         """The share of the rate that is left for what TCP carries: 0.956 with an mtu of 1500."""
         return (self.mtu - _HEADERS) / self.frame_bytes
 
+    @property
+    def varies(self) -> bool:
+        """Whether one frame is delayed for longer than another, in either direction."""
+        return self.impairment.varies or (self.down is not None and self.down.varies)
+
     def wire_bytes(self, size: int) -> int:
         """What a message costs on the link when TCP fills its segments; without the acknowledgements coming back."""
         return size + math.ceil(size / (self.mtu - _HEADERS)) * (_HEADERS + _ETHERNET)

@@ -122,12 +122,7 @@ class Machines:
             FabricError: this machine cannot (`why_not` says why), or a command failed. Nothing is left then.
             ArgumentError: the link cannot be made at this rate, or by the shaper that is wanted.
         """
-        missing = why_not()
-        if missing is not None:
-            raise FabricError(missing)
-        if self.topology is not None:
-            self.shaper = choose(self.topology, self._count, self._wanted, self._only_switch)
-            self.topology = self.shaper.topology
+        self.settle()
         self._maker = os.getpid()
         number, claim = subnets.claim()
         with claim:
@@ -146,6 +141,19 @@ class Machines:
             self.close()
             raise
         return self
+
+    def settle(self) -> None:
+        """Finds out whether this machine can make the hosts, and how. Nothing of them is made.
+
+        Raises:
+            FabricError, ArgumentError: as in `with`.
+        """
+        missing = why_not()
+        if missing is not None:
+            raise FabricError(missing)
+        if self.topology is not None:
+            self.shaper = choose(self.topology, self._count, self._wanted, self._only_switch)
+            self.topology = self.shaper.topology
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -95,6 +95,14 @@ class _Values:
 Found = dict[str, Any]
 
 
+def _rate(values: _Values) -> Found:
+    found = {"rate": values.take(q.rate)}
+    apart = values.left and values.left[0].name in q.RATES  # which is said of the unit
+    if not apart and (wrong := q.hardly_meant(values.taken[-1].text)):
+        raise _error(values.text, values.taken[-1], wrong)
+    return found
+
+
 def _delay(values: _Values) -> Found:
     found = {"delay_seconds": values.take(q.seconds)}
     if (jitter := values.more(q.seconds, None)) is not None:
@@ -144,7 +152,7 @@ def _happens(name: str) -> Callable[[_Values], Found]:
 
 
 _WORDS: dict[str, tuple[Callable[[_Values], Found], str]] = {
-    "rate": (_one("rate", q.rate), "rate RATE"),
+    "rate": (_rate, "rate RATE"),
     "burst": (_one("burst", q.size), "burst SIZE"),
     "buffer": (_one("burst", q.size), ""),
     "maxburst": (_one("burst", q.size), ""),

@@ -47,6 +47,17 @@ def _scaled(
 
 rate = _scaled(RATES, "rate", "100mbit, 1gbit (bits per second) or 12.5MBps (bytes per second)", 1.25e12, "10tbit")
 """Bytes per second."""
+_LEAST_BARE = 1000.0
+"""Bytes a second, below which a number without a unit was hardly meant in bits."""
+
+
+def hardly_meant(text: str) -> str | None:
+    """What is wrong with a rate that is so slow and has no unit: who writes 100 means Mbit/s. None: nothing is."""
+    if text[-1:] not in ".0123456789" or not 0 < rate(text) < _LEAST_BARE:
+        return None
+    return f"{text!r} is {text} bits per second, as for tc: did you mean {text}mbit? If not, give {text}bit"
+
+
 size = _scaled(_SIZES, "size", "1600, 16kb or 1mb")
 """Bytes."""
 seconds = _scaled(_TIMES, "time", "500us, 20ms or 1s", 86400.0, "86400s, a day,")

@@ -8,9 +8,11 @@ from typing import Any
 
 from penstock.fabric.algorithms import ENGINE
 from penstock.fabric.network.director import Happened
+from penstock.fabric.ports import changed
 from penstock.fabric.report.network import network_facts, saturated
 from penstock.fabric.report.numbers import NONE, seconds
 from penstock.fabric.report.ranks import figures_of_ranks
+from penstock.fabric.results import ABOVE_IDEAL
 from penstock.fabric.samples import Run
 from penstock.fabric.statistics import PERCENTILES, fewest
 from penstock.fabric.trials import iterations_of, rate_key
@@ -73,9 +75,22 @@ def warnings(run: Run, results: dict[str, Any]) -> list[str]:
     told = run.record.get("switch")
     if told and (reason := saturated(told)):
         found.append(reason)
+    found += _beyond_ideal(results)
     if results["cpu"]["saturated"] or results["cpu"]["scheduler_tails"]:
         found.append(f"processors: {results['cpu']['text']}")
     return found
+
+
+def _beyond_ideal(results: dict[str, Any]) -> list[str]:
+    """Figures that cannot be."""
+    rows = [*results["groups"], results["step"]]
+    name, most = max(((one["name"], one["ideal_percent"] or 0.0) for one in rows), key=lambda row: row[1])
+    if most <= ABOVE_IDEAL:
+        return []
+    return [
+        f"ideal: {name} is at {most:,.0f}% of what can be, so what is known of its links is wrong: an error of ours; "
+        "make nothing of this column"
+    ]
 
 
 def facts(run: Run, results: dict[str, Any]) -> list[tuple[str, str]]:
@@ -186,8 +201,8 @@ def notes(run: Run, results: dict[str, Any]) -> list[str]:
     """What a reader has to know about the columns."""
     found = [
         "Times are of the slowest rank of each trial. Skew: from the first rank's arrival to the last one's. Ideal: "
-        "the bound of the measured link by the median. \u00b1: the wider side of the mean's 95% interval; n/a above "
-        "100%."
+        "the least that the links allow, in percent of the median. \u00b1: the wider side of the mean's 95% interval; "
+        "n/a above 100%."
     ]
     if in_groups(results):
         found.append(
@@ -198,6 +213,10 @@ def notes(run: Run, results: dict[str, Any]) -> list[str]:
         found.append(f"Times are of one of {times} iterations in a row; a trial's skew is that of their first.")
     if any(rate_key(one["collective"]) == "transfer_s" for one in results["transfers"]):
         found.append("Rates and ideal of a send are of the time from when both of its ranks were there.")
+    if changed(run.record):
+        found.append("Ideal is n/a: a scenario may have changed the links.")
+    elif results["links"] and None in {one["bound_s"] for one in results["groups"]}:
+        found.append("Ideal is n/a where a host has several partners and no shaper tells what its port carries.")
     found += _too_few(results, len(run.start_ns))
     return [*found, *run.record["workload"]["notes"]]
 
