@@ -15,7 +15,7 @@ from command_line import as_json, output, penstock, refusal
 
 from penstock.cli import _live
 from penstock.cli._traffic import TrafficOptions
-from penstock.cli.fabric import _check_memory
+from penstock.cli.fabric import _check
 from penstock.errors import ArgumentError, FabricError
 from penstock.fabric.emulation import coordinate
 from penstock.fabric.emulation.spec import Spec
@@ -300,7 +300,7 @@ def test_memory_is_what_all_hosts_of_a_machine_take_together(
     monkeypatch.setattr(os, "sysconf", lambda name: 1 << 18 if name == "SC_PHYS_PAGES" else 4096)  # 1 GiB
     spec = Spec(Workload.of_sizes([200 << 20]), 4)
     with contextlib.nullcontext() if enough else pytest.raises(ArgumentError, match=r"1\.2 GiB of memory on 3 hosts"):
-        _check_memory(spec, hosts)
+        _check(spec, hosts)
 
 
 def test_an_unknown_collective_gets_the_names_of_all() -> None:
