@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -14,13 +15,15 @@ from command_line import as_json, output, penstock, refusal
 
 from penstock.cli import _live
 from penstock.cli._traffic import TrafficOptions
-from penstock.errors import FabricError
+from penstock.cli.fabric import _check
+from penstock.errors import ArgumentError, FabricError
 from penstock.fabric.emulation import coordinate
 from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.network import checks, machines, shapers
 from penstock.fabric.presets import preset
 from penstock.fabric.report import page
 from penstock.fabric.samples import RUN, SAMPLES, SPEC, Run
+from penstock.fabric.workload import Workload
 
 NO_ROOT = "emulated hosts need root; this is user 1000"
 
@@ -294,6 +297,16 @@ def test_a_rate_without_its_unit_that_was_hardly_meant(text: str) -> None:
 
 
 @pytest.mark.usefixtures("nothing_is_made")
+@pytest.mark.parametrize(("hosts", "enough"), [(2, True), (3, False)])
+def test_memory_is_what_all_hosts_of_a_machine_take_together(
+    hosts: int, enough: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sysconf", lambda name: 1 << 18 if name == "SC_PHYS_PAGES" else 4096)  # 1 GiB
+    spec = Spec(Workload.of_sizes([200 << 20]), 4)
+    with contextlib.nullcontext() if enough else pytest.raises(ArgumentError, match=r"1\.2 GiB of memory on 3 hosts"):
+        _check(spec, hosts)
+
+
 def test_an_unknown_collective_gets_the_names_of_all() -> None:
     done = penstock("fabric", *SIZES, "--collective", "all_reduced")
     assert (done.exit_code, done.stdout) == (2, "")
