@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import penstock
 from models import CASES, gpt
 from penstock.errors import ArgumentError, NonFiniteError
-from penstock.runtime import finite
+from penstock.runtime.features import finite
 from penstock.schedule import Action
 from small import batch, mlp
 

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from penstock.partition.state.containers import is_container, refill
 from penstock.partition.state.library import OF_TORCH
 from penstock.partition.state.reach import DEPTH, LARGEST, Trace, is_of_others
+from penstock.runtime.features.context import StageContext
+from penstock.runtime.features.feature import Feature, Start
 
 _MISSING = object()
 _NOT_PLAIN = (nn.Module, Tensor, type, FunctionType, ModuleType)
@@ -108,7 +110,7 @@ class Kept:
     again: Values
 
 
-class ForwardState:
+class ForwardState(Feature):
     """What the modules of one stage hold between forward and backward.
 
     Which places a forward sets is learned by comparing before and after, in every forward before the first backward.
@@ -118,6 +120,13 @@ class ForwardState:
         traces: other places in which forwards leave something.
     """
 
+    @classmethod
+    def of(cls, stage: StageContext) -> ForwardState | None:
+        """In training, of stages whose Python runs each time."""
+        if not stage.training or stage.binding.compile is not None:
+            return None
+        return cls((module for each in stage.stages for module in each.module.modules()), stage.stage.traces)
+
     def __init__(self, modules: Iterable[nn.Module], traces: Iterable[Trace] = ()) -> None:
         self._modules = list(dict.fromkeys(modules))
         self._traces = tuple(traces)
@@ -126,12 +135,12 @@ class ForwardState:
         self._kept: dict[int, Kept] = {}
         self._latest = -1  # the microbatch of the last forward
 
-    def begin_step(self) -> None:
+    def begin_step(self, start: Start) -> None:
         """Drops anything left by a step that raised."""
         self._kept.clear()
 
     @contextmanager
-    def forward(self, microbatch: int) -> Iterator[None]:
+    def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
         """Around a forward: keeps what it sets."""
         survey = _Survey(self._modules, self._traces) if self._learning else None
         places = self._places if survey is None else survey.places
