@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from command_line import as_json, output, refusal
 from torch import nn
 
@@ -83,6 +84,13 @@ def test_stages_cuts_and_ties_are_those_of_the_pipeline(targets: str) -> None:
     assert sum(stage["work_share"] for stage in found["stages"]) == pytest.approx(1)
     assert all(stage["draws"] for stage in found["stages"])
     assert all(stage["modules"] and stage["activation_bytes"] > 0 for stage in found["stages"])
+
+
+def test_bytes_are_those_of_each_parameters_dtype() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4, dtype=torch.float64) for _ in range(3)))
+    found = penstock.inspect(model, (torch.ones(2, 4, dtype=torch.float64),), stages=3, microbatches=2)
+    assert [stage.parameter_bytes for stage in found.stages] == [8 * 20] * 3
+    assert found.parameter_bytes == 3 * 8 * 20
 
 
 def test_what_crosses_has_a_shape_a_size_and_a_maker(targets: str) -> None:
