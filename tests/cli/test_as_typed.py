@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from command_line import output, penstock, refusal
 
@@ -54,6 +56,16 @@ def test_stages_stay_an_option_where_there_is_one() -> None:
 )
 def test_one_line_has_what_was_given_and_expected(command: str, says: str) -> None:
     assert refusal(*command.split()).startswith(says)
+
+
+def test_so_does_a_model_that_has_too_few_layers(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(
+        "import torch\ndef made():\n    return torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3))), "
+        "(torch.ones(2, 4),), torch.ones(2, 4), torch.nn.functional.mse_loss\n"
+    )
+    target = f"{tmp_path}/model.py:made"
+    assert refusal("verify", target, "--ranks", "99").startswith("99 stages, but the model has only 3 layers")
+    assert refusal("inspect", target, "--stages", "99").startswith("--stages 99, but the model has only 3 layers")
 
 
 def test_version() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -14,13 +15,15 @@ from command_line import as_json, output, penstock, refusal
 
 from penstock.cli import _live
 from penstock.cli._traffic import TrafficOptions
-from penstock.errors import FabricError
+from penstock.cli.fabric import _check
+from penstock.errors import ArgumentError, FabricError
 from penstock.fabric.emulation import coordinate
 from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.network import checks, machines, shapers
 from penstock.fabric.presets import preset
 from penstock.fabric.report import page
 from penstock.fabric.samples import RUN, SAMPLES, SPEC, Run
+from penstock.fabric.workload import Workload
 
 NO_ROOT = "emulated hosts need root; this is user 1000"
 
@@ -99,7 +102,7 @@ WRONG = {
     "--from 4 --to 64 --factor 1": "--factor 1: a sweep grows",
     "--from 8KiB --to 4KiB": "a sweep from 8192 to 4096 bytes is empty",
     "--from 8KiB": "a sweep needs both --from and --to",
-    "--like nowhere": "nowhere holds no run of penstock fabric",
+    "--like nowhere": "nowhere holds no run of penstock fabric: there is no such folder. Give a folder",
     "--model m:f --hosts 4 --ranks 3": "--hosts 4 is not a multiple of --ranks 3",
     "--model m:f --compute fast": "--compute fast: give none, measure or a number of seconds",
     "--sizes 4 --out taken": "--out taken has a run already",
@@ -109,8 +112,10 @@ WRONG = {
     "--like begun": "the run in begun ended before its hosts had joined",
     "--sizes 4 --out taken/run.json": "--out taken/run.json: ",
     "--hosts 3 show taken": "--hosts comes before show: give show's own options after it",
-    "show nowhere": "nowhere holds no run of penstock fabric",
-    "show empty": "empty holds no run of penstock fabric",
+    "show nowhere": "nowhere holds no run of penstock fabric: there is no such folder. Give a folder",
+    "show empty": "empty holds no run of penstock fabric: it has no run.json. Give a folder that a run was written to",
+    "show taken": "taken holds no run of penstock fabric: its run.json is of something else",
+    "predict empty": "empty holds no run of penstock fabric: it has no run.json. Give a folder",
     "compare nowhere empty": "nowhere holds no run of penstock fabric",
     "train --algorithm tree": "the training sums each layer's gradients by the engine",
     "train --overlap": "leave out --algorithm, --overlap and --iterations",
@@ -292,6 +297,16 @@ def test_a_rate_without_its_unit_that_was_hardly_meant(text: str) -> None:
 
 
 @pytest.mark.usefixtures("nothing_is_made")
+@pytest.mark.parametrize(("hosts", "enough"), [(2, True), (3, False)])
+def test_memory_is_what_all_hosts_of_a_machine_take_together(
+    hosts: int, enough: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sysconf", lambda name: 1 << 18 if name == "SC_PHYS_PAGES" else 4096)  # 1 GiB
+    spec = Spec(Workload.of_sizes([200 << 20]), 4)
+    with contextlib.nullcontext() if enough else pytest.raises(ArgumentError, match=r"1\.2 GiB of memory on 3 hosts"):
+        _check(spec, hosts)
+
+
 def test_an_unknown_collective_gets_the_names_of_all() -> None:
     done = penstock("fabric", *SIZES, "--collective", "all_reduced")
     assert (done.exit_code, done.stdout) == (2, "")

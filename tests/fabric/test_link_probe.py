@@ -7,15 +7,18 @@ import time
 from dataclasses import replace
 
 import fabric_jobs as jobs
+import numpy as np
 import pytest
+from drawn_runs import run_of
 from made_network import Tcp, TwoHosts
 
 from distributed.ranks import Ranks
 from penstock.fabric.emulation import links, probe
-from penstock.fabric.emulation.probe import CHUNKS, FIRST_BYTES, Measured, is_long, next_chunk, pace
+from penstock.fabric.emulation.probe import CHUNKS, FIRST_BYTES, Measured, is_long, next_chunk, one_way, pace
 from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.network.parse import parse_link
 from penstock.fabric.network.topology import Topology
+from penstock.fabric.report import facts
 from penstock.fabric.workload import Workload
 
 SPEC = Spec(Workload.of_sizes([4]), 2)
@@ -104,6 +107,58 @@ def test_which_rate_is_the_shapers() -> None:
     assert links.above_shaper(spec, (0, 1), Measured(0.0, None)) is not None
     assert links.shaped_rate(SPEC, 0, 1) is None
     assert links.above_shaper(SPEC, (0, 1), Measured(0.0, None)) is None
+
+
+def _spec(link: str, own: dict[str, str] | None = None) -> Spec:
+    links_ = {int(host): parse_link(text) for host, text in (own or {}).items()}
+    rates = Topology(parse_link(link)).with_own(links_).rates(2)
+    return replace(SPEC, network={"link": link, "own": own or {}, "rates": rates, "mtu": 1500})
+
+
+@pytest.mark.parametrize(
+    ("link", "own", "trip_ms", "latencies_ms"),
+    [
+        # Of 1 Mbit/s, 8 us a byte: the packets of 118 and 84 bytes pass the slow end one after the other.
+        ("1mbit delay 2ms", {}, 2 * (2 + 320 * 8e-3), (2, 2)),
+        ("up 1mbit delay 2ms down 100mbit", {}, 2 * (2 + 202 * 8e-3 + 84 * 8e-5), (2, 2)),
+        ("up 100mbit delay 2ms down 1mbit", {}, 2 * (2 + 118 * 8e-5 + 202 * 8e-3), (2, 2)),
+        ("up 10mbit down 100mbit", {}, 2 * (0.05 + 202 * 8e-4 + 84 * 8e-5), (0.05, 0.05)),
+        # Only host 1 is slow: what it sends takes its time on the way up, and what it gets on the way down.
+        ("1gbit", {"1": "1mbit"}, 0.2 + 404 * 8e-3 + (118 + 84) * 8e-6, (0.1, 0.1)),
+        # There 30 ms, back 10.
+        ("1gbit", {"0": "up 1gbit delay 30ms down 1gbit delay 10ms"}, 40 + 2 * 320 * 8e-6, (30, 10)),
+    ],
+)  # fmt: skip
+def test_latency_is_what_is_left_of_a_trip_through_ends_of_their_own(
+    link: str, own: dict[str, str], trip_ms: float, latencies_ms: tuple[float, float]
+) -> None:
+    ends = links.ends_of(_spec(link, own), (0, 1))
+    assert ends is not None
+    found = one_way(trip_ms * 1e-3, {(0, 1): 1e5, (1, 0): 1e5}, ends)
+    for way, latency in zip(((0, 1), (1, 0)), latencies_ms, strict=True):
+        assert found[way].latency_seconds == pytest.approx(latency * 1e-3, abs=2e-6)
+        assert found[way].missing_seconds == 0
+
+
+def test_where_nobody_knows_the_shapers_both_ends_are_as_fast_as_the_stream() -> None:
+    assert links.ends_of(SPEC, (0, 1)) is None
+    assert links.ends_of(replace(SPEC, network={**(_spec("1mbit").network or {}), "rates": None}), (0, 1)) is None
+    delayed = links.ends_of(replace(SPEC, bytes_per_second=1e4), (0, 1))
+    assert delayed is not None
+    assert [one.ping_seconds for one in delayed.values()] == [4e-4, 4e-4], "four bytes, and no headers"
+
+
+def test_a_message_that_came_sooner_than_its_bytes_can_is_told_of() -> None:
+    ends = {(0, 1): probe.Ends(125e3, 125e3), (1, 0): probe.Ends(125e3, 125e3)}
+    found = one_way(2 * (320 * 8e-6 - 45e-6), {(0, 1): 1.2e5, (1, 0): 1.2e5}, ends)
+    for one in found.values():
+        assert one.latency_seconds == 0
+        assert one.missing_seconds == pytest.approx(45e-6)
+    link = {"from": 0, "to": 1, **found[0, 1]._asdict()}
+    told = dict(facts.links(run_of(np.full((10, 1), 1e-3), links=[link])))
+    assert told["link 0-1"].startswith("alpha 0s (0: a few bytes came up to 45.0us sooner than these rates carry them)")
+    link["missing_seconds"] = 0.0
+    assert "sooner" not in dict(facts.links(run_of(np.full((10, 1), 1e-3), links=[link])))["link 0-1"]
 
 
 def test_neighbours_are_those_of_a_ring() -> None:

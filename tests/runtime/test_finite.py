@@ -156,6 +156,15 @@ def test_the_loss_function_is_named() -> None:
     )
 
 
+@pytest.mark.parametrize(("value", "kind"), [(math.nan, finite.NAN), (-math.inf, finite.INF), (1.0, None)])
+def test_gradients_of_a_few_rows_are_looked_at_too(value: float, kind: str | None) -> None:
+    weight = nn.Parameter(torch.ones(5, 2))
+    (F.embedding(torch.tensor([3, 1, 3]), weight, sparse=True) * torch.tensor([1.0, value])).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.is_sparse
+    assert finite.kind_of(weight.grad) == kind
+
+
 def test_inputs_and_parameters_that_are_bad_already_are_named() -> None:
     x, _ = batch(8)
     x[5] = math.nan

@@ -15,7 +15,7 @@ import typer
 
 from penstock import __version__
 from penstock.cli._as_typed import Commands, bad_value, in_options, options_of
-from penstock.errors import ArgumentError, PenstockError, VerificationError
+from penstock.errors import ArgumentError, PartitionError, PenstockError, VerificationError
 
 VERBS: dict[str, dict[str, Any]] = {
     "run": {"context_settings": {"allow_interspersed_args": False}},
@@ -62,7 +62,9 @@ class _Verbs(Commands):
             if ctx.params["debug"] or os.environ.get("PENSTOCK_DEBUG") == "1":
                 raise
             text, status = str(error), 1 if isinstance(error, VerificationError) else 2
-            if isinstance(error, ArgumentError) and (verb := self.get_command(ctx, ctx.invoked_subcommand or "")):
+            if isinstance(error, ArgumentError | PartitionError) and (
+                verb := self.get_command(ctx, ctx.invoked_subcommand or "")
+            ):
                 text = in_options(text, set(options_of(verb)))
         sys.stdout.flush()
         print(f"penstock: error: {text}", file=sys.stderr)

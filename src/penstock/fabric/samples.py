@@ -78,8 +78,16 @@ class Run:
         try:
             record = json.loads((folder / RUN).read_text())
             table, steps = (_table(folder / SAMPLES, HEAD), _table(folder / STEPS, STEPS_HEAD))
+        except FileNotFoundError:
+            reason = f"it has no {RUN}" if folder.is_dir() else "there is no such folder"
+            raise ArgumentError(
+                f"{folder} holds no run of penstock fabric: {reason}. Give a folder that a run was written to, such as "
+                "runs/fabric-1"
+            ) from None
         except (OSError, ValueError) as error:
             raise ArgumentError(f"{folder} holds no run of penstock fabric: {error}") from None
+        if not _is_record(record):
+            raise ArgumentError(f"{folder} holds no run of penstock fabric: its {RUN} is of something else")
         transfers, hosts = record["workload"]["transfers"], record["hosts"]
         taking = np.array([[not t["ranks"] or rank in t["ranks"] for rank in range(hosts)] for t in transfers])
         whole = len(table) // int(taking.sum()) if taking.any() else 0
@@ -89,6 +97,10 @@ class Run:
         start[table[:, 0], table[:, 1], table[:, 2]] = table[:, 3]
         end[table[:, 0], table[:, 1], table[:, 2]] = table[:, 4]
         return cls(record, start, end, tuple(tuple(row) for row in steps.tolist()))
+
+
+def _is_record(found: Any) -> bool:
+    return isinstance(found, dict) and "hosts" in found and "transfers" in (found.get("workload") or ())
 
 
 def _table(path: Path, head: tuple[str, ...]) -> NDArray[np.int64]:

@@ -13,6 +13,7 @@ from penstock.fabric.emulation.joining import Members
 from penstock.fabric.emulation.record import gathered
 from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.emulation.wires import Wire
+from penstock.fabric.ports import least_delay, topology_of
 
 TOLERANCE = 0.01
 """By which share a measured rate may be above the shaper's: a bucket of bytes passes at once."""
@@ -30,7 +31,7 @@ def measured(spec: Spec, wire: Wire, members: Members) -> list[dict[str, Any]]:
     links = []
     for pair in probe.neighbours(spec.hosts):
         for left in reversed(range(TRIES)):
-            found = probe.measure(pair, wire)
+            found = probe.measure(pair, wire, ends_of(spec, pair))
             faults = [fault for ends, one in found.items() if (fault := above_shaper(spec, ends, one))]
             if not faults:
                 break
@@ -61,3 +62,19 @@ def shaped_rate(spec: Spec, source: int, target: int) -> float | None:
         return spec.bytes_per_second
     rates: Mapping[str, Any] | None = (spec.network or {}).get("rates")
     return None if rates is None else float(min(rates["up"][source], rates["down"][target]))
+
+
+def ends_of(spec: Spec, pair: tuple[int, int]) -> dict[tuple[int, int], probe.Ends] | None:
+    """What shapes both directions between two hosts; None where nobody knows."""
+    ways = (pair, pair[::-1])
+    if (rate := spec.bytes_per_second) is not None:
+        return {way: probe.Ends(rate, float("inf"), packets=(probe.PING_BYTES,)) for way in ways}  # see `Delayed`
+    topology = topology_of(spec.network)
+    if topology is None:
+        return None
+    return {
+        (a, b): probe.Ends(
+            topology.up(a).bytes_per_second, topology.down(b).bytes_per_second, least_delay(topology, a, b)
+        )
+        for a, b in ways
+    }

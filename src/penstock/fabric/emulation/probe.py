@@ -1,6 +1,7 @@
 """What the links between neighbours can do, before the trials: a message's way there and back, and a steady stream.
 
-Latency is half of the shortest of several round trips of a small message: whatever else goes on only adds to it. A
+Latency is half of the shortest of several round trips of a small message: whatever else goes on only adds to it. The
+time that its bytes take at each end's rate is taken off, and where the shapers' delays are known, so is their part. A
 collective's receives are posted ahead, so they are here; otherwise the receiver's word that it is ready would have
 been counted as well.
 
@@ -12,7 +13,7 @@ The receiver alone looks at its clock, once a chunk, and only the later half of 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,9 +23,10 @@ import torch.distributed as dist
 from penstock.fabric.emulation.wires import Message, Wire
 
 PING_BYTES = 4
-PING_WIRE_BYTES = 320
-"""What such a message takes of a slow link, one way: gloo's header and the payload go as two packets with headers of
-their own, and pass the sender's and the receiver's end of the link one after the other. As measured at 1 Mbit/s."""
+PING_PACKETS = (118, 84)
+"""Bytes on the wire of such a message: gloo's header and the payload go as two packets with headers of their own, and
+pass the sender's and the receiver's end of the link one after the other. As measured at 1 Mbit/s: 202 bytes where one
+end is as slow, 320 where both are."""
 FEWEST_TRIPS, MOST_TRIPS = 4, 30
 TRIPS_SECONDS = 0.3
 """After the fewest, so many more as go into this time."""
@@ -64,10 +66,37 @@ class Measured(NamedTuple):
     Attributes:
         latency_seconds: one way, without the time that the rate takes for the bytes.
         bytes_per_second: of what messages carry, so without headers; None where it is faster than the clock tells.
+        missing_seconds: by which the message came sooner than its bytes alone take by what is known of the link: then
+            the latency is given as 0, and is not known any better than that.
     """
 
     latency_seconds: float
     bytes_per_second: float | None
+    missing_seconds: float = 0.0
+
+
+class Ends(NamedTuple):
+    """What shapes one direction, where that is known.
+
+    Attributes:
+        up, down: bytes a second of the sender's end and of the receiver's, headers counted.
+        delay_seconds: of every frame.
+        packets: bytes on the wire of the few that go there and back, one by one.
+    """
+
+    up: float
+    down: float
+    delay_seconds: float = 0.0
+    packets: tuple[int, ...] = PING_PACKETS
+
+    @property
+    def ping_seconds(self) -> float:
+        """From the first byte's leaving to the last one's coming through both ends, delay aside."""
+        left = came = 0.0
+        for size in self.packets:
+            left += size / self.up
+            came = max(left, came) + size / self.down
+        return came
 
 
 def neighbours(hosts: int) -> tuple[tuple[int, int], ...]:
@@ -75,18 +104,32 @@ def neighbours(hosts: int) -> tuple[tuple[int, int], ...]:
     return tuple((rank, (rank + 1) % hosts) for rank in range(hosts if hosts > 2 else 1))
 
 
-def measure(pair: tuple[int, int], wire: Wire) -> dict[tuple[int, int], Measured]:
-    """Both directions, on both of the pair, which both call it; nothing on others."""
+def measure(
+    pair: tuple[int, int], wire: Wire, ends: Mapping[tuple[int, int], Ends] | None = None
+) -> dict[tuple[int, int], Measured]:
+    """Both directions, on both of the pair, which both call it; nothing on others.
+
+    `ends`: of both directions; None: nobody knows, and both ends of each are taken for as fast as the stream.
+    """
     rank = dist.get_rank()
     if rank not in pair:
         return {}
     first, other = rank == pair[0], pair[1] if rank == pair[0] else pair[0]
     trip = _shortest_trip(first, other, wire)
+    rates = {way: _rate(rank == way[0], other, wire, trip) for way in (pair, pair[::-1])}
+    return one_way(trip, rates, ends or {way: Ends(rate, rate) for way, rate in rates.items()})
+
+
+def one_way(
+    trip_seconds: float, rates: Mapping[tuple[int, int], float], ends: Mapping[tuple[int, int], Ends]
+) -> dict[tuple[int, int], Measured]:
+    """Of a round trip both ways: what is left without the bytes of both messages and both delays is in halves."""
+    left = trip_seconds - sum(one.ping_seconds + one.delay_seconds for one in ends.values())
     found = {}
-    for way in (pair, pair[::-1]):
-        rate = _rate(rank == way[0], other, wire, trip)
-        latency = max(trip / 2 - PING_WIRE_BYTES / rate, 0.0)
-        found[way] = Measured(latency, None if rate == float("inf") else rate)
+    for way, rate in rates.items():
+        latency = ends[way].delay_seconds + left / 2
+        known = None if rate == float("inf") else rate
+        found[way] = Measured(max(latency, 0.0), known, max(-latency, 0.0))
     return found
 
 

@@ -151,7 +151,9 @@ def _link(measured: Sequence[dict[str, Any]]) -> str:
     latencies = [seconds(value) for value in sorted(link["latency_seconds"] for link in measured)]
     known = sorted(link["bytes_per_second"] for link in measured if link["bytes_per_second"])
     rates = f", {bits(*dict.fromkeys((known[0], known[-1])))}" if known else ""
-    return f"alpha {_range(latencies)}{rates}"
+    missing = max(float(link.get("missing_seconds") or 0.0) for link in measured)
+    sooner = f" (0: a few bytes came up to {seconds(missing)} sooner than these rates carry them)" if missing else ""
+    return f"alpha {_range(latencies)}{sooner}{rates}"
 
 
 def _fits(results: dict[str, Any]) -> list[tuple[str, str]]:
