@@ -6,16 +6,24 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
+# Most tests wait for processes half of the time, so that three at once fill two processors. Those that measure a network
+# run by themselves afterwards.
+WORKERS ?= 3
+PYTEST := $(BIN)/python -m pytest -q
+TOGETHER := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 .PHONY: demo test test-all check format bench clean
 
 demo: $(READY)
 	$(BIN)/penstock demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -q -m "not long"
+	$(PYTEST) -m "not long and not alone" $(TOGETHER)
+	$(PYTEST) -m "not long and alone"
 
 test-all: $(READY)
-	$(BIN)/python -m pytest -q
+	$(PYTEST) -m "not alone" $(TOGETHER)
+	$(PYTEST) -m "alone"
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 import re
@@ -15,10 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock import ArgumentError, Microbatch, Pipeline, Report, verify
+from penstock import ArgumentError, Microbatch, Pipeline, Report, pipeline, verify
 from penstock.comparison import compare
 from penstock.runtime import exact
 from penstock.runtime.loss import LossHead
+from penstock.term_sizes import TermSizes
+from penstock.verification import _run_unsplit
 from small import WIDTH, batch, mlp
 
 TWO = {"ranks": 2, "microbatches": 4}
@@ -211,6 +214,33 @@ def test_terms_of_several_stages_may_cancel(schedule: str) -> None:
     assert bias.max_difference > 1e-6 * bias.max_reference, "or this shows nothing"
     assert bias.max_difference < 1e-6 * bias.max_terms < 1e-6
     assert not rows["encoder.3.outer.weight"].max_terms, "its terms do not cancel"
+
+
+@pytest.mark.parametrize(("second", "size"), [(-2.0, 4.0), (0.0, 2.0), (1.0, 3.0)])
+def test_terms_are_measured_once(second: float, size: float) -> None:
+    """Each use of a parameter makes one; that the backward adds them up makes them no larger."""
+    weight = nn.Parameter(torch.ones(3))
+    sizes = TermSizes({"w": weight}, by_use=["w"])
+    with sizes.measuring() as found:
+        loss = (weight * 2).sum() + (weight * second).sum()
+        sizes.watch(loss)
+        loss.backward()
+    assert torch.equal(found["w"], torch.full((3,), size, dtype=torch.float64))
+
+
+def test_buffers_are_those_that_the_first_replica_leaves() -> None:
+    """As in DistributedDataParallel; the other replicas' parts of the batch come after its own."""
+    x = torch.randn(8, WIDTH)
+    pieces = [Microbatch((part,), {}, None, 2) for part in x.split(2)]
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+    alone = copy.deepcopy(model)
+    for part in x.split(2)[:2]:
+        alone(part.clone())
+    options: Any = {"split": lambda *_: pieces, "ranks": 1, "microbatches": 4, "schedule": "naive"}
+    with pipeline(model, (x,), loss=squares, **options) as pipe:
+        _run_unsplit(pipe, lambda output, _: squares(output), "mean", 2, TermSizes({}, ()))
+        for (name, mine), (_, other) in zip(pipe.named_buffers(), alone.named_buffers(), strict=True):
+            assert torch.equal(mine, other), name
 
 
 @pytest.mark.parametrize("factor", [0.0, 2.0, 1.001])

@@ -163,6 +163,21 @@ def test_sharded_layers_are_gathered_twice_and_scattered_once():
     ]
 
 
+def test_frozen_parameters_are_gathered_twice_all_the_same_and_have_no_gradients_to_scatter():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    model[2].requires_grad_(False)  # a backward goes through it
+    model[4].bias.requires_grad_(False)
+    workload = from_model(model, (torch.randn(2, 4),), hosts=2, sharded=True)
+    assert [(t.name, t.bytes) for t in workload.transfers] == [
+        *((f"{layer}, forward", 80) for layer in (0, 2, 4)),
+        ("4, backward", 80),
+        ("4, gradients", 64),
+        ("2, backward", 80),
+        ("0, backward", 80),
+        ("0, gradients", 80),
+    ]
+
+
 # -- pipelines --------------------------------------------------------------------------------------------------------
 
 
@@ -305,6 +320,16 @@ def test_seconds_of_layers_are_divided_by_what_they_train():
     shares = [t.compute_seconds for t in workload.transfers]
     assert sum(shares) == pytest.approx(3 * (1 + 2))
     assert shares[1:] == pytest.approx([2 * 56 / (4 * 56 + 24)] * 4)
+
+
+def test_a_bucket_is_sent_when_its_last_gradient_is_there():
+    workload = of(models.mlp(), hosts=2, compute=1.0, microbatches=1, bucket_bytes=1000)
+    assert [t.bytes for t in workload.transfers] == [4 * (56 * 4 + 24)]
+    assert workload.transfers[0].compute_seconds == pytest.approx(1 + 2), "after the whole backward"
+    two = of(models.mlp(), hosts=2, compute=1.0, microbatches=1, bucket_bytes=500)
+    first, second = two.transfers
+    assert first.bytes + second.bytes == 4 * (56 * 4 + 24)
+    assert second.compute_seconds == pytest.approx(2 * second.bytes / (first.bytes + second.bytes))
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,11 @@ from penstock.pipe import Pipeline
 from penstock.runtime import batch as batches
 from penstock.runtime.batch_dims import BatchDims, Dim
 from penstock.runtime.board import Patience
-from penstock.runtime.compiled import Compile
 from penstock.runtime.cutting import Cutting, Merge, Split
 from penstock.runtime.engine import Engine, TransportChoice
 from penstock.runtime.example import is_whole, shared
-from penstock.runtime.keeping import OffloadChoice, RecomputeChoice
+from penstock.runtime.features.compiled import Compile
+from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice
 from penstock.runtime.loss import Loss, Reduction
 from penstock.runtime.losses import checked_loss
 from penstock.runtime.lowering import refuse_illegal
@@ -123,7 +123,8 @@ def pipeline(
         seed: of the random streams (dropout); None: torch's initial seed on rank 0.
         recompute: which forwards are run again in backward, so that their activations need not be kept: "never",
             "except_last" (all but each stage's last microbatch), "always", or a whole number n (every n-th layer); see
-            `penstock.runtime.keeping.Recompute`. One for all stages, a list with one for each, or a dict by stage.
+            `penstock.runtime.features.per_stage.Recompute`. One for all stages, a list with one for each, or a dict by
+            stage.
         offload: keep activations in the host's memory between forward and backward; likewise by stage. The backward of
             such a stage is not split: its I does all of it.
         deferred_batch_norm: batch norms update their running statistics once a step, from the whole batch.

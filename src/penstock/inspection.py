@@ -24,7 +24,7 @@ from penstock.partition.chance.gate import Gate
 from penstock.pipe import Pipeline
 from penstock.runtime.batch_dims import BatchDims, Dim
 from penstock.runtime.cutting import Cutting, Merge, Split
-from penstock.runtime.keeping import OffloadChoice, RecomputeChoice
+from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice
 from penstock.runtime.loss import Loss, Reduction
 from penstock.runtime.losses import checked_loss
 from penstock.runtime.overlaps import refuse_overlaps

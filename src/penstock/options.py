@@ -11,10 +11,10 @@ import torch
 
 from penstock.errors import ArgumentError
 from penstock.partition import Balance
-from penstock.runtime.compiled import Compile, arguments_of
 from penstock.runtime.cutting import Cutting
 from penstock.runtime.engine import TransportChoice
-from penstock.runtime.keeping import OffloadChoice, RecomputeChoice
+from penstock.runtime.features.compiled import Compile, arguments_of
+from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice
 from penstock.runtime.loss import Loss, Reduction
 from penstock.runtime.materialize import Materialize
 

@@ -18,14 +18,13 @@ from penstock.partition import Partition
 from penstock.partition.chance.aliases import crosses_twice
 from penstock.result import StepResult
 from penstock.runtime import batch as batches
-from penstock.runtime import compiled
-from penstock.runtime.assembly import Choices
 from penstock.runtime.cutting import Microbatch
-from penstock.runtime.deferred_norm import DeferredNorms
 from penstock.runtime.distribution import local, whole
 from penstock.runtime.engine import Engine, draws_in_glue
-from penstock.runtime.keeping import keepings
-from penstock.runtime.keeping import notes as keeping_notes
+from penstock.runtime.features import compiled
+from penstock.runtime.features.deferred_norm import DeferredNorms
+from penstock.runtime.features.per_stage import notes as offload_notes
+from penstock.runtime.features.per_stage import offload_by_stage
 from penstock.runtime.loss import checked_scale
 from penstock.runtime.outputs import Wanted
 from penstock.runtime.split_model import SplitModel
@@ -64,14 +63,7 @@ class Pipeline:
         self._before_close: list[Callable[[], None]] = []
         with engine.control.agreed():
             self._norms = DeferredNorms(split.model.named_modules()) if options.deferred_batch_norm else None
-            self._choices = Choices(
-                keepings(options.recompute, options.offload, order.placement.depth),
-                self._norms,
-                split.sharded,
-                compiled.arguments_of(options.compile),
-                options.check_finite,
-            )
-        self._steps = Steps(engine, split, order, example, options, self._choices)
+        self._steps = Steps(engine, split, order, example, options, self._norms)
         self.schedule = self._steps.schedule
 
     # -- training -------------------------------------------------------------------------------------------------
@@ -105,10 +97,18 @@ class Pipeline:
             ArgumentError: a target is missing, the loss is not a scalar, or the ranks do not make the same call.
             PipelineFailure: another rank failed.
         """
+        self._refuse_closed()
         self.loss_scale = checked_scale(loss_scale)
         with self.deferring():
-            result = self._run(
-                args, kwargs, target, training=True, outputs=outputs, timeline=timeline, loss_scale=self.loss_scale
+            result = self._steps.run(
+                self.step_count,
+                args,
+                kwargs,
+                target,
+                training=True,
+                outputs=outputs,
+                timeline=timeline,
+                loss_scale=self.loss_scale,
             )
         if self._norms is not None and self.world.data_parallel > 1:
             self._engine.control.start_equal(self._norms.buffers())  # as all buffers of replicas
@@ -122,13 +122,15 @@ class Pipeline:
 
         Takes what `step` takes. Without a target there is no loss, unless the model computes its own.
         """
+        self._refuse_closed()
         with evaluating(self._split):
-            return self._run(args, kwargs, target, training=False, outputs=outputs, timeline=timeline)
+            return self._steps.run(
+                self.step_count, args, kwargs, target, training=False, outputs=outputs, timeline=timeline
+            )
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, **options: Any) -> StepResult:
+    def _refuse_closed(self) -> None:
         if self._closed:
             raise ClosedError("this pipeline was closed; make a new one")
-        return self._steps.run(self.step_count, args, kwargs, target, **options)
 
     def predict(self, *args: Any, outputs: Wanted = True, **kwargs: Any) -> Any:
         """The model's output for a whole batch, in evaluation mode, as the unsplit model would return it: the
@@ -214,8 +216,9 @@ class Pipeline:
         inexact = [violation.text for violation in check(self.schedule) if not violation.fatal]
         partition = self.partition
         draws = bool(partition.drawing_modules) or self.draws_in_glue
+        offload = offload_by_stage(self._options.offload, self._order.placement.depth)
         compiling = compiled.notes_of(self._options.compile, self.schedule, draws=draws)
-        return (*partition.notes, *inexact, *compiling, *keeping_notes(self._choices.keepings, self._order))
+        return (*partition.notes, *inexact, *compiling, *offload_notes(offload, self._order))
 
     @property
     def split_share(self) -> dict[int, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,10 +16,13 @@ from penstock.partition._compat import unflatten
 from penstock.result import SharedLoss, StepResult
 from penstock.runtime import batch as batches
 from penstock.runtime.aliases import refuse_aliases
-from penstock.runtime.assembly import Choices
+from penstock.runtime.assembly import RECOMPUTE
 from penstock.runtime.cutting import Cutting, Microbatch
-from penstock.runtime.deferred_norm import refuse_none, refuse_unseen
 from penstock.runtime.engine import Engine, Job
+from penstock.runtime.features.compiled import arguments_of
+from penstock.runtime.features.context import Binding
+from penstock.runtime.features.deferred_norm import DeferredNorms, refuse_none, refuse_unseen
+from penstock.runtime.features.per_stage import offload_by_stage, recompute_by_stage
 from penstock.runtime.jobs import Call, Jobs, Known
 from penstock.runtime.loss import Loss, Reduction, weights
 from penstock.runtime.losses import OutputLoss, saying_what_is_missing
@@ -52,21 +56,21 @@ class Steps:
         order: Schedule,
         example: batches.Cut,
         options: Options,
-        choices: Choices,
+        norms: DeferredNorms | None,
     ) -> None:
         self.world = engine.world
         self._engine = engine
         self._split = split
         self._order = order
         self._options = options
-        self._choices = choices
+        self._norms = norms
         self._loss = saying_what_is_missing(options.loss)
         self._announce = announcer()
         engine.streams.first_microbatch = engine.world.replica * order.microbatches
         self.jobs = Jobs(engine, split, self._bind, order.placement.rank_of[0])
         self._first = self.jobs.add(example, Outline.of(example), training=True)
         first = self._first.job
-        if choices.norms is not None:
+        if norms is not None:
             with engine.control.agreed():
                 refuse_none(stage.meta for stage in first.partitions[0].stages)
         self.schedule = first.schedule
@@ -186,17 +190,35 @@ class Steps:
     def _bind(self, partitions: Sequence[Partition], training: bool) -> Job:
         order, split = first_microbatches(self._order, len(partitions)), self._split
         metas = [stage.meta for stage in partitions[0].stages]
-        choices = self._choices if training else self._choices.of_evaluation()
         with self._engine.agreed_at_first():
             if training:
                 like = self._order if self.world.data_parallel > 1 else None
                 ties = [group.stages for group in split.tie_groups]
                 order = lower_training(order, metas, ties, split.sharded_stages, like)
-                if choices.norms is not None:
+                if self._norms is not None:
                     refuse_unseen(partitions[0], split.model)
             else:
                 order = lower_evaluation(order, metas, split.sharded_stages)
-        return self._engine.bind(partitions, order, self._loss, choices, training=training)
+            binding = Binding(
+                partitions,
+                order,
+                self._loss,
+                training,
+                sharded=split.sharded,
+                compile=arguments_of(self._options.compile),
+            )
+            if training:
+                binding = replace(binding, norms=self._norms, **self._of_training())
+        return self._engine.bind(binding)
+
+    def _of_training(self) -> dict[str, Any]:
+        """What the user chose for stages whose backward runs."""
+        options, stages = self._options, self._order.placement.depth
+        return {
+            "recompute": recompute_by_stage(options.recompute, stages, RECOMPUTE),
+            "offload": offload_by_stage(options.offload, stages),
+            "check_finite": options.check_finite,
+        }
 
     def _ranks_of(self, end: Callable[[int], bool]) -> set[int]:
         """The ranks of the pipelines' first (or last) stages."""

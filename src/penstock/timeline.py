@@ -59,8 +59,8 @@ class Timeline:
     in_turns: bool = False
 
     @classmethod
-    def merge(cls, rows: Iterable[Iterable[Span]]) -> Timeline:
-        """From the spans of each rank, in order, on one clock.
+    def merge(cls, rows: Iterable[Iterable[Span]], *, in_turns: bool = False) -> Timeline:
+        """From the spans of each rank, in order, on one clock. `in_turns`: that of the timeline they are of.
 
         Raises:
             ArgumentError: a span is in another rank's place, or ends before it starts.
@@ -75,7 +75,7 @@ class Timeline:
                     )
             columns = ((s.start_seconds, s.end_seconds, s.waited_seconds) for s in spans)
             tracks.append(_track([span.action for span in spans], columns))
-        return cls(tuple(tracks))
+        return cls(tuple(tracks), in_turns and len(tracks) > 1)
 
     @classmethod
     def from_nanoseconds(

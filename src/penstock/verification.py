@@ -8,6 +8,7 @@ added in another order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -244,14 +245,12 @@ def _run_unsplit(
         for k, (args, given, target, _) in enumerate(pieces):
             kwargs = dict(given)
             streams.begin(k, {})
-            if norms is not None and k * replicas < len(pieces):
-                norms.begin(k)  # of the first replica alone, whose buffers count
-            output = alone.model(*args, **{**kwargs, **alone.default_kwargs(args, kwargs)})
+            first_replica = k * replicas < len(pieces)  # whose buffers count
+            with nullcontext() if norms is None or not first_replica else norms.forward(k, runs_again=False):
+                output = alone.model(*args, **{**kwargs, **alone.default_kwargs(args, kwargs)})
             streams.begin_loss(k)
             value = checked_value(own_loss(output) if loss is None else loss(output, target), output)
             streams.begin(k, {}, again=True)
-            if norms is not None:
-                norms.pause()
             root = root_of(value, weighted[k], _tensors(output))
             sizes.watch(root)
             if root.requires_grad:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import penstock
 from models import squared_error
-from penstock import checkpoint
+from penstock import ArgumentError, checkpoint
 from small import WIDTH, batch
 
 
@@ -61,6 +61,48 @@ def test_options_of_the_optimizers_groups_are_those_that_were_saved(tmp_path: Pa
         for mine, group in zip(loaded.param_groups, optimizer.param_groups, strict=True):
             for one, saved in zip(mine["params"], group["params"], strict=True):
                 assert torch.equal(loaded.state[one]["exp_avg"], optimizer.state[saved]["exp_avg"])
+
+
+def test_a_parameter_that_has_moved_to_another_group_is_refused(tmp_path: Path) -> None:
+    """Of as many groups as before: it would go on with the other's learning rate."""
+
+    def optimizer_of(pipe: penstock.Pipeline, first: int) -> torch.optim.Optimizer:
+        parameters = list(pipe.parameters())
+        groups = [{"params": parameters[:first], "lr": 1e-3}, {"params": parameters[first:], "lr": 1.0}]
+        return torch.optim.SGD(groups, momentum=0.9)
+
+    with made(seed=0) as pipe:
+        optimizer = optimizer_of(pipe, 2)
+        losses(pipe, 1)
+        optimizer.step()
+        checkpoint.save(tmp_path, pipe, optimizer)
+        assert checkpoint.load(tmp_path, pipe, optimizer_of(pipe, 2)) is not None
+        with pytest.raises(
+            ArgumentError, match=r"2.weight was in group 1 of the optimizer's groups, and is in group 0"
+        ):
+            checkpoint.load(tmp_path, pipe, optimizer_of(pipe, 3))
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(torch.float64, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_a_checkpoint_of_another_dtype_is_refused(tmp_path: Path, saved: torch.dtype, loaded: torch.dtype) -> None:
+    """A cast would lose digits of parameters and moments, and training would not go on as it would have."""
+
+    def of(dtype: torch.dtype) -> penstock.Pipeline:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(2)))
+        return penstock.pipeline(model, (batch()[0].to(dtype),), loss=lambda y: y.mean(), ranks=2, microbatches=2)
+
+    with of(saved) as pipe:
+        checkpoint.save(tmp_path, pipe)
+        weights = dict(pipe.named_parameters())
+    with of(loaded) as other:
+        mine = {name: parameter.detach().fill_(7) for name, parameter in other.named_parameters()}
+        dtypes = f"in {saved}, and here it is in {loaded}; make the model in the dtype in which it was saved"
+        with pytest.raises(ArgumentError, match=f"0.weight {dtypes}; `import_safetensors` takes"):
+            checkpoint.load(tmp_path, other)
+        assert all((one == 7).all() for one in mine.values()), "nothing was changed"
+        checkpoint.import_safetensors(tmp_path, other)
+        assert all(torch.equal(one, weights[name].to(loaded)) for name, one in mine.items())
 
 
 def test_an_optimizers_state_keeps_its_own_precision(tmp_path: Path) -> None:

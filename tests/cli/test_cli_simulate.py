@@ -191,6 +191,11 @@ def test_slices() -> None:
     quarters = StageCost(2, 2, 2)
     assert made["slices"] == 4
     assert made["span"] == library(generate("seq1f1b", 8, 24, slices=4), quarters).span_seconds
+    messages = ("--output-bytes", "8", "--bandwidth", "4")
+    sent = as_json("simulate", "--schedule", "seq1f1b", *NUMBERS, "--slices", "4", "--forward", "8", *messages)
+    quarters = StageCost(2, 2, 2, output_bytes=2)
+    assert sent["span"] == library(generate("seq1f1b", 8, 24, slices=4), quarters, LinkCost(0, 4)).span_seconds
+    assert sent["span"] > made["span"]
 
 
 # -- a file of costs --------------------------------------------------------------------------------------------------

@@ -135,6 +135,12 @@ def test_search_and_show_refuse_the_rank_as_well(write: Write) -> None:
 # -- how many stages --------------------------------------------------------------------------------------------------
 
 
+def test_one_stage_is_one(write: Write) -> None:
+    path = write([STAGE])
+    says = f"--costs {path} has 1 stage, but 1f1b needs 4: give as many"
+    assert refusal("simulate", "--schedule", "1f1b", "--ranks", "4", "--costs", path) == says
+
+
 def test_too_few_stages(write: Write) -> None:
     path, four = write([STAGE] * 4), ("--ranks", "4", "--microbatches", "4")
     says = f"--costs {path} has 4 stages, but this placement of 4 ranks needs 8: give as many"

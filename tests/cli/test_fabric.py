@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -14,13 +15,15 @@ from command_line import as_json, output, penstock, refusal
 
 from penstock.cli import _live
 from penstock.cli._traffic import TrafficOptions
-from penstock.errors import FabricError
+from penstock.cli.fabric import _check
+from penstock.errors import ArgumentError, FabricError
 from penstock.fabric.emulation import coordinate
 from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.network import checks, machines, shapers
 from penstock.fabric.presets import preset
 from penstock.fabric.report import page
 from penstock.fabric.samples import RUN, SAMPLES, SPEC, Run
+from penstock.fabric.workload import Workload
 
 NO_ROOT = "emulated hosts need root; this is user 1000"
 
@@ -49,7 +52,9 @@ SIZES = ("--sizes", "4000")
 WRONG = {
     "--sizes 0": "'0' is 0 bytes: a size is a whole number of bytes, 1 or more",
     "--sizes 2600,6": "a multiple of an element's 4 bytes",
-    "--sizes 4,,8": "'' is not a size",
+    "--sizes 4,,8": "size 2 of 3 in '4,,8': '' is not a size",
+    "probe": "penstock fabric has no command 'probe': it has train, show, compare, predict, clean; without a command",
+    "sho": "did you mean 'show'?",
     "--sizes \uff14\uff10\uff10": "is not a size: give bytes",
     "--sizes 999TiB": "GiB of memory on 4 hosts, and this machine has",
     "--hosts 100000": "--hosts 100000: one machine makes 200 at most",
@@ -57,8 +62,8 @@ WRONG = {
     "--sizes 4 --algorithm rong": "'rong' is no algorithm for all_reduce: did you mean 'ring'?",
     "--sizes 4 --collective gather --algorithm ring": "'ring' is no algorithm for gather: ",
     "--preset mpl": "there is no preset 'mpl': give one of mlp",
-    "--sizes 4 --hosts 1": "hosts is 1: a network has at least 2",
-    "--sizes 4 --iterations 0": "iterations=0: at least one is needed",
+    "--sizes 4 --hosts 1": "--hosts 1: a network has at least 2",
+    "--sizes 4 --iterations 0": "--iterations 0: at least one is needed",
     "--preset mlp --op max": "--op belongs to --sizes or --from and --to, and --preset was given: leave it out",
     "--sizes 4 --op mean": "there is no op 'mean': give one of sum, prod, min, max, avg",
     "--sizes 4 --op avg --dtype int8": "an average of int8 is no int8",
@@ -70,20 +75,20 @@ WRONG = {
     "--sizes 4 --collective all_to_all --uneven 1,2": "--uneven 1,2: give 4 whole numbers, one a host",
     "--sizes 4 --collective all_to_all --uneven 1,2,3,\u0664": "give 4 whole numbers, one a host",
     "--sizes 4 --collective all_to_all --uneven 1,2,3,4 --algorithm bruck": "give one of pairwise, direct, engine",
-    "--sizes 4 --trials 0": "trials=0: at least one is needed",
-    "--sizes 4 --warmup 0": "warmup=0",
+    "--sizes 4 --trials 0": "--trials 0: at least one is needed",
+    "--sizes 4 --warmup 0": "--warmup 0: at least one is needed",
     "--sizes 4 --backend glue": "there is no backend 'glue': give one of gloo, nccl, mpi",
-    "--sizes 4 --stall-timeout 0": "stall_seconds is 0.0: expected a time above 0",
+    "--sizes 4 --stall-timeout 0": "--stall-timeout 0: expected a time above 0",
     "--trials 5": "what is to be sent? nothing was given: give one of --preset, --model",
     "--sizes 4 --preset mlp": "what is to be sent? --preset and --sizes were given: give one of",
     "--sizes 4 --algorithm rings": "Known are ring, ring2, halving-doubling, recursive-doubling, tree; engine is",
-    "--preset mlp --hosts 0": "hosts is 0: a network has at least 2",
-    "train --hosts 0": "hosts is 0: a network has at least 2",
+    "--preset mlp --hosts 0": "--hosts 0: a network has at least 2",
+    "train --hosts 0": "--hosts 0: a network has at least 2",
     "--sizes 4 --factor 0": "--factor belongs to --from and --to, and --sizes was given: leave it out",
     "--sizes 4 --ranks 0": "--ranks belongs to --model",
     "--sizes 4 --microbatches 0": "--microbatches belongs to --model",
     "--preset mlp --sharded": "--sharded belongs to --model",
-    "--from 4 --to 64 --factor 0": "factor is 0.0: a sweep grows",
+    "--from 4 --to 64 --factor 0": "--factor 0: a sweep grows",
     "--from 6 --to 64": "a sweep from 6 bytes: a size is a multiple of an element's 4 bytes",
     "--model m:f --ranks 0": "--ranks 0: a pipeline has 1 or more",
     "--model m:f --microbatches 0": "--microbatches 0: give 1 or more",
@@ -93,11 +98,11 @@ WRONG = {
     "--sizes 4 --cuts a": "--cuts belongs to --model, and --sizes was given",
     "--sizes 4 --trials 3 --epochs 2": "give --trials, or both --batches and --epochs",
     "--sizes 4 --batches 3": "give --trials, or both --batches and --epochs",
-    "--sizes 4 --batches 3 --epochs 0": "batches=3, epochs=0",
-    "--from 4 --to 64 --factor 1": "factor is 1.0: a sweep grows",
+    "--sizes 4 --batches 3 --epochs 0": "--batches 3, --epochs 0",
+    "--from 4 --to 64 --factor 1": "--factor 1: a sweep grows",
     "--from 8KiB --to 4KiB": "a sweep from 8192 to 4096 bytes is empty",
     "--from 8KiB": "a sweep needs both --from and --to",
-    "--like nowhere": "nowhere holds no run of penstock fabric",
+    "--like nowhere": "nowhere holds no run of penstock fabric: there is no such folder. Give a folder",
     "--model m:f --hosts 4 --ranks 3": "--hosts 4 is not a multiple of --ranks 3",
     "--model m:f --compute fast": "--compute fast: give none, measure or a number of seconds",
     "--sizes 4 --out taken": "--out taken has a run already",
@@ -107,12 +112,14 @@ WRONG = {
     "--like begun": "the run in begun ended before its hosts had joined",
     "--sizes 4 --out taken/run.json": "--out taken/run.json: ",
     "--hosts 3 show taken": "--hosts comes before show: give show's own options after it",
-    "show nowhere": "nowhere holds no run of penstock fabric",
-    "show empty": "empty holds no run of penstock fabric",
+    "show nowhere": "nowhere holds no run of penstock fabric: there is no such folder. Give a folder",
+    "show empty": "empty holds no run of penstock fabric: it has no run.json. Give a folder that a run was written to",
+    "show taken": "taken holds no run of penstock fabric: its run.json is of something else",
+    "predict empty": "empty holds no run of penstock fabric: it has no run.json. Give a folder",
     "compare nowhere empty": "nowhere holds no run of penstock fabric",
     "train --algorithm tree": "the training sums each layer's gradients by the engine",
     "train --overlap": "leave out --algorithm, --overlap and --iterations",
-    "train --hosts 1": "hosts is 1",
+    "train --hosts 1": "--hosts 1: a network has at least 2",
 }
 
 
@@ -290,6 +297,16 @@ def test_a_rate_without_its_unit_that_was_hardly_meant(text: str) -> None:
 
 
 @pytest.mark.usefixtures("nothing_is_made")
+@pytest.mark.parametrize(("hosts", "enough"), [(2, True), (3, False)])
+def test_memory_is_what_all_hosts_of_a_machine_take_together(
+    hosts: int, enough: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sysconf", lambda name: 1 << 18 if name == "SC_PHYS_PAGES" else 4096)  # 1 GiB
+    spec = Spec(Workload.of_sizes([200 << 20]), 4)
+    with contextlib.nullcontext() if enough else pytest.raises(ArgumentError, match=r"1\.2 GiB of memory on 3 hosts"):
+        _check(spec, hosts)
+
+
 def test_an_unknown_collective_gets_the_names_of_all() -> None:
     done = penstock("fabric", *SIZES, "--collective", "all_reduced")
     assert (done.exit_code, done.stdout) == (2, "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from command_line import as_json, output, refusal
 from torch import nn
 
@@ -85,6 +86,13 @@ def test_stages_cuts_and_ties_are_those_of_the_pipeline(targets: str) -> None:
     assert all(stage["modules"] and stage["activation_bytes"] > 0 for stage in found["stages"])
 
 
+def test_bytes_are_those_of_each_parameters_dtype() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4, dtype=torch.float64) for _ in range(3)))
+    found = penstock.inspect(model, (torch.ones(2, 4, dtype=torch.float64),), stages=3, microbatches=2)
+    assert [stage.parameter_bytes for stage in found.stages] == [8 * 20] * 3
+    assert found.parameter_bytes == 3 * 8 * 20
+
+
 def test_what_crosses_has_a_shape_a_size_and_a_maker(targets: str) -> None:
     (one,) = as_json("inspect", f"{targets}:gpt", "-n", "2", "--microbatches", "1")["crossings"]
     batch, length = models.gpt().args[0].shape
@@ -119,8 +127,8 @@ def test_a_failure_names_the_line_and_the_remedy(targets: str) -> None:
     assert "Do it outside of the model" in said
     inside = refusal("inspect", f"{targets}:branches_inside")
     assert f"targets.py:{line}: `if x.sum() > 0:` in module 'inner'" in inside
-    assert "Give leaves=['inner'], so that it runs as a whole (tried: " in inside
+    assert "Give --leaves inner, so that it runs as a whole (tried: " in inside
     output("inspect", f"{targets}:branches_inside", "--leaves", "inner")
     assert "raised RuntimeError" in refusal("inspect", f"{targets}:broken")
-    assert "stages=0: expected at least 1" in refusal("inspect", f"{targets}:gpt", "-n", "0")
+    assert "--stages 0: expected at least 1" in refusal("inspect", f"{targets}:gpt", "-n", "0")
     assert "'nowhere'" in refusal("inspect", f"{targets}:gpt", "--cuts", "nowhere")

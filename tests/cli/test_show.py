@@ -104,6 +104,13 @@ def test_lines_of_the_command_fit() -> None:
         assert len(picture(text)) == 8
 
 
+def test_legend_explains_small_letters_where_there_are_some() -> None:
+    options = ("show", "--schedule", "1f1b", *NUMBERS)
+    assert ". idle; small letters: it goes on" in output(*options, "--forward", "2")
+    assert "small letters" not in output(*options)
+    assert "small" not in legend(generate("1f1b", 2, 4), Palette.MANY, fills=True).plain
+
+
 def test_legend_has_the_ops_that_occur() -> None:
     def text(name: str, palette: Palette = Palette.MANY) -> str:
         return legend(generate(name, 2, 4), palette).plain

@@ -40,6 +40,13 @@ def test_too_much_is_refused(options: tuple[str, ...]) -> None:
     assert f"{_size.MOST:,} are timed; give fewer ranks" in says
 
 
+def test_too_many_stages_are_refused_however_few_their_actions() -> None:
+    one = ("--ranks", "20000", "--microbatches", "1")
+    for options in (("simulate", "--schedule", "gpipe", *one), ("show", "--schedule", "1f1b", *one), ("search", *one)):
+        says = "--ranks 20000: with 1 a rank that makes 20,000 stages, and at most 10,000 are timed; give fewer"
+        assert refusal(*options).startswith(says)
+
+
 def test_all_is_as_much_as_its_schedules_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_size, "MOST", 500)
     numbers = ("--ranks", "4", "--microbatches", "8")

@@ -151,7 +151,7 @@ def test_recompute(policy: str) -> None:
     assert done.exit_code == 0, done.output
     wrong = verify("cases.py:good", "--ranks", "2", "--microbatches", "4", "--recompute", "sometimes")
     assert wrong.exit_code == 2
-    assert "recompute='sometimes': expected 'never'" in last_line(wrong.stderr)
+    assert "--recompute sometimes: expected 'never'" in last_line(wrong.stderr)
 
 
 def test_difference_exits_1_and_the_last_line_says_where() -> None:
@@ -279,7 +279,7 @@ def test_bad_target_exits_2_and_says_why(target: str, says: str) -> None:
     ("options", "says"),
     [
         (["--schedule", "1f1"], "did you mean '1f1b'"),
-        (["--ranks", "0"], "ranks=0: expected a whole number of at least 1"),
+        (["--ranks", "0"], "--ranks 0: expected a whole number of at least 1"),
         (["--microbatches", "13"], "the example makes 12, of 12 rows"),
         (["--ranks", "2", "--cuts", "7"], "7"),
         (["--replicas", "0"], "--replicas 0: expected at least 1"),

@@ -276,9 +276,10 @@ class Settling:
     """A part that takes less and less time."""
 
     def __init__(self, part: Stepwise | Engine, seconds: float, factor: float) -> None:
-        self._part, self._seconds, self._factor = part, seconds, factor
+        self._part, self._seconds, self._factor, self.runs = part, seconds, factor, 0
 
     def run(self) -> None:
+        self.runs += 1
         time.sleep(self._seconds)
         self._seconds *= self._factor
         self._part.run()
@@ -288,16 +289,17 @@ class Settling:
 
 
 def warmed_up(rank: int, spec: Spec, seconds: float, factor: float) -> Any:
-    """On rank 0 what its warm-up says, and the trials that count; on others None."""
+    """On rank 0 what its warm-up says, after how many trials, and the trials that count; on others None."""
     members = Members(rank, spec.hosts, None, None)
     parts: Any = [part and (part[0], Settling(part[1], seconds, factor)) for part in _parts(spec, members, Plain())]
     trials = Trials(spec, parts, members)
     if rank:
         return _follow(spec, trials) and None
     found = _warm_up(spec, trials)
+    runs = parts[0][1].runs
     counted = [trials.one() for _ in range(spec.trials)]
     steps = [row for trial in counted for row in trial.step_rows] + list(trials.last_steps())
-    return found, [trial.longest_ns() for trial in counted], steps
+    return found, runs, [trial.longest_ns() for trial in counted], steps
 
 
 def probed(rank: int, spec: Spec) -> Any:

@@ -15,7 +15,9 @@ import pytest
 
 from distributed.ranks import Ranks
 from penstock.errors import FabricError
+from penstock.fabric.emulation import signals
 from penstock.fabric.emulation.board import VARIABLE, Board
+from penstock.fabric.emulation.joining import Members
 from penstock.fabric.emulation.signals import enough
 from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.workload import Workload
@@ -57,6 +59,18 @@ def test_words_come_in_order_and_whole(path: str) -> None:
         assert done.wait(10)
     listener.join()
     assert heard == [(1, 2, 3), (4, -5, 6), (7, 8, 2**40)]
+
+
+def test_between_hosts_of_one_machine_no_word_goes_over_the_network(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow it is, and whatever it loses, they begin at one moment."""
+    monkeypatch.setattr(signals, "dist", None)
+    host, other = (
+        signals.Signals(Members(rank, 2, None, None), Board(path, writes=rank == 0, stall_seconds=10))
+        for rank in range(2)
+    )
+    for flags in (0, 2, 0):
+        assert host.word(flags, 0) == (word := other.word(0, 0))
+        assert word.flags == flags
 
 
 def test_nobody_waits_for_a_host_that_has_ended_or_is_silent(path: str) -> None:

@@ -40,6 +40,7 @@ def test_texts(text: str, expected: Neighbour) -> None:
         ("", "empty"),
         ("lots", "not a rate"),
         ("0mbit", "rate is 0"),
+        ("50 to 1", "did you mean 50mbit"),
         ("50mbit to 4", "there is no host 4"),
         ("50mbit to", "lacks its value"),
         ("50mbit to 1 to 2", "second time"),

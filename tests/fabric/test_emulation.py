@@ -302,6 +302,8 @@ def test_every_collective_has_a_usual_algorithm_for_any_hosts(collective: Collec
 
 
 def test_the_usual_algorithm_of_a_mixture_is_the_ring_for_those_that_have_one() -> None:
-    workload = Workload("mixed", (Transfer("a", 4, "send", (0, 1)), Transfer("b", 4), Transfer("c", 4, "broadcast")))
+    gathered = Transfer("c", 12, "gather")
+    workload = Workload("mixed", (gathered, Transfer("b", 12), Transfer("a", 12, "all_to_all")))
+    assert usual_algorithm(workload) == "ring", "of which the report speaks"
     spec = Spec(workload, 3, algorithm=usual_algorithm(workload))
-    assert [spec.algorithm_of(place) for place in range(3)] == ["direct", "ring", "binomial"]
+    assert [spec.algorithm_of(place) for place in range(3)] == ["direct", "ring", "pairwise"], "the first of the others"

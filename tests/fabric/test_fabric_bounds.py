@@ -87,6 +87,13 @@ def test_directions_may_differ() -> None:
     assert lower_bound_seconds(links[:1], "send", (1, 0), 1e6) == pytest.approx(1e-4 + 0.08), "one stands for both"
 
 
+def test_a_port_is_as_fast_as_its_fastest_link_and_its_nearest_neighbour_is_near() -> None:
+    """Whom it sends to is the algorithm's choice; where it sends first, too."""
+    links = [((0, 1), LINK), ((0, 2), SLOW), ((2, 0), SLOW), ((1, 0), LINK)]
+    assert lower_bound_seconds(links, "send", (0, 1), 1e6) == pytest.approx(1e-4 + 0.08)
+    assert lower_bound_seconds(links, "send", (1, 0), 1e6) == pytest.approx(1e-4 + 0.08)
+
+
 def test_without_links_there_is_no_bound() -> None:
     assert lower_bound_seconds([], "all_reduce", range(4), 1e6) is None
     assert lower_bound_seconds(_ring(2, LinkFit(1e-4, 0.0)), "all_reduce", (0, 1), 1e6) == pytest.approx(1e-4)

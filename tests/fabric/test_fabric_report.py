@@ -257,6 +257,19 @@ def test_the_columns_of_nccl_tests_are_those_of_its_users_parsers():
     assert sum(line.startswith("# Avg bus bandwidth    : ") for line in lines) == 1
 
 
+def test_bandwidths_of_slow_links_have_digits_in_the_columns_of_nccl_tests():
+    """Of 100 Mbit/s, and of 1 Mbit/s; above two decimals do."""
+    for slower in (1.0, 100.0):
+        run = made_run(30, slower=slower)
+        lines = nccl.text(run, results(run)).splitlines()
+        cells = [line.split() for line in lines if not line.startswith("#")]
+        for row, made in zip(cells, nccl.rows(run, results(run)), strict=True):
+            for shown, value in ((row[10], made.algbw), (row[11], made.busbw)):
+                assert value is not None
+                assert float(shown) == pytest.approx(value, rel=0.05, abs=0.005 if value >= 0.005 else 0)
+        assert len({len(line) for line in lines if not line.startswith("#")}) == 1, "columns stand below each other"
+
+
 def test_averages_over_ranks_are_those_of_nccl_tests():
     run = made_run(30, iterations=5)
     times = (run.end_ns - run.start_ns)[:, 3] / 1e3 / 5

@@ -40,6 +40,14 @@ def test_a_trial_meets_a_stall_that_it_overlaps() -> None:
     assert stalled(_run(*trials)) == (3, 4, 5, 7, 8)
 
 
+def test_a_trial_lasts_from_its_first_rank_to_its_last() -> None:
+    run = _run((1400, 1510), (1560, 1600))
+    run.end_ns[0, 0, 1] = 1450 * MS
+    assert stalled(run) == (0,)
+    run.start_ns[1, 0, 0] = 1540 * MS
+    assert stalled(run) == (0, 1)
+
+
 def test_links_that_have_changed_stall_no_more() -> None:
     over = {**STALL, "until_ns": 2010 * MS}
     trials = [(1520, 1530), (2005, 2009), (2020, 2030), (2400, 2700)]

@@ -62,6 +62,15 @@ def test_times_that_settle_are_waited_for(excess: float, trials: float, left: fl
     assert np.quantile(found, 0.9) <= left
 
 
+def test_a_change_too_slow_to_be_seen_in_a_few_trials_is_seen_in_half_of_all() -> None:
+    draw = np.random.default_rng(0)
+    found = []
+    for _ in range(20):
+        times = (1 + np.exp(-np.arange(400) / 30)) * np.exp(0.05 * draw.standard_normal(400))
+        found.append(np.exp(-_ended(times).count / 30))
+    assert np.quantile(found, 0.9) <= 0.02
+
+
 def test_every_transfer_counts_however_short_it_is() -> None:
     warm = WarmUp(200)
     for trial in range(30):
@@ -97,9 +106,10 @@ def test_a_trend_is_that_of_the_ranks() -> None:
 def test_a_run_counts_from_where_times_are_steady(ranks2: Ranks) -> None:
     spec = Spec(Workload.of_sizes([64]), 2, trials=40, measures_links=False)
     first, factor = 0.03, 0.85
-    found, counted, steps = ranks2.run(jobs.warmed_up, spec, first, factor)[0]
+    found, runs, counted, steps = ranks2.run(jobs.warmed_up, spec, first, factor)[0]
     assert len(counted) == spec.trials
     assert found["warmup"] > 3 + 20, "of which so many are looked at together"
+    assert found["warmup"] == 3 + runs, "beside those that are checked"
     assert first * factor ** (found["warmup"] - 3) < 0.05 * first
     assert steps[0][0] == 0, "the first that counts has the number 0"
     assert max(row[0] for row in steps) < spec.trials

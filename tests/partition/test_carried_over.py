@@ -9,12 +9,22 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import penstock.partition.record as recording
 from penstock import PartitionError, inspect, pipeline, verify
+from penstock.partition.state.carried_over import same
 
 WIDTH = 4
+
+
+def test_recordings_with_other_constants_are_not_the_same() -> None:
+    graph, one, other = fx.Graph(), torch.ones(2), torch.zeros(2)
+    assert same(graph, graph, ({"c": one}, {"c": one}))
+    assert not same(graph, graph, ({"c": one}, {"c": other}))
+    assert not same(graph, graph, ({"c": one}, {"d": one}))
+    assert same(graph, graph, ({"c": {1}}, {"c": {2}})), "made anew in each forward"
+    assert not same(graph, graph, ({"c": {1}}, {"c": (1,)}))
 
 
 class Chain(nn.Module):

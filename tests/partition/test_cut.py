@@ -52,6 +52,14 @@ def test_balance_by_parameters() -> None:
     assert made.cuts == ("1",)
 
 
+def test_frozen_parameters_count_as_others_do() -> None:
+    """They take memory, and work in the forward."""
+    wide = nn.Sequential(nn.Linear(4, 100), nn.Linear(100, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    wide[:2].requires_grad_(False)
+    made = Partitioner(wide, 2, streams=NoStreams(), balance="parameters")((torch.randn(1, 4),))
+    assert made.cuts == ("1",)
+
+
 def test_cuts_are_decided_once() -> None:
     case = mlp()
     partitioner = Partitioner(case.model, 3, streams=NoStreams())

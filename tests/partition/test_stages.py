@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from models import CASES, Case, convnet, dicts, gpt, in_place, llama, mixtral, mlp, skips, squared_error
 from penstock.partition import Partition, Partitioner, default_kwargs, retarget
-from penstock.stages import MODEL_INPUT, ties
+from penstock.stages import MODEL_INPUT, Input, StageMeta, TensorMeta, backward_links, gradient_routes, ties
 
 
 def check(model: nn.Module, *args: Tensor, stages: int = 2, **options) -> Partition:  # type: ignore[no-untyped-def]
@@ -52,6 +52,14 @@ def test_a_mask_is_made_where_it_is_used() -> None:
     for stage in made.stages[1:]:
         assert [i.name for i in stage.meta.inputs] == [f"h_{stage.meta.index * 2 - 2}"]
     assert "torch.arange" in made.stages[2].code
+
+
+def test_gradients_go_from_the_last_consumer_to_the_one_before_it() -> None:
+    """As autograd adds them; in another order the sums have other bits."""
+    used = Input("a", 0, TensorMeta((2,), (1,), "float32", True))
+    stages = [StageMeta(0, (), ()), *(StageMeta(index, (used,), ()) for index in (1, 2, 3))]
+    assert gradient_routes(stages) == {(0, "a"): (0, 1, 2, 3)}
+    assert {(link.source, link.target) for link in backward_links(stages)} == {(3, 2), (2, 1), (1, 0)}
 
 
 def test_only_inputs_that_are_used_travel() -> None:

@@ -16,7 +16,7 @@ from distributed.jobs import train, train_here
 from distributed.ranks import Ranks
 from models import CASES, Case, gpt
 from penstock.errors import ArgumentError
-from penstock.runtime.compiled import notes_of
+from penstock.runtime.features.compiled import notes_of
 from penstock.schedule import generate
 from small import batch, mlp
 

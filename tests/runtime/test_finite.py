@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import penstock
 from models import CASES, gpt
 from penstock.errors import ArgumentError, NonFiniteError
-from penstock.runtime import finite
+from penstock.runtime.features import finite
 from penstock.schedule import Action
 from small import batch, mlp
 
@@ -154,6 +154,15 @@ def test_the_loss_function_is_named() -> None:
     assert said == (
         "rank 1, action 1F0, microbatch 0: the loss is NaN: the loss function made it of an output that is finite"
     )
+
+
+@pytest.mark.parametrize(("value", "kind"), [(math.nan, finite.NAN), (-math.inf, finite.INF), (1.0, None)])
+def test_gradients_of_a_few_rows_are_looked_at_too(value: float, kind: str | None) -> None:
+    weight = nn.Parameter(torch.ones(5, 2))
+    (F.embedding(torch.tensor([3, 1, 3]), weight, sparse=True) * torch.tensor([1.0, value])).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.is_sparse
+    assert finite.kind_of(weight.grad) == kind
 
 
 def test_inputs_and_parameters_that_are_bad_already_are_named() -> None:

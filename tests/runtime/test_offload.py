@@ -13,8 +13,8 @@ from everything import WIDTH, everything, inputs_alive
 from models import ConvNet, squared_error
 from penstock import pipeline, verify
 from penstock.errors import ArgumentError
-from penstock.runtime import offload
-from penstock.runtime.offload import Away
+from penstock.runtime.features import offload
+from penstock.runtime.features.offload import Away, Offload
 from small import batch, mlp, training_runners
 
 SCHEDULES = [("gpipe", 4, 1), ("1f1b", 4, 1), ("interleaved-1f1b", 2, 2), ("zb-h1", 4, 1), ("zb-v", 2, 2)]
@@ -85,7 +85,9 @@ def test_a_choice_a_stage(choice: Any, stages: set[int], monkeypatch: pytest.Mon
         pipe.step(x, target=y)
         assert len(counted.gone) == counted.back
         assert bool(counted.gone) == bool(stages)
-        assert {r.meta.index for r in training_runners(pipe) if r._extras.offload is not None} == stages
+        assert {
+            r.meta.index for r in training_runners(pipe) if any(isinstance(each, Offload) for each in r.features)
+        } == stages
         counted.gone.clear()
         pipe.evaluate(x, target=y)
         assert not counted.gone

@@ -17,6 +17,7 @@ from distributed.ranks import Ranks
 from models import CASES
 from penstock import checkpoint
 from penstock.errors import ArgumentError
+from penstock.scaler import _next
 from penstock.schedule import generators
 from small import batch, mlp
 
@@ -154,6 +155,17 @@ def test_a_scaler_goes_into_checkpoints(tmp_path: Path) -> None:
     assert other.state_dict() == scaler.state_dict()
     assert other.state_dict().keys() == torch.amp.GradScaler("cpu").state_dict().keys()
     assert other.state_dict()["_growth_tracker"] == 1
+
+
+@pytest.mark.parametrize("found", ["0010000", "0100100000", "1100", "000000000"])
+def test_the_scale_follows_torchs_rule(found: str) -> None:
+    """After a step that is skipped it takes as many good ones as ever until the scale grows."""
+    scale, tracker = torch.tensor(2.0**10), torch.tensor(1, dtype=torch.int32)
+    state = {"scale": 2.0**10, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3, "_growth_tracker": 1}
+    for one in found:
+        torch._amp_update_scale_(scale, tracker, torch.tensor(float(one)), 2.0, 0.5, 3)
+        state = _next(state, found=one == "1")
+        assert (state["scale"], state["_growth_tracker"]) == (float(scale), int(tracker))
 
 
 def test_two_optimizers_skip_each_by_its_own_gradients() -> None:

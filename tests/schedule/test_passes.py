@@ -141,6 +141,13 @@ def test_split_weights_are_reduced_after_the_last_w() -> None:
     assert str(row) == "1F0 1I0 1W0 1F1 1I1 1W1 1REDUCE_GRAD0"
 
 
+def test_a_rank_without_backward_keeps_the_order_of_the_groups() -> None:
+    """Stage 0 is frozen, and its rank reduces group 1 no sooner than group 0, as the other rank does."""
+    schedule = reduce_ties(drop_backward(generate("gpipe", 2, 1, chunks=2), [0]), [[2, 3], [0, 1]])
+    assert reductions(schedule) == [["2REDUCE_GRAD0", "0REDUCE_GRAD1"], ["3REDUCE_GRAD0", "1REDUCE_GRAD1"]]
+    assert str(schedule.rows[0]) == "0F0 2F0 2B0 2REDUCE_GRAD0 0REDUCE_GRAD1"
+
+
 def test_a_rank_without_backward_takes_part_and_a_group_without_backward_does_not() -> None:
     schedule = drop_backward(generate("gpipe", 3, 1), [0, 1])
     assert [str(row) for row in reduce_ties(schedule, [[0, 1], [0, 2]]).rows] == [

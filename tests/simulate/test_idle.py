@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.costs import LinkCost, StageCost
-from penstock.errors import ScheduleError
+from penstock.errors import ArgumentError, ScheduleError
 from penstock.schedule import Action, Op, Schedule, add_communication, generate, reduce_ties
 from penstock.simulate import Cause, critical_path, idle, simulate
 from penstock.timeline import Span, Timeline
@@ -235,6 +235,14 @@ def test_the_critical_path_of_a_real_run() -> None:
     path = critical_path(schedule, timeline)
     assert [str(span.action) for span in path.spans] == ["0F0", "1F0", "1B0", "0B0"]
     assert path.link_seconds == pytest.approx(40e-9)
+
+
+def test_nobody_waits_for_ranks_that_take_turns() -> None:
+    schedule = generate("gpipe", 2, 2)
+    turns = replace(simulate(schedule, StageCost(1, 2, 0)), in_turns=True)
+    for look in (idle, critical_path):
+        with pytest.raises(ArgumentError, match="ranks that took turns in one process"):
+            look(schedule, turns)
 
 
 def test_nothing_has_no_critical_path() -> None:

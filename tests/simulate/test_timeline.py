@@ -59,6 +59,15 @@ def test_ranks_that_took_turns_have_no_bubble(measured: Timeline) -> None:
     assert Timeline.from_dict(json.loads(json.dumps(turns.to_dict()))) == turns
     assert turns.busy_seconds(0) == measured.busy_seconds(0), "the durations hold"
     assert not Timeline.from_nanoseconds([[]], in_turns=True).in_turns, "one rank has nobody to take turns with"
+    rows = [list(turns.spans(rank)) for rank in range(2)]
+    assert Timeline.merge(rows, in_turns=turns.in_turns) == turns
+    assert not Timeline.merge(rows[:1], in_turns=True).in_turns
+
+
+def test_the_span_begins_with_the_first_forward() -> None:
+    """Not with the message before it, for which a rank of a later stage waits."""
+    row = [(Action.parse("1RECV_F0"), 0, 0, 70), (Action.parse("1F0"), 70, 75, 90), (Action.parse("1B0"), 90, 90, 100)]
+    assert Timeline.from_nanoseconds([row]).span_seconds == pytest.approx(25e-9)
 
 
 def test_json_and_back_is_the_same(measured: Timeline) -> None:

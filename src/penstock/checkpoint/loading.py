@@ -66,8 +66,8 @@ def load(
         None if there is no checkpoint: then nothing was changed.
 
     Raises:
-        ArgumentError: on every rank, if the checkpoint is not of this model, or lacks something that is asked for on
-            one. Nothing was changed.
+        ArgumentError: on every rank, if the checkpoint is not of this model, is of another dtype, or lacks something
+            that is asked for on one. Nothing was changed.
         CheckpointError: on every rank, if it cannot be read on one. The model may have been changed in part.
     """
     finish(pipe)
@@ -117,6 +117,11 @@ def _check_model(path: Path, pipe: Pipeline, there: Mapping[str, Tensor]) -> Non
         if shape != tuple(tensor.shape):
             raise ArgumentError(
                 f"{path} is not of this model: {name} has shape {shape} there and {tuple(tensor.shape)} here"
+            )
+        if there[name].dtype != tensor.dtype:  # a cast would lose digits, and training would not go on as it would have
+            raise ArgumentError(
+                f"{path} has {name} in {there[name].dtype}, and here it is in {tensor.dtype}; make the model in the "
+                "dtype in which it was saved; `import_safetensors` takes its weights alone, and casts them"
             )
 
 

@@ -12,9 +12,10 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
-from penstock.errors import PenstockError, VerificationError
+from penstock import __version__
+from penstock.cli._as_typed import Commands, bad_value, in_options, options_of
+from penstock.errors import ArgumentError, PartitionError, PenstockError, VerificationError
 
 VERBS: dict[str, dict[str, Any]] = {
     "run": {"context_settings": {"allow_interspersed_args": False}},
@@ -31,7 +32,7 @@ VERBS: dict[str, dict[str, Any]] = {
 """Each verb, in the order of `--help`, and what `Typer.command` gets besides its function."""
 
 
-class _Verbs(TyperGroup):
+class _Verbs(Commands):
     """Imports a verb's module when its command is looked up, and ends on our own errors with one line."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -53,19 +54,39 @@ class _Verbs(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except typer.BadParameter as error:
+            text, status = bad_value(error), 2
+            if text is None:
+                raise
         except PenstockError as error:
             if ctx.params["debug"] or os.environ.get("PENSTOCK_DEBUG") == "1":
                 raise
-            sys.stdout.flush()
-            print(f"penstock: error: {error}", file=sys.stderr)
-            raise typer.Exit(1 if isinstance(error, VerificationError) else 2) from None
+            text, status = str(error), 1 if isinstance(error, VerificationError) else 2
+            if isinstance(error, ArgumentError | PartitionError) and (
+                verb := self.get_command(ctx, ctx.invoked_subcommand or "")
+            ):
+                text = in_options(text, set(options_of(verb)))
+        sys.stdout.flush()
+        print(f"penstock: error: {text}", file=sys.stderr)
+        raise typer.Exit(status)
 
 
 app = typer.Typer(cls=_Verbs, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"penstock {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _penstock(debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False) -> None:
+def _penstock(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version, and end.")
+    ] = False,
+) -> None:
     """Pipeline parallelism for PyTorch: any model, any schedule, the gradients of one device."""
 
 

@@ -95,13 +95,15 @@ def proportional(schedule: Schedule, timeline: Timeline, width: int, zoom: int, 
     return picture
 
 
-def legend(schedule: Schedule, palette: Palette) -> Text:
-    """What the letters and colours stand for."""
+def legend(schedule: Schedule, palette: Palette, *, fills: bool = False) -> Text:
+    """What the letters and colours stand for; `fills`: of a picture in proportion to time."""
     codes = {code for row in schedule.rows for code in row.op}
     text = Text()
     for op in (op for op in _COLOURS if op.code in codes):
         text.append(f" {op.value} ", style(palette, op, 0, 0)).append(f" {_NAMES[op]}  ")
     text.append(f"{_IDLE} idle")
+    if fills and palette is Palette.NONE:
+        text.append("; small letters: it goes on")
     if schedule.stages > schedule.ranks and palette is not Palette.NONE:
         text.append("; lighter: later chunks" if schedule.placement.pipelines == 1 else "; lighter: the copy")
     return text

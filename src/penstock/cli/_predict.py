@@ -17,7 +17,7 @@ from penstock.errors import ArgumentError
 from penstock.fabric.report.facts import rate_of
 from penstock.fabric.report.numbers import digits, seconds
 from penstock.fabric.steps import Collective
-from penstock.fabric.units import size_of, size_text
+from penstock.fabric.units import size_text, sizes_of
 from penstock.words import counted
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def predict(
     from penstock.fabric.samples import Run
 
     numbers = HOSTS if hosts is None else [_count(text) for text in hosts.split(",")]
-    asked = None if sizes is None else [size_of(text) for text in sizes.split(",")]
+    asked = None if sizes is None else sizes_of(sizes)
     run = Run.read(folder)
     found = results(run)
     kinds = [collective] if collective else dict.fromkeys(one["collective"] for one in found["transfers"])

@@ -15,6 +15,9 @@ MOST = 10_000_000
 MOST_TO_SEARCH = 1_000_000
 """Actions of a schedule that is searched for: they are tried in many orders."""
 
+MOST_STAGES = 10_000
+"""Of any schedule: where each rank's are is looked up among all of them, so that time grows with the square."""
+
 ANNOUNCED = 200_000
 """From so many actions on, seconds go by without an answer."""
 
@@ -29,7 +32,7 @@ def weigh(schedules: Iterable[tuple[Generator, Numbers]]) -> None:
     """Refuses what is too much to time, and announces what takes a while.
 
     Raises:
-        ArgumentError: it has more than `MOST` actions.
+        ArgumentError: it has more than `MOST` actions, or one more than `MOST_STAGES` stages.
     """
     asked = list(schedules)
     found = sum(actions(generator, numbers) for generator, numbers in asked)
@@ -39,6 +42,8 @@ def weigh(schedules: Iterable[tuple[Generator, Numbers]]) -> None:
             f"--ranks {given.ranks} --microbatches {given.microbatches}: that makes {found:,} actions, and at most "
             f"{MOST:,} are timed; give fewer ranks, microbatches, chunks or slices"
         )
+    for _, numbers in asked:
+        _refuse_stages(numbers.ranks, numbers.chunks)
     announce(found)
 
 
@@ -50,11 +55,20 @@ def weigh_search(ranks: int, microbatches: int, chunks: int, seconds: float) -> 
             f"--ranks {ranks} --microbatches {microbatches}: a schedule has {found:,} actions, and at most "
             f"{MOST_TO_SEARCH:,} are searched; give fewer ranks, microbatches or chunks"
         )
+    _refuse_stages(ranks, chunks)
     if found > ANNOUNCED // 10 or seconds > _PATIENT_SECONDS:
         _say(f"searching for about {seconds:g} s, besides the time that schedules with a name take")
 
 
 _PATIENT_SECONDS = 10.0
+
+
+def _refuse_stages(ranks: int, chunks: int) -> None:
+    if ranks * chunks > MOST_STAGES:
+        raise ArgumentError(
+            f"--ranks {ranks}: with {chunks} a rank that makes {ranks * chunks:,} stages, and at most {MOST_STAGES:,} "
+            "are timed; give fewer ranks or chunks"
+        )
 
 
 def announce(actions: int) -> None:

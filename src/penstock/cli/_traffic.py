@@ -15,7 +15,7 @@ from penstock.fabric.dtypes import BYTES, dtype_of, op_of
 from penstock.fabric.presets import preset, trials_of
 from penstock.fabric.samples import Run
 from penstock.fabric.steps import Collective
-from penstock.fabric.units import size_of
+from penstock.fabric.units import size_of, sizes_of
 from penstock.fabric.workload import Workload
 from penstock.words import counted
 
@@ -110,7 +110,7 @@ class TrafficOptions:
         op = op_of(self.op or "sum", dtype)
         collective, element_bytes = self.collective or "all_reduce", BYTES[dtype]
         if self.sizes is not None:
-            made = Workload.of_sizes([size_of(text) for text in self.sizes.split(",")], collective, element_bytes)
+            made = Workload.of_sizes(sizes_of(self.sizes), collective, element_bytes)
             return replace(made, dtype=dtype, op=op)
         if self.first is None or self.last is None:
             raise ArgumentError("a sweep needs both --from and --to, and --factor if it is not 2")

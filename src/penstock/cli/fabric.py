@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.cli._as_typed import Commands
 from penstock.cli._dry_run import show_traffic
 from penstock.cli._fabric_runs import Output, clean_up, compare_runs, prepare, report, show_run
 from penstock.cli._live import Follower, follower
@@ -30,7 +31,18 @@ if TYPE_CHECKING:
     from penstock.fabric.network.network import Network
     from penstock.fabric.workload import Workload
 
-app = typer.Typer(add_completion=False, invoke_without_command=True)
+
+class _Fabric(Commands):
+    """It emulates where no command is given, which is said to who looks for a command that does."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(ctx, args)
+        except ArgumentError as error:
+            raise ArgumentError(f"{error}; without a command it emulates: penstock fabric --preset mlp") from None
+
+
+app = typer.Typer(cls=_Fabric, add_completion=False, invoke_without_command=True)
 
 RUNS = Path("runs")
 
@@ -107,6 +119,15 @@ class RunOptions:
             backend=self.backend,
             link=None if topology is None else str(topology.link),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingOptions(RunOptions):
+    """As `RunOptions`; what a real training does not take is refused, and not listed."""
+
+    algorithm: Annotated[str | None, typer.Option(hidden=True)] = None
+    overlap: Annotated[bool, typer.Option("--overlap", hidden=True)] = False
+    iterations: Annotated[int, typer.Option(hidden=True)] = 1
 
 
 def _delays(network: Network, how: RunOptions) -> bool:
@@ -191,7 +212,7 @@ def fabric(
 @app.command("train")
 @spread
 def train(
-    how: RunOptions,
+    how: TrainingOptions,
     asked: NetworkOptions,
     counts: CountOptions,
     out: Folder = None,

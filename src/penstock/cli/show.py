@@ -74,7 +74,7 @@ def show(
         picture, note = slots(schedule, width, palette), ""
     console.print(Text(title(schedule), "bold"), end="\n\n")
     console.print(picture, soft_wrap=True, end="\n\n")
-    console.print(legend(schedule, palette))
+    console.print(legend(schedule, palette, fills=has_costs))
     if note:
         console.print(note, style="dim")
 

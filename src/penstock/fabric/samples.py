@@ -78,8 +78,16 @@ class Run:
         try:
             record = json.loads((folder / RUN).read_text())
             table, steps = (_table(folder / SAMPLES, HEAD), _table(folder / STEPS, STEPS_HEAD))
+        except FileNotFoundError:
+            reason = f"it has no {RUN}" if folder.is_dir() else "there is no such folder"
+            raise ArgumentError(
+                f"{folder} holds no run of penstock fabric: {reason}. Give a folder that a run was written to, such as "
+                "runs/fabric-1"
+            ) from None
         except (OSError, ValueError, OverflowError) as error:
             raise ArgumentError(f"{folder} holds no run of penstock fabric: {error}") from None
+        if not _is_record(record):
+            raise ArgumentError(f"{folder} holds no run of penstock fabric: its {RUN} is of something else")
         transfers, hosts = record["workload"]["transfers"], record["hosts"]
         taking = np.array([[not t["ranks"] or rank in t["ranks"] for rank in range(hosts)] for t in transfers])
         whole = len(table) // int(taking.sum()) if taking.any() else 0
@@ -127,6 +135,10 @@ def _fault(table: NDArray[np.int64], taking: NDArray[np.bool_]) -> str | None:
     if len(short):
         return f"trial {short[0]} has {counts[short[0]]} of {taking.sum()} rows, and later ones are there"
     return None
+
+
+def _is_record(found: Any) -> bool:
+    return isinstance(found, dict) and "hosts" in found and "transfers" in (found.get("workload") or ())
 
 
 def _table(path: Path, head: tuple[str, ...]) -> NDArray[np.int64]:

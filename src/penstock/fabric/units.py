@@ -29,6 +29,18 @@ def size_of(text: str) -> int:
     return int(size)
 
 
+def sizes_of(text: str) -> list[int]:
+    """Of "64KiB,1MiB". Raises as `size_of`, and says which of several is wrong."""
+    texts, found = text.split(","), []
+    for place, one in enumerate(texts, 1):
+        try:
+            found.append(size_of(one))
+        except ArgumentError as error:
+            which = f"size {place} of {len(texts)} in {text!r}: " if len(texts) > 1 else ""
+            raise ArgumentError(f"{which}{error}") from None
+    return found
+
+
 def size_text(size: int) -> str:
     """A size as short as it can be said exactly: 2600, 64KiB, 8MiB."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):

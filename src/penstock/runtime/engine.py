@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from penstock.errors import PartitionError
 from penstock.partition import Partition, Stage, check_alike
-from penstock.runtime.assembly import Choices
 from penstock.runtime.board import Patience
 from penstock.runtime.clock import clock_of
 from penstock.runtime.control import Control
 from penstock.runtime.distributed import DistributedTransport, Groups
 from penstock.runtime.failure import OUTSIDE, Position
+from penstock.runtime.features.context import Binding
 from penstock.runtime.local import LocalHub, LocalTransport
-from penstock.runtime.loss import Loss, LossHead
+from penstock.runtime.loss import LossHead
 from penstock.runtime.program import Entry, Feed, Moment, Program, run, run_timed
 from penstock.runtime.ranges import is_profiling, ranged
 from penstock.runtime.replicas import Average, Replicas
@@ -122,19 +122,9 @@ class Engine:
         for reducer in reducers:
             reducer.end_equal()
 
-    def bind(
-        self,
-        partitions: Sequence[Partition],
-        schedule: Schedule,
-        loss: Loss | None,
-        choices: Choices,
-        *,
-        training: bool,
-    ) -> Job:
-        """Binds a schedule, communication included, to the partitions of its microbatches.
-
-        Every rank binds the same jobs in the same order.
-        """
+    def bind(self, binding: Binding) -> Job:
+        """Binds a schedule to the partitions of its microbatches. Every rank binds the same jobs in the same order."""
+        partitions, schedule, training = binding.partitions, binding.schedule, binding.training
         first = partitions[0]
         with self.agreed_at_first():
             for other in partitions[1:]:
@@ -144,13 +134,13 @@ class Engine:
                 self.streams.seeds_foreign |= partition.is_foreign
             pipelines = schedule.placement.pipelines
             rank_of = schedule.placement.rank_of
-            shared = self._shares_losses(schedule.placement) and not choices.sharded
-            head = LossHead(loss, partitions, self.streams, needed=training, pipelines=pipelines, shared=shared)
+            shared = self._shares_losses(schedule.placement) and not binding.sharded
+            head = LossHead(binding.loss, partitions, self.streams, needed=training, pipelines=pipelines, shared=shared)
             here = [stage for stage in first.stages if rank_of[stage.meta.index] in self.ranks]
             tied = tied_among(first.stages, here, pipelines) if training else ()
             refuse_hooks(tied)
             averages = self._averages(here) if training else {}
-            programs = self._programs(partitions, schedule, head, averages, choices, training=training)
+            programs = self._programs(binding, head, averages)
         number, self._jobs = self._jobs, self._jobs + 1
         self._agree(schedule, first)
         self._connect(schedule)
@@ -171,24 +161,14 @@ class Engine:
         """`Control.agreed` until there is a job: replicas bind the first one together, later ones each by itself."""
         return nullcontext() if self._jobs else self.control.agreed()
 
-    def _programs(
-        self,
-        partitions: Sequence[Partition],
-        schedule: Schedule,
-        head: LossHead,
-        averages: Mapping[int, Average],
-        choices: Choices,
-        *,
-        training: bool,
-    ) -> dict[int, Program]:
+    def _programs(self, binding: Binding, head: LossHead, averages: Mapping[int, Average]) -> dict[int, Program]:
         """The program of each of this process's ranks."""
+        partitions = binding.partitions
         draws = any(partition.drawing_modules for partition in partitions) or draws_in_glue(partitions[0])
         return {
             rank: Program(
                 self._jobs,
-                partitions,
-                schedule.placement,
-                schedule.rows[rank],
+                binding,
                 self.transports[rank],
                 head,
                 self._reducers[rank],
@@ -196,8 +176,6 @@ class Engine:
                 self.devices[rank],
                 self.world.names,
                 averages,
-                choices,
-                training=training,
             )
             for rank in self.ranks
         }
@@ -268,34 +246,44 @@ class Engine:
             PipelineFailure: another rank failed.
             Exception: whatever the model or the loss raised, with a note that names rank and action.
         """
+        devices = tuple({self.devices[rank] for rank in self.ranks})
+        with self._dropping():
+            self._begin(job, feed)
+            entries = ranged(job.entries) if is_profiling() else job.entries
+            with torch.set_grad_enabled(job.training), self.streams.drawing(step, devices), _same_autocast_after():
+                if timed:
+                    moments = run_timed(entries, self.control.watchdog, self._clocks)
+                else:
+                    moments = run(entries, self.control.watchdog)
+            self._end(job)
+        return moments
+
+    @contextmanager
+    def _dropping(self) -> Iterator[None]:
+        """Around a step: if it raises, nothing of it is left under way."""
         try:
-            return self._run(job, feed, step, timed=timed)
+            yield
         except BaseException:
             for transport in self.transports.values():
                 transport.drop_step()
             raise
 
-    def _run(self, job: Job, feed: Feed, step: int, *, timed: bool) -> dict[int, list[Moment]]:
-        moments: dict[int, list[Moment]] = {}
+    def _begin(self, job: Job, feed: Feed) -> None:
+        """What comes before a step's first action."""
         refuse_hooks(job.tied)
         self.control.watchdog.step += 1
         self.control.watchdog.check()
         for program in job.programs:
             program.start(feed, reduces=self.replicas is None or self.replicas.active)
         job.head.start(feed.targets, feed.weights, feed.keep_outputs, feed.loss_scale)
-        devices = tuple({self.devices[rank] for rank in self.ranks})
-        reducers = [r for rank in self.ranks for r in self._reducers[rank].values()] if job.training else []
         if job.averages and self.replicas is not None:
             self.replicas.begin_step(job.averages)
-        for reducer in reducers:
+        for reducer in self._reducers_of(job):
             reducer.begin_step()
-        entries = ranged(job.entries) if is_profiling() else job.entries
-        with torch.set_grad_enabled(job.training), self.streams.drawing(step, devices), _same_autocast_after():
-            if timed:
-                moments = run_timed(entries, self.control.watchdog, self._clocks)
-            else:
-                run(entries, self.control.watchdog)
-        for reducer in reducers:
+
+    def _end(self, job: Job) -> None:
+        """What comes after a step's last action: sums are waited for, and what was sent arrives."""
+        for reducer in self._reducers_of(job):
             self.control.watchdog.position = reducer.position
             reducer.end_step()
         if job.averages and self.replicas is not None:
@@ -304,7 +292,10 @@ class Engine:
         for transport in self.transports.values():
             transport.end_step()
         self.control.watchdog.position = OUTSIDE
-        return moments
+
+    def _reducers_of(self, job: Job) -> list[TieReducer]:
+        """What sums tied gradients in a step of this job."""
+        return [r for rank in self.ranks for r in self._reducers[rank].values()] if job.training else []
 
     def announce(self, numbers: Sequence[int], source_rank: int) -> list[int]:
         """One rank's numbers, on every rank of the pipeline; each gives as many. That rank does not wait for the

@@ -1,33 +1,32 @@
 """A schedule bound to the stages of one partition: for each action of a rank, what to wait for and what to run.
 
 `Program` knows no schedule by name; `run` is the one executor. Where one process drives all ranks, it gets the entries
-of all of them, in an order that respects dependencies; else those of its own rank's row.
+of all of them, in an order that respects dependencies; otherwise those of its own rank's row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.errors import ScheduleError
-from penstock.partition import Partition
-from penstock.runtime.assembly import Around, Choices, assemble
+from penstock.runtime.assembly import assemble
 from penstock.runtime.clock import Clock
 from penstock.runtime.failure import OUTSIDE, Position, Watched
-from penstock.runtime.finite import FiniteStage
+from penstock.runtime.features.context import Binding, StageContext
+from penstock.runtime.features.feature import Start
 from penstock.runtime.loss import LossHead
 from penstock.runtime.replicas import Average
 from penstock.runtime.routes import Route, RouteBuilder, route_of
-from penstock.runtime.stage import StageRunner
+from penstock.runtime.stage import StageRunner, number
 from penstock.runtime.streams import Streams
 from penstock.runtime.ties import TieReducer
 from penstock.runtime.transport import Transport
-from penstock.schedule import Action, Op, Placement
+from penstock.schedule import Action, Op
 from penstock.stages import MODEL_INPUT, StageMeta
 
 Moment = tuple[Action, int, int, int]
@@ -36,27 +35,27 @@ Moment = tuple[Action, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One action of one rank: `run(microbatch, wait(microbatch))`, where `wait` alone may block."""
+    """One action of one rank: `run(action, wait(microbatch))`, where `wait` alone may block."""
 
     rank: int
     action: Action
-    microbatch: int
     wait: Callable[[int], Any] | None
-    run: Callable[[int, Any], None]
+    run: Callable[[Action, Any], None]
     waiting: Position
     running: Position
 
 
-def run(entries: Sequence[Entry], watched: Watched) -> None:
-    """Runs actions in order."""
+def run(entries: Sequence[Entry], watched: Watched) -> dict[int, list[Moment]]:
+    """Runs actions in order. Returns nothing about them; see `run_timed`."""
     for entry in entries:
         ready = None
         if entry.wait is not None:
             watched.position = entry.waiting
-            ready = entry.wait(entry.microbatch)
+            ready = entry.wait(number(entry.action))
         watched.position = entry.running
-        entry.run(entry.microbatch, ready)
+        entry.run(entry.action, ready)
     watched.position = OUTSIDE
+    return {}
 
 
 def run_timed(entries: Sequence[Entry], watched: Watched, clocks: Mapping[int, Clock]) -> dict[int, list[Moment]]:
@@ -73,10 +72,10 @@ def run_timed(entries: Sequence[Entry], watched: Watched, clocks: Mapping[int, C
         began = clock.mark()
         if entry.wait is not None:
             watched.position = entry.waiting
-            ready = entry.wait(entry.microbatch)
+            ready = entry.wait(number(entry.action))
         was_ready = clock.mark()
         watched.position = entry.running
-        entry.run(entry.microbatch, ready)
+        entry.run(entry.action, ready)
         marks[entry.rank].append((entry.action, began, was_ready, clock.mark()))
     watched.position = OUTSIDE
     for clock in clocks.values():
@@ -97,7 +96,7 @@ class Feed:
         targets: for each microbatch; None in an evaluation without one.
         weights: of each microbatch's loss.
         keep_outputs: keep the model's output of each microbatch.
-        loss_scale: what gradients are multiplied with.
+        loss_scale: what gradients are multiplied by.
     """
 
     inputs: Sequence[Mapping[int, Tensor]] = ()
@@ -112,21 +111,16 @@ class Program:
 
     Args:
         number: tells programs of one pipeline apart; the same on every rank.
-        partitions: of each microbatch; they differ in shapes only.
-        row: the rank's actions, communication included.
         head: what follows the last stage; used on its rank only.
         reducers: by tie group.
         names: of the ranks, by which messages call them.
         averages: over replicas, by stage.
-        choices: how stages run.
     """
 
     def __init__(
         self,
         number: int,
-        partitions: Sequence[Partition],
-        placement: Placement,
-        row: Sequence[Action],
+        binding: Binding,
         transport: Transport,
         head: LossHead,
         reducers: Mapping[int, TieReducer],
@@ -134,94 +128,63 @@ class Program:
         device: torch.device,
         names: Sequence[int],
         averages: Mapping[int, Average],
-        choices: Choices,
-        *,
-        training: bool,
     ) -> None:
+        partitions, placement, rank = binding.partitions, binding.schedule.placement, transport.rank
+        row = binding.schedule.rows[rank]
         metas = [stage.meta for stage in partitions[0].stages]
-        rank = transport.rank
-        builder = RouteBuilder(number, metas, placement, transport, training=training)
+        builder = RouteBuilder(number, metas, placement, transport, training=binding.training)
         self.head = head if any(map(placement.is_last, placement.stages_on(rank))) else None
         self.runners: dict[int, StageRunner] = {}
-        self._arounds: dict[int, Sequence[Around]] = {}
-        self._finite: list[FiniteStage] = []
         for index in placement.stages_on(rank):
+            stages = [partition.stages[index] for partition in partitions]
             own_head = head if placement.is_last(index) else None
-            parts = assemble(
-                names[rank],
-                partitions,
-                index,
-                row,
-                device,
-                choices,
-                own_head,
-                training=training,
-                copies=placement.pipelines > 1,
-            )
-            self._arounds[index] = parts.arounds
-            self._finite += [] if parts.finite is None else [parts.finite]
-            self.runners[index] = StageRunner(
-                metas[index],
-                parts.functions,
-                builder.roots(index),
-                builder.routes(index),
-                own_head,
-                streams,
-                partitions[0].draw_offsets[index],
-                device,
-                training,
-                parts.split,
-                parts.extras,
-            )
+            context = StageContext(binding, names[rank], index, stages, row, device, own_head, streams)
+            self.runners[index] = assemble(context, builder)
         self._reducers = reducers
         self._averages = averages
-        self._sharded = choices.sharded
+        self._sharded = binding.sharded
         self._names = names
         self._placement = placement
-        self.entries = [_within(self._arounds.get(a.stage, ()), self._entry(rank, a)) for a in row]
+        self.entries = [self._entry(rank, action) for action in row]
 
     def start(self, feed: Feed, *, reduces: bool) -> None:
         """Gives a step's inputs to the first stage, if it is here. `reduces`: gradients of sharded stages are."""
+        start = Start(reduces, feed.loss_scale)
         for index, runner in self.runners.items():
-            runner.reduces = reduces
-            runner.begin_step(feed.inputs if self._placement.is_first(index) else ())
-        for finite in self._finite:
-            finite.looks_at_gradients = feed.loss_scale == 1.0
+            runner.begin_step(feed.inputs if self._placement.is_first(index) else (), start)
 
     def _entry(self, rank: int, action: Action) -> Entry:
         text = str(action)
         running = Position(text)
         if action.op is Op.REDUCE_GRAD:
             start = self._reduction(action)
-            return Entry(rank, action, 0, None, lambda _, __: start(), running, running)
+            return Entry(rank, action, None, lambda _, __: start(), running, running)
         if action.op in (Op.UNSHARD, Op.RESHARD):
             sharded = self._sharded[action.stage]
             turn = sharded.unshard if action.op is Op.UNSHARD else sharded.reshard
             gathering = Position(text)
-            return Entry(rank, action, 0, None, lambda _, __: turn(), gathering, gathering)
+            return Entry(rank, action, None, lambda _, __: turn(), gathering, gathering)
         runner = self.runners[action.stage]
-        assert action.microbatch is not None
-        routes = runner.routes
+        routes, microbatch = runner.routes, number(action)
         match action.op:
             case Op.F:
                 waiting = self._waiting("RECV_F", action, routes.values_in)
-                return Entry(rank, action, action.microbatch, runner.gather, runner.forward, waiting, running)
+                return Entry(rank, action, runner.gather, runner.forward, waiting, running)
             case Op.B | Op.I:
                 waiting = self._waiting("RECV_B", action, routes.grads_in)
-                return Entry(rank, action, action.microbatch, runner.collect, runner.backward, waiting, running)
+                return Entry(rank, action, runner.collect, runner.backward, waiting, running)
             case Op.W:
-                weights = runner.weight_backward
-                return Entry(rank, action, action.microbatch, None, lambda k, _: weights(k), running, running)
+                return Entry(rank, action, None, runner.weight_backward, running, running)
             case Op.SEND_F | Op.SEND_B:
                 forward = action.op is Op.SEND_F
                 route = route_of(action, routes.values_out if forward else routes.grads_out)
                 send = runner.send_values if forward else runner.send_grads
                 blocked = Position(text, (self._names[self._placement.rank_of[route.stage]],))
-                return Entry(rank, action, action.microbatch, None, lambda k, _: send(k, route), blocked, blocked)
+                return Entry(rank, action, None, lambda _, __: send(microbatch, route), blocked, blocked)
             case Op.RECV_F | Op.RECV_B:
                 route = route_of(action, routes.values_in if action.op is Op.RECV_F else routes.grads_in)
                 post = route.channel.post
-                return Entry(rank, action, action.microbatch, None, lambda k, _: post(k), running, running)
+                return Entry(rank, action, None, lambda _, __: post(microbatch), running, running)
             case _:
                 raise ScheduleError(f"action {text} of rank {rank}: {action.op.value} cannot be run; leave it out")
 
@@ -234,20 +197,6 @@ class Program:
     def _waiting(self, what: str, action: Action, routes: Sequence[Route]) -> Position:
         peers = sorted({self._names[self._placement.rank_of[route.stage]] for route in routes if route.remote})
         return Position(f"{action.stage}{what}{action.microbatch}", tuple(peers))
-
-
-def _within(arounds: Sequence[Around], entry: Entry) -> Entry:
-    """The entry of a computation, with everything that is to be around it."""
-    if not arounds or not entry.action.op.is_compute:
-        return entry
-
-    def run(microbatch: int, ready: Any) -> None:
-        with ExitStack() as stack:
-            for around in arounds:
-                stack.enter_context(around(entry.action))
-            entry.run(microbatch, ready)
-
-    return replace(entry, run=run)
 
 
 def model_inputs(meta: StageMeta) -> list[int]:

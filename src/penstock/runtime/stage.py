@@ -7,10 +7,10 @@ Values and gradients are dropped as soon as they are handed on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,77 +18,20 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.errors import PartitionError
 from penstock.runtime import exact
-from penstock.runtime.backward_counts import BackwardCounts
-from penstock.runtime.backward_draws import BackwardDraws
-from penstock.runtime.backward_updates import BackwardUpdates
-from penstock.runtime.deferred_norm import DeferredNorms
 from penstock.runtime.distribution import is_distributed
-from penstock.runtime.forward_state import ForwardState
-from penstock.runtime.loss import LossHead, no_gradient
-from penstock.runtime.offload import Offload
-from penstock.runtime.recompute import Keeper, Rerun
-from penstock.runtime.repeated_updates import RepeatedUpdates
-from penstock.runtime.routes import Root, Route, Routes
+from penstock.runtime.features.context import StageContext
+from penstock.runtime.features.feature import Features, Forward, Rerun, Start
+from penstock.runtime.loss import no_gradient
+from penstock.runtime.routes import Route, RouteBuilder
 from penstock.runtime.split_backward import SplitBackward
-from penstock.runtime.streams import Streams
-from penstock.stages import StageMeta, needs_backward
-
-if TYPE_CHECKING:
-    from penstock.runtime.frame import Sharded  # which imports torch's FSDP
+from penstock.schedule import Action
+from penstock.stages import needs_backward
 
 
 @dataclass(slots=True)
 class _Saved:
     roots: list[GradientEdge | None]
     slots: dict[int, list[Tensor]]
-
-
-@dataclass(frozen=True, slots=True)
-class Extras:
-    """What a stage does beside its forward and backward, where it was asked for.
-
-    Attributes:
-        keeper: keeps what the forwards of the microbatches `again` need to be run again in backward.
-        offload: keeps what other forwards save for backward on the host.
-        norms: takes the statistics of batch norms.
-        sharded: what `fully_shard` was applied to; its gradients are reduced in the backward of microbatch `last`.
-        forward_state: keeps what modules leave in their attributes for their own backward.
-        repeated: orders the updates of modules that run themselves again in backward.
-        updates: refuses other updates of buffers in backward.
-        counts: refuses what a backward adds up elsewhere, where the stage has copies.
-    """
-
-    keeper: Keeper | None = None
-    again: Collection[int] = frozenset()
-    offload: Offload | None = None
-    norms: DeferredNorms | None = None
-    sharded: Sharded | None = None
-    last: int | None = None
-    forward_state: ForwardState | None = None
-    repeated: RepeatedUpdates | None = None
-    updates: BackwardUpdates | None = None
-    counts: BackwardCounts | None = None
-
-    @contextmanager
-    def forward(self, microbatch: int) -> Iterator[None]:
-        """Around a forward, when it is run first."""
-        with (
-            nullcontext() if self.updates is None else self.updates.forward(microbatch),
-            nullcontext() if self.counts is None else self.counts.forward(),
-            nullcontext() if self.forward_state is None else self.forward_state.forward(microbatch),
-            nullcontext() if self.repeated is None else self.repeated.forward(microbatch),
-        ):
-            yield
-
-    @contextmanager
-    def in_backward(self, microbatch: int) -> Iterator[None]:
-        """Around autograd's backward of a microbatch."""
-        with (
-            nullcontext() if self.repeated is None else self.repeated.backward(microbatch),
-            nullcontext() if self.updates is None else self.updates.refused(microbatch),
-            nullcontext() if self.counts is None else self.counts.refused(),
-        ):
-            yield
 
 
 @dataclass(slots=True)
@@ -109,46 +52,36 @@ class StageRunner:
     """Runs one stage of one program.
 
     Args:
+        stage: which one, and what surrounds it.
         functions: the stage's forward for each microbatch (the same function, unless sizes differ).
-        roots: where gradients come in.
-        head: what follows the last stage; None on others.
-        streams: random streams, if anything on this stage draws.
-        draw_offsets: how often each module that draws was called on earlier stages.
+        routes: where values and gradients come in and go to.
         split: runs the backward of some microbatches in two parts; None where all are whole.
-        extras: for a training program.
+        features: what is done beside.
     """
 
     def __init__(
         self,
-        meta: StageMeta,
-        functions: Sequence[Callable[..., Sequence[Tensor]]],
-        roots: Sequence[Root],
-        routes: Routes,
-        head: LossHead | None,
-        streams: Streams | None,
-        draw_offsets: Mapping[str, int],
-        device: torch.device,
-        training: bool,
-        split: SplitBackward | None = None,
-        extras: Extras = Extras(),
+        stage: StageContext,
+        functions: Sequence[Forward],
+        routes: RouteBuilder,
+        split: SplitBackward | None,
+        features: Features,
     ) -> None:
-        self.meta = meta
-        self.routes = routes
+        self.meta = meta = stage.stage.meta
+        self.routes = routes.routes(stage.index)
+        self.features = features
+        self.split = split
         self._functions = functions
-        self._head = head
-        self._streams = streams
-        self._draw_offsets = draw_offsets
-        self._training = training
-        self._draws = BackwardDraws(meta.index, device, streams)
-        self._anchor = torch.empty(0, device=device, requires_grad=True)
-        self._tracked = [p for p, i in enumerate(meta.inputs) if training and i.meta.requires_grad]
-        self._untracked_outputs = [p for p, o in enumerate(meta.outputs) if training and not o.meta.requires_grad]
+        self._head = stage.head
+        self._streams = stage.streams
+        self._draw_offsets = stage.partition.draw_offsets[stage.index]
+        self._training = stage.training
+        self._anchor = torch.empty(0, device=stage.device, requires_grad=True)
+        self._tracked = [p for p, i in enumerate(meta.inputs) if self._training and i.meta.requires_grad]
+        self._untracked_outputs = [p for p, o in enumerate(meta.outputs) if self._training and not o.meta.requires_grad]
+        roots = routes.roots(stage.index)
         self._root_outputs = [root.position for root in roots if root.is_output]
         self._root_inputs = [root.position for root in roots if not root.is_output]
-        self.split = split
-        self._extras = extras
-        self.reduces = True
-        """Whether the gradients of a sharded stage are reduced in this step."""
         self._saved: dict[int, _Saved] = {}
         self._kept: dict[int, Rerun] = {}
         self._values = _Outbox()
@@ -156,7 +89,7 @@ class StageRunner:
         self.batch: list[Mapping[int, Tensor]] = []
         """For each microbatch, the model's inputs by their position among the stage's inputs."""
 
-    def begin_step(self, batch: Sequence[Mapping[int, Tensor]]) -> None:
+    def begin_step(self, batch: Sequence[Mapping[int, Tensor]], start: Start) -> None:
         """Takes a step's inputs, and drops what a step that raised may have left."""
         self.batch = list(batch)
         self._saved.clear()
@@ -165,9 +98,7 @@ class StageRunner:
         self._grads.mail.clear()
         if self.split is not None:
             self.split.begin_step()
-        for extra in (self._extras.offload, self._extras.forward_state, self._extras.repeated):
-            if extra is not None:
-                extra.begin_step()
+        self.features.begin_step(start)
 
     def gather(self, microbatch: int) -> list[Any]:
         """Waits for everything that the forward of a microbatch needs."""
@@ -181,26 +112,18 @@ class StageRunner:
                 args[position] = value
         return args
 
-    def forward(self, microbatch: int, args: list[Any]) -> None:
+    def forward(self, action: Action, args: list[Any]) -> None:
         """Runs the stage; keeps what backward starts from; hands the outputs on."""
-        extras = self._extras
-        if extras.norms is not None:
-            extras.norms.begin(microbatch)
-        if extras.keeper is not None and microbatch in extras.again:
-            self._kept[microbatch] = extras.keeper.keep(microbatch, args)
-            versions = extras.keeper.stray_versions()
-            with extras.forward(microbatch):
-                outputs = self._run(microbatch, args, runs_again=True)[1]
-            extras.keeper.check(versions)
-        else:
-            with (
-                extras.forward(microbatch),
-                nullcontext() if extras.offload is None else extras.offload.packing(microbatch),
-            ):
-                saved, outputs = self._run(microbatch, args)
-            if self._training:
+        microbatch = number(action)
+        with self.features.around(action):
+            rerun = self.features.keep(microbatch, args)
+            with self.features.forward(microbatch, runs_again=rerun is not None):
+                saved, outputs = self._run(microbatch, args, runs_again=rerun is not None)
+            if rerun is not None:
+                self._kept[microbatch] = rerun
+            elif self._training:
                 self._saved[microbatch] = saved
-        self._values.dispatch(self.routes.values_out, microbatch, [exact.settled(output) for output in outputs])
+            self._values.dispatch(self.routes.values_out, microbatch, [exact.settled(output) for output in outputs])
 
     def _run(self, microbatch: int, args: list[Any], *, runs_again: bool = False) -> tuple[_Saved, Sequence[Tensor]]:
         """The forward, and the loss: what backward starts from, and the outputs with their graph. Empties `args`.
@@ -215,15 +138,12 @@ class StageRunner:
             args[position], slots[position] = exact.receive(self._anchor, args[position])
         passed_on = [get_gradient_edge(args[position]) for position in self._root_inputs]
         split = self._split_of(microbatch)
-        if self._extras.sharded is not None:
-            # A weight that autocast has cast for another microbatch would get its gradient after the reduction of all:
-            # in backward, what was made first comes last.
-            torch.clear_autocast_cache()
-        if split is None:
-            outputs = self._functions[microbatch](*args)
-        else:
-            with split.forward(microbatch, runs_again=runs_again):
+        with self.features.run(microbatch):
+            if split is None:
                 outputs = self._functions[microbatch](*args)
+            else:
+                with split.forward(microbatch, runs_again=runs_again):
+                    outputs = self._functions[microbatch](*args)
         args.clear()
         self._check_whole(outputs)
         if self._training:
@@ -239,13 +159,10 @@ class StageRunner:
             split.learn(roots)
         return _Saved([*roots, *passed_on], slots), outputs
 
-    def _again(self, microbatch: int) -> _Saved:
+    def _again(self, microbatch: int, rerun: Rerun) -> _Saved:
         """Runs a forward again, on what it ran on, for its graph."""
-        keeper, kept = self._extras.keeper, self._kept.pop(microbatch)
-        assert keeper is not None
-        state = self._extras.forward_state
-        with kept.buffers.in_place(), nullcontext() if state is None else state.again(microbatch):
-            return self._run(microbatch, keeper.args_of(kept))[0]
+        with rerun.as_before(), self.features.again(microbatch):
+            return self._run(microbatch, rerun.args())[0]
 
     def collect(self, microbatch: int) -> list[Tensor | None]:
         """Waits for everything that the backward of a microbatch needs: a gradient, or None, for each root."""
@@ -257,41 +174,32 @@ class StageRunner:
                 grads[position] = grad
         return grads
 
-    def backward(self, microbatch: int, grads: list[Tensor | None]) -> None:
+    def backward(self, action: Action, grads: list[Tensor | None]) -> None:
         """Runs B or I; hands the gradients of the inputs on."""
-        state = self._extras.forward_state
-        with nullcontext() if state is None else state.backward(microbatch):
-            self._backward(microbatch, grads)
+        microbatch = number(action)
+        with self.features.around(action), self.features.backward(microbatch):
+            rerun = self._kept.pop(microbatch, None)
+            saved = self._saved.pop(microbatch) if rerun is None else self._again(microbatch, rerun)
+            if rerun is not None and self._head is not None:
+                grads = [self._head.seed(microbatch)]
+            if self._streams is not None:
+                self._streams.begin(microbatch, self._draw_offsets, again=True)
+            present = [(r, g) for r, g in zip(saved.roots, grads, strict=True) if r is not None and g is not None]
+            grads.clear()
+            split = self._split_of(microbatch)
+            if present:
+                with nullcontext() if split is None else split.input_gradients(microbatch):
+                    with self.features.autograd(microbatch):
+                        exact.backward([root for root, _ in present], [grad for _, grad in present])
+            slots = saved.slots
+            given = [exact.settled(slots[p][0]) if slots.get(p) else None for p in range(len(self.meta.inputs))]
+            self._grads.dispatch(self.routes.grads_out, microbatch, given)
 
-    def _backward(self, microbatch: int, grads: list[Tensor | None]) -> None:
-        if self._extras.norms is not None:
-            self._extras.norms.pause()
-        if self._extras.offload is not None:
-            self._extras.offload.bring(microbatch)
-        again = microbatch in self._kept
-        saved = self._again(microbatch) if again else self._saved.pop(microbatch)
-        if again and self._head is not None:
-            grads = [self._head.seed(microbatch)]
-        if self._streams is not None:
-            self._streams.begin(microbatch, self._draw_offsets, again=True)
-        present = [(r, g) for r, g in zip(saved.roots, grads, strict=True) if r is not None and g is not None]
-        grads.clear()
-        split = self._split_of(microbatch)
-        if present and split is None:
-            with self._reducing(microbatch), self._extras.in_backward(microbatch), self._draws.refused():
-                exact.backward([root for root, _ in present], [grad for _, grad in present])
-        elif present and split is not None:
-            with split.input_gradients(microbatch), self._extras.in_backward(microbatch), self._draws.refused():
-                exact.backward([root for root, _ in present], [grad for _, grad in present])
-        slots = saved.slots
-        given = [exact.settled(slots[p][0]) if slots.get(p) else None for p in range(len(self.meta.inputs))]
-        self._grads.dispatch(self.routes.grads_out, microbatch, given)
-
-    def weight_backward(self, microbatch: int) -> None:
+    def weight_backward(self, action: Action, _: None = None) -> None:
         """Runs W: what I left of a microbatch's backward."""
         assert self.split is not None
-        updates = self._extras.updates
-        with nullcontext() if updates is None else updates.refused_at_w(microbatch), self._draws.refused():
+        microbatch = number(action)
+        with self.features.around(action), self.features.weights(microbatch):
             self.split.weight_gradients(microbatch)
 
     def send_values(self, microbatch: int, route: Route) -> None:
@@ -301,11 +209,6 @@ class StageRunner:
     def send_grads(self, microbatch: int, route: Route) -> None:
         """Sends the gradients of a microbatch's inputs to a stage on another rank."""
         route.channel.send(microbatch, self._grads.mail.pop((route.stage, microbatch)))
-
-    def _reducing(self, microbatch: int) -> AbstractContextManager[None]:
-        """Around the backward in which a sharded stage reduces its gradients."""
-        sharded = self._extras.sharded if self.reduces and microbatch == self._extras.last else None
-        return nullcontext() if sharded is None else sharded.reducing()
 
     def _split_of(self, microbatch: int) -> SplitBackward | None:
         return self.split if self.split is not None and microbatch in self.split.microbatches else None
@@ -335,6 +238,12 @@ class StageRunner:
                     "block before it leaves its parameters out by chance, take all such blocks apart with opens=[...]; "
                     "if for some inputs, move the cut behind one that never does (cuts=[...])"
                 )
+
+
+def number(action: Action) -> int:
+    """The microbatch of a computation."""
+    assert action.microbatch is not None
+    return action.microbatch
 
 
 def _edge(output: Tensor) -> GradientEdge | None:

@@ -11,6 +11,7 @@ from enum import Enum
 
 import numpy as np
 
+from penstock.errors import ArgumentError
 from penstock.schedule import Op, Schedule
 from penstock.simulate.columns import Columns, Floats, Ints
 from penstock.timeline import Span, Timeline
@@ -40,6 +41,7 @@ def idle(schedule: Schedule, timeline: Timeline) -> list[dict[Cause, float]]:
 
     Raises:
         ScheduleError: the schedule cannot be run.
+        ArgumentError: ranks took turns in one process, and none waited for another.
     """
     columns, starts, ends = _columns(schedule, timeline)
     before = _ends_before(columns, ends)
@@ -119,6 +121,11 @@ def critical_path(schedule: Schedule, timeline: Timeline) -> CriticalPath:
 
 def _columns(schedule: Schedule, timeline: Timeline) -> tuple[Columns, Floats, Floats]:
     """The schedule as it was run, with the start and end of each node."""
+    if timeline.in_turns:
+        raise ArgumentError(
+            "this timeline is of ranks that took turns in one process, which says nothing of who waits for whom; give "
+            "one of a run with a process for each rank, or a simulated one"
+        )
     tracks = timeline.tracks
     columns = Columns.of(schedule.with_rows(track.actions for track in tracks))
     codes = [op.code for op in Op if op.is_compute]

@@ -123,7 +123,7 @@ def measure(
 def one_way(
     trip_seconds: float, rates: Mapping[tuple[int, int], float], ends: Mapping[tuple[int, int], Ends]
 ) -> dict[tuple[int, int], Measured]:
-    """Of a round trip both ways: what is left without both messages' bytes and both delays, each has half of."""
+    """Of a round trip both ways: what is left without the bytes of both messages and both delays is in halves."""
     left = trip_seconds - sum(one.ping_seconds + one.delay_seconds for one in ends.values())
     found = {}
     for way, rate in rates.items():

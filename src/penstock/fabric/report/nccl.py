@@ -134,7 +134,7 @@ def _lines(run: Run, found: list[Row]) -> Iterator[str]:
 
 
 def _body(row: Row, wrong: int | None) -> str:
-    numbers = (_number(row.time, 7), _number(row.algbw, 6), _number(row.busbw, 6))
+    numbers = (_number(row.time, 7), _bandwidth(row.algbw), _bandwidth(row.busbw))
     return _RIGHT.format(*numbers, "N/A" if wrong is None else wrong)
 
 
@@ -147,6 +147,16 @@ def _number(value: float | None, width: int) -> str:
         return f"{value:{width}.1e}" if width >= 7 else f"{value:{width}.0e}"
     decimals = 2 if digits < width - 2 else 1 if digits < width - 1 else 0
     return f"{value:{width}.{decimals}f}"
+
+
+def _bandwidth(value: float | None, width: int = 6) -> str:
+    """As `_number`, but two digits where that is 0.00, as of slow links: 0.0012, 1.2e-4."""
+    if value is None or not 0 < value < 0.005:
+        return _number(value, width)
+    if value >= 0.00095:
+        return f"{value:{width}.4f}"
+    digits, _, power = f"{value:.1e}".partition("e")
+    return f"{f'{digits}e{int(power)}':>{width}}"
 
 
 def _program(collective: str) -> str:

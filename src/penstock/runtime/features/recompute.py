@@ -6,8 +6,8 @@ with other bits. The peak is the same, since the second run builds the graph of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -17,9 +17,11 @@ from penstock.errors import PartitionError
 from penstock.partition import Stage
 from penstock.partition.state.remembered import refuse_again
 from penstock.runtime import exact
-from penstock.runtime.keeping import Recompute
+from penstock.runtime.features.context import StageContext
+from penstock.runtime.features.feature import Feature, Rerun
+from penstock.runtime.features.offload import Away, Offload, can_go
+from penstock.runtime.features.per_stage import Recompute
 from penstock.runtime.kept import Kept
-from penstock.runtime.offload import Away, Offload, can_go
 from penstock.schedule import Action, Op
 from penstock.stages import StageMeta
 
@@ -88,35 +90,62 @@ class Buffers:
         return BufferCopies(self._places, [copies[id(buffer)] for buffer in found])
 
 
-class Rerun(NamedTuple):
-    """What one forward needs to be run again: its arguments, and the buffers that it updates as they were."""
-
-    args: list[Any]
-    buffers: BufferCopies
-
-
-class Keeper:
-    """Keeps what the forwards of one stage need to be run again.
+class RecomputedStage(Feature):
+    """The whole stage is run again in backward, for some microbatches.
 
     Args:
         stages: the stage as each microbatch runs it; they differ in shapes only.
+        microbatches: whose forward is run again.
         overwritten: positions of the inputs that this stage, or a later one, updates in place.
         offload: takes what is kept to the host.
     """
 
-    def __init__(self, stages: Sequence[Stage], overwritten: Iterable[int], offload: Offload | None) -> None:
+    @classmethod
+    def of(cls, stage: StageContext) -> RecomputedStage | None:
+        """Where a policy of `recompute=` finds such microbatches."""
+        again = microbatches_to_recompute(stage.recompute, stage.row, stage.index) if stage.training else ()
+        if not again:
+            return None
+        changed = overwritten(stage.stage.meta, [each.meta for each in stage.partition.stages])
+        offload = next((feature for feature in stage.made if isinstance(feature, Offload)), None)
+        return cls(stage.stages, again, changed, offload)
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        microbatches: Collection[int],
+        overwritten: Iterable[int],
+        offload: Offload | None,
+    ) -> None:
         modules = {stage.module: None for stage in stages}
         refuse_again(stages[0].meta.index, stages[0].remembered)
         self._meta = stages[0].meta
+        self._microbatches = frozenset(microbatches)
         self._overwritten = frozenset(overwritten)
         self._offload = offload
         self._buffers = Buffers(modules, updated_buffers(stages[0]))
         held = {id(buffer) for buffer in stages[0].buffers.values()}
         self._strays = [(name, b) for module in modules for name, b in module.named_buffers() if id(b) not in held]
 
-    def keep(self, microbatch: int, args: Sequence[Any]) -> Rerun:
-        """What to run a forward with again, before it is run at first."""
-        return Rerun([self._keep(microbatch, *arg) for arg in enumerate(args)], self._buffers.copy())
+    def keep(self, microbatch: int, args: Sequence[Any]) -> Rerun | None:
+        """Keeps the arguments, and the buffers that the forward updates."""
+        if microbatch not in self._microbatches:
+            return None
+        kept = [self._keep(microbatch, *arg) for arg in enumerate(args)]
+        return _Again(kept, self._buffers.copy(), self._arg)
+
+    @contextmanager
+    def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
+        """Refuses a forward that updates what is not a buffer."""
+        before = [stray._version for _, stray in self._strays] if runs_again else []
+        yield
+        for (name, stray), version in zip(self._strays, before, strict=False):
+            if stray._version != version:
+                raise PartitionError(
+                    f"recompute: the forward of stage {self._meta.index} updates {name!r}, a tensor that is not a "
+                    "buffer, so that running it again would give something else; register it as a buffer, or choose "
+                    f"recompute={{{self._meta.index}: 'never'}}"
+                )
 
     def _keep(self, microbatch: int, position: int, arg: Any) -> Any:
         if not isinstance(arg, Tensor):
@@ -127,29 +156,9 @@ class Keeper:
             arg = exact.copy_as(exact.Layout.of(arg), arg)
         return Kept.of(arg)
 
-    def check(self, before: Sequence[int]) -> None:
-        """Refuses a forward that has updated what is not a buffer. `before`: from `stray_versions`."""
-        for (name, stray), version in zip(self._strays, before, strict=True):
-            if stray._version != version:
-                raise PartitionError(
-                    f"recompute: the forward of stage {self._meta.index} updates {name!r}, a tensor that is not a "
-                    "buffer, so that running it again would give something else; register it as a buffer, or choose "
-                    f"recompute={{{self._meta.index}: 'never'}}"
-                )
-
-    def stray_versions(self) -> list[int]:
-        """Of the tensors that the stage's code uses and that are neither parameters nor buffers of the model."""
-        return [stray._version for _, stray in self._strays]
-
-    def args_of(self, kept: Rerun) -> list[Any]:
-        """The arguments to run the forward with again.
-
-        Raises:
-            PartitionError: one was updated in place meanwhile, which was not seen when the model was recorded.
-        """
-        return [self._arg(position, arg) for position, arg in enumerate(kept.args)]
-
     def _arg(self, position: int, arg: Any) -> Any:
+        """What was kept, as the forward takes it. Raises PartitionError if it was updated in place meanwhile, which was
+        not seen when the model was recorded."""
         if isinstance(arg, Away):
             return arg.get()
         if not isinstance(arg, Kept):
@@ -161,6 +170,20 @@ class Keeper:
             )
         tensor = arg.tensor
         return exact.on_memory_of(tensor, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+
+
+class _Again(NamedTuple):
+    """One forward to be run again: its arguments, the buffers that it updates as they were, and how to take both up."""
+
+    kept: Sequence[Any]
+    buffers: BufferCopies
+    given: Callable[[int, Any], Any]
+
+    def args(self) -> list[Any]:
+        return [self.given(position, arg) for position, arg in enumerate(self.kept)]
+
+    def as_before(self) -> AbstractContextManager[None]:
+        return self.buffers.in_place()
 
 
 def updated_buffers(stage: Stage) -> list[Tensor]:

@@ -8,6 +8,7 @@ directly on its forward.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -25,6 +26,9 @@ from penstock.partition._compat import accumulation_hooks, storage_of
 from penstock.partition.loan import same_bits
 from penstock.partition.observer import RUNNING, argument_names, written_arguments
 from penstock.runtime.distribution import is_distributed
+from penstock.runtime.features.compiled import any_compiled
+from penstock.runtime.features.context import StageContext
+from penstock.runtime.features.feature import Feature
 
 LOOKS = 3
 """The number of a stage's backwards in which reads are watched: later ones are alike."""
@@ -34,13 +38,21 @@ LOOKS_AT_HOOKS = 16
 hook may wait for several backwards before it writes through `.data`. Writes that autograd knows of are seen in all."""
 
 
-class BackwardUpdates:
+class BackwardUpdates(Feature):
     """Refuses updates in a stage's backward that would not be those of plain training, and reads of what has changed.
 
     Args:
         copies: whether the schedule runs several copies of the stage.
         is_compiled: whether parts of the stage are compiled, so that their operators cannot be watched.
     """
+
+    @classmethod
+    def of(cls, stage: StageContext) -> BackwardUpdates | None:
+        """In training; with deferred batch norms their statistics are expected to change."""
+        if not stage.training or stage.binding.norms is not None:
+            return None
+        compiled = stage.binding.compile is not None or any_compiled(stage.stage.module.modules())
+        return cls(stage.stage, copies=stage.copies, is_compiled=compiled)
 
     def __init__(self, stage: Stage, *, copies: bool, is_compiled: bool) -> None:
         self._index = stage.meta.index
@@ -64,7 +76,7 @@ class BackwardUpdates:
         self._left: dict[int, dict[str, Tensor]] = {}
 
     @contextmanager
-    def forward(self, microbatch: int) -> Iterator[None]:
+    def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
         """Around a forward: notes what it leaves."""
         self._latest = microbatch
         yield
@@ -72,7 +84,7 @@ class BackwardUpdates:
             self._left[microbatch] = {name: buffer.detach().clone() for name, buffer in self._buffers.items()}
 
     @contextmanager
-    def refused(self, microbatch: int) -> Iterator[None]:
+    def autograd(self, microbatch: int) -> Iterator[None]:
         """Around autograd's backward.
 
         Raises:
@@ -112,7 +124,7 @@ class BackwardUpdates:
             )
 
     @contextmanager
-    def refused_at_w(self, microbatch: int) -> Iterator[None]:
+    def weights(self, microbatch: int) -> Iterator[None]:
         """Around what a split backward has put off. Raises PartitionError if it updates a parameter."""
         with nullcontext() if microbatch == self._latest else self._no_steps():
             yield
@@ -159,12 +171,12 @@ def _versions(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 def _is_our_own() -> bool:
     """Whether Penstock itself calls the operator, as it does to save buffers around modules that run again."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, __file__)):
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, __file__, contextlib.__file__)):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(_PENSTOCK)
 
 
-_TORCH, _PENSTOCK = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+_TORCH, _PENSTOCK = str(Path(torch.__file__).parent), str(Path(__file__).parents[2])
 
 
 class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -1,17 +1,14 @@
-"""What a user chooses about what stages keep from forward to backward: recomputation and offload, a choice a stage."""
+"""What a user chooses for each stage about what it keeps from forward to backward: recomputation and offload."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from penstock.errors import ArgumentError
 from penstock.schedule import Op, Schedule
 
-Policy = Literal["never", "except_last", "always"]
-
-Recompute = Policy | int
+Recompute = str | int
 """Which forwards of a stage are run again in backward, so that what they computed need not be kept.
 
 "always": the whole stage, of every microbatch; only what enters the stage is kept. "except_last": likewise, but for the
@@ -27,46 +24,37 @@ OffloadChoice = bool | Sequence[bool] | Mapping[int, bool]
 """Likewise, and False on others."""
 
 
-@dataclass(frozen=True, slots=True)
-class Keeping:
-    """What one stage does to keep less between forward and backward.
+def recompute_by_stage(choice: RecomputeChoice, stages: int, policies: Iterable[str]) -> tuple[Recompute, ...]:
+    """The choice of each stage.
 
-    Attributes:
-        recompute: see `Recompute`.
-        offload: what backward needs goes to the host's memory meanwhile.
-    """
-
-    recompute: Recompute = "never"
-    offload: bool = False
-
-    @property
-    def every(self) -> int | None:
-        """Which layers run again: every n-th; None where it is none, or the whole stage."""
-        return self.recompute if isinstance(self.recompute, int) else None
-
-
-def keepings(recompute: RecomputeChoice, offload: OffloadChoice, stages: int) -> tuple[Keeping, ...]:
-    """The choices of each stage.
+    Args:
+        policies: the names that there are.
 
     Raises:
         ArgumentError: a choice is unknown, or is not for these stages.
     """
-    policies = _per_stage("recompute", recompute, stages, "never")
-    places = _per_stage("offload", offload, stages, False)
-    for policy in policies:
-        _check_recompute(policy)
-    for place in places:
-        _check_offload(place)
-    return tuple(Keeping(policy, place) for policy, place in zip(policies, places, strict=True))
+    found = _per_stage("recompute", choice, stages, "never")
+    for each in found:
+        _check_recompute(each, tuple(policies))
+    return tuple(found)
 
 
-def notes(chosen: Sequence[Keeping], order: Schedule) -> list[str]:
-    """What the choices cost, in words."""
+def offload_by_stage(choice: OffloadChoice, stages: int) -> tuple[bool, ...]:
+    """The choice of each stage. Raises ArgumentError if it is not one for these stages."""
+    found = _per_stage("offload", choice, stages, False)
+    for each in found:
+        if not isinstance(each, bool):
+            raise ArgumentError(f"offload={each!r}: expected True or False, or a list or dict of these, by stage")
+    return tuple(found)
+
+
+def notes(offload: Sequence[bool], order: Schedule) -> list[str]:
+    """What offload costs, in words."""
     split = sorted({action.stage for row in order.rows for action in row if action.op is Op.I})
     return [
         f"stage {stage}: with offload its backward is not split; its I's do all of it, and its W's are empty"
         for stage in split
-        if chosen[stage % len(chosen)].offload
+        if offload[stage % len(offload)]
     ]
 
 
@@ -86,15 +74,10 @@ def _per_stage(name: str, given: Any, stages: int, default: Any) -> list[Any]:
     return [given] * stages
 
 
-def _check_recompute(choice: Any) -> None:
+def _check_recompute(choice: Any, policies: Sequence[str]) -> None:
     is_number = isinstance(choice, int) and not isinstance(choice, bool)
-    if not (choice >= 1 if is_number else choice in get_args(Policy)):
+    if not (choice >= 1 if is_number else choice in policies):
         raise ArgumentError(
-            f"recompute={choice!r}: expected {', '.join(map(repr, get_args(Policy)))}, a whole number n of at least 1 "
+            f"recompute={choice!r}: expected {', '.join(map(repr, policies))}, a whole number n of at least 1 "
             "(every n-th layer), or a list or dict of these, by stage"
         )
-
-
-def _check_offload(choice: Any) -> None:
-    if not isinstance(choice, bool):
-        raise ArgumentError(f"offload={choice!r}: expected True or False, or a list or dict of these, by stage")

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import ArgumentError
 from penstock.partition import Partition, Stage
+from penstock.runtime.features.feature import Feature
 from penstock.runtime.split_backward import is_compiled
 from penstock.stages import StageMeta
 
@@ -51,7 +52,7 @@ class Moments(NamedTuple):
         return Moments(count, mean, self.deviations + other.deviations + step**2 * (self.values * other.values / count))
 
 
-class DeferredNorms:
+class DeferredNorms(Feature):
     """The batch norms of one process's stages.
 
     Args:
@@ -76,13 +77,14 @@ class DeferredNorms:
         """Running statistics that this process holds."""
         return [b for norm in self._norms if not _is_elsewhere(norm) for b in norm.buffers(recurse=False)]
 
-    def begin(self, microbatch: int) -> None:
-        """From here on what enters the modules is noted, for this microbatch."""
+    @contextmanager
+    def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
+        """What enters the modules in a first run is noted, for this microbatch; not what enters them in backward."""
         self._microbatch = microbatch
-
-    def pause(self) -> None:
-        """From here on nothing is noted: what runs is backward, or a forward that ran before."""
-        self._microbatch = None
+        try:
+            yield
+        finally:
+            self._microbatch = None
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -94,7 +96,6 @@ class DeferredNorms:
             yield
             ended = True
         finally:
-            self._microbatch = None
             seen, self._seen = self._seen, {}
             with torch.no_grad():
                 for norm, copies in before.items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,8 +23,34 @@ from penstock.partition.loan import map_tensors
 from penstock.partition.state.reach import Trace
 from penstock.partition.state.remembered import refuse_again
 from penstock.runtime import exact
-from penstock.runtime.forward_state import ContainerCopies
-from penstock.runtime.recompute import BufferCopies, Buffers, updated_buffers
+from penstock.runtime.features.context import StageContext
+from penstock.runtime.features.feature import Feature
+from penstock.runtime.features.forward_state import ContainerCopies
+from penstock.runtime.features.recompute import BufferCopies, Buffers, updated_buffers
+
+
+class RecomputedLayers(Feature):
+    """Layers 0, n, 2n, ... of the stage are run again in backward.
+
+    Args:
+        every: n.
+    """
+
+    @classmethod
+    def of(cls, stage: StageContext) -> RecomputedLayers | None:
+        """Where `recompute=` is a number."""
+        return cls(stage.recompute) if stage.training and isinstance(stage.recompute, int) else None
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+
+    def rewrite(self, stages: Sequence[Stage]) -> Sequence[Stage]:
+        """The stages with such layers; one for all that are recorded alike."""
+        again = {id(stage): replace(stage, module=with_recomputed_layers(stage, self._every)) for stage in stages}
+        for stage in again.values():
+            if stage.frame is not None:
+                stage.frame.adopt(stage)
+        return [again[id(stage)] for stage in stages]
 
 
 def with_recomputed_layers(stage: Stage, every: int) -> fx.GraphModule:

@@ -6,7 +6,7 @@ find what another's forward has written, and autograd does not notice if that we
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -14,35 +14,47 @@ from torch import Tensor
 from penstock.errors import PartitionError
 from penstock.partition import Stage
 from penstock.partition.loan import same_bits
+from penstock.runtime.features.context import StageContext
+from penstock.runtime.features.feature import Feature
 from penstock.schedule import Action, Op
 
 
-class Overwritten:
-    """Around each computation of a stage: its backward must find, to the bit, what its forward has left.
+class Overwritten(Feature):
+    """A stage's backward must find, to the bit, what its forward has left; one that is run again works on copies.
 
     Args:
         row: the actions of the stage's rank, in order.
-        again: the microbatches whose whole forward is run again, on copies of what it found.
     """
 
-    def __init__(self, stage: Stage, row: Iterable[Action], again: Collection[int]) -> None:
+    @classmethod
+    def of(cls, stage: StageContext) -> Overwritten | None:
+        """Where a forward updates what its backward uses. Raises PartitionError if no look at values could tell."""
+        if not stage.training:
+            return None
+        refuse_in_flight(stage.recorded, stage.row)
+        return cls(stage.recorded, stage.row) if stage.recorded.overwritten else None
+
+    def __init__(self, stage: Stage, row: Iterable[Action]) -> None:
         held = {**stage.parameters, **stage.buffers}
         self._tensors = {name: held[name] for name in stage.overwritten}
-        self._again = again
         self._last = {action.microbatch: action for action in _computations(stage, row)}
         self._left: dict[int | None, dict[str, Tensor]] = {}
 
     @contextmanager
-    def __call__(self, action: Action) -> Iterator[None]:
+    def around(self, action: Action) -> Iterator[None]:
         if action.op is not Op.F:
             for name, left in self._left.get(action.microbatch, {}).items():
                 if not same_bits(left, self._tensors[name]):
                     raise _refusal(action.stage, repr(name))
         yield
-        if action.op is Op.F and action.microbatch not in self._again:
-            self._left[action.microbatch] = {name: t.detach().clone() for name, t in self._tensors.items()}
         if action == self._last[action.microbatch]:
             self._left.pop(action.microbatch, None)
+
+    @contextmanager
+    def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
+        yield
+        if not runs_again:
+            self._left[microbatch] = {name: t.detach().clone() for name, t in self._tensors.items()}
 
 
 def refuse_in_flight(stage: Stage, row: Iterable[Action]) -> None:

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from penstock.errors import ArgumentError
 from penstock.runtime import exact
 from penstock.runtime.distribution import local
+from penstock.runtime.features.context import StageContext
+from penstock.runtime.features.feature import Feature, Start
 
 
 class Away:
@@ -66,12 +69,24 @@ class Away:
         return exact.unpack(self._buffer)
 
 
-class Offload:
+class Offload(Feature):
     """The saved tensors of one stage.
 
     Args:
         held: gives what lives on the stage now and stays there: parameters and buffers.
     """
+
+    @classmethod
+    def of(cls, stage: StageContext) -> Offload | None:
+        """Where `offload=` asks for it. Raises ArgumentError if something in the stage excludes it."""
+        if not stage.training or not stage.offload:
+            return None
+        if any(isinstance(part, nn.RReLU) and part.training for part in stage.recorded.module.modules()):
+            raise ArgumentError(
+                "offload: torch hands what nn.RReLU saves for backward over before it has drawn it, so that other "
+                f"numbers would come back; choose offload={{{stage.index}: False}}, or another activation"
+            )
+        return cls(stage.device, stage.held)
 
     def __init__(self, device: torch.device, held: Callable[[], Iterable[Tensor]]) -> None:
         self._held = held
@@ -80,25 +95,29 @@ class Offload:
         self._away: dict[int, list[weakref.ref[Away]]] = {}
         self._microbatch = -1
 
-    def begin_step(self) -> None:
+    def begin_step(self, start: Start) -> None:
         """Drops what a step that raised may have left."""
         self._away.clear()
 
     @contextmanager
-    def packing(self, microbatch: int) -> Iterator[None]:
-        """Around a forward: what it saves goes to the host."""
+    def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
+        """Around a forward: what it saves goes to the host, unless it is dropped."""
+        if runs_again:
+            yield
+            return
         held = (part for tensor in self._held() if (part := local(tensor)).layout is torch.strided)
         self._stays = {part.untyped_storage().data_ptr() for part in held}  # it may have new memory
         self._microbatch = microbatch
         with saved_tensors_hooks(self._pack, _unpack):
             yield
 
-    def bring(self, microbatch: int) -> None:
+    def backward(self, microbatch: int) -> AbstractContextManager[None]:
         """Before a backward: starts to fetch all that its forward saved, in the order in which it will be needed."""
         for ref in reversed(self._away.pop(microbatch, ())):
             away = ref()
             if away is not None:
                 away.bring()
+        return nullcontext()
 
     def away(self, tensor: Tensor, microbatch: int) -> Away:
         """A tensor that goes to the host until the backward of a microbatch."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
 from penstock.errors import PartitionError
+from penstock.runtime.features.context import StageContext
+from penstock.runtime.features.feature import Feature
 from penstock.runtime.streams import Streams, generator_of
 
 LOOKS = 3
@@ -22,7 +24,7 @@ LOOKS = 3
 of a long training draw from them as well."""
 
 
-class BackwardDraws:
+class BackwardDraws(Feature):
     """Refuses what a stage's backward draws from torch's default generators, or Python's and numpy's.
 
     Args:
@@ -31,15 +33,28 @@ class BackwardDraws:
         streams: what sets the generators where a forward draws, also within backward.
     """
 
+    @classmethod
+    def of(cls, stage: StageContext) -> BackwardDraws | None:
+        """In training."""
+        return cls(stage.index, stage.device, stage.streams) if stage.training else None
+
     def __init__(self, stage: int, device: torch.device, streams: Streams | None = None) -> None:
         self._stage = stage
         self._streams = streams
         self._looks = 0
         self._generators = tuple(dict.fromkeys([torch.default_generator, generator_of(device)]))
 
+    def autograd(self, microbatch: int) -> AbstractContextManager[None]:
+        """Around autograd's backward: see `refused`."""
+        return self.refused()
+
+    def weights(self, microbatch: int) -> AbstractContextManager[None]:
+        """Around what a split backward has put off: see `refused`."""
+        return self.refused()
+
     @contextmanager
     def refused(self) -> Iterator[None]:
-        """Around autograd's backward.
+        """Nothing may be drawn within it.
 
         A forward that runs again within it, as in checkpointing, is no draw: it restores the generators, or seeds them.
 

@@ -21,12 +21,16 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from penstock.errors import PartitionError
+from penstock.partition import RUNS_AGAIN, Stage
 from penstock.partition._compat import storage_of
 from penstock.partition.loan import same_bits
 from penstock.partition.objects import tensors_in
-from penstock.runtime.backward_updates import LOOKS, Reads
+from penstock.runtime.features.backward_updates import LOOKS, Reads
+from penstock.runtime.features.compiled import any_compiled
+from penstock.runtime.features.context import StageContext
+from penstock.runtime.features.feature import Feature, Start
+from penstock.runtime.features.recompute import BufferCopies, Buffers
 from penstock.runtime.kept import Kept
-from penstock.runtime.recompute import BufferCopies, Buffers
 
 Hook = Callable[[nn.Module, Any], None]
 
@@ -38,7 +42,7 @@ class _Call(NamedTuple):
     args: Sequence[Any]
 
 
-class RepeatedUpdates:
+class RepeatedUpdates(Feature):
     """The modules of one stage that update buffers of their own.
 
     Args:
@@ -47,6 +51,17 @@ class RepeatedUpdates:
         checkpointed: modules that plain torch would run again, though the stage does not; as often as they are called.
         looks: whether the operators of the first forward can be watched: none is compiled, nor on parts of tensors.
     """
+
+    @classmethod
+    def of(cls, stage: StageContext) -> RepeatedUpdates | None:
+        """In training, where a forward updates buffers; deferred batch norms see to these updates themselves."""
+        one, binding = stage.stage, stage.binding
+        if not stage.training or binding.compile is not None or binding.norms is not None or not one.meta.updated:
+            return None
+        modules = [module for each in stage.stages for module in each.module.modules()]
+        updated = {name: one.buffers[name] for name in one.meta.updated if name in one.buffers}
+        looks = stage.sharded is None and not any_compiled(one.module.modules())
+        return cls(modules, updated, _checkpointed(one), looks=looks)
 
     def __init__(
         self,
@@ -68,7 +83,7 @@ class RepeatedUpdates:
         self._read: Collection[str] = ()
 
     @contextmanager
-    def forward(self, microbatch: int) -> Iterator[None]:
+    def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
         """Around a forward of the stage."""
 
         def entered(each: _Watched) -> Hook:
@@ -108,7 +123,7 @@ class RepeatedUpdates:
                 raise _between_updates(name, "is read by the module around it")
 
     @contextmanager
-    def backward(self, microbatch: int) -> Iterator[None]:
+    def autograd(self, microbatch: int) -> Iterator[None]:
         """Around a backward of the stage, not around a forward that the pipeline itself runs again."""
         with ExitStack() as stack:
             for each in self._watched:
@@ -122,10 +137,16 @@ class RepeatedUpdates:
         for each in self._watched:
             each.check(microbatch)
 
-    def begin_step(self) -> None:
+    def begin_step(self, start: Start) -> None:
         """Forgets what a step that raised may have left."""
         for each in self._watched:
             each.begin_step(learning=self._learning)
+
+
+def _checkpointed(stage: Stage) -> list[nn.Module]:
+    """The modules that checkpointing around them would run again; as often as they are called there."""
+    calls = [node for node in stage.module.graph.nodes if node.op == "call_module" and node.meta.get(RUNS_AGAIN)]
+    return [module for node in calls for module in stage.module.get_submodule(str(node.target)).modules()]
 
 
 class _Watched:

@@ -16,20 +16,28 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from penstock.errors import NonFiniteError
-from penstock.partition import Partition
+from penstock.partition import Partition, Stage
 from penstock.partition._compat import flatten
+from penstock.runtime.features.context import StageContext
+from penstock.runtime.features.feature import Feature, Forward, Start
 from penstock.runtime.loss import LossHead
 from penstock.schedule import Action, Op
 
 NAN, INF = "NaN", "Inf"
 
 
-class FiniteStage:
-    """Looks at what one stage of one rank computes in training. Called around each of its actions.
+class FiniteStage(Feature):
+    """Looks at what one stage of one rank computes in training.
 
     Args:
         head: what follows the last stage; None on others.
     """
+
+    @classmethod
+    def of(cls, stage: StageContext) -> FiniteStage | None:
+        """Where `check_finite=True` asks for it."""
+        wanted = stage.training and stage.binding.check_finite
+        return cls(stage.rank, stage.partition, stage.index, stage.head) if wanted else None
 
     def __init__(self, rank: int, partition: Partition, index: int, head: LossHead | None) -> None:
         stage = partition.stages[index]
@@ -42,11 +50,15 @@ class FiniteStage:
         self._last: tuple[_Watching, Sequence[Tensor]] | None = None
         self._gradients: list[str] = []
         self._inputs: list[str] = []
-        self.looks_at_gradients = True
-        """False in a step with a scaled loss, whose infinite gradients are the scaler's affair."""
+        self._looks_at_gradients = True
 
-    def watching(self, module: fx.GraphModule) -> Callable[..., Sequence[Tensor]]:
+    def begin_step(self, start: Start) -> None:
+        """In a step with a scaled loss, infinite gradients are the scaler's affair."""
+        self._looks_at_gradients = start.loss_scale == 1.0
+
+    def forward_of(self, run: Forward, stage: Stage) -> Forward:
         """The stage's forward, call by call."""
+        module = stage.module
 
         def forward(*args: Any) -> Sequence[Tensor]:
             for value, arg in zip(self._meta.inputs, args, strict=True):
@@ -60,17 +72,17 @@ class FiniteStage:
         return forward
 
     @contextmanager
-    def __call__(self, action: Action) -> Iterator[None]:
+    def around(self, action: Action) -> Iterator[None]:
         self._gradients.clear()
         self._inputs.clear()
         yield
         if action.op is Op.F:
             self._check_forward(action)
-        elif self.looks_at_gradients:
+        elif self._looks_at_gradients:
             self._check_backward(action)
 
     def _note(self, found: list[str], where: str, gradient: Tensor) -> None:
-        if self.looks_at_gradients and kind_of(gradient):
+        if self._looks_at_gradients and kind_of(gradient):
             found.append(where)
 
     def _check_forward(self, action: Action) -> None:

@@ -7,15 +7,18 @@ torch's, unless the caller's arguments do not allow it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from penstock.errors import ArgumentError
+from penstock.partition import Stage
 from penstock.partition.modes import enter_autocast, leave_autocast
+from penstock.runtime.features.context import StageContext
+from penstock.runtime.features.feature import Feature, Forward
 from penstock.runtime.split_backward import is_compiled
 from penstock.schedule import Action, Op, Schedule
 
@@ -77,16 +80,40 @@ def notes_of(compile: Compile, schedule: Schedule, *, draws: bool) -> tuple[str,
     return tuple(notes)
 
 
-def forward_of(module: nn.Module, arguments: Mapping[str, Any] | None) -> Callable[..., Sequence[Tensor]]:
-    """What runs a stage: its module's forward as it is, or compiled."""
-    if arguments is None:
-        forward: Callable[..., Sequence[Tensor]] = module.forward
-        return forward
-    if not is_compiled(module):
-        if isinstance(module, fx.GraphModule):
-            _change_modes_outside(module)
-        module.compile(**arguments)
-    return module
+class Compiled(Feature):
+    """Runs the stage compiled.
+
+    Args:
+        arguments: of `torch.compile`.
+    """
+
+    @classmethod
+    def of(cls, stage: StageContext) -> Compiled | None:
+        """Where `compile=` asks for it. Raises ArgumentError if another choice excludes it."""
+        arguments = stage.binding.compile
+        if arguments is None:
+            return None
+        if isinstance(stage.recompute, int):
+            raise ArgumentError(
+                f"recompute={stage.recompute} runs layers again within the stage's code, whose surroundings torch's "
+                f"compiler loses; with compile= choose recompute={{{stage.index}: 'always'}}, or 'except_last'"
+            )
+        if stage.recorded.frame is not None:
+            raise ArgumentError(
+                "compile= compiles each stage as a whole, hooks of parallelize= and all, which torch's compiler does "
+                "not follow; compile the blocks within parallelize instead: block.compile() after fully_shard(block)"
+            )
+        return cls(arguments)
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self._arguments = arguments
+
+    def forward_of(self, run: Forward, stage: Stage) -> Forward:
+        """The stage's module, compiled once."""
+        if not is_compiled(stage.module):
+            _change_modes_outside(stage.module)
+            stage.module.compile(**self._arguments)
+        return stage.module
 
 
 def _change_modes_outside(module: fx.GraphModule) -> None:
@@ -103,7 +130,7 @@ def any_compiled(modules: Iterable[nn.Module]) -> bool:
     return any(map(is_compiled, modules))
 
 
-class OwnGradients:
+class OwnGradients(Feature):
     """Around the backward of a stage with compiled code, whose gradients may share memory with one another.
 
     Autograd takes a first gradient over as it is, and adds the next microbatch's to it in place, which would change the
@@ -111,11 +138,17 @@ class OwnGradients:
     which one is added to a slice of the other are enough.)
     """
 
+    @classmethod
+    def of(cls, stage: StageContext) -> OwnGradients | None:
+        """Where something in the stage is compiled."""
+        compiled = stage.binding.compile is not None or any_compiled(stage.recorded.module.modules())
+        return cls(stage.recorded.parameters.values()) if stage.training and compiled else None
+
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
 
     @contextmanager
-    def __call__(self, action: Action) -> Iterator[None]:
+    def around(self, action: Action) -> Iterator[None]:
         new = [] if action.op is Op.F else [p for p in self._parameters if p.grad is None]
         yield
         for parameter in new:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from penstock.errors import PartitionError
 from penstock.partition.state.library import OF_TORCH
+from penstock.runtime.features.context import StageContext
+from penstock.runtime.features.feature import Feature
 
 LOOKS = 3
 """The number of a stage's forwards and backwards that are watched: later ones are alike."""
@@ -21,7 +23,7 @@ LOOKS = 3
 Values = dict[tuple[int, str], tuple[object, int]]
 
 
-class BackwardCounts:
+class BackwardCounts(Feature):
     """Refuses whole numbers and tensors in attributes that the backward of a stage with several copies changes.
 
     Other attributes are left alone: hooks may note there what they find, for others to look at.
@@ -31,6 +33,11 @@ class BackwardCounts:
         modules: whose code it runs.
     """
 
+    @classmethod
+    def of(cls, stage: StageContext) -> BackwardCounts | None:
+        """In training, where the stage has copies."""
+        return cls(stage.index, stage.stage.module.modules()) if stage.training and stage.copies else None
+
     def __init__(self, index: int, modules: Iterable[nn.Module]) -> None:
         self._index = index
         self._modules = list(dict.fromkeys(modules))
@@ -38,7 +45,7 @@ class BackwardCounts:
         self._forwards = self._backwards = 0
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
+    def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
         """Around a forward: what it changes itself may be changed by one that is run again in backward."""
         self._forwards += 1
         before = self._values() if self._forwards <= LOOKS else {}
@@ -47,7 +54,7 @@ class BackwardCounts:
             self._of_forwards |= self._changed(before)
 
     @contextmanager
-    def refused(self) -> Iterator[None]:
+    def autograd(self, microbatch: int) -> Iterator[None]:
         """Around autograd's backward. Raises PartitionError if it changes one that no forward does."""
         self._backwards += 1
         before = self._values() if self._backwards <= LOOKS else {}

@@ -1,0 +1,90 @@
+"""Errors in the terms that the user typed: `--ranks 0` where the library says `ranks=0`, and one line for each."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from penstock.errors import ArgumentError
+
+_OTHERS = {"name": "--schedule", "join_seconds": "--join-timeout", "stall_seconds": "--stall-timeout"}
+"""Arguments of the library whose options have other names."""
+
+_VALUE = r"(?:'[^']*'|-?\d[\w.+-]*(?<![.])|-?inf|nan)"
+_GIVEN = re.compile(rf"(?<![\w(.])(\w+)=({_VALUE})")
+_FIRST = re.compile(r"(\w+) is (-?\d[\w.+-]*(?<![.])|-?inf|nan)(?=[:,])")
+_NAMES = re.compile(r"(?<![\w(.])(\w+)=\[([^\]]*)\]")
+_BARE = re.compile(r"(?<![\w(.])(\w+)=(?=[\s).,;]|$)")
+
+
+def in_options(text: str, options: Collection[str]) -> str:
+    """A message of the library, its arguments written as the options that they came from, where these exist.
+
+    One that begins with an option is the command line's own, and may say what is in a file.
+    """
+    if text.startswith("--"):
+        return text
+
+    def replaced(found: re.Match[str]) -> str:
+        name, *rest = found.groups()
+        option = f"--{name.replace('_', '-')}"
+        option = option if option in options else _OTHERS.get(name, "")
+        if option not in options:
+            return f"{rest[0]} stages" if name == "stages" and rest and rest[0].isdecimal() else found[0]
+        return " ".join([option, *map(_typed, rest)])
+
+    text = _FIRST.sub(replaced, text, count=1) if _FIRST.match(text) else text
+    for pattern in (_GIVEN, _NAMES, _BARE):
+        text = pattern.sub(replaced, text)
+    return text
+
+
+def _typed(value: str) -> str:
+    """A value as one types it: no quotes, no decimals of a whole number, names with commas."""
+    return re.sub(r"^(-?\d+)\.0$", r"\1", value.replace("'", "").replace(", ", ","))
+
+
+def options_of(command: Any) -> Iterator[str]:
+    """The options of a command and of those below it."""
+    for parameter in command.params:
+        yield from parameter.opts
+    for below in getattr(command, "commands", {}).values():
+        yield from options_of(below)
+
+
+def bad_value(error: typer.BadParameter) -> str | None:
+    """What was given and what was expected, in a line; None if it is not known what was."""
+    message, cause = error.message, error.__cause__
+    option = error.param.opts[0] if error.param is not None else ""
+    quoted = re.match(r"(?:Value error, )?'(.*?)' is not ", message)
+    if quoted is not None:
+        given = quoted[1]
+    elif errors := getattr(cause, "errors", None):  # pydantic's
+        given = str(errors()[0]["input"])
+    else:
+        return None
+    if choices := re.search(r"is not one of (.*?)\.?$", message):
+        return f"{option} {given}: expected one of {choices[1].replace(chr(39), '')}"
+    if "integer" in message:
+        return f"{option} {given}: expected a whole number, such as 4"
+    if "number" in message or "float" in message:
+        return f"{option} {given}: expected a number, such as 1.5"
+    return None
+
+
+class Commands(TyperGroup):
+    """A command with commands below it, which says what there is where none has the name."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        names = self.list_commands(ctx)
+        if args and args[0] not in names and not args[0].startswith("-"):
+            near = difflib.get_close_matches(args[0].lower(), names, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            whole = " ".join(["penstock", *ctx.command_path.split()[1:]])
+            raise ArgumentError(f"{whole} has no command {args[0]!r}: {hint}it has {', '.join(names)}")
+        return super().resolve_command(ctx, args)

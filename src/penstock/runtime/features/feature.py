@@ -1,0 +1,151 @@
+"""What a feature is: something that a stage does beside its forward and backward, told where to do it.
+
+A feature overrides the hooks that it needs, and leaves the others alone. Where several features have the same hook, the
+first in the order of `assembly.py` is the outermost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from penstock.partition import Stage
+from penstock.schedule import Action
+
+Forward = Callable[..., Sequence[Tensor]]
+"""A stage's forward: its inputs, and the values that leave it."""
+
+Context = AbstractContextManager[Any]
+
+
+class Start(NamedTuple):
+    """What features are told of a step before it begins.
+
+    Attributes:
+        reduces: gradients are summed over the processes that share a stage in this step.
+        loss_scale: what gradients are multiplied by.
+    """
+
+    reduces: bool = True
+    loss_scale: float = 1.0
+
+
+class Rerun(Protocol):
+    """A forward that is run again in backward: what it needs is kept instead of its graph."""
+
+    def args(self) -> list[Any]:
+        """Its arguments as they were.
+
+        Raises:
+            PartitionError: they are no longer known.
+        """
+
+    def as_before(self) -> Context:
+        """Around its second run: the stage's state is what the first run found, and is put back afterwards."""
+
+
+class Feature:
+    """The hooks of a stage. Contexts may raise, before the work or after it."""
+
+    def rewrite(self, stages: Sequence[Stage]) -> Sequence[Stage]:
+        """The stage with other code, before anything else looks at it; for each microbatch, which differ in shapes."""
+        return stages
+
+    def forward_of(self, run: Forward, stage: Stage) -> Forward:
+        """What runs the stage's code in place of `run`."""
+        return run
+
+    def begin_step(self, start: Start) -> None:
+        """Before a step's first action. Drops what a step that raised may have left."""
+
+    def around(self, action: Action) -> Context:
+        """Around each computation: a forward, a backward, or a part of one."""
+        return nullcontext()
+
+    def keep(self, microbatch: int, args: Sequence[Any]) -> Rerun | None:
+        """Before a forward: how to run it again in backward, if it is to be; then its graph is dropped."""
+        return None
+
+    def forward(self, microbatch: int, *, runs_again: bool) -> Context:
+        """Around the first run of a forward. `runs_again`: backward starts from another run of it."""
+        return nullcontext()
+
+    def run(self, microbatch: int) -> Context:
+        """Around the stage's code, the first time and again."""
+        return nullcontext()
+
+    def backward(self, microbatch: int) -> Context:
+        """Around a whole backward, or the part that gives input gradients; a forward that runs again is within."""
+        return nullcontext()
+
+    def again(self, microbatch: int) -> Context:
+        """Around a forward that runs again."""
+        return nullcontext()
+
+    def autograd(self, microbatch: int) -> Context:
+        """Around autograd's own part of a backward."""
+        return nullcontext()
+
+    def weights(self, microbatch: int) -> Context:
+        """Around the weight gradients that a split backward has put off."""
+        return nullcontext()
+
+
+class Features:
+    """The features of one stage, of which each hook calls those that have it."""
+
+    def __init__(self, features: Sequence[Feature] = ()) -> None:
+        self._features = tuple(features)
+        self.around = self._hook("around")
+        self.forward = self._hook("forward")
+        self.run = self._hook("run")
+        self.backward = self._hook("backward")
+        self.again = self._hook("again")
+        self.autograd = self._hook("autograd")
+        self.weights = self._hook("weights")
+        self._keeping = [feature.keep for feature in self._features if _has(feature, "keep")]
+
+    def __iter__(self) -> Iterator[Feature]:
+        """The features, the outermost first."""
+        return iter(self._features)
+
+    def begin_step(self, start: Start) -> None:
+        """Before a step's first action."""
+        for feature in self._features:
+            feature.begin_step(start)
+
+    def keep(self, microbatch: int, args: Sequence[Any]) -> Rerun | None:
+        """How to run a forward again in backward, if any feature asks for it."""
+        for keep in self._keeping:
+            rerun = keep(microbatch, args)
+            if rerun is not None:
+                return rerun
+        return None
+
+    def _hook(self, name: str) -> Callable[..., Context]:
+        hooks = [getattr(feature, name) for feature in self._features if _has(feature, name)]
+        if not hooks:
+            return _nothing
+        return hooks[0] if len(hooks) == 1 else _nested(hooks)
+
+
+def _nested(hooks: Sequence[Callable[..., Context]]) -> Callable[..., Context]:
+    @contextmanager
+    def context(*args: Any, **kwargs: Any) -> Iterator[None]:
+        with ExitStack() as stack:
+            for hook in hooks:
+                stack.enter_context(hook(*args, **kwargs))
+            yield
+
+    return context
+
+
+def _has(feature: Feature, hook: str) -> bool:
+    return getattr(type(feature), hook) is not getattr(Feature, hook)
+
+
+def _nothing(*_args: Any, **_kwargs: Any) -> Context:
+    return nullcontext()
