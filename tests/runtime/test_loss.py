@@ -118,7 +118,9 @@ def head(loss: Any, *, needed: bool = True, microbatches: int = 2) -> LossHead:
     def leaving(leaves: Any) -> Any:
         return nullcontext()
 
-    partition: Any = SimpleNamespace(build_output=lambda leaves: leaves[0], leaving=leaving, elsewhere={})
+    partition: Any = SimpleNamespace(
+        build_output=lambda leaves: leaves[0], leaving=leaving, elsewhere={}, stages=(), left=()
+    )
     return LossHead(loss, [partition] * microbatches, Streams(0), needed=needed)
 
 

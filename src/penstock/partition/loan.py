@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from penstock.partition._compat import FakeTensor, FakeTensorMode, flatten, unflatten, unset_fake_temporarily
 from penstock.partition.state.containers import is_container, refill
+from penstock.partition.state.reach import is_of_others, slots_of
 
 
 class Snapshot:
@@ -30,9 +31,14 @@ class Snapshot:
             for container, copy in contents.values():
                 refill(container, copy)
 
-    def restore_tensors(self, keeps: Callable[[Any], bool]) -> None:
-        """Puts back everything except numbers that have changed, and attributes whose new value `keeps` accepts."""
-        changed = [(m.__dict__, name, v) for m, name, v in self.changed() if _is_plain(v) or keeps(v)]
+    def restore_tensors(self, keeps: Callable[[Any], bool]) -> list[tuple[nn.Module, str]]:
+        """Puts back everything except numbers that have changed, and attributes whose new value `keeps` accepts.
+
+        Returns which attributes were set to something else.
+        """
+        now = list(self.changed())
+        changed = [(m.__dict__, name, v) for m, name, v in now if _is_plain(v) or keeps(v)]
+        gone = [(m, name) for m, name, v in now if not (_is_plain(v) or keeps(v))]
         filled = [
             (container, container.copy())
             for contents in self._contents
@@ -44,6 +50,7 @@ class Snapshot:
             attributes[name] = value
         for container, items in filled:
             refill(container, items)
+        return gone
 
     def changed(self) -> Iterator[tuple[nn.Module, str, object]]:
         """Module, attribute and new value of each plain attribute that is no longer what it was."""
@@ -53,11 +60,16 @@ class Snapshot:
                     yield module, name, value
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether a value is a number, text, or a container of these."""
-    if type(value) is tuple or is_container(value):
+def _is_plain(value: Any, depth: int = 4) -> bool:
+    """Whether a value is a number, text, or a container or object of these."""
+    if isinstance(value, (tuple, frozenset)) or is_container(value):
         return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, (bool, int, float, complex, str)) or type(value).__module__ == "numpy"
+    if isinstance(value, (bool, int, float, complex, str)) or type(value).__module__ == "numpy":
+        return True
+    if depth == 0 or isinstance(value, (Tensor, nn.Module, type)) or is_of_others(type(value).__module__):
+        return False
+    held = [*getattr(value, "__dict__", {}).values(), *(getattr(value, n, None) for n in slots_of(type(value)))]
+    return bool(held) and all(_is_plain(item, depth - 1) for item in held)
 
 
 class Loan:

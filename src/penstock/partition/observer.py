@@ -62,6 +62,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._drew: list[nn.Module | None] = []
         self._written: dict[int, Any] = {}  # what holds the memory
         self._kept: list[Any] = []
+        self.gone: list[tuple[nn.Module, str]] = []  # attributes that runs for real have set, taken out again
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

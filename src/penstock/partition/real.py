@@ -76,7 +76,9 @@ def run_for_real(
             raise PartitionError(f"{unit.name!r} fails on inputs like the given ones: {first}{fake}") from error
         finally:
             wanted = {id(value) for attribute, value in attributes_of(unit.module, unit.name, taken)}
-            snapshot.restore_tensors(lambda value: id(value) in wanted or _is_made_to_learn(observer, value))
+            observer.gone += snapshot.restore_tensors(
+                lambda value: id(value) in wanted or _is_made_to_learn(observer, value)
+            )
     drew, seen = observer.take(keep=False)  # batch norm updates its running statistics without a new version
     written, root = set(), observer.provenance.root  # which the run on fakes may have given other memory
     for key, (f, r) in made.items():

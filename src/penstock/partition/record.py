@@ -122,7 +122,8 @@ def _record(attempt: Attempt, choices: Mapping[int, bool], fake_calls: frozenset
                 result = _run_checked(recorder, mode, inputs, given.structure, attempt.functions)
                 _check_leftovers(snapshot, loan, recorder, names)
                 left = gather(
-                    reach, recorder.seen, loan.names, provenance, attempt.grain, units.values(), recorder.real
+                    *(reach, recorder.seen, loan.names, provenance, attempt.grain, units.values(), recorder.real),
+                    gone=recorder.observer.gone,
                 )
                 recording = replace(_finish(recorder, loan, result, left, attempt.grain), traces=reach.traces())
                 changed = carried_over(reach, provenance, [u.name for u in units.values()])

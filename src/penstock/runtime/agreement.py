@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from penstock.errors import ShapeError
 from penstock.runtime.exact import Layout
@@ -76,13 +76,33 @@ class Agreement:
 
 
 def _alike(one: Layout | None, other: Layout | None) -> bool:
-    """Whether two layouts are the same, except for the stride of a dimension of one element, which says nothing.
+    """Whether two layouts are the same, except for the stride of a dimension of one element.
 
-    It changes between steps: autograd adds up the gradients of several uses in the memory of one or of the other.
+    It changes between steps: autograd adds up the gradients of several uses in the memory of one or of the other. It
+    says nothing, unless torch takes the tensor for channels first with one and for channels last with the other.
     """
     if one is None or other is None:
         return one is other
-    return _without_idle_strides(one) == _without_idle_strides(other)
+    if one.stride == other.stride:
+        return one == other
+    return _without_idle_strides(one) == _without_idle_strides(other) and (
+        is_channels_last(one.shape, one.stride) == is_channels_last(other.shape, other.stride)
+    )
+
+
+def is_channels_last(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether torch takes images or volumes of these strides for channels last, and chooses its kernels accordingly.
+
+    The rule of `is_channels_last_strides_2d` and `_3d` (c10/core/MemoryFormat.h).
+    """
+    if len(shape) not in (4, 5) or stride[1] == 0:
+        return False
+    least = 0
+    for dim in (1, *range(len(shape) - 1, 1, -1), 0):
+        if shape[dim] == 0 or stride[dim] < least or (dim == 0 and least == stride[1]):
+            return False
+        least = stride[dim] * max(shape[dim], 1)
+    return True
 
 
 def _without_idle_strides(layout: Layout) -> Layout:

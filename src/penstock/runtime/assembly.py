@@ -22,6 +22,7 @@ from penstock.runtime.features.recompute import RecomputedStage
 from penstock.runtime.features.recomputed_layers import RecomputedLayers
 from penstock.runtime.features.repeated_updates import RepeatedUpdates
 from penstock.runtime.features.sharding import Framed, Reduced
+from penstock.runtime.features.tensor_state import TensorState
 from penstock.runtime.routes import RouteBuilder
 from penstock.runtime.split_backward import SplitBackward
 from penstock.runtime.stage import StageRunner
@@ -67,6 +68,7 @@ FEATURES: tuple[Make, ...] = (
     ForwardState.of,
     RepeatedUpdates.of,  # puts buffers right within a backward, in which nothing else may update them
     BackwardUpdates.of,
+    TensorState.of,
     BackwardCounts.of,
     BackwardDraws.of,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -114,7 +115,7 @@ class LossHead:
         shared: bool = False,
     ) -> None:
         self._loss = loss
-        self._state = LossState(loss if needed else None, pipelines)
+        self._state = LossState(loss if needed else None, pipelines, partitions[0])
         self._partitions = partitions
         self._streams = streams
         self._needed = needed
@@ -160,9 +161,12 @@ class LossHead:
             with (
                 partition.leaving(leaves),
                 nullcontext() if self._watched else watching(self._elsewhere),
-                self._state.in_order(self.losses, microbatch),
             ):
-                loss = None if self._targets is None else self._loss(output, self._targets[microbatch])
+                if self._targets is not None:
+                    run = partial(self._loss, output, self._targets[microbatch])
+                    loss = self._state.call(self.losses, microbatch, run)
+                else:
+                    loss = None
             if isinstance(loss, Tensor) and not self._watched:
                 check_graph(loss, self._elsewhere)
                 self._watched = True

@@ -43,5 +43,31 @@ class ClassData(MutableMapping[str, Any]):
         return dict(self)
 
 
+class SlotData(ClassData):
+    """What the slots of an object hold."""
+
+    def __init__(self, owner: Any, names: tuple[str, ...]) -> None:
+        self._owner, self._names = owner, names
+
+    def __getitem__(self, name: str) -> Any:
+        value = getattr(self._owner, name, _GONE)
+        if value is _GONE:
+            raise KeyError(name)
+        return value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        object.__setattr__(self._owner, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        object.__delattr__(self._owner, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([name for name in self._names if hasattr(self._owner, name)])
+
+    def differs(self, before: dict[str, Any]) -> bool:
+        """Whether a slot holds another object than in a copy."""
+        return any(getattr(self._owner, name, _GONE) is not before.get(name, _GONE) for name in self._names)
+
+
 def _is_data(name: str, value: Any) -> bool:
     return not name.startswith("__") and not isinstance(value, _CODE) and not hasattr(type(value), "__get__")

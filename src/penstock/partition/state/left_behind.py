@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from penstock.errors import PartitionError
 from penstock.partition.objects import CONSTANTS, tensors_in
 from penstock.partition.state.provenance import Provenance
-from penstock.partition.state.reach import Place, Reach
+from penstock.partition.state.reach import INTERNAL, Place, Reach, is_below, is_of_others, slots_of
 from penstock.partition.units import Grain, Regroup, Unit
 
 SMALL = 1024
@@ -52,16 +53,25 @@ class Absent(Tensor):
         absent.__dict__["text"] = text
         return absent
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise _refusal(self.__dict__["text"])
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<{self.__dict__['text']}, which is not here>"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         text = next((t.__dict__["text"] for t in tensors_in((args, kwargs)) if isinstance(t, Absent)), "")
-        raise PartitionError(
-            f"the loss reads {text}, which the forward leaves there on another stage, or in the model's own forward; "
-            "return it from the model's forward, so that it is part of the output that the loss gets"
-        )
+        raise _refusal(text)
+
+
+def _refusal(text: str) -> PartitionError:
+    return PartitionError(
+        f"the loss reads {text}, which the forward leaves there on another stage, or in the model's own forward; "
+        "return it from the model's forward, so that it is part of the output that the loss gets"
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,6 +131,7 @@ def gather(
     grain: Grain,
     units: Iterable[Unit],
     real: Collection[str],
+    gone: Iterable[tuple[nn.Module, str]] = (),
 ) -> list[Behind]:
     """What the forward left, as long as it is still there.
 
@@ -129,6 +140,7 @@ def gather(
         held: `id` of each of the model's own parameters and buffers.
         provenance, grain, units: of the recording.
         real: the units that ran on made-up inputs: numbers that they leave mean nothing.
+        gone: attributes that they set to tensors which mean nothing either, and were taken out again.
 
     Raises Regroup if units have to be opened to carry what they left.
     """
@@ -138,12 +150,17 @@ def gather(
         for key, value in place.changes():
             made = {id(t): m for t in tensors_in(value) if id(t) not in held and (m := provenance.maker(t)) is not None}
             plain = type(value) in PLAIN
-            if not made and not plain:
+            if not made and not plain and not holds_numbers(value):
                 continue
             text = place.name(key)
-            owner = {name for name in names if place.module and f"{place.text}.".startswith(f"{name}.")}
-            if plain and not owner.isdisjoint(real):
-                value = Absent.at(text)
+            owner = {name for name in names if not place.outside and is_below(place.text, name)}
+            if not {*owner, *(m.unit for m in made.values())}.isdisjoint(real):
+                place, key, value = _holder_of(reach, place, key, value)
+                value = Absent.at(text) if plain else without_numbers(value, text)
+            elif not made and not plain:
+                continue
+            elif not place.module:
+                owner = set()
             makers = {m.unit for m in made.values()} if made else owner
             wanted = [t for t in tensors_in(value) if id(t) in made and t.numel() <= SMALL and _nested(value, t)]
             if EVERY in grain.shut or (text not in grain.carried and not any(t.requires_grad for t in wanted)):
@@ -152,10 +169,60 @@ def gather(
             to_open |= {u for t in wanted if not has_node(t) and (u := made[id(t)].unit) in names - grain.shut}
             whole = makers and all(makers)
             found.append(Behind(place, key, value, frozenset(makers if whole else ()), tuple(small)))
+    attributes = {id(place.entries): place for place in reach.places if place.module}
+    there = {(id(entry.place), entry.key) for entry in found}
+    for module, name in dict.fromkeys(gone):
+        around = attributes.get(id(vars(module)))
+        if around is not None and (id(around), name) not in there and name not in INTERNAL:
+            found.append(Behind(around, name, Absent.at(around.name(name)), frozenset()))
     if to_open:
         texts = ", ".join(sorted(to_open)[:4])
         raise Regroup(f"{texts} leave values that take a gradient for the loss", opened=to_open, needed=False)
     return found
+
+
+def holds_numbers(value: Any, depth: int = 4) -> bool:
+    """Whether a number is in a value, in containers, objects or arrays."""
+    if isinstance(value, (bool, int, float, complex)) or type(value).__module__ == "numpy":
+        return True
+    if depth == 0 or type(value) in CONSTANTS or isinstance(value, (Tensor, nn.Module, type, ModuleType, FunctionType)):
+        return False
+    items: list[Any] = []
+    if isinstance(value, (*SEQUENCES, frozenset)):
+        items += value
+    elif isinstance(value, dict):
+        items += value.values()
+    elif is_of_others(type(value).__module__):
+        return False
+    items += getattr(value, "__dict__", {}).values()
+    items += [getattr(value, name, None) for name in slots_of(type(value))]
+    return any(holds_numbers(item, depth - 1) for item in items)
+
+
+def without_numbers(value: Any, text: str) -> Any:
+    """A value with what raises in place of its numbers, and of what holds numbers and cannot be made again."""
+    if not holds_numbers(value):
+        return value
+    if type(value) in SEQUENCES:
+        return type(value)(without_numbers(item, f"{text}[{i}]") for i, item in enumerate(value))
+    if type(value) is dict:
+        return {key: without_numbers(item, f"{text}[{key!r}]") for key, item in value.items()}
+    return Absent.at(text)
+
+
+def _holder_of(reach: Reach, place: Place, key: Any, value: Any) -> tuple[Place, Any, Any]:
+    """Where something can be put in the place of a value: of an array, wherever that is held."""
+    if type(place.entries).__module__ != "numpy":
+        return place, key, value
+    for holder in reach.places:
+        if isinstance(holder.entries, dict):
+            for name, held in holder.entries.items():
+                if held is place.entries:
+                    return holder, name, held
+    raise PartitionError(
+        f"the forward writes numbers, found from the values of its inputs, into the array {place.text}, which the loss "
+        "could read: keep the array in an attribute of a module, or return a tensor"
+    )
 
 
 def _nested(value: Any, tensor: Tensor) -> bool:

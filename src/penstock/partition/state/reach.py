@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from penstock.partition.objects import CONSTANTS
 from penstock.partition.state.cached_functions import CachedFunctions
 from penstock.partition.state.cells import EMPTY, contents
-from penstock.partition.state.class_data import ClassData
+from penstock.partition.state.class_data import ClassData, SlotData
 from penstock.partition.state.containers import is_container, refill
 from penstock.partition.state.glance import Glance
 from penstock.partition.state.library import OF_TORCH, is_library, package_of
@@ -171,8 +171,8 @@ class Reach:
 
     def belongs_to(self, place: Place, name: str) -> bool:
         """Whether a place is a module's of that name, or is in an object that only this module can reach."""
-        again = (text for first, text in self._again if _is_below(place.text, first))
-        return not place.outside and all(_is_below(text, name) for text in (place.text, *again))
+        again = (text for first, text in self._again if is_below(place.text, first))
+        return not place.outside and all(is_below(text, name) for text in (place.text, *again))
 
     def changed(self) -> list[Place]:
         return [place for part in self._parts for place in part.changed()]
@@ -265,6 +265,11 @@ class Reach:
             self._add(text, attributes, attributes=True)
             for key, item in list(attributes.items()):
                 self._visit(item, f"{text}.{key}", depth - 1)
+        names = () if is_of_others(type(value).__module__) else slots_of(type(value))
+        if names:
+            self._add(text, slots := SlotData(value, names), attributes=True)
+            for key, item in slots.items():
+                self._visit(item, f"{text}.{key}", depth - 1)
 
     def _visit_function(self, function: FunctionType, depth: int) -> None:
         function = getattr(function, "__wrapped__", function)
@@ -304,7 +309,7 @@ def in_context() -> list[Place]:
     return list(found.values())
 
 
-def _is_below(text: str, name: str) -> bool:
+def is_below(text: str, name: str) -> bool:
     """Whether a path from the model is that of `name`, or leads on from there."""
     return text == name or text.startswith((f"{name}.", f"{name}["))
 
@@ -318,3 +323,14 @@ def _is_array(value: Any) -> bool:
 def is_of_others(module: str) -> bool:
     """Whether the objects of a class from this Python module hold nothing that the user put there."""
     return not module or (is_library(module) and package_of(module) not in PLAIN_OBJECTS)
+
+
+def slots_of(kind: type) -> tuple[str, ...]:
+    """The slots of a class and its bases, of classes that are the user's."""
+    found: list[str] = []
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        if not is_of_others(base.__module__):
+            found += [slots] if isinstance(slots, str) else slots
+    hidden = ("__dict__", "__weakref__")
+    return tuple(name for name in found if name not in hidden and not (name.startswith("__")))
