@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from distributed.ranks import Ranks
 from penstock.fabric.algorithms import ENGINE, algorithms
+from penstock.fabric.dtypes import OPS
 from penstock.fabric.emulation import clock, payload, wires
 from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.emulation.wires import Delayed, Message
@@ -62,6 +63,37 @@ def test_an_average_and_a_product_are_exact_in_any_type_and_differ_from_a_sum() 
             assert len(right.unique()) == 3
     numbers = [payload.contribution(rank, 3, 60, 5, torch.int8, "prod") for rank in range(3)]
     assert torch.equal(payload.expected("all_reduce", 0, 3, 60, 5, torch.int8, "prod"), torch.stack(numbers).prod(0))
+
+
+_BY = {
+    "sum": lambda given: given.sum(0), "avg": lambda given: given.mean(0), "prod": lambda given: given.prod(0),
+    "min": lambda given: given.amin(0), "max": lambda given: given.amax(0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 7, 13, 14, 19, 20, 21, 64])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.bfloat16, torch.float32])
+def test_a_rank_that_is_dropped_or_mixed_up_with_another_is_seen_whatever_the_op(
+    ranks: int, dtype: torch.dtype
+) -> None:
+    for op in OPS[: 5 if dtype.is_floating_point else 4]:
+        gave = [payload.contribution(rank, ranks, 4 * ranks, 0, dtype, op).double() for rank in range(ranks)]
+        total, neutral = _BY[op](torch.stack(gave)), {"prod": 1.0, "min": 99.0}.get(op, 0.0)
+        for rank in range(ranks):
+            others = gave[:rank] + gave[rank + 1 :]
+            own, nothing = gave[rank], torch.full_like(total, neutral)
+            for instead in (nothing, gave[rank - 1], own.roll(1), own.roll(ranks)):
+                assert not torch.equal(_BY[op](torch.stack([*others, instead])), total), (op, rank)
+        for shift in range(1, ranks):
+            assert not torch.equal(total.roll(shift), total), "places that are mixed up"
+            assert not torch.equal(gave[0], gave[shift])
+
+
+def test_of_a_single_number_a_rank_that_is_dropped_from_a_sum_is_seen() -> None:
+    for dtype in (torch.int8, torch.bfloat16, torch.float32):
+        gave = [int(payload.contribution(rank, 60, 1, 3, dtype)[0]) for rank in range(60)]
+        assert min(gave) > 0
+        assert dtype != torch.int8 or sum(gave) <= 127, "or it is not exact"
 
 
 @pytest.mark.distributed

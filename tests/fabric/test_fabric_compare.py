@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -211,6 +212,43 @@ def test_every_setting_counts(setting: str, a: object, b: object) -> None:
     found = compare(one, other)
     assert found.other_settings == {setting: (a, b)}
     assert (found.step is None) == (setting == "hosts"), "a step of other hosts is another one"
+
+
+@pytest.mark.parametrize(
+    ("setting", "where", "value"),
+    [
+        ("dtype", "workload", "int32"), ("op", "workload", "max"), ("iterations", "record", 10),
+        ("warmup", "record", 50), ("background", "network", ["300mbit to 1"]), ("slow", "network", {"1": 0.1}),
+        ("own", "network", {"1": "10mbit"}), ("shaper", "network", "netem"), ("mtu", "network", 9000),
+        ("shares", "transfer", [5, 1, 1, 1]), ("ranks", "transfer", [0, 1]), ("compute_seconds", "transfer", 0.5),
+    ],
+)  # fmt: skip
+def test_what_was_asked_for_is_a_setting(setting: str, where: str, value: Any) -> None:
+    def run() -> Run:
+        shared = setting == "shares"
+        transfers = (Transfer("t0", 1000, "all_to_all", ranks=(0, 1, 2, 3)) if shared else Transfer("t0", 1000),)
+        return run_of(np.full((9, 1), 1e-3), transfers, network={"shaper": "switch", "slow": {}}, warmup=5)
+
+    one, other = run(), run()
+    assert compare(one, other).other_settings == {}
+    record = other.record
+    places = {"record": record, "network": record["network"], "workload": record["workload"]}
+    places["transfer"] = record["workload"]["transfers"][0]
+    before, places[where][setting] = places[where].get(setting), value
+    usual = {"op": "sum", "iterations": 1, "warmup": 5, "shaper": "switch", "compute_seconds": 0.0}.get(setting)
+    name = f"{setting} of t0" if setting in ("shares", "ranks") else setting
+    assert compare(one, other).other_settings == {name: (usual, value)}, f"it was {before}"
+
+
+def test_a_scenario_and_the_stalls_of_trials_are_settings() -> None:
+    one, other = run_of(np.full((9, 1), 1e-3)), run_of(np.full((9, 1), 1e-3))
+    other.record["happened"] = [{"seconds": 1.0, "step": 3, "text": "all links: 10mbit"}]
+    assert compare(one, other).other_settings == {"scenario": (None, ["all links: 10mbit"])}
+    del other.record["happened"]
+    begin, end = int(other.start_ns[4].min()), int(other.end_ns[4].max())  # the first stall, after a period, is there
+    stall = {"since_ns": begin - 10**12, "length_ns": end - begin, "every_ns": 10**12, "until_ns": None}
+    other.record["switch"] = {"stalls": [stall]}
+    assert compare(one, other).other_settings == {"stalled_trials": (0, 1)}
 
 
 def test_what_the_hosts_were_is_a_setting_too() -> None:

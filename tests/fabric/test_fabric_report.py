@@ -65,6 +65,12 @@ def test_a_percentile_with_too_few_samples_says_how_many_it_takes():
     assert "n/a:" not in shown(made_run(4500, steps=False))
 
 
+def test_of_fewer_than_50_trials_nobody_can_tell_whether_they_depend_on_each_other():
+    said = "Whether so few trials depend on each other cannot be told"
+    assert said in " ".join(shown(made_run(49)).split())
+    assert said not in " ".join(shown(made_run(50)).split())
+
+
 def test_transfers_are_in_order_of_execution():
     workload = Workload("mixed", (Transfer("z", 4000), Transfer("a", 400, "all_gather"), Transfer("m", 8000)))
     lines = shown(made_run(10, workload=workload), 140).splitlines()

@@ -333,6 +333,37 @@ def written(run: Run, folder: Path) -> Path:
     return folder
 
 
+def _swapped(line: str) -> str:
+    *place, start, end = line.split(",")
+    return ",".join([*place, end, start])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda lines: lines[:10] + lines[11:], r"damaged: trial 1 has 7 of 8 rows, and later ones are there"),
+        (lambda lines: [*lines, lines[9]], r"damaged: line 66 is the second one of trial 1, transfer 0, rank 0"),
+        (lambda lines: lines + lines[1:], r"damaged: line 66 is the second one of trial 0, transfer 0, rank 0"),
+        (lambda lines: [*lines[:9], _swapped(lines[9]), *lines[10:]], r"damaged: line 10, 1,0,0,\d+,\d+, ends before"),
+        (lambda lines: [lines[0], *map(_swapped, lines[1:])], r"damaged: line 2, 0,0,0,\d+,\d+, ends before it starts"),
+        (lambda lines: [_swapped(line) for line in lines], r"no run .*begins with 'trial,transfer,rank,end_ns"),
+        (lambda lines: [*lines, "8,2,0,1,2"], r"damaged: line 66, 8,2,0,1,2, is of no trial, transfer and rank"),
+        (lambda lines: [*lines, "8,0,4,1,2"], r"damaged: line 66, 8,0,4,1,2, is of no"),
+        (lambda lines: [*lines, "99999999999,0,0,1,2"], r"damaged: line 66, 99999999999,0,0,1,2, is of no"),
+        (lambda lines: [*lines, "99999999999999999999,0,0,1,2"], r"holds no run"),
+    ],
+)  # fmt: skip
+def test_samples_that_no_run_writes_are_refused(tmp_path: Path, spoil: Any, says: str) -> None:
+    samples = written(run_of(np.full((8, 2), 1e-3)), tmp_path) / "samples.csv"
+    lines = samples.read_text().splitlines()
+    assert len(lines) == 65
+    samples.write_text("\n".join([lines[0], *lines[:0:-1]]) + "\n")
+    assert len(Run.read(tmp_path).start_ns) == 8, "in any order"
+    samples.write_text("\n".join(spoil(lines)) + "\n")
+    with pytest.raises(ArgumentError, match=says):
+        Run.read(tmp_path)
+
+
 @given(st.integers(0, 2000))
 def test_a_run_that_was_killed_anywhere_shows_its_whole_trials(tmp_path_factory: Any, cut: int) -> None:
     folder = tmp_path_factory.mktemp("run")

@@ -14,8 +14,9 @@ from penstock.fabric.dependence import correlation_time
 from penstock.fabric.differences import Samples, holm, kolmogorov_smirnov, mann_whitney, ranks, shift, tails
 from penstock.fabric.grouped import Group, groups
 from penstock.fabric.samples import Run
+from penstock.fabric.stalls import stalled
 from penstock.fabric.statistics import Interval, Summary, fewest
-from penstock.fabric.trials import TransferTimes, algorithm_of, measured_step
+from penstock.fabric.trials import TransferTimes, algorithm_of, iterations_of, measured_step
 from penstock.fabric.workload import Workload
 
 Verdict = Literal["differs", "no difference shown", "too few samples"]
@@ -122,7 +123,7 @@ def compare(a: Run, b: Run) -> Comparison:
         step=judged[-1] if whole else None,
         only_in_a=tuple(name for name, *_ in keys[0] if (name, *_) not in keys[1]),
         only_in_b=tuple(name for name, *_ in keys[1] if (name, *_) not in keys[0]),
-        other_settings=_other_settings(a.record, b.record),
+        other_settings=_other_settings(a, b),
     )
 
 
@@ -197,17 +198,36 @@ def _judged(found: Sequence[Difference], tests: Sequence[dict[str, float]]) -> l
     return made
 
 
-def _other_settings(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    ours, others = _settings(a), _settings(b)
-    return {key: (ours[key], others[key]) for key in ours if ours[key] != others[key]}
+def _other_settings(a: Run, b: Run) -> dict[str, tuple[Any, Any]]:
+    ours, others = ({**_settings(run.record), "stalled_trials": len(stalled(run))} for run in (a, b))
+    return {key: (ours[key], others[key]) for key in ours if key in others and ours[key] != others[key]}
+
+
+_KEYS = ("algorithm", "backend", "hosts", "link", "bytes_per_second", "overlap", "seed", "machine_cores", "warmup")
+_OF_HOSTS = ("kernel", "torch", "congestion_control", "interface")
+_OF_NETWORK = ("own", "background", "slow", "shaper", "mtu")
 
 
 def _settings(record: dict[str, Any]) -> dict[str, Any]:
-    """What a run was made with, and what its hosts were, where they are alike. `bytes_per_second` is of messages that
-    were delayed, in place of a shaped link."""
-    keys = ("algorithm", "backend", "hosts", "link", "bytes_per_second", "overlap", "seed", "machine_cores")
-    found = {key: record.get(key) for key in keys}
-    for key in ("kernel", "torch", "congestion_control", "interface"):
+    """What a run was made with, and what its hosts were, where they are alike; None is what was not asked for.
+
+    `bytes_per_second` is of messages that were delayed, in place of a shaped link; `scenario` what has happened.
+    """
+    workload, network = record["workload"], record.get("network") or {}
+    found = {key: record.get(key) for key in _KEYS}
+    found["iterations"] = iterations_of(record)
+    found |= {"dtype": workload.get("dtype") or None, "op": workload.get("op", "sum")}
+    for one in workload["transfers"]:
+        found |= {f"{key} of {one['name']}": list(one.get(key) or ()) or None for key in ("shares", "ranks")}
+    found["compute_seconds"] = workload["compute_seconds"] + sum(map(_computed, workload["transfers"]))
+    found |= {key: network.get(key) or None for key in _OF_NETWORK}
+    found["scenario"] = [one["text"] for one in record.get("happened") or ()] or None
+    for key in _OF_HOSTS:
         values = {host.get(key) for host in record.get("environment") or ()}
         found[key] = values.pop() if len(values) == 1 else None
     return found
+
+
+def _computed(transfer: dict[str, Any]) -> float:
+    """Seconds in front of a transfer, on all ranks together where they differ."""
+    return float(sum(transfer.get("compute_by_rank") or ()) or transfer.get("compute_seconds") or 0.0)

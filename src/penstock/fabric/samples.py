@@ -68,7 +68,7 @@ class Run:
         """Of a finished run, or of one that was killed: a trial that is not whole is left out.
 
         Raises:
-            ArgumentError: the folder holds no run, or one that ended before its hosts had joined.
+            ArgumentError: the folder holds no run, one that ended before its hosts had joined, or damaged samples.
         """
         if not (folder / RUN).exists() and (folder / SPEC).exists():
             raise ArgumentError(
@@ -84,7 +84,7 @@ class Run:
                 f"{folder} holds no run of penstock fabric: {reason}. Give a folder that a run was written to, such as "
                 "runs/fabric-1"
             ) from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, OverflowError) as error:
             raise ArgumentError(f"{folder} holds no run of penstock fabric: {error}") from None
         if not _is_record(record):
             raise ArgumentError(f"{folder} holds no run of penstock fabric: its {RUN} is of something else")
@@ -93,10 +93,48 @@ class Run:
         whole = len(table) // int(taking.sum()) if taking.any() else 0
         start = np.full((whole, len(transfers), hosts), -1, np.int64)
         end = start.copy()
+        _check(table, taking, folder / SAMPLES)
         table = table[table[:, 0] < whole]
         start[table[:, 0], table[:, 1], table[:, 2]] = table[:, 3]
         end[table[:, 0], table[:, 1], table[:, 2]] = table[:, 4]
         return cls(record, start, end, tuple(tuple(row) for row in steps.tolist()))
+
+
+def _check(table: NDArray[np.int64], taking: NDArray[np.bool_], path: Path) -> None:
+    """Raises ArgumentError for rows that no run writes: of each trial all are there once, up to where a run ended."""
+    fault = _fault(table, taking)
+    if fault is not None:
+        raise ArgumentError(
+            f"{path} is damaged: {fault}. No figure of it would hold: take the file as the run wrote it, or run again"
+        )
+
+
+def _fault(table: NDArray[np.int64], taking: NDArray[np.bool_]) -> str | None:
+    """What is wrong, of the first row with which something is; the order of rows does not matter."""
+    transfers, hosts = taking.shape
+    trial, transfer, rank, start, end = table.T
+    inside = (
+        (trial >= 0) & (trial < len(table)) & (transfer >= 0) & (transfer < transfers) & (rank >= 0) & (rank < hosts)
+    )
+    inside[inside] = taking[transfer[inside], rank[inside]]
+    for wrong, text in (
+        (~inside, "is of no trial, transfer and rank of this run"),
+        (end < start, "ends before it starts"),
+    ):
+        if wrong.any():
+            first = int(wrong.argmax())
+            return f"line {first + 2}, {','.join(map(str, table[first]))}, {text}"
+    key = (trial * transfers + transfer) * hosts + rank
+    _, firsts = np.unique(key, return_index=True)
+    if len(firsts) < len(key):
+        second = int(np.setdiff1d(np.arange(len(key)), firsts)[0])
+        which = f"trial {trial[second]}, transfer {transfer[second]}, rank {rank[second]}"
+        return f"line {second + 2} is the second one of {which}"
+    counts = np.bincount(trial)
+    short = np.flatnonzero(counts[:-1] < taking.sum())
+    if len(short):
+        return f"trial {short[0]} has {counts[short[0]]} of {taking.sum()} rows, and later ones are there"
+    return None
 
 
 def _is_record(found: Any) -> bool:
@@ -106,7 +144,9 @@ def _is_record(found: Any) -> bool:
 def _table(path: Path, head: tuple[str, ...]) -> NDArray[np.int64]:
     """The rows below the head; a last line that was cut off is left out. None of a file that was not begun."""
     text = path.read_text() if path.exists() else ""
-    _, _, rows = text[: text.rfind("\n") + 1].partition("\n")  # what follows the last line's end was cut off
+    first, _, rows = text[: text.rfind("\n") + 1].partition("\n")  # what follows the last line's end was cut off
+    if first and tuple(first.split(",")) != head:
+        raise ValueError(f"{path.name} begins with {first[:80]!r}, not with {','.join(head)}")
     if not rows:
         return np.empty((0, len(head)), np.int64)
     return np.loadtxt(io.StringIO(rows), np.int64, delimiter=",", ndmin=2, usecols=range(len(head)))

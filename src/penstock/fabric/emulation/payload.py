@@ -24,16 +24,35 @@ _MOST = {torch.int8: 127, torch.uint8: 255, torch.bfloat16: 256, torch.float16: 
 
 
 def contribution(rank: int, ranks: int, elements: int, seed: int, dtype: torch.dtype, op: Op = "sum") -> Tensor:
-    """What a rank gives: element i differs from its neighbours and from other ranks' i, as far as sums stay exact.
+    """What a rank gives: numbers that look drawn, so that ranks and places differ, as far as sums stay exact.
 
-    A product or an average is exact in any type, if of each element one rank alone gives more than 1, or than 0.
+    Of a sum no rank gives 0, if there is room. Of all else one rank decides about each place, each in its turn, in an
+    order that changes: it alone gives more than 1, or than 0, so that a product or an average is exact in any type; or
+    the smallest or the largest number.
     """
     place = torch.arange(elements, dtype=torch.int64)
-    if op in ("prod", "avg"):
-        mine = (place * 7 + rank + seed) % ranks == 0
-        return torch.where(mine, 2 ** (place % 3) * (ranks if op == "avg" else 2), int(op == "prod")).to(dtype)
-    values = max(2, min(13, _MOST.get(dtype, 2**24) // ranks + 1))
-    return ((place * 7 + rank * 5 + seed) % values).to(dtype)
+    room = _MOST.get(dtype, 2**24) // ranks
+    hashed = _mixed(_mixed(place + 0x9E3779B9 * seed) + 0x85EBCA6B * (rank + 1))
+    drawn = hashed % min(13, room) + 1 if room > 1 else hashed % 2
+    decides = (place + _mixed(place // ranks + 0x9E3779B9 * seed)) % ranks == rank
+    match op:
+        case "sum":
+            made = drawn
+        case "min":
+            made = torch.where(decides, drawn, drawn + 13)
+        case "max":
+            made = torch.where(decides, drawn + 13, drawn)
+        case "prod" | "avg":
+            made = torch.where(decides, 2 ** (hashed % 3) * (ranks if op == "avg" else 2), int(op == "prod"))
+    return made.to(dtype)
+
+
+def _mixed(number: Tensor) -> Tensor:
+    """Of each a number of 31 bits that tells nothing of it: a hash, with products that fit into 64 bits."""
+    number = number & 0x7FFFFFFF
+    for _ in range(2):
+        number = ((number >> 16) ^ number) * 0x45D9F3B & 0x7FFFFFFF
+    return (number >> 16) ^ number
 
 
 def given(

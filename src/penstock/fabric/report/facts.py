@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.fabric.algorithms import ENGINE
+from penstock.fabric.dependence import FEWEST
 from penstock.fabric.network.director import Happened
 from penstock.fabric.ports import changed
 from penstock.fabric.report.network import network_facts, saturated
@@ -224,7 +225,7 @@ def notes(run: Run, results: dict[str, Any]) -> list[str]:
 
 
 def _too_few(results: dict[str, Any], trials: int) -> list[str]:
-    """Why percentiles are n/a."""
+    """Why percentiles are n/a, or may be wrong."""
     times = [one["time_s"] for one in results["groups"]]
     short = [
         f"{fewest(q):,} for {TIMES[name]}"
@@ -235,8 +236,13 @@ def _too_few(results: dict[str, Any], trials: int) -> list[str]:
     said = []
     if worth < _DEPENDENT * trials:
         said.append(f"Trials depend on each other: {trials:,} are worth {worth:,.0f} independent ones, and count so.")
+    if 0 < trials < FEWEST:
+        said.append(
+            f"Whether so few trials depend on each other cannot be told; if they do, the 95% intervals are too narrow. "
+            f"Give --trials {FEWEST} or more."
+        )
     if short:
-        kind = "independent trials" if said else "trials"
+        kind = "trials" if worth >= _DEPENDENT * trials else "independent trials"
         said.append(f"n/a: {min(trials, int(worth)):,} {kind} bound no such percentile; it takes {', '.join(short)}.")
     return said
 
