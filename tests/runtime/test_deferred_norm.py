@@ -230,3 +230,44 @@ def test_batch_norm_in_blocks_is_seen() -> None:
     x, y = torch.randn(ROWS, 3, 6, 6), torch.randn(ROWS, 3)
     _, found = train(ConvNet(), x, y, steps=2)
     assert all(count == 2 for name, count in found.items() if name.endswith("num_batches_tracked"))
+
+
+class Doubling(nn.BatchNorm1d):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input * 2)
+
+
+class Watching(nn.BatchNorm1d):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).clone()
+
+
+class Past(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm.forward(x)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_a_class_that_changes_what_enters_it_is_refused(momentum: float | None) -> None:
+    model, (x, y) = normed(), batch()
+    model[1] = Doubling(WIDTH, momentum=momentum)
+    with pytest.raises(ArgumentError, match=r"a Doubling normalises something else than what enters it"):
+        train(model, x, y)
+
+
+def test_a_class_with_a_forward_of_its_own_may_be_deferred() -> None:
+    (model, same), (x, y) = (normed(), normed()), batch()
+    model[1] = Watching(WIDTH)
+    found, expected = train(model, x, y)[1], train(same, x, y)[1]
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_norm_that_is_called_past_its_hooks_is_refused() -> None:
+    model, (x, y) = normed(), batch()
+    model[1] = Past()
+    with pytest.raises(ArgumentError, match=r"updated its statistics, but no call of it was seen"):
+        train(model, x, y)

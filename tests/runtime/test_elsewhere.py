@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -48,7 +49,38 @@ def test_what_lies_elsewhere_may_be_looked_at_copied_and_written_to() -> None:
         layer.weight.mul_(0.9).add_(torch.ones(3, 3))  # the rank that has it does so
         nn.init.zeros_(layer.weight)
         assert not torch.zeros_like(layer.weight, device="cpu").is_meta
-    for again in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+    for again in (copy.deepcopy(layer), copy.copy(layer)):
         assert isinstance(again.weight, nn.Parameter)
         with torch.no_grad(), pytest.raises(penstock.ArgumentError, match="no values on this rank"):
             torch.ones(3, 3).add_(again.weight)
+
+
+def test_what_lies_elsewhere_is_not_saved() -> None:
+    layer = nn.Linear(3, 3)
+    layer.weight = elsewhere(layer.weight, "0.weight")  # type: ignore[assignment]
+    with pytest.raises(penstock.ArgumentError, match=r"'0\.weight' has no values.*pipe\.state_dict\(\)"):
+        torch.save(layer.state_dict(), io.BytesIO())
+    with pytest.raises(penstock.ArgumentError, match=r"'0\.weight' has no values.*pipe\.state_dict\(\)"):
+        pickle.dumps(dict(layer.named_parameters()))
+
+
+DRAWS: dict[str, Callable[[Tensor], Any]] = {
+    "normal_": lambda theirs: theirs.normal_(),
+    "of data": lambda theirs: theirs.data.uniform_(),
+    "init": nn.init.normal_,
+    "kaiming": nn.init.kaiming_uniform_,
+    "truncated": nn.init.trunc_normal_,
+    "orthogonal": nn.init.orthogonal_,
+    "like": torch.randn_like,
+}
+
+
+@pytest.mark.parametrize("way", DRAWS)
+def test_nothing_is_drawn_for_what_lies_elsewhere(way: str) -> None:
+    """On one device the draws would come before those of this rank's own parameters."""
+    with pytest.raises(penstock.ArgumentError, match=r"'0\.weight' has no values .* nothing would be drawn"):
+        DRAWS[way](elsewhere(nn.Parameter(torch.ones(3, 3)), "0.weight"))
+
+
+def test_constants_may_be_written_to_what_lies_elsewhere() -> None:
+    nn.init.zeros_(elsewhere(nn.Parameter(torch.ones(3, 3)), "0.weight"))

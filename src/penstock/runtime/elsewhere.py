@@ -6,6 +6,8 @@ average that a teacher keeps of a student on another rank would only shrink.
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,6 +27,12 @@ class Elsewhere(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with plain_tensors():
             return _run(func, args, kwargs or {})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ArgumentError(
+            f"{self.penstock_name!r} has no values on this rank, so that a file of the model would lack them: save "
+            "pipe.state_dict(), which has those of every rank, or use penstock.checkpoint"
+        )
 
 
 class ElsewhereParameter(Elsewhere, nn.Parameter):
@@ -47,6 +55,13 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     name = next(tensor.penstock_name for tensor in given if isinstance(tensor, Elsewhere))
     if any(map(_is_here, _written(func, args, kwargs))):
         raise _refusal(name)
+    if _draws(func):
+        raise ArgumentError(
+            f"{name!r} has no values on this rank, so that nothing would be drawn for it, and the random numbers of "
+            "this rank's own parameters would be others than in plain torch. Initialise the model before "
+            "pipeline(...), from the same seed on every rank; what is drawn for this rank's parameters alone may go "
+            "over pipe.named_parameters()"
+        )
     try:
         result = func(*args, **kwargs)
     except (NotImplementedError, RuntimeError) as error:
@@ -56,6 +71,23 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     if type(result) in (tuple, list):
         return type(result)(_marked(item, name) for item in result)
     return _marked(result, name)
+
+
+def _draws(func: Any) -> bool:
+    """Whether a function draws random numbers for the tensor that it is given."""
+    name = getattr(func, "__name__", "")
+    if getattr(func, "__module__", "") == "torch.nn.init":
+        return name not in ("constant_", "ones_", "zeros_", "eye_", "dirac_")
+    if name == "__get__":  # torch.nn.init asks whether a tensor is on the meta device, and then does nothing
+        return getattr(func, "__self__", None) is Tensor.is_meta and _is_asked_by_init()
+    return name in _DRAWING
+
+
+def _is_asked_by_init() -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename == nn.init.__file__
 
 
 def _marked(value: Any, name: str) -> Any:
@@ -85,6 +117,12 @@ def _refusal(name: str) -> ArgumentError:
         "torch.no_grad(), where stages get what they read"
     )
 
+
+_DRAWING = {
+    *("normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_", "bernoulli_"),
+    *("rand_like", "randn_like", "randint_like", "bernoulli", "multinomial", "normal", "poisson"),
+    *("dropout", "alpha_dropout", "feature_dropout", "dropout_", "rrelu", "rrelu_"),
+}
 
 _IN_PLACE = {
     *("__iadd__", "__isub__", "__imul__", "__imatmul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__"),

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import ArgumentError
 from penstock.partition import Partition, Stage
+from penstock.partition.loan import same_bits
 from penstock.runtime.features.feature import Feature
 from penstock.runtime.split_backward import is_compiled
 from penstock.stages import StageMeta
@@ -44,6 +45,10 @@ class Moments(NamedTuple):
             variance, mean = torch.var_mean(values, others, correction=0)
             return cls(count, mean, variance * count)
 
+    def found(self) -> tuple[Tensor, Tensor]:
+        """Mean and variance, as running statistics take them."""
+        return self.mean, self.deviations / max(self.values - 1, 1)
+
     def merged(self, other: Moments) -> Moments:
         """Of the values of both."""
         count = self.values + other.values
@@ -64,6 +69,8 @@ class DeferredNorms(Feature):
         self._handles: list[RemovableHandle] = [
             m.register_forward_pre_hook(_Hook(self), with_kwargs=True) for m in self._norms
         ]
+        self._handles += [m.register_forward_hook(_Compare(self)) for m in self._norms if _has_own_forward(m)]
+        self._expected: dict[nn.Module, tuple[tuple[Tensor, Tensor], Moments]] = {}
         self._microbatch: int | None = None
         self._seen: dict[nn.Module, dict[int, list[Moments]]] = {}
 
@@ -97,18 +104,55 @@ class DeferredNorms(Feature):
             ended = True
         finally:
             seen, self._seen = self._seen, {}
+            past = [n for n, copies in before.items() if n not in seen and _has_changed(n, copies)] if ended else []
             with torch.no_grad():
                 for norm, copies in before.items():
                     for name, copy in copies.items():
                         norm.get_buffer(name).copy_(copy)
                     if ended and norm in seen:
                         _commit(norm, seen[norm])
+        for norm in past:
+            raise ArgumentError(
+                f"deferred_batch_norm=True: a {type(norm).__name__} has updated its statistics, but no call of it was "
+                "seen: call the module itself, not its forward(...), or leave deferred_batch_norm out"
+            )
 
     def note(self, norm: nn.Module, values: Tensor) -> None:
         """What enters a module."""
         if self._microbatch is not None and norm.training:
             mean = norm.get_buffer("running_mean")
-            self._seen[norm][self._microbatch].append(Moments.of(values, torch.promote_types(mean.dtype, values.dtype)))
+            moments = Moments.of(values, torch.promote_types(mean.dtype, values.dtype))
+            self._seen[norm][self._microbatch].append(moments)
+            if _has_own_forward(norm):
+                self._expected[norm] = (mean.clone(), norm.get_buffer("running_var").clone()), moments
+
+    def compare(self, norm: nn.Module) -> None:
+        """After a call of a module with a forward of its own: raises ArgumentError if it has normalised something else
+        than what entered it."""
+        expected = self._expected.pop(norm, None)
+        if expected is None or not isinstance(norm, _BatchNorm) or norm.running_mean is None:
+            return
+        before, moments = expected
+        factor = norm.momentum
+        if factor is None:
+            factor = 1 / float(norm.num_batches_tracked) if norm.num_batches_tracked is not None else 0.0
+        mean, variance = (b.lerp(m.to(b.dtype), factor) for b, m in zip(before, moments.found(), strict=True))
+        spread = float(variance.sqrt().max())
+        alike = norm.running_var is None or torch.allclose(norm.running_var, variance, rtol=1e-2, atol=1e-6)
+        if not alike or not torch.allclose(norm.running_mean, mean, rtol=1e-2, atol=1e-2 * spread):
+            raise ArgumentError(
+                f"deferred_batch_norm=True: a {type(norm).__name__} normalises something else than what enters it, so "
+                "that its statistics are not those of its input; change the input before the module, or leave "
+                "deferred_batch_norm out"
+            )
+
+
+def _has_own_forward(norm: nn.Module) -> bool:
+    return not type(norm).forward.__module__.startswith("torch.")
+
+
+def _has_changed(norm: nn.Module, copies: Mapping[str, Tensor]) -> bool:
+    return any(not same_bits(norm.get_buffer(name), copy) for name, copy in copies.items())
 
 
 def _copies(norm: nn.Module) -> dict[str, Tensor]:
@@ -154,6 +198,12 @@ class _Hook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Hook, (None,)
+
+
+class _Compare(_Hook):
+    def __call__(self, module: nn.Module, args: Any, result: Any) -> None:
+        if self._norms is not None:
+            self._norms.compare(module)
 
 
 # -- what cannot be deferred ------------------------------------------------------------------------------------------
