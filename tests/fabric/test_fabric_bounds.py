@@ -84,6 +84,8 @@ def test_directions_may_differ() -> None:
     links = [((0, 1), LINK), ((1, 0), SLOW)]
     assert lower_bound_seconds(links, "send", (0, 1), 1e6) == pytest.approx(1e-4 + 0.08)
     assert lower_bound_seconds(links, "send", (1, 0), 1e6) == pytest.approx(5e-4 + 0.8)
+    near = lower_bound_seconds(links, "send", (0, 1), 1)
+    assert near == pytest.approx(1e-4, rel=1e-3), "nothing comes back, so that the way back is no matter"
     assert lower_bound_seconds(links[:1], "send", (1, 0), 1e6) == pytest.approx(1e-4 + 0.08), "one stands for both"
 
 
