@@ -64,6 +64,8 @@ class Steps:
         self._order = order
         self._options = options
         self._norms = norms
+        with engine.control.agreed():
+            self._of_training = _of_training(options, order.placement.depth)
         self._loss = saying_what_is_missing(options.loss)
         self._announce = announcer()
         engine.streams.first_microbatch = engine.world.replica * order.microbatches
@@ -208,17 +210,8 @@ class Steps:
                 compile=arguments_of(self._options.compile),
             )
             if training:
-                binding = replace(binding, norms=self._norms, **self._of_training())
+                binding = replace(binding, norms=self._norms, **self._of_training)
         return self._engine.bind(binding)
-
-    def _of_training(self) -> dict[str, Any]:
-        """What the user chose for stages whose backward runs."""
-        options, stages = self._options, self._order.placement.depth
-        return {
-            "recompute": recompute_by_stage(options.recompute, stages, RECOMPUTE),
-            "offload": offload_by_stage(options.offload, stages),
-            "check_finite": options.check_finite,
-        }
 
     def _ranks_of(self, end: Callable[[int], bool]) -> set[int]:
         """The ranks of the pipelines' first (or last) stages."""
@@ -316,6 +309,15 @@ class Steps:
         shared = SharedLoss([terms], self.world.data_parallel)
         shared.waits.append(self._engine.control.share_sum(shared.buffers[0]))
         return shared
+
+
+def _of_training(options: Options, stages: int) -> dict[str, Any]:
+    """What a user chose for stages whose backward runs, by the names of `Binding`. Raises ArgumentError."""
+    return {
+        "recompute": recompute_by_stage(options.recompute, stages, RECOMPUTE),
+        "offload": offload_by_stage(options.offload, stages),
+        "check_finite": options.check_finite,
+    }
 
 
 def _has_target(target: Any, divided: Sequence[Microbatch] | None) -> bool:

@@ -104,3 +104,13 @@ def test_a_loss_that_does_not_read_it_is_not(kind: str) -> None:
     with pipeline(model, (X,), loss=F.mse_loss, ranks=2, microbatches=4, schedule="gpipe") as pipe:
         for _ in range(2):
             assert torch.isfinite(pipe.step(X, target=TARGET).loss)
+
+
+def test_an_object_that_reaches_itself_through_a_list_ends() -> None:
+    def leave(mixture: Any, gate: Tensor) -> None:
+        mixture.node = SimpleNamespace(most=1.0)
+        mixture.node.peers = [mixture.node]
+
+    model = nn.Sequential(nn.Linear(6, 6), Mixture(leave), nn.Linear(6, 6))
+    with pipeline(model, (X,), ranks=2, microbatches=2, loss=F.mse_loss) as pipe:
+        pipe.step(X, target=TARGET)

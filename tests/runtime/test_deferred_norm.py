@@ -269,5 +269,8 @@ def test_a_class_with_a_forward_of_its_own_may_be_deferred() -> None:
 def test_a_norm_that_is_called_past_its_hooks_is_refused() -> None:
     model, (x, y) = normed(), batch()
     model[1] = Past()
+    model.append(nn.BatchNorm1d(WIDTH))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with pytest.raises(ArgumentError, match=r"updated its statistics, but no call of it was seen"):
         train(model, x, y)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())

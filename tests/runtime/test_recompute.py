@@ -19,6 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from everything import WIDTH, Layer, everything, inputs_alive
 from models import squared_error
 from penstock import ArgumentError, PartitionError, Pipeline, pipeline, verify
+from penstock.runtime import exact
+from penstock.runtime.features import recompute
 from penstock.runtime.features.recompute import microbatches_to_recompute
 from penstock.schedule import Op, generate, split_backward
 from small import batch, mlp, training_runners
@@ -534,6 +536,23 @@ def test_a_step_that_raised_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         pipe.step(x, target=y)
         assert {name: id(buffer) for name, buffer in model.named_buffers()} == buffers
         assert _kept(pipe) == 0
+
+
+def test_what_was_kept_is_let_go_before_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[int] = []
+    backward = exact.backward
+
+    def counting(roots: Any, grads: Any) -> None:
+        alive.append(sum(type(each) is recompute._Again for each in gc.get_objects()))
+        backward(roots, grads)
+
+    monkeypatch.setattr(exact, "backward", counting)
+    x, y = batch()
+    with pipeline(
+        mlp(), (x,), schedule="gpipe", ranks=1, microbatches=3, loss=squared_error, recompute="always"
+    ) as pipe:
+        pipe.step(x, target=y)
+    assert alive == [2, 1, 0][-len(alive) :]
 
 
 def _kept(pipe: Pipeline) -> int:

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from models import GPT, ConvNet
 from penstock.errors import PartitionError, ScheduleError
 from penstock.runtime.assembly import _split
+from penstock.runtime.features.context import Binding, StageContext
 from penstock.runtime.split_backward import SplitBackward
 from penstock.runtime.weight_uses import WeightUses
 from penstock.schedule import Action, Op
@@ -47,10 +48,13 @@ class Stage:
     def __init__(self, model: nn.Module, order: str, inputs: list[Tensor]) -> None:
         self.model, self.order, self.inputs = model, order.split(), inputs
         row = [Action(0, Op(action[0]), int(action[1:])) for action in self.order]
-        stage: Any = SimpleNamespace(
-            meta=SimpleNamespace(index=0), module=model, parameters=dict(model.named_parameters())
+        part: Any = SimpleNamespace(
+            meta=SimpleNamespace(index=0), module=model, parameters=dict(model.named_parameters()), buffers={}
         )
-        found = _split(stage, row, torch.device("cpu"), None, can_wait=True)
+        partition: Any = SimpleNamespace(stages=[part])
+        schedule: Any = SimpleNamespace(rows=[row])
+        binding = Binding([partition], schedule, loss=None, training=True)
+        found = _split(StageContext(binding, 0, 0, [part], row, torch.device("cpu"), None, None))
         assert found is not None
         self.split = found
 

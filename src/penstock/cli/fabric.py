@@ -39,7 +39,9 @@ class _Fabric(Commands):
         try:
             return super().resolve_command(ctx, args)
         except ArgumentError as error:
-            raise ArgumentError(f"{error}; without a command it emulates: penstock fabric --preset mlp") from None
+            raise ArgumentError(
+                f"{error}; with no command, `penstock fabric` runs an emulation: penstock fabric --preset mlp"
+            ) from None
 
 
 app = typer.Typer(cls=_Fabric, add_completion=False, invoke_without_command=True)

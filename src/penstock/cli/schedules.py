@@ -17,8 +17,8 @@ _SYMBOLS = (
     "// rounds down; - is no formula.\n"
     "Memory: activations held, in those of one microbatch on all stages of a rank. Idle time: within the longest span "
     "of a rank. Bubble: its share of the span. They hold where links cost nothing and m is a multiple of p, at least "
-    "2p, and for any F, I and W but where an `if` is said; `penstock simulate` gives the figures for any numbers and "
-    "costs."
+    "2p, and for any F, I and W unless the formula has an `if`; `penstock simulate` gives the figures for any numbers "
+    "and costs."
 )
 
 

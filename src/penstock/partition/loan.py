@@ -63,7 +63,7 @@ class Snapshot:
 def _is_plain(value: Any, depth: int = 4) -> bool:
     """Whether a value is a number, text, or a container or object of these."""
     if isinstance(value, (tuple, frozenset)) or is_container(value):
-        return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
+        return all(_is_plain(item, depth) for item in (value.values() if isinstance(value, dict) else value))
     if isinstance(value, (bool, int, float, complex, str)) or type(value).__module__ == "numpy":
         return True
     if depth == 0 or isinstance(value, (Tensor, nn.Module, type)) or is_of_others(type(value).__module__):

@@ -18,7 +18,7 @@ from penstock.runtime.features.finite import FiniteStage
 from penstock.runtime.features.forward_state import ForwardState
 from penstock.runtime.features.in_flight import Overwritten
 from penstock.runtime.features.offload import Offload
-from penstock.runtime.features.recompute import RecomputedStage
+from penstock.runtime.features.recompute import KEPT, RecomputedStage
 from penstock.runtime.features.recomputed_layers import RecomputedLayers
 from penstock.runtime.features.repeated_updates import RepeatedUpdates
 from penstock.runtime.features.sharding import Framed, Reduced
@@ -38,8 +38,7 @@ def _never(_: StageContext) -> None:
 
 RECOMPUTE: Mapping[str, Make] = {
     "never": _never,
-    "except_last": RecomputedStage.of,
-    "always": RecomputedStage.of,
+    **dict.fromkeys(KEPT, RecomputedStage.of),
 }
 """Kinds of recomputation, by what `recompute=` calls them. A number is `RecomputedLayers`."""
 
@@ -103,6 +102,4 @@ def _split(stage: StageContext) -> SplitBackward | None:
     orders = (stage.microbatches(Op.F), stage.microbatches(Op.B, Op.I))
     in_order = all(order == sorted(order) for order in orders)
     module, device = stage.recorded.module, stage.device
-    return SplitBackward(
-        stage.parameters, module, device, split, in_order=in_order, can_wait=not (stage.training and stage.offload)
-    )
+    return SplitBackward(stage.parameters, module, device, split, in_order=in_order, can_wait=not stage.offload)

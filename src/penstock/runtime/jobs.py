@@ -102,7 +102,7 @@ class Jobs:
             _, oldest = self._known.popitem(last=False)
             self._engine.release(oldest.job)
             if self._made == KNOWN_JOBS + 1:
-                warnings.warn(_MANY, stacklevel=6)
+                warnings.warn(_MANY, stacklevel=5)
         return known
 
     def next(self, cut: Cut | None, call: Call) -> Known:

@@ -31,8 +31,9 @@ LOOKS = 6
 class LossState:
     """What a loss keeps. Buffers, other tensors that it updates, and whole numbers, which count, are state.
 
-    Whatever else a call sets may be noted for others to look at. So in the first calls the loss is called once more
-    with what was there before: state if it then returns something else.
+    Whatever else a call sets may be noted for others to look at. So in the first calls the loss is called up to twice
+    more, with what is there now and with what was there before the first call: state if it then returns something
+    else. Whatever it prints or logs comes again.
 
     Args:
         pipelines: so many copies of the last stage call it.

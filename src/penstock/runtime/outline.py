@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ Example = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword inputs of one microbatch."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # with slots, Python before 3.11.4 puts its own __getstate__ in the place of ours
 class Outline:
     """Examples of microbatches, in which tensors without values are on the meta device. Made to be pickled.
 
@@ -82,8 +82,8 @@ class Outline:
         return [self.examples, self.device, self.sizes]
 
     def __setstate__(self, state: list[Any]) -> None:
-        for field, value in zip(self.__slots__, state, strict=True):
-            object.__setattr__(self, field, value)
+        for field, value in zip(fields(self), state, strict=True):
+            object.__setattr__(self, field.name, value)
 
 
 @contextmanager

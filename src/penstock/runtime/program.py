@@ -46,7 +46,7 @@ class Entry:
 
 
 def run(entries: Sequence[Entry], watched: Watched) -> dict[int, list[Moment]]:
-    """Runs actions in order. Returns nothing about them; see `run_timed`."""
+    """Runs actions in order. Returns no moments; `run_timed` takes them."""
     for entry in entries:
         ready = None
         if entry.wait is not None:

@@ -159,8 +159,9 @@ class StageRunner:
             split.learn(roots)
         return _Saved([*roots, *passed_on], slots), outputs
 
-    def _again(self, microbatch: int, rerun: Rerun) -> _Saved:
-        """Runs a forward again, on what it ran on, for its graph."""
+    def _again(self, microbatch: int) -> _Saved:
+        """Runs a forward again, on what it ran on, for its graph; what was kept for that is let go."""
+        rerun = self._kept.pop(microbatch)
         with rerun.as_before(), self.features.again(microbatch):
             return self._run(microbatch, rerun.args())[0]
 
@@ -178,9 +179,9 @@ class StageRunner:
         """Runs B or I; hands the gradients of the inputs on."""
         microbatch = number(action)
         with self.features.around(action), self.features.backward(microbatch):
-            rerun = self._kept.pop(microbatch, None)
-            saved = self._saved.pop(microbatch) if rerun is None else self._again(microbatch, rerun)
-            if rerun is not None and self._head is not None:
+            again = microbatch in self._kept
+            saved = self._again(microbatch) if again else self._saved.pop(microbatch)
+            if again and self._head is not None:
                 grads = [self._head.seed(microbatch)]
             if self._streams is not None:
                 self._streams.begin(microbatch, self._draw_offsets, again=True)

@@ -32,9 +32,9 @@ def contribution(rank: int, ranks: int, elements: int, seed: int, dtype: torch.d
     """
     place = torch.arange(elements, dtype=torch.int64)
     room = _MOST.get(dtype, 2**24) // ranks
-    hashed = _mixed(_mixed(place + 0x9E3779B9 * seed) + 0x85EBCA6B * (rank + 1))
+    hashed = _mixed(_mixed(place + 0x9E3779B9 * (seed & 0x7FFFFFFF)) + 0x85EBCA6B * (rank + 1))
     drawn = hashed % min(13, room) + 1 if room > 1 else hashed % 2
-    decides = (place + _mixed(place // ranks + 0x9E3779B9 * seed)) % ranks == rank
+    decides = (place + _mixed(place // ranks + 0x9E3779B9 * (seed & 0x7FFFFFFF))) % ranks == rank
     match op:
         case "sum":
             made = drawn

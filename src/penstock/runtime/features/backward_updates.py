@@ -28,7 +28,7 @@ from penstock.partition.observer import RUNNING, argument_names, written_argumen
 from penstock.runtime.distribution import is_distributed
 from penstock.runtime.features.compiled import any_compiled
 from penstock.runtime.features.context import StageContext
-from penstock.runtime.features.feature import Feature
+from penstock.runtime.features.feature import Feature, Start
 
 LOOKS = 3
 """The number of a stage's backwards in which reads are watched: later ones are alike."""
@@ -74,6 +74,10 @@ class BackwardUpdates(Feature):
         self._looks = 0
         self._latest = -1
         self._left: dict[int, dict[str, Tensor]] = {}
+
+    def begin_step(self, start: Start) -> None:
+        """Drops what a step that raised has left."""
+        self._left.clear()
 
     @contextmanager
     def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:

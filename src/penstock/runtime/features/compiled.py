@@ -93,11 +93,6 @@ class Compiled(Feature):
         arguments = stage.binding.compile
         if arguments is None:
             return None
-        if isinstance(stage.recompute, int):
-            raise ArgumentError(
-                f"recompute={stage.recompute} runs layers again within the stage's code, whose surroundings torch's "
-                f"compiler loses; with compile= choose recompute={{{stage.index}: 'always'}}, or 'except_last'"
-            )
         if stage.recorded.frame is not None:
             raise ArgumentError(
                 "compile= compiles each stage as a whole, hooks of parallelize= and all, which torch's compiler does "

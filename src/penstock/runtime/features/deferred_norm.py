@@ -104,17 +104,19 @@ class DeferredNorms(Feature):
             ended = True
         finally:
             seen, self._seen = self._seen, {}
+            self._expected.clear()
             past = [n for n, copies in before.items() if n not in seen and _has_changed(n, copies)] if ended else []
+            ended = ended and not past
             with torch.no_grad():
                 for norm, copies in before.items():
                     for name, copy in copies.items():
                         norm.get_buffer(name).copy_(copy)
                     if ended and norm in seen:
                         _commit(norm, seen[norm])
-        for norm in past:
+        if past:
             raise ArgumentError(
-                f"deferred_batch_norm=True: a {type(norm).__name__} has updated its statistics, but no call of it was "
-                "seen: call the module itself, not its forward(...), or leave deferred_batch_norm out"
+                f"deferred_batch_norm=True: a {type(past[0]).__name__} has updated its statistics, but no call of it "
+                "was seen: call the module itself, not its forward(...), or leave deferred_batch_norm out"
             )
 
     def note(self, norm: nn.Module, values: Tensor) -> None:

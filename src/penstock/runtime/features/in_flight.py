@@ -15,7 +15,7 @@ from penstock.errors import PartitionError
 from penstock.partition import Stage
 from penstock.partition.loan import same_bits
 from penstock.runtime.features.context import StageContext
-from penstock.runtime.features.feature import Feature
+from penstock.runtime.features.feature import Feature, Start
 from penstock.schedule import Action, Op
 
 
@@ -39,6 +39,10 @@ class Overwritten(Feature):
         self._tensors = {name: held[name] for name in stage.overwritten}
         self._last = {action.microbatch: action for action in _computations(stage, row)}
         self._left: dict[int | None, dict[str, Tensor]] = {}
+
+    def begin_step(self, start: Start) -> None:
+        """Drops what a step that raised has left."""
+        self._left.clear()
 
     @contextmanager
     def around(self, action: Action) -> Iterator[None]:

@@ -6,7 +6,7 @@ with other bits. The peak is the same, since the second run builds the graph of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -25,6 +25,12 @@ from penstock.runtime.kept import Kept
 from penstock.schedule import Action, Op
 from penstock.stages import StageMeta
 
+KEPT: Mapping[str, Callable[[Sequence[int | None]], Sequence[int | None]]] = {
+    "except_last": lambda forwards: forwards[-1:],
+    "always": lambda forwards: (),
+}
+"""By policy, which of the microbatches that a stage runs, in order, are kept all the same."""
+
 
 def microbatches_to_recompute(policy: Recompute, row: Iterable[Action], stage: int) -> frozenset[int]:
     """Those of a stage whose whole forward is run again.
@@ -34,7 +40,7 @@ def microbatches_to_recompute(policy: Recompute, row: Iterable[Action], stage: i
     Args:
         row: the actions of the stage's rank, in order.
     """
-    if policy not in ("always", "except_last"):
+    if not isinstance(policy, str) or policy not in KEPT:
         return frozenset()
     work = [action for action in row if action.op.is_compute]
     forwards = [action.microbatch for action in work if action.stage == stage and action.op is Op.F]
@@ -45,7 +51,7 @@ def microbatches_to_recompute(policy: Recompute, row: Iterable[Action], stage: i
         if action.stage == stage and action.op is Op.F
         if (following.stage, following.microbatch) == (stage, action.microbatch) and following.op in (Op.B, Op.I)
     }
-    kept = at_once | set(forwards[-1:] if policy == "except_last" else ())
+    kept = at_once | set(KEPT[policy](forwards))
     return frozenset(k for k in backwards - kept if k is not None)
 
 

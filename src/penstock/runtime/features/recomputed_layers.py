@@ -38,8 +38,15 @@ class RecomputedLayers(Feature):
 
     @classmethod
     def of(cls, stage: StageContext) -> RecomputedLayers | None:
-        """Where `recompute=` is a number."""
-        return cls(stage.recompute) if stage.training and isinstance(stage.recompute, int) else None
+        """Where `recompute=` is a number. Raises ArgumentError if another choice excludes it."""
+        if not stage.training or not isinstance(stage.recompute, int):
+            return None
+        if stage.binding.compile is not None:
+            raise ArgumentError(
+                f"recompute={stage.recompute} runs layers again within the stage's code, whose surroundings torch's "
+                f"compiler loses; with compile= choose recompute={{{stage.index}: 'always'}}, or 'except_last'"
+            )
+        return cls(stage.recompute)
 
     def __init__(self, every: int) -> None:
         self._every = every

@@ -56,10 +56,10 @@ class TensorState(Feature):
     @classmethod
     def of(cls, stage: StageContext) -> TensorState | None:
         """In training, where operators can be watched."""
-        modules = [module for each in stage.stages for module in each.module.modules()]
-        if not stage.training or stage.binding.compile is not None or stage.sharded or any_compiled(modules):
+        if not stage.training or stage.binding.compile is not None or stage.sharded is not None:
             return None
-        return cls(stage.index, modules, stage.stage.buffers.values())
+        modules = [module for each in stage.stages for module in each.module.modules()]
+        return None if any_compiled(modules) else cls(stage.index, modules, stage.stage.buffers.values())
 
     def __init__(self, index: int, modules: Iterable[nn.Module], known: Iterable[Tensor] = ()) -> None:
         self._index = index
@@ -75,6 +75,8 @@ class TensorState(Feature):
     def begin_step(self, start: Start) -> None:
         """Drops what a step that raised has left."""
         self._left.clear()
+        if self._backwards >= BACKWARDS:
+            self._written.clear()
 
     @contextmanager
     def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
