@@ -176,8 +176,8 @@ class Report:
             return f"{text}: {first.verdict} in the pipeline{step}"
         if math.isinf(first.max_difference) and math.isfinite(first.max_reference):
             return (
-                f"{text}: one is NaN or infinite where the other is not, or NaN where it is infinite{step}. If values overflow, "
-                "give a smaller loss, or a wider dtype"
+                f"{text}: one is NaN or infinite where the other is not, or NaN where it is infinite{step}. If values "
+                "overflow, give a smaller loss, or a wider dtype"
             )
         return f"{text}: by {first.max_difference:.3g} (largest entry {first.max_reference:.3g}){step}"
 
