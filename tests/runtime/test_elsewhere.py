@@ -83,4 +83,5 @@ def test_nothing_is_drawn_for_what_lies_elsewhere(way: str) -> None:
 
 
 def test_constants_may_be_written_to_what_lies_elsewhere() -> None:
-    nn.init.zeros_(elsewhere(nn.Parameter(torch.ones(3, 3)), "0.weight"))
+    parameter = elsewhere(nn.Parameter(torch.ones(3, 3)), "0.weight")
+    assert nn.init.zeros_(parameter) is parameter
