@@ -53,7 +53,7 @@ WRONG = {
     "--sizes 0": "'0' is 0 bytes: a size is a whole number of bytes, 1 or more",
     "--sizes 2600,6": "a multiple of an element's 4 bytes",
     "--sizes 4,,8": "size 2 of 3 in '4,,8': '' is not a size",
-    "probe": "penstock fabric has no command 'probe': it has train, show, compare, predict, clean; without a command",
+    "probe": "penstock fabric has no command 'probe': it has train, show, compare, predict, clean; with no command, ",
     "sho": "did you mean 'show'?",
     "--sizes \uff14\uff10\uff10": "is not a size: give bytes",
     "--sizes 999TiB": "GiB of memory on 4 hosts, and this machine has",
