@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Pipeline
-from penstock.runtime.stage import StageRunner
+from penstock.runtime.execute.stage_runner import StageRunner
 
 torch.set_num_threads(1)  # bits are compared
 

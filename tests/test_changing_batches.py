@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-import penstock.runtime.jobs
+import penstock.runtime.step.jobs
 from by_hand import assert_same_gradients, step_by_hand
 from models import GPT, ConvNet, squared_error, token_error
 from penstock import ArgumentError, Microbatches, PartitionError, ShapeError, pipeline, verify
-from penstock.runtime.outputs import code_of, words
+from penstock.runtime.step.outputs import code_of, words
 from small import ONE_STAGE, WIDTH, batch, mlp
 
 # -- fewer rows than microbatches, other lengths ----------------------------------------------------------------------
@@ -294,7 +294,7 @@ def test_kinds_are_known_again_and_the_oldest_is_forgotten(monkeypatch: pytest.M
         "penstock.partition.partitioner.record",
         lambda *args, **options: (recorded.append(args), record(*args, **options))[1],
     )
-    monkeypatch.setattr("penstock.runtime.jobs.KNOWN_JOBS", 3)
+    monkeypatch.setattr("penstock.runtime.step.jobs.KNOWN_JOBS", 3)
     with pipeline(mlp(2), batch(1)[:1], microbatches=1, loss=squared_error) as pipe:
         for _ in range(3):
             for rows in (1, 2, 3):

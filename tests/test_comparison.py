@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.comparison import Report, Row, Verdict, WholeBatch, compare
+from penstock.proof.comparison import Report, Row, Verdict, WholeBatch, compare
 
 KINDS = ["output", "loss", "gradient", "buffer"]
 TIED = "terms of several stages, added in another order"

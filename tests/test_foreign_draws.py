@@ -16,7 +16,7 @@ from models import squared_error
 from penstock import pipeline, verify
 from penstock.errors import PartitionError
 from penstock.partition._compat import flatten
-from penstock.runtime.streams import key_of, mix
+from penstock.runtime.exact.streams import key_of, mix
 from test_layer_drop import Dropping, check
 
 SEED = 3

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from models import squared_error
 from penstock import pipeline, verify
 from penstock.errors import PartitionError
-from penstock.runtime.streams import key_of, mix
+from penstock.runtime.exact.streams import key_of, mix
 from penstock.stages import ties
 
 SEED, MICROBATCHES = 5, 4

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import ArgumentError, Microbatch, Microbatches, ShapeError, pipeline, verify
-from penstock.runtime.batch import split
-from penstock.runtime.batch_dims import parse
-from penstock.runtime.exact import CACHE_LINE_BYTES
+from penstock.runtime.batch.batch_dims import parse
+from penstock.runtime.batch.microbatches import split
+from penstock.runtime.exact.rules import CACHE_LINE_BYTES
 
 T, B, WIDTH, LAYERS, CLASSES = 6, 11, 5, 2, 4
 M = {"ranks": 3, "microbatches": 4}

@@ -11,7 +11,7 @@ from torch import nn
 import penstock
 from models import TRANSFORMERS as TINY
 from models import squared_error
-from penstock.pipe import Pipeline
+from penstock.pipe.pipeline import Pipeline
 from penstock.schedule import Action, Op, Overlap, Schedule, check, generate, names, reduce_ties, split_backward
 from small import WIDTH, batch, mlp
 from test_verify_matrix import EXAMPLES

@@ -15,8 +15,8 @@ import penstock
 from by_hand import assert_same_gradients, sizes_by_hand, step_by_hand
 from models import InPlace, SkipsTwice, squared_error
 from penstock import ArgumentError, ScheduleError, ShapeError, VerificationError, pipeline, verify
-from penstock.runtime.local import LocalChannel
-from penstock.runtime.stage import StageRunner
+from penstock.runtime.execute.stage_runner import StageRunner
+from penstock.runtime.transport.local import LocalChannel
 from penstock.schedule import Action, Op, Placement, Schedule
 from small import ONE_STAGE, ROWS, WIDTH, batch, mlp
 
@@ -245,7 +245,7 @@ def test_trap_14_dicts_numbers_and_text_between_stages_and_in_targets(ranks: int
 
 def test_trap_15_a_pipeline_that_never_runs_backward_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = batch()
-    monkeypatch.setattr("penstock.runtime.exact.backward", lambda roots, grads: None)
+    monkeypatch.setattr("penstock.runtime.exact.rules.backward", lambda roots, grads: None)
     report = verify(mlp(), (x,), y, squared_error, ranks=1, microbatches=2)
     missing = [row.name for row in report.wrong if row.verdict == "missing"]
     assert missing == [name for name, _ in mlp().named_parameters()]

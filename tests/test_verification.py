@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock import ArgumentError, Microbatch, Pipeline, Report, pipeline, verify
-from penstock.comparison import compare
-from penstock.runtime import exact
-from penstock.runtime.loss import LossHead
-from penstock.term_sizes import TermSizes
-from penstock.verification import _run_unsplit
+from penstock.proof.comparison import compare
+from penstock.proof.term_sizes import TermSizes
+from penstock.proof.verify import _run_unsplit
+from penstock.runtime.exact import rules as exact
+from penstock.runtime.loss.loss import LossHead
 from small import WIDTH, batch, mlp
 
 TWO = {"ranks": 2, "microbatches": 4}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.comparison import Row
-from penstock.verification import _complete, _Expected, _over_steps
+from penstock.proof.comparison import Row
+from penstock.proof.verify import _complete, _Expected, _over_steps
 
 ONE = torch.ones(2)
 LOSS = Row("loss", "loss", (1,), "equal")

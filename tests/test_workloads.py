@@ -17,7 +17,7 @@ from penstock.errors import ArgumentError
 from penstock.fabric.presets import preset
 from penstock.fabric.workload import Workload
 from penstock.schedule import Op, generate
-from penstock.workloads import DDP_BUCKET_BYTES, from_model, layers, pipeline
+from penstock.traffic import DDP_BUCKET_BYTES, from_model, layers, pipeline
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe"]
 

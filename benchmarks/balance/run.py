@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 from penstock.partition import Balance
-from penstock.workloads.measure import stage_seconds
+from penstock.traffic.measure import stage_seconds
 
 STAGES, ROUNDS = 4, 3
 BALANCES: tuple[Balance, ...] = ("parameters", "flops")

@@ -52,7 +52,7 @@ def run_rank(folder: str, name: str, side: Side, rank: int) -> None:
 def try_one(name: str, side: Side) -> str:
     """What one side does with one trap."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.pipelining", "penstock.api"])
+    context.set_forkserver_preload(["torch", "torch.distributed.pipelining", "penstock.pipe.build"])
     with tempfile.TemporaryDirectory() as folder:
         processes = [context.Process(target=run_rank, args=(folder, name, side, rank)) for rank in range(RANKS)]
         for process in processes:

@@ -33,7 +33,7 @@ from rich.table import Table
 from penstock.fabric.forecast import FEWEST_SIZES
 from penstock.fabric.models import LinkFit, closed_form, fit, predict
 from penstock.fabric.units import size_text
-from penstock.launch import launch
+from penstock.launch.processes import launch
 
 COLLECTIVE, ALGORITHM = "all_reduce", "ring"
 FEW, MANY = 2, 4

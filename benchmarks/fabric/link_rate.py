@@ -17,9 +17,9 @@ import subprocess
 import sys
 import time
 
-from penstock.fabric.network.machines import Machines
-from penstock.fabric.network.parse import parse_link
-from penstock.fabric.network.record import cpu_usage
+from penstock.network.conditions import cpu_usage
+from penstock.network.machines import Machines
+from penstock.network.parse import parse_link
 
 SIZES = (1, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 8 << 20)
 

@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import penstock
-from penstock.launch import launch
-from penstock.runtime.engine import Engine
-from penstock.runtime.world import join
+from penstock.launch.processes import launch
+from penstock.runtime.execute.engine import Engine
+from penstock.runtime.processes.world import join
 from penstock.stages import Link
 
 RANKS = 2

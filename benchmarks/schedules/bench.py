@@ -35,7 +35,7 @@ from torch.distributed.pipelining import (
 )
 
 import penstock
-from penstock.launch import launch
+from penstock.launch.processes import launch
 
 SIZE = SIZES["small"]
 CHUNKS = 2

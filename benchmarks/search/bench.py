@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 import penstock
-from penstock.costs import LinkCost, StageCost
 from penstock.schedule import Placement
 from penstock.search import Found, search
+from penstock.simulate.costs import LinkCost, StageCost
 
 PUBLISHED = json.loads((Path(__file__).parents[2] / "tests" / "published.json").read_text())
 UNIT = StageCost(1, 1, 1, activation_bytes=1, weight_gradient_bytes=1)

@@ -24,9 +24,9 @@ from rich.console import Console
 from rich.table import Table
 
 import penstock
-from penstock.costs import LinkCost, StageCost
 from penstock.schedule import Schedule, add_communication, check, generate
 from penstock.simulate import critical_path, idle, memory, simulate
+from penstock.simulate.costs import LinkCost, StageCost
 
 CASES = {"p=8": (8, 4096), "p=512": (512, 4096)}
 COST = StageCost(1.0, 1.0, 1.0, output_bytes=10, activation_bytes=4, weight_gradient_bytes=1)

@@ -25,13 +25,13 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "fabric"))
 
 import wire
 
-from penstock.fabric.network import machines as making
-from penstock.fabric.network import shapers
-from penstock.fabric.network.machines import Machines
-from penstock.fabric.network.parse import parse_link
-from penstock.fabric.network.record import cpu_usage
-from penstock.fabric.network.switch import client
-from penstock.fabric.network.topology import Topology
+from penstock.network import machines as making
+from penstock.network import shapers
+from penstock.network.conditions import cpu_usage
+from penstock.network.machines import Machines
+from penstock.network.parse import parse_link
+from penstock.network.switch import client
+from penstock.network.topology import Topology
 
 HERE = Path(__file__).parent
 KINDS = ("asyncio", "threads", "compiled")

@@ -1,6 +1,6 @@
 """The switch's forwarding without a compiler, to be compared with it: `plain.py asyncio|threads|compiled [--usual]`.
 
-Says and is told the same as `penstock.fabric.network.switch.serve`, but knows only rates and a delay. `--usual`: with
+Says and is told the same as `penstock.network.switch.serve`, but knows only rates and a delay. `--usual`: with
 the priority of any process.
 """
 
@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from penstock.fabric.network.switch import columns, serve
-from penstock.fabric.network.switch.filling import lateness
-from penstock.fabric.network.switch.protocol import Order, Setup
-from penstock.fabric.network.switch.tap import Unread, open_tap
+from penstock.network.switch import columns, serve
+from penstock.network.switch.filling import lateness
+from penstock.network.switch.protocol import Order, Setup
+from penstock.network.switch.tap import Unread, open_tap
 
 READS_AT_ONCE = 16
 

@@ -26,11 +26,11 @@ import numpy as np
 import wire
 from wire import Arrival, Flow
 
-from penstock.fabric.network.impairment import DISTRIBUTIONS
-from penstock.fabric.network.machines import Machines
-from penstock.fabric.network.model import Draws, quantile
-from penstock.fabric.network.parse import parse_link
-from penstock.fabric.network.topology import Topology
+from penstock.network.impairment import DISTRIBUTIONS
+from penstock.network.machines import Machines
+from penstock.network.model import Draws, quantile
+from penstock.network.parse import parse_link
+from penstock.network.topology import Topology
 
 SEED = 11
 LATE, RELATIVE, RATE_RELATIVE, SIGMAS = 0.2e-3, 0.05, 0.03, 3.29
@@ -205,8 +205,8 @@ def headline(scale: float) -> Iterator[Row]:
 
 def unrefused(machines: Machines) -> Machines:
     """Rates that all hosts together could not have: here one sends at a time."""
-    from penstock.fabric.network import machines as making
-    from penstock.fabric.network.shapers import Shaper
+    from penstock.network import machines as making
+    from penstock.network.shapers import Shaper
 
     making.choose = lambda topology, *_: Shaper("switch", topology)
     return machines

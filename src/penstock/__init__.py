@@ -10,8 +10,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.api import pipeline as pipeline
-    from penstock.comparison import Report as Report
     from penstock.errors import ArgumentError as ArgumentError
     from penstock.errors import CheckpointError as CheckpointError
     from penstock.errors import ClosedError as ClosedError
@@ -24,23 +22,25 @@ if TYPE_CHECKING:
     from penstock.errors import ScheduleError as ScheduleError
     from penstock.errors import ShapeError as ShapeError
     from penstock.errors import VerificationError as VerificationError
-    from penstock.inspection import Inspection as Inspection
-    from penstock.inspection import inspect as inspect
-    from penstock.pipe import Pipeline as Pipeline
-    from penstock.result import StepResult as StepResult
-    from penstock.runtime.batch import Microbatches as Microbatches
-    from penstock.runtime.batch_dims import BatchDims as BatchDims
-    from penstock.runtime.cutting import Microbatch as Microbatch
-    from penstock.scaler import GradScaler as GradScaler
+    from penstock.pipe.build import pipeline as pipeline
+    from penstock.pipe.inspection import Inspection as Inspection
+    from penstock.pipe.inspection import inspect as inspect
+    from penstock.pipe.pipeline import Pipeline as Pipeline
+    from penstock.pipe.result import StepResult as StepResult
+    from penstock.pipe.scaler import GradScaler as GradScaler
+    from penstock.proof.comparison import Report as Report
+    from penstock.proof.verify import verify as verify
+    from penstock.runtime.batch.batch_dims import BatchDims as BatchDims
+    from penstock.runtime.batch.cutting import Microbatch as Microbatch
+    from penstock.runtime.batch.microbatches import Microbatches as Microbatches
     from penstock.schedule import Schedule as Schedule
-    from penstock.timeline import Timeline as Timeline
-    from penstock.verification import verify as verify
+    from penstock.schedule.timeline import Timeline as Timeline
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Pipeline": "pipe",
-    "pipeline": "api",
+    "Pipeline": "pipe.pipeline",
+    "pipeline": "pipe.build",
     "ArgumentError": "errors",
     "CheckpointError": "errors",
     "ClosedError": "errors",
@@ -53,21 +53,21 @@ _HOMES = {
     "ScheduleError": "errors",
     "ShapeError": "errors",
     "VerificationError": "errors",
-    "StepResult": "result",
-    "Microbatches": "runtime.batch",
-    "BatchDims": "runtime.batch_dims",
-    "Microbatch": "runtime.cutting",
-    "GradScaler": "scaler",
+    "StepResult": "pipe.result",
+    "Microbatches": "runtime.batch.microbatches",
+    "BatchDims": "runtime.batch.batch_dims",
+    "Microbatch": "runtime.batch.cutting",
+    "GradScaler": "pipe.scaler",
     "Schedule": "schedule",
-    "Timeline": "timeline",
-    "Report": "comparison",
-    "Inspection": "inspection",
-    "inspect": "inspection",
-    "verify": "verification",
+    "Timeline": "schedule.timeline",
+    "Report": "proof.comparison",
+    "Inspection": "pipe.inspection",
+    "inspect": "pipe.inspection",
+    "verify": "proof.verify",
 }
 
 _SUBPACKAGES = frozenset(
-    ("checkpoint", "costs", "errors", "fabric", "integrations", "report", "schedule", "search", "simulate", "testing")
+    ("checkpoint", "errors", "fabric", "integrations", "report", "schedule", "search", "simulate", "testing")
 )
 
 __all__ = [*_HOMES]  # noqa: PLE0604  (one list of names, not two)

@@ -4,7 +4,7 @@ which runs them. Plain values, without torch, so that schedules and predictions 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -140,3 +140,12 @@ def ties(stages: Sequence[StageMeta]) -> dict[str, tuple[int, ...]]:
         for name in stage.parameters:
             holders.setdefault(name, []).append(stage.index)
     return {name: tuple(on) for name, on in holders.items() if len(on) > 1}
+
+
+def ties_across_ranks(ties: Mapping[str, Sequence[int]], rank_of: Sequence[int]) -> dict[tuple[int, ...], list[str]]:
+    """Tied parameters that several ranks hold: their stages -> names, in the order in which every rank reduces them."""
+    found: dict[tuple[int, ...], list[str]] = {}
+    for name, stages in ties.items():
+        if len({rank_of[stage] for stage in stages}) > 1:
+            found.setdefault(tuple(stages), []).append(name)
+    return dict(sorted(found.items()))

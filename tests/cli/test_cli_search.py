@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from command_line import as_json, output, penstock, refusal
 
-from penstock.costs import LinkCost, StageCost
 from penstock.schedule import Placement, check, generate, read_csv
 from penstock.simulate import simulate
+from penstock.simulate.costs import LinkCost, StageCost
 
 NUMBERS = ("--ranks", "4", "--microbatches", "8", "--seconds", "2")
 COSTS = ("--forward", "10", "--backward-input", "11", "--backward-weight", "7", "--comm", "0.5")

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from penstock.cli._cost_options import CostOptions
 from penstock.cli._outcome import Outcome, format_of
-from penstock.costs import LinkCost, StageCost
 from penstock.schedule import Placement, Schedule, add_communication, generate, generators, names, write_csv
 from penstock.schedule.generators import Numbers
 from penstock.simulate import idle, memory
 from penstock.simulate import simulate as library
+from penstock.simulate.costs import LinkCost, StageCost
 
 PUBLISHED = json.loads((Path(__file__).parents[1] / "published.json").read_text())["tables5and6"]
 NUMBERS = ("--ranks", "8", "--microbatches", "24")

@@ -18,15 +18,15 @@ from typer.testing import CliRunner
 
 from penstock.cli import app
 from penstock.cli.demo import introduction
-from penstock.costs import StageCost
 from penstock.demo import data, show
 from penstock.demo.bubble import compare, stage_costs
 from penstock.demo.model import GPT, loss
 from penstock.demo.settings import CONTEXT, LAYERS, PARAMETERS, ROWS, Settings
 from penstock.demo.train import warmup_and_decay
 from penstock.schedule import generate
+from penstock.schedule.timeline import Timeline
 from penstock.simulate import simulate
-from penstock.timeline import Timeline
+from penstock.simulate.costs import StageCost
 
 DEMO = [sys.executable, "-c", "from penstock.cli import main; main()", "demo", "--ranks", "2"]
 

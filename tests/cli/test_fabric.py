@@ -19,11 +19,11 @@ from penstock.cli.fabric import _check
 from penstock.errors import ArgumentError, FabricError
 from penstock.fabric.emulation import coordinate
 from penstock.fabric.emulation.spec import Spec
-from penstock.fabric.network import checks, machines, shapers
 from penstock.fabric.presets import preset
-from penstock.fabric.report import page
 from penstock.fabric.samples import RUN, SAMPLES, SPEC, Run
+from penstock.fabric.views import page
 from penstock.fabric.workload import Workload
+from penstock.network import checks, machines, shapers
 
 NO_ROOT = "emulated hosts need root; this is user 1000"
 
@@ -200,9 +200,9 @@ def test_a_dry_run_asks_what_shapes_the_links(monkeypatch: pytest.MonkeyPatch) -
 def test_a_dry_run_writes_traces_and_nothing_else(folder: Path) -> None:
     said = output("fabric", *SIZES, "--hosts", "2", "--dry-run", "--chakra", "--out", "traces/of")
     assert sorted(path.name for path in (folder / "traces/of").iterdir()) == [
-        "penstock.0.et", "penstock.1.et", "penstock.groups.json",
+        "penstock.0.et", "penstock.1.et", "penstock.pipe.groups.json",
     ]  # fmt: skip
-    assert "traces/of: written: penstock.0.et, penstock.1.et, penstock.groups.json" in said
+    assert "traces/of: written: penstock.0.et, penstock.1.et, penstock.pipe.groups.json" in said
     assert "somewhere/else: a run would be written there" in output(
         "fabric", *SIZES, "--dry-run", "--out", "somewhere/else"
     )

@@ -11,8 +11,8 @@ import pytest
 from command_line import as_json, output, refusal
 
 from penstock.fabric.models import closed_form, known_algorithms
-from penstock.fabric.report import page
 from penstock.fabric.samples import HEAD, RUN, SAMPLES
+from penstock.fabric.views import page
 from penstock.fabric.workload import Transfer, Workload
 
 ALPHA, BETA = 250e-6, 8e-8

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from command_line import as_json, output, refusal
 
-from penstock.costs import LinkCost, StageCost
 from penstock.fabric.models import LinkFit, links_json
 from penstock.schedule import generate
 from penstock.simulate import simulate
+from penstock.simulate.costs import LinkCost, StageCost
 
 STAGE = {"forward": 0.3, "backward_input": 0.4, "backward_weight": 0.2}
 TIMES = ("--forward", "0.3", "--backward-input", "0.4", "--backward-weight", "0.2")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from processes import has_ended
 
-from penstock import launch
+from penstock.launch import processes as launch
 
 SHOW = """
 import json, os, sys

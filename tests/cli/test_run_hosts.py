@@ -13,8 +13,8 @@ import pytest
 from command_line import penstock
 from processes import has_ended
 
-from penstock.fabric.network import checks, keeper
-from penstock.fabric.network.checks import why_not
+from penstock.network import checks, keeper
+from penstock.network.checks import why_not
 
 _MISSING = why_not()
 hosts_needed = pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))

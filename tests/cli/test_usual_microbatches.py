@@ -12,7 +12,7 @@ from torch import nn
 
 import penstock
 from penstock.errors import ArgumentError
-from penstock.runtime.batch import Microbatches
+from penstock.runtime.batch.microbatches import Microbatches
 from penstock.schedule import MICROBATCHES
 
 TARGET = """

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from penstock.cli import app
 from penstock.cli.verify import Line, block, fold
 from penstock.errors import ArgumentError
-from penstock.target import load
+from penstock.launch.target import load
 
 CASES = '''
 import itertools, os

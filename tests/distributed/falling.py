@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import penstock
-from penstock.runtime.program import Entry
+from penstock.runtime.execute.program import Entry
 
 STAGES = 3
 LIMIT_SECONDS = 60.0

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import penstock
 from models import GPT, ConvNet, InPlace, SkipsTwice, squared_error, token_error
-from penstock.runtime.engine import TransportChoice
+from penstock.runtime.execute.engine import TransportChoice
 
 ROWS = 12
 
@@ -260,8 +260,8 @@ def from_meta(rank: int, seed: int) -> dict[str, Tensor]:
 
 def conform(rank: int, choice: TransportChoice) -> tuple[str, list[str]]:
     """The conformance checks, on the transport that a pipeline would take."""
-    from penstock.runtime.engine import Engine
-    from penstock.runtime.world import World
+    from penstock.runtime.execute.engine import Engine
+    from penstock.runtime.processes.world import World
     from penstock.testing import check_transport
 
     engine = Engine(World(2, rank, (0, 1)), [torch.device("cpu")] * 2, 0, choice)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 import penstock
-from penstock.runtime import exact
+from penstock.runtime.exact import rules as exact
 from small import batch as rows
 from small import mlp
 from test_layouts import DIMS, batch, by_graphs, entropy, graph_net, graphs, recurrent

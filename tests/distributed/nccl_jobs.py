@@ -20,9 +20,9 @@ from torch import Tensor, nn
 import penstock
 from by_hand import step_by_hand
 from models import squared_error
-from penstock.runtime.clock import StreamClock
-from penstock.runtime.distributed import DistributedTransport
-from penstock.runtime.ways import Way
+from penstock.runtime.execute.clock import StreamClock
+from penstock.runtime.transport.distributed import DistributedTransport
+from penstock.runtime.transport.ways import Way
 from penstock.testing import nccl
 from penstock.testing.nccl import nccl_rules
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import penstock
-from penstock.runtime.shared_memory import SharedMemoryTransport
+from penstock.runtime.transport.shared_memory import SharedMemoryTransport
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import models

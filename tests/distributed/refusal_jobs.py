@@ -15,8 +15,8 @@ from torch import nn
 
 import penstock
 from models import squared_error
-from penstock.runtime.board import Patience
-from penstock.runtime.control import Control
+from penstock.runtime.execute.control import Control
+from penstock.runtime.processes.board import Patience
 
 BEAT_SECONDS = 0.02
 LATE_SECONDS = 0.1
@@ -77,7 +77,7 @@ def refused(rank: int, case: str) -> tuple[str, float]:
     x = torch.randn(8, 4)
     begin = time.monotonic()
     with (
-        patch("penstock.api.Patience", partial(Patience, beat_seconds=BEAT_SECONDS)),
+        patch("penstock.pipe.build.Patience", partial(Patience, beat_seconds=BEAT_SECONDS)),
         patch.object(Control, "waiting_for", _late if slow else _waiting_for),
     ):
         try:

@@ -16,7 +16,6 @@ import torch
 import torch_jobs
 
 from distributed.ranks import Ranks
-from penstock.costs import LinkCost, StageCost
 from penstock.schedule import (
     Action,
     Format,
@@ -35,6 +34,7 @@ from penstock.schedule import (
 )
 from penstock.search import search
 from penstock.simulate import simulate
+from penstock.simulate.costs import LinkCost, StageCost
 
 schedules: Any = pytest.importorskip("torch.distributed.pipelining.schedules")
 runtime: Any = getattr(schedules, "_PipelineScheduleRuntime", None)

@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock.fabric.network.impairment import Impairment
-from penstock.fabric.network.model import CORRUPT, JUMPS, LOST, TWICE, Draws
-from penstock.fabric.network.topology import Topology
+from penstock.network.impairment import Impairment
+from penstock.network.model import CORRUPT, JUMPS, LOST, TWICE, Draws
+from penstock.network.topology import Topology
 
 MANY = 2000
 """Decisions that are drawn for each direction."""

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ArgumentError
-from penstock.fabric.network.background import AHEAD_NS, Neighbour, Stream, arrivals, parse_background
-from penstock.fabric.network.parse import parse_link
-from penstock.fabric.network.switch import columns
-from penstock.fabric.network.switch.filling import tables
-from penstock.fabric.network.switch.neighbours import Background
-from penstock.fabric.network.topology import Topology
+from penstock.network.background import AHEAD_NS, Neighbour, Stream, arrivals, parse_background
+from penstock.network.parse import parse_link
+from penstock.network.switch import columns
+from penstock.network.switch.filling import tables
+from penstock.network.switch.neighbours import Background
+from penstock.network.topology import Topology
 
 
 @pytest.mark.parametrize(

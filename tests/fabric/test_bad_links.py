@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from penstock.fabric.network import keeper
-from penstock.fabric.network.checks import why_not
-from penstock.fabric.network.shapers import why_no_switch
+from penstock.network import keeper
+from penstock.network.checks import why_not
+from penstock.network.shapers import why_no_switch
 
 _MISSING = why_not() or why_no_switch()
 pytestmark = [

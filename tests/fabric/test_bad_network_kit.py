@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ArgumentError
-from penstock.fabric.network import keeper, nodes
-from penstock.launch import RankFailure
+from penstock.launch.processes import RankFailure
+from penstock.network import keeper, nodes
 from penstock.testing import BadNetwork
 from penstock.testing import bad_network as make
 
@@ -31,7 +31,7 @@ sys.exit(4 if rank == "1" and "fail" in sys.argv else 0)
 
 TRAINER = """
 import time
-from penstock.step_file import announcer
+from penstock.launch.step_file import announcer
 announce = announcer()
 if announce is not None:  # on rank 0
     for step in range(3):
@@ -118,7 +118,7 @@ def test_links_of_some_hosts_need_one_of_the_others(arguments: dict[str, object]
 @pytest.mark.parametrize(
     ("program", "says"),
     [
-        ("from penstock.fabric.network import checks; checks.os.geteuid = lambda: 1000", "this is user 1000"),
+        ("from penstock.network import checks; checks.os.geteuid = lambda: 1000", "this is user 1000"),
         (
             "import importlib.util as u; f = u.find_spec; u.find_spec = lambda n: None if n == 'numba' else f(n)",
             "numba",

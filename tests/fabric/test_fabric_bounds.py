@@ -11,12 +11,12 @@ from drawn_runs import run_of
 from penstock.errors import ArgumentError
 from penstock.fabric.bounds import lower_bound_seconds
 from penstock.fabric.models import LinkFit, known_algorithms, predict
-from penstock.fabric.network.parse import parse_link
-from penstock.fabric.network.topology import Topology
 from penstock.fabric.ports import Port, Ports, changed, shaped_ports
 from penstock.fabric.results import results
 from penstock.fabric.steps import Collective
 from penstock.fabric.workload import Transfer
+from penstock.network.parse import parse_link
+from penstock.network.topology import Topology
 
 LINK = LinkFit(1e-4, 8e-8)
 """100 Mbit/s."""

@@ -14,13 +14,13 @@ from host_processes import Seen, kill_rank, processes
 from penstock.errors import FabricError
 from penstock.fabric.emulation.coordinate import emulate
 from penstock.fabric.emulation.spec import Spec
-from penstock.fabric.network import keeper
-from penstock.fabric.network.checks import why_not
-from penstock.fabric.network.machines import Machines
-from penstock.fabric.network.parse import parse_link
 from penstock.fabric.presets import preset
 from penstock.fabric.samples import Run
 from penstock.fabric.workload import Workload
+from penstock.network import keeper
+from penstock.network.checks import why_not
+from penstock.network.machines import Machines
+from penstock.network.parse import parse_link
 
 _MISSING = why_not()
 pytestmark = [pytest.mark.distributed, pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))]

@@ -22,14 +22,14 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from rich.console import Console
 
 from penstock.fabric.compare import compare
-from penstock.fabric.report import facts, nccl
-from penstock.fabric.report.numbers import cut, cut_apart, seconds
-from penstock.fabric.report.page import page, write_page
-from penstock.fabric.report.plots import _apart, _percent, _timeline, draw
-from penstock.fabric.report.style import blank, look, seconds_axis
-from penstock.fabric.report.text import live, show, show_comparison
 from penstock.fabric.results import results
 from penstock.fabric.samples import Run
+from penstock.fabric.views import facts, nccl
+from penstock.fabric.views.numbers import cut, cut_apart, seconds
+from penstock.fabric.views.page import page, write_page
+from penstock.fabric.views.plots import _apart, _percent, _timeline, draw
+from penstock.fabric.views.style import blank, look, seconds_axis
+from penstock.fabric.views.text import live, show, show_comparison
 from penstock.fabric.workload import Transfer, Workload
 
 

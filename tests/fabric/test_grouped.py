@@ -13,11 +13,11 @@ from rich.console import Console
 
 from penstock.fabric.compare import compare
 from penstock.fabric.grouped import groups
-from penstock.fabric.report.page import page
-from penstock.fabric.report.text import show, show_comparison
 from penstock.fabric.results import results
 from penstock.fabric.samples import Run
 from penstock.fabric.statistics import Summary
+from penstock.fabric.views.page import page
+from penstock.fabric.views.text import show, show_comparison
 from penstock.fabric.workload import Transfer, Workload
 
 RANKS, MICROBATCHES, REPLICAS, TRIALS = 4, 8, 2, 40

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import FabricError
-from penstock.fabric.network import holdback, keeper
-from penstock.fabric.network.checks import why_not
-from penstock.fabric.network.holdback import LEAST_SHARE, GroupsV1, GroupsV2, Means, Signals, quota
-from penstock.fabric.network.machines import Machines, clean
+from penstock.network import holdback, keeper
+from penstock.network.checks import why_not
+from penstock.network.holdback import LEAST_SHARE, GroupsV1, GroupsV2, Means, Signals, quota
+from penstock.network.machines import Machines, clean
 
 _MISSING = why_not()
 hosts_needed = pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))
@@ -42,8 +42,8 @@ FORKING = f"echo $$; while :; do {sys.executable} -I -S -c 1; done"
 MAKER = """
 import signal, subprocess, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests in the background has it ignored
-from penstock.fabric.network import holdback
-from penstock.fabric.network.machines import Machines
+from penstock.network import holdback
+from penstock.network.machines import Machines
 holdback.MEANS = (getattr(holdback, sys.argv[1]),)
 with Machines(2, slow={1: 0.05}) as made:
     line = made.command(1, [sys.executable, "-I", "-S", "-c", "print(flush=True)\\nwhile True: pass"])

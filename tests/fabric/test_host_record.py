@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.fabric.emulation.record import told_apart
-from penstock.fabric.network import record
-from penstock.fabric.network.record import cpu_usage, environment
+from penstock.fabric.emulation.run_file import told_apart
+from penstock.network import conditions as record
+from penstock.network.conditions import cpu_usage, environment
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux tells")

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.fabric.network.impairment import DISTRIBUTIONS, Impairment
-from penstock.fabric.network.model import CORRUPT, JUMPS, LOST, TWICE, Decisions, Draws, quantile
-from penstock.fabric.network.parse import parse_link
+from penstock.network.impairment import DISTRIBUTIONS, Impairment
+from penstock.network.model import CORRUPT, JUMPS, LOST, TWICE, Decisions, Draws, quantile
+from penstock.network.parse import parse_link
 
 MANY = 200_000
 

@@ -16,10 +16,10 @@ from distributed.ranks import Ranks
 from penstock.fabric.emulation import links, probe
 from penstock.fabric.emulation.probe import CHUNKS, FIRST_BYTES, Measured, is_long, next_chunk, one_way, pace
 from penstock.fabric.emulation.spec import Spec
-from penstock.fabric.network.parse import parse_link
-from penstock.fabric.network.topology import Topology
-from penstock.fabric.report import facts
+from penstock.fabric.views import facts
 from penstock.fabric.workload import Workload
+from penstock.network.parse import parse_link
+from penstock.network.topology import Topology
 
 SPEC = Spec(Workload.of_sizes([4]), 2)
 

@@ -14,18 +14,18 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ArgumentError, FabricError
-from penstock.fabric.network import checks, keeper, subnets
-from penstock.fabric.network.checks import why_not
-from penstock.fabric.network.inside import within
-from penstock.fabric.network.machines import Machines, clean
-from penstock.fabric.network.parse import parse_link
+from penstock.network import checks, keeper, subnets
+from penstock.network.checks import why_not
+from penstock.network.inside import within
+from penstock.network.machines import Machines, clean
+from penstock.network.parse import parse_link
 
 _MISSING = why_not()
 hosts_needed = pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))
 
 MAKER = """
 import os, signal, subprocess, sys, time
-from penstock.fabric.network.machines import Machines
+from penstock.network.machines import Machines
 signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests in the background has it ignored
 with Machines(2) as made:
     sleeper = subprocess.Popen(made.command(0, ["sleep", "300"]), start_new_session=True)
@@ -146,9 +146,7 @@ def test_nothing_outlives_the_maker(how: signal.Signals | str) -> None:
 @hosts_needed
 @pytest.mark.parametrize("made", [1, 4, 12])
 def test_a_maker_that_is_killed_while_it_makes_leaves_nothing(made: int) -> None:
-    program = (
-        "from penstock.fabric.network.machines import Machines\nMachines(12).__enter__()\nimport time; time.sleep(60)"
-    )
+    program = "from penstock.network.machines import Machines\nMachines(12).__enter__()\nimport time; time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", program])
     mine = f"penstock-{process.pid}-"
     try:
@@ -279,6 +277,6 @@ def test_what_the_kernel_lacks_is_named(
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="becomes another user, which only root may")
 def test_another_user_is_told_so() -> None:
     # Modules are loaded as root: the sources may lie where the other user cannot read.
-    code = "import os; from penstock.fabric.network import checks; os.setuid(65534); print(checks.why_not())"
+    code = "import os; from penstock.network import checks; os.setuid(65534); print(checks.why_not())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "need root; this is user 65534" in done.stdout

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from penstock.fabric.network.parse import parse_link
-from penstock.fabric.network.switch import columns, filling
-from penstock.fabric.network.topology import Topology
-from penstock.fabric.report.network import network_lines, saturated
+from penstock.fabric.views.network import network_lines, saturated
+from penstock.network.parse import parse_link
+from penstock.network.switch import columns, filling
+from penstock.network.topology import Topology
 
 
 def told(hosts: int = 2, **changed: Any) -> dict[str, Any]:

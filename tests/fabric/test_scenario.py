@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ArgumentError
-from penstock.fabric.network.director import playing
-from penstock.fabric.network.parse import parse_link
-from penstock.fabric.network.scenario import Event, Play, State, read_scenario
-from penstock.fabric.network.topology import Topology
+from penstock.network.director import playing
+from penstock.network.parse import parse_link
+from penstock.network.scenario import Event, Play, State, read_scenario
+from penstock.network.topology import Topology
 
 BEFORE = Topology(parse_link("1gbit delay 1ms"), {3: parse_link("100mbit")}, seed=7)
 

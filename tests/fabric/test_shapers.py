@@ -15,15 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ArgumentError, FabricError
-from penstock.fabric.network import keeper, machines, shapers
-from penstock.fabric.network.checks import why_not
-from penstock.fabric.network.inside import within
-from penstock.fabric.network.machines import Machines
-from penstock.fabric.network.netem import netem, why_not_netem
-from penstock.fabric.network.parse import parse_link
-from penstock.fabric.network.shapers import Shaper, choose
-from penstock.fabric.network.switch import tap
-from penstock.fabric.network.topology import Topology, parse_own
+from penstock.network import keeper, machines, shapers
+from penstock.network.checks import why_not
+from penstock.network.inside import within
+from penstock.network.machines import Machines
+from penstock.network.netem import netem, why_not_netem
+from penstock.network.parse import parse_link
+from penstock.network.shapers import Shaper, choose
+from penstock.network.switch import tap
+from penstock.network.topology import Topology, parse_own
 
 _MISSING = why_not()
 hosts_needed = pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))

@@ -3,8 +3,8 @@
 import pytest
 
 from penstock.errors import ArgumentError
-from penstock.fabric.network.holdback import parse_slow
-from penstock.fabric.network.machines import Machines
+from penstock.network.holdback import parse_slow
+from penstock.network.machines import Machines
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from made_runs import made_run
 
-from penstock.fabric.network.parse import parse_link
-from penstock.fabric.network.switch import columns
-from penstock.fabric.network.switch.filling import Decided, stalls, tables
-from penstock.fabric.network.switch.protocol import Order, Setup
-from penstock.fabric.network.topology import Topology
-from penstock.fabric.report.facts import facts
 from penstock.fabric.results import results
 from penstock.fabric.samples import Run
 from penstock.fabric.stalls import stalled
+from penstock.fabric.views.facts import facts
 from penstock.fabric.workload import Workload
+from penstock.network.parse import parse_link
+from penstock.network.switch import columns
+from penstock.network.switch.filling import Decided, stalls, tables
+from penstock.network.switch.protocol import Order, Setup
+from penstock.network.topology import Topology
 
 MS = 1_000_000
 STALL = {"since_ns": 1000 * MS, "length_ns": 50 * MS, "every_ns": 500 * MS, "until_ns": None}
@@ -100,7 +100,7 @@ class _Nothing:
 def without_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A switch of which nobody sends anything: pipes in place of the hosts' devices."""
     pytest.importorskip("numba")
-    from penstock.fabric.network.switch import serve
+    from penstock.network.switch import serve
 
     ends: list[int] = []
 
@@ -117,7 +117,7 @@ def without_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("without_devices")
 def test_the_switch_still_tells_the_stalls_of_links_that_have_changed() -> None:
-    from penstock.fabric.network.switch.serve import Served
+    from penstock.network.switch.serve import Served
 
     def link(text: str) -> Order:
         return Order(Topology(parse_link(text), {}))

@@ -20,7 +20,7 @@ from penstock.fabric.emulation.joining import Members
 from penstock.fabric.emulation.signals import Signals
 from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.samples import Run
-from penstock.fabric.trials import TransferTimes
+from penstock.fabric.times import TransferTimes
 from penstock.fabric.workload import Workload
 
 MS = 1_000_000

@@ -9,9 +9,9 @@ from made_runs import made_run
 
 from distributed.ranks import Ranks
 from penstock.fabric.emulation.spec import Spec
-from penstock.fabric.report.facts import warnings
 from penstock.fabric.results import results
 from penstock.fabric.steadiness import WarmUp, trend
+from penstock.fabric.views.facts import warnings
 from penstock.fabric.workload import Workload
 
 REPETITIONS = 60

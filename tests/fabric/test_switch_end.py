@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import FabricError
-from penstock.fabric.network import keeper
-from penstock.fabric.network.checks import why_not
-from penstock.fabric.network.machines import Machines
-from penstock.fabric.network.parse import parse_link
-from penstock.fabric.network.shapers import why_no_switch
-from penstock.fabric.network.switch import client
+from penstock.network import keeper
+from penstock.network.checks import why_not
+from penstock.network.machines import Machines
+from penstock.network.parse import parse_link
+from penstock.network.shapers import why_no_switch
+from penstock.network.switch import client
 
 _MISSING = why_not() or why_no_switch()
 pytestmark = pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))
@@ -27,8 +27,8 @@ pytestmark = pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))
 MAKER = """
 import signal, subprocess, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests in the background has it ignored
-from penstock.fabric.network.machines import Machines
-from penstock.fabric.network.parse import parse_link
+from penstock.network.machines import Machines
+from penstock.network.parse import parse_link
 print("loaded", flush=True)
 with Machines(3, parse_link("100mbit delay 5ms"), changes=True) as made:
     sends = "import socket\\ns = socket.socket(2, 2)\\nwhile True: s.sendto(bytes(999), ('%s', 9))" % made.addresses[1]

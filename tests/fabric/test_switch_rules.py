@@ -21,12 +21,12 @@ pytest.importorskip("numba")
 
 from switch_by_hand import Given, Network, Taken
 
-from penstock.fabric.network.model import CORRUPT, JUMPS, LOST, TWICE, Draws
-from penstock.fabric.network.parse import parse_link
-from penstock.fabric.network.switch import columns, heap, loop
-from penstock.fabric.network.switch.compiled import folder
-from penstock.fabric.network.switch.filling import Decided, tables, told
-from penstock.fabric.network.topology import Topology
+from penstock.network.model import CORRUPT, JUMPS, LOST, TWICE, Draws
+from penstock.network.parse import parse_link
+from penstock.network.switch import columns, heap, loop
+from penstock.network.switch.compiled import folder
+from penstock.network.switch.filling import Decided, tables, told
+from penstock.network.topology import Topology
 
 HOSTS = 3
 MS = 1_000_000

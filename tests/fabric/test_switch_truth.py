@@ -29,14 +29,14 @@ import wire
 from switch_by_hand import Given, Network
 from wire import Arrival, Flow
 
-from penstock.fabric.network.checks import why_not
-from penstock.fabric.network.impairment import DISTRIBUTIONS, Bursts, Impairment
-from penstock.fabric.network.link import Link
-from penstock.fabric.network.machines import Machines
-from penstock.fabric.network.model import CORRUPT, JUMPS, LOST, TWICE, Decisions, Draws, quantile
-from penstock.fabric.network.parse import parse_link
-from penstock.fabric.network.shapers import why_no_switch
-from penstock.fabric.network.topology import Topology
+from penstock.network.checks import why_not
+from penstock.network.impairment import DISTRIBUTIONS, Bursts, Impairment
+from penstock.network.link import Link
+from penstock.network.machines import Machines
+from penstock.network.model import CORRUPT, JUMPS, LOST, TWICE, Decisions, Draws, quantile
+from penstock.network.parse import parse_link
+from penstock.network.shapers import why_no_switch
+from penstock.network.topology import Topology
 
 _MISSING = why_not() or why_no_switch()
 pytestmark = pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.costs import LinkCost, StageCost
 from penstock.report import summary, to_perfetto, write_perfetto
 from penstock.schedule import Action, generate
+from penstock.schedule.timeline import Span, Timeline
 from penstock.simulate import simulate
-from penstock.timeline import Span, Timeline
+from penstock.simulate.costs import LinkCost, StageCost
 
 
 @pytest.fixture

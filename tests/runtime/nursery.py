@@ -22,9 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from penstock.runtime.board import Patience
-from penstock.runtime.failure import OUTSIDE, Position
-from penstock.runtime.watchdog import Watchdog
+from penstock.runtime.processes.board import Patience
+from penstock.runtime.processes.failure import OUTSIDE, Position
+from penstock.runtime.processes.watchdog import Watchdog
 
 START_SECONDS = 30.0
 END_SECONDS = 10.0

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ShapeError
-from penstock.runtime.agreement import Agreement, is_channels_last
+from penstock.runtime.transport.agreement import Agreement, is_channels_last
 from penstock.stages import Link
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from penstock.errors import ShapeError
 from penstock.partition._compat import flatten
-from penstock.runtime.batch import Microbatches, kind_of, rows_of, sizes_of, split
-from penstock.runtime.exact import CACHE_LINE_BYTES
+from penstock.runtime.batch.microbatches import Microbatches, kind_of, rows_of, sizes_of, split
+from penstock.runtime.exact.rules import CACHE_LINE_BYTES
 
 
 @given(st.integers(1, 200), st.integers(1, 200))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.runtime.elsewhere import elsewhere
+from penstock.runtime.model.elsewhere import elsewhere
 
 WAYS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "add_": lambda mine, theirs: mine.add_(theirs, alpha=0.1),

@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import PipelineFailure
-from penstock.runtime.board import Board, Patience, Process, ProcessState
-from penstock.runtime.board_server import BoardServer, Connection, join
-from penstock.runtime.failure import OUTSIDE, Failure, Position, Sighting, wait_chain
-from penstock.runtime.watchdog import Watchdog
+from penstock.runtime.processes.board import Board, Patience, Process, ProcessState
+from penstock.runtime.processes.board_server import BoardServer, Connection, join
+from penstock.runtime.processes.failure import OUTSIDE, Failure, Position, Sighting, wait_chain
+from penstock.runtime.processes.watchdog import Watchdog
 
 RECEIVE = Position("1RECV_F0", (0,))
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from penstock import pipeline, verify
 from penstock.errors import ArgumentError
-from penstock.runtime import assembly
+from penstock.runtime.execute import assembly
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature, Features, Start
 from penstock.runtime.features.recompute import RecomputedStage

@@ -17,8 +17,8 @@ import penstock
 from models import GPT, squared_error, token_error
 from penstock.errors import ArgumentError
 from penstock.report import summary
-from penstock.runtime.local import LocalHub, LocalTransport
-from penstock.runtime.world import World, device_of, join
+from penstock.runtime.processes.world import World, device_of, join
+from penstock.runtime.transport.local import LocalHub, LocalTransport
 from penstock.schedule import forward_only, generate
 from penstock.testing import check_transport
 from penstock.testing.transports import SCRIPTS
@@ -36,7 +36,7 @@ def test_the_local_transport_conforms() -> None:
 def test_the_conformance_checks_find_a_transport_that_does_not_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     hub = LocalHub([CPU, CPU])
     transports = {rank: LocalTransport(rank, hub) for rank in (0, 1)}
-    monkeypatch.setattr("penstock.runtime.exact.copy_as", lambda layout, tensor, device: tensor)
+    monkeypatch.setattr("penstock.runtime.exact.rules.copy_as", lambda layout, tensor, device: tensor)
     with pytest.raises(AssertionError, match="an update of what arrived changed what was sent"):
         check_transport(transports)
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.errors import ArgumentError
-from penstock.runtime.loss import LossHead, own_loss, root_of, weighted_sum, weights
-from penstock.runtime.streams import Streams
+from penstock.runtime.exact.streams import Streams
+from penstock.runtime.loss.loss import LossHead, own_loss, root_of, weighted_sum, weights
 
 sizes_lists = st.lists(st.integers(1, 50), min_size=1, max_size=12)
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from penstock.errors import ArgumentError
-from penstock.runtime.batch import cut
-from penstock.runtime.outline import Outline
+from penstock.runtime.batch.microbatches import cut
+from penstock.runtime.batch.outline import Outline
 
 
 def test_floats_travel_without_their_data_and_integers_with_it() -> None:

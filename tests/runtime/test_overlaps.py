@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import ArgumentError
-from penstock.runtime.overlaps import refuse_overlaps
+from penstock.runtime.model.overlaps import refuse_overlaps
 
 
 def stage(index: int, name: str, tensor: Tensor) -> Any:

@@ -17,7 +17,7 @@ from distributed.ranks import Ranks
 from models import CASES
 from penstock import checkpoint
 from penstock.errors import ArgumentError
-from penstock.scaler import _next
+from penstock.pipe.scaler import _next
 from penstock.schedule import generators
 from small import batch, mlp
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.autograd import profiler
 
 import penstock
-from penstock.runtime import ranges
+from penstock.runtime.execute import ranges
 from small import batch, mlp
 
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from everything import WIDTH, Layer, everything, inputs_alive
 from models import squared_error
 from penstock import ArgumentError, PartitionError, Pipeline, pipeline, verify
-from penstock.runtime import exact
+from penstock.runtime.exact import rules as exact
 from penstock.runtime.features import recompute
 from penstock.runtime.features.recompute import microbatches_to_recompute
 from penstock.schedule import Op, generate, split_backward

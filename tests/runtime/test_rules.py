@@ -1,4 +1,4 @@
-"""Each rule of `penstock.runtime.exact` is broken on purpose, and the proof sees it.
+"""Each rule of `penstock.runtime.exact.rules` is broken on purpose, and the proof sees it.
 
 A rule is broken inside of the pipeline's step only, so that the reference keeps it. Some shapes are looked for: whether
 a matrix product's bits depend on an address is the machine's affair.
@@ -17,10 +17,10 @@ from torch.autograd.graph import GradientEdge
 
 import penstock
 from models import ConvNet, InPlace, SkipsTwice, squared_error
-from penstock.pipe import Pipeline
-from penstock.runtime import exact
-from penstock.runtime.exact import Buffer, Layout
-from penstock.runtime.streams import Streams
+from penstock.pipe.pipeline import Pipeline
+from penstock.runtime.exact import rules as exact
+from penstock.runtime.exact.rules import Buffer, Layout
+from penstock.runtime.exact.streams import Streams
 from penstock.schedule import Action, Op, Schedule, check, generate
 
 ROWS, WIDTH, MICROBATCHES = 11, 33, 3

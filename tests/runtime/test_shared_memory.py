@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.runtime.agreement import Agreement
-from penstock.runtime.exact import Layout
-from penstock.runtime.shared_memory import SLOTS, Neighbours, _Lane
+from penstock.runtime.exact.rules import Layout
+from penstock.runtime.transport.agreement import Agreement
+from penstock.runtime.transport.shared_memory import SLOTS, Neighbours, _Lane
 from penstock.stages import Link
 
 pytestmark = pytest.mark.skipif(not Neighbours.supported(), reason="this system has no such shared memory")

@@ -20,10 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 from models import GPT, ConvNet
 from penstock.errors import PartitionError, ScheduleError
-from penstock.runtime.assembly import _split
+from penstock.runtime.execute.assembly import _split
 from penstock.runtime.features.context import Binding, StageContext
-from penstock.runtime.split_backward import SplitBackward
-from penstock.runtime.weight_uses import WeightUses
+from penstock.runtime.split_backward.backward import SplitBackward
+from penstock.runtime.split_backward.weight_uses import WeightUses
 from penstock.schedule import Action, Op
 
 MICROBATCHES = 3

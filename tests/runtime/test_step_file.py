@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import penstock
 from penstock.errors import ArgumentError
-from penstock.step_file import read_step
+from penstock.launch.step_file import read_step
 
 
 @pytest.fixture

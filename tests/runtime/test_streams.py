@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import penstock
 from models import GPT, squared_error, token_error
-from penstock.runtime.streams import Streams, key_of, mix
+from penstock.runtime.exact.streams import Streams, key_of, mix
 from small import ONE_STAGE
 
 CPU = (torch.device("cpu"),)

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from penstock.runtime.failure import Position
-from penstock.runtime.local import LocalHub, LocalTransport
-from penstock.runtime.ties import TieGroup, TieReducer, tie_groups
+from penstock.runtime.gradients.ties import TieGroup, TieReducer, tie_groups
+from penstock.runtime.processes.failure import Position
+from penstock.runtime.transport.local import LocalHub, LocalTransport
 
 
 def test_groups_are_by_the_stages_that_hold_them_and_span_ranks() -> None:

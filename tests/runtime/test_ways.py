@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.runtime.ways import Way
+from penstock.runtime.transport.ways import Way
 
 Started = list[tuple[str, int]]
 

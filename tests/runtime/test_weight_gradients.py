@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.runtime.weight_gradients import FORMS
-from penstock.runtime.weight_uses import _node_of
+from penstock.runtime.split_backward.weight_gradients import FORMS
+from penstock.runtime.split_backward.weight_uses import _node_of
 
 SIZES = st.integers(1, 70)
 LAYOUTS = ["plain", "transposed", "shifted", "narrowed"]

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.costs import StageCost
 from penstock.errors import ArgumentError
 from penstock.schedule import Op, Schedule, check, generate, generator, generators, grid, names, peak_activations
 from penstock.schedule.generators import Numbers, interleaved_1f1b, naive, one_f_one_b
 from penstock.simulate import simulate
+from penstock.simulate.costs import StageCost
 from some_schedules import NAMES, generated
 
 GENERATORS = generators()

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.costs import LinkCost, StageCost
 from penstock.schedule import Placement, check, generate
 from penstock.search import lower_bound, search
 from penstock.search.dispatch import Pattern, dispatch
@@ -21,6 +20,7 @@ from penstock.search.problem import Problem, Rows, problem
 from penstock.search.stretch import stretch
 from penstock.search.timing import Places, critical_path, fits, time_rows
 from penstock.simulate import memory, simulate
+from penstock.simulate.costs import LinkCost, StageCost
 
 seeds = st.integers(0, 2**32)
 PLACEMENTS = [

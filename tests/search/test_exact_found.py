@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.costs import LinkCost, StageCost
 from penstock.errors import ArgumentError
 from penstock.schedule import Placement, check
 from penstock.search import exact, search
 from penstock.simulate import memory
+from penstock.simulate.costs import LinkCost, StageCost
 
 PUBLISHED = json.loads((Path(__file__).parents[1] / "published.json").read_text())
 UNIT = StageCost(1, 1, 1, activation_bytes=1, weight_gradient_bytes=1)

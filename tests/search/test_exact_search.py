@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.costs import LinkCost, StageCost
 from penstock.errors import ArgumentError
 from penstock.schedule import Placement, check
 from penstock.search import Objective, exact, lower_bound, problem, search
 from penstock.simulate import memory
+from penstock.simulate.costs import LinkCost, StageCost
 
 UNIT = StageCost(1, 1, 1, activation_bytes=1, weight_gradient_bytes=1)
 PLACEMENTS = [Placement.loop(2), Placement.loop(3), Placement.v(2), Placement.loop(2, 2)]

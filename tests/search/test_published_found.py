@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.costs import LinkCost, StageCost
 from penstock.errors import ArgumentError
 from penstock.schedule import Placement, check, generate, generators
 from penstock.schedule.generators import Numbers
 from penstock.search import search
 from penstock.simulate import memory, simulate
+from penstock.simulate.costs import LinkCost, StageCost
 
 PUBLISHED = json.loads((Path(__file__).parents[1] / "published.json").read_text())
 ROUNDING = 0.5e-4

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from penstock.costs import LinkCost, StageCost
 from penstock.schedule import Action, Op, Overlap, Schedule
+from penstock.simulate.costs import LinkCost, StageCost
 from some_schedules import needs_by_hand
 
 Times = dict[Action, tuple[int, int]]

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slow import seconds, tick
 
-from penstock.costs import LinkCost, StageCost
 from penstock.errors import ArgumentError, ScheduleError
 from penstock.schedule import (
     Action,
@@ -25,6 +24,7 @@ from penstock.schedule import (
 )
 from penstock.schedule.order import earliest_times
 from penstock.simulate import Links, simulate
+from penstock.simulate.costs import LinkCost, StageCost
 from some_schedules import small_ones, with_overlaps
 
 # Whole numbers: sums of them are exact.

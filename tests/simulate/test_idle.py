@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.costs import LinkCost, StageCost
 from penstock.errors import ArgumentError, ScheduleError
 from penstock.schedule import Action, Op, Schedule, add_communication, generate, reduce_ties
+from penstock.schedule.timeline import Span, Timeline
 from penstock.simulate import Cause, critical_path, idle, simulate
-from penstock.timeline import Span, Timeline
+from penstock.simulate.costs import LinkCost, StageCost
 from some_schedules import small_ones, with_overlaps
 
 ROUNDING = Fraction(1, 2**40)

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.costs import StageCost
 from penstock.errors import ArgumentError
 from penstock.schedule import (
     Action,
@@ -22,8 +21,9 @@ from penstock.schedule import (
     reduce_ties,
     split_backward,
 )
+from penstock.schedule.timeline import Timeline
 from penstock.simulate import Memory, memory, simulate
-from penstock.timeline import Timeline
+from penstock.simulate.costs import StageCost
 from some_schedules import arbitrary, generated
 
 schedules = st.one_of(

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.costs import LinkCost, StageCost
 from penstock.schedule import Schedule, generate, peak_activations
+from penstock.schedule.timeline import Timeline
 from penstock.simulate import simulate
-from penstock.timeline import Timeline
+from penstock.simulate.costs import LinkCost, StageCost
 
 PUBLISHED = json.loads((Path(__file__).parents[1] / "published.json").read_text())
 ROUNDING = 0.5e-4

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.costs import LinkCost, StageCost
 from penstock.errors import ArgumentError, ScheduleError
 from penstock.schedule import (
     Schedule,
@@ -16,6 +15,7 @@ from penstock.schedule import (
     split_backward,
 )
 from penstock.simulate import simulate
+from penstock.simulate.costs import LinkCost, StageCost
 from some_schedules import generated
 
 # Whole numbers: sums of them are exact.

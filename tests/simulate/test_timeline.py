@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.costs import LinkCost, StageCost
 from penstock.errors import ArgumentError
 from penstock.schedule import Action, add_communication, generate
+from penstock.schedule.timeline import Span, Timeline
 from penstock.simulate import simulate
-from penstock.timeline import Span, Timeline
+from penstock.simulate.costs import LinkCost, StageCost
 
 F0, B0, SEND = Action.parse("0F0"), Action.parse("0B0"), Action.parse("0SEND_F0")
 BASE = 10**18  # a clock far from zero: seconds as floats would lose the nanoseconds

@@ -10,11 +10,11 @@ from torch import nn
 
 import penstock
 from models import Case
-from penstock import verification
 from penstock.partition import partitioner
 from penstock.partition._compat import flatten
 from penstock.partition.chain import Chain
 from penstock.partition.partition import describe
+from penstock.proof import verify as verification
 from penstock.schedule import Schedule
 
 

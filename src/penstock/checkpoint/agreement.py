@@ -9,7 +9,7 @@ from typing import TypeVar
 from torch.distributed.checkpoint.api import CheckpointException
 
 from penstock.errors import ArgumentError, CheckpointError
-from penstock.pipe import Pipeline
+from penstock.pipe.pipeline import Pipeline
 
 T = TypeVar("T")
 

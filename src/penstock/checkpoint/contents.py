@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from penstock.errors import ArgumentError
-from penstock.pipe import Pipeline
+from penstock.pipe.pipeline import Pipeline
 
 REST = "rest"
 _MODEL, _OPTIMIZER = "model/", "optimizer/"

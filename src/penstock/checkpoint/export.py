@@ -24,7 +24,7 @@ from penstock.checkpoint.agreement import OWN_PART, attempt, together
 from penstock.checkpoint.contents import model_key, model_tensors
 from penstock.checkpoint.storage import Around, Reader
 from penstock.errors import ArgumentError
-from penstock.pipe import Pipeline
+from penstock.pipe.pipeline import Pipeline
 
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",

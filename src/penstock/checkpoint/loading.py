@@ -26,7 +26,7 @@ from penstock.checkpoint.contents import (
 from penstock.checkpoint.saving import finish
 from penstock.checkpoint.storage import Reader
 from penstock.errors import ArgumentError
-from penstock.pipe import Pipeline
+from penstock.pipe.pipeline import Pipeline
 
 
 @dataclass(frozen=True, slots=True)

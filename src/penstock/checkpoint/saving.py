@@ -37,7 +37,7 @@ from penstock.checkpoint.contents import (
     optimizer_state,
 )
 from penstock.errors import ArgumentError
-from penstock.pipe import Pipeline
+from penstock.pipe.pipeline import Pipeline
 
 _LOOK_SECONDS = 0.1
 """How often a rank that waits for its thread looks whether that works or waits for others."""

@@ -13,7 +13,7 @@ from penstock.checkpoint import folders
 from penstock.checkpoint.contents import model_key, model_tensors
 from penstock.checkpoint.storage import Reader
 from penstock.errors import ArgumentError, MissingExtraError
-from penstock.runtime.distribution import copy_into
+from penstock.runtime.gradients.distribution import copy_into
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 """What the `transformers` library calls a file of all weights, and the index of several."""

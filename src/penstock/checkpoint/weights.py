@@ -11,8 +11,8 @@ from penstock.checkpoint.agreement import together
 from penstock.checkpoint.sources import Source, source_of
 from penstock.errors import ArgumentError
 from penstock.partition.chain import as_module, known_names
-from penstock.pipe import Pipeline
-from penstock.runtime.materialize import Materialize
+from penstock.pipe.pipeline import Pipeline
+from penstock.runtime.model.materialize import Materialize
 
 
 def weights(

@@ -11,9 +11,9 @@ from typing import Any
 
 from penstock.cli._costs import ANY_PAIR, Costs, MeasuredLinks
 from penstock.cli._order import read_text
-from penstock.costs import BOUND, LinkCost, StageCost, refuse_extreme
 from penstock.errors import ArgumentError
 from penstock.simulate import Links
+from penstock.simulate.costs import BOUND, LinkCost, StageCost, refuse_extreme
 
 _KEYS = {
     "forward": "forward_seconds",

@@ -12,8 +12,8 @@ import typer
 
 from penstock.cli._cost_files import read_costs, read_links
 from penstock.cli._costs import WORK, Costs
-from penstock.costs import LinkCost, StageCost, refuse_extreme
 from penstock.errors import ArgumentError
+from penstock.simulate.costs import LinkCost, StageCost, refuse_extreme
 
 _PANEL = "Costs: of one microbatch on one stage, in any one unit"
 

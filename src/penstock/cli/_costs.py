@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, fields, replace
 from reprlib import repr as shortened
 from typing import Any
 
-from penstock.costs import LinkCost, StageCost
 from penstock.errors import ArgumentError
 from penstock.schedule import Placement, Schedule
 from penstock.simulate import NO_COST, Links
+from penstock.simulate.costs import LinkCost, StageCost
 from penstock.words import counted
 
 WORK = {"forward": "F", "backward_input": "I", "backward_weight": "W"}

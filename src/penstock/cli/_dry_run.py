@@ -14,7 +14,7 @@ from rich.text import Text
 
 from penstock.fabric.algorithms import ENGINE, generate
 from penstock.fabric.grouped import groups, of_like_layers
-from penstock.fabric.report.numbers import NONE, cut_apart
+from penstock.fabric.views.numbers import NONE, cut_apart
 
 if TYPE_CHECKING:
     from penstock.fabric.emulation.spec import Spec

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from penstock.fabric.samples import Run
 
 Average = Literal["avg", "max", "min", "rank0"]
-"""Of `penstock.fabric.report.nccl`, which is loaded when it is needed."""
+"""Of `penstock.fabric.views.nccl`, which is loaded when it is needed."""
 
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A run's folder.")]
 
@@ -36,7 +36,7 @@ class Output:
 
 def prepare() -> None:
     """Loads what `report` needs, which takes a second: before a run, and not after a Ctrl-C."""
-    for module in ("penstock.fabric.report.nccl", "penstock.fabric.report.text", "penstock.fabric.results"):
+    for module in ("penstock.fabric.views.nccl", "penstock.fabric.views.text", "penstock.fabric.results"):
         import_module(module)
     for module in ("scipy.optimize", "scipy.special", "scipy.stats"):
         import_module(module)
@@ -47,10 +47,10 @@ def report(output: Output, *, page: bool = True) -> None:
 
     `page`: with the page and its pictures, which take some seconds.
     """
-    from penstock.fabric.report import nccl
-    from penstock.fabric.report.text import show
     from penstock.fabric.results import results
     from penstock.fabric.samples import Run
+    from penstock.fabric.views import nccl
+    from penstock.fabric.views.text import show
 
     folder = output.folder
     run = Run.read(folder)
@@ -81,7 +81,7 @@ def _files(folder: Path, run: Run, found: dict[str, Any], *, chakra: bool, page:
     if len(run.start_ns) and not page:
         notes.append(f"`penstock fabric show {folder}` makes report.html")
     elif len(run.start_ns):
-        from penstock.fabric.report.page import write_page
+        from penstock.fabric.views.page import write_page
 
         try:
             write_page(run, found, folder / "report.html")
@@ -130,10 +130,10 @@ def compare_runs(
 ) -> None:
     """Compare two runs, transfer by transfer, with a test of whether they differ."""
     from penstock.fabric.compare import compare
-    from penstock.fabric.report.facts import warnings
-    from penstock.fabric.report.text import show_comparison
     from penstock.fabric.results import results
     from penstock.fabric.samples import Run
+    from penstock.fabric.views.facts import warnings
+    from penstock.fabric.views.text import show_comparison
 
     runs = Run.read(first), Run.read(second)
     found = compare(*runs)
@@ -148,7 +148,7 @@ def clean_up(
     force: Annotated[bool, typer.Option("--force", help="Also of an emulation that still runs.")] = False,
 ) -> None:
     """Remove what an emulation that crashed has left: namespaces with our prefix, and nothing else."""
-    from penstock.fabric.network.machines import clean
+    from penstock.network.machines import clean
 
     removed = clean(force=force)
     for name in removed:

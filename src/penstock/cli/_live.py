@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
-from penstock.fabric.report.text import live
 from penstock.fabric.statistics import StreamingQuantile, fewest
+from penstock.fabric.views.text import live
 
 _SHOWN_SECONDS = 0.25
 

@@ -11,7 +11,7 @@ import typer
 from penstock.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from penstock.fabric.network.network import Network
+    from penstock.network.network import Network
 
 _PANEL = "The hosts' network"
 
@@ -70,12 +70,12 @@ class NetworkOptions:
         Raises:
             ArgumentError: an option is wrong, or has no meaning without another.
         """
-        from penstock.fabric.network.background import parse_background
-        from penstock.fabric.network.holdback import parse_slow
-        from penstock.fabric.network.network import Network
-        from penstock.fabric.network.parse import parse_link
-        from penstock.fabric.network.scenario import read_scenario
-        from penstock.fabric.network.topology import Topology, parse_own
+        from penstock.network.background import parse_background
+        from penstock.network.holdback import parse_slow
+        from penstock.network.network import Network
+        from penstock.network.parse import parse_link
+        from penstock.network.scenario import read_scenario
+        from penstock.network.topology import Topology, parse_own
 
         slow = parse_slow(self.slow or (), hosts)
         if self.link is None:

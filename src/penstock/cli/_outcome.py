@@ -14,10 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli._costs import Costs
-from penstock.costs import StageCost
 from penstock.schedule import Op, Placement, Schedule
+from penstock.schedule.timeline import Timeline
 from penstock.simulate import Cause, Memory, critical_path, idle, memory, simulate
-from penstock.timeline import Timeline
+from penstock.simulate.costs import StageCost
 from penstock.words import counted
 
 HEADS = {

@@ -14,7 +14,7 @@ from rich.style import Style
 from rich.text import Text
 
 from penstock.schedule import Action, Op, Schedule, grid
-from penstock.timeline import Timeline, Track
+from penstock.schedule.timeline import Timeline, Track
 
 
 class Palette(Enum):

@@ -14,10 +14,10 @@ from rich.text import Text
 
 from penstock.cli._spread import Json
 from penstock.errors import ArgumentError
-from penstock.fabric.report.facts import rate_of
-from penstock.fabric.report.numbers import digits, seconds
 from penstock.fabric.steps import Collective
 from penstock.fabric.units import size_text, sizes_of
+from penstock.fabric.views.facts import rate_of
+from penstock.fabric.views.numbers import digits, seconds
 from penstock.words import counted
 
 if TYPE_CHECKING:

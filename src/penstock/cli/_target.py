@@ -12,7 +12,7 @@ import typer
 from penstock.errors import ArgumentError, PenstockError
 
 if TYPE_CHECKING:
-    from penstock.target import Target
+    from penstock.launch.target import Target
 
 TargetName = Annotated[str, typer.Argument(metavar="TARGET", help="module:function or file.py:function.")]
 Cuts = Annotated[str | None, typer.Option(help="The modules that begin a new stage, a,b,c; by default balanced.")]
@@ -52,7 +52,7 @@ def loaded(name: str, what: str) -> Iterator[Target]:
         PenstockError: TARGET is wrong, or the block raised it.
         ArgumentError: the block raised anything else.
     """
-    from penstock.target import describe, load
+    from penstock.launch.target import describe, load
 
     with contextlib.redirect_stdout(sys.stderr):
         given = load(name)

@@ -137,8 +137,8 @@ class TrafficOptions:
 
     def _of_model(self, target: str, hosts: int) -> Workload:
         from penstock.partition._compat import unflatten
-        from penstock.runtime.cutting import Cutting
-        from penstock.workloads import from_model
+        from penstock.runtime.batch.cutting import Cutting
+        from penstock.traffic import from_model
 
         ranks = self._ranks(hosts)
         compute = self._compute()

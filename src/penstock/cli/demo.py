@@ -12,7 +12,7 @@ from rich.console import Console
 
 from penstock.cli._microbatches import CUT
 from penstock.demo.settings import CONTEXT, LAYERS, PARAMETERS, ROWS, Settings
-from penstock.launch import launch
+from penstock.launch.processes import launch
 from penstock.schedule import MICROBATCHES, grid
 from penstock.words import counted
 

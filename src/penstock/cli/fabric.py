@@ -27,9 +27,9 @@ from penstock.fabric.presets import preset
 from penstock.fabric.samples import RUN, SAMPLES
 
 if TYPE_CHECKING:
-    from penstock.fabric.network.machines import Machines
-    from penstock.fabric.network.network import Network
     from penstock.fabric.workload import Workload
+    from penstock.network.machines import Machines
+    from penstock.network.network import Network
 
 
 class _Fabric(Commands):
@@ -90,7 +90,7 @@ class RunOptions:
 
     def number(self) -> int:
         """Of the hosts that are made here. Raises ArgumentError for more than one machine takes."""
-        from penstock.fabric.network.machines import MOST
+        from penstock.network.machines import MOST
 
         if self.hosts is not None and self.hosts > MOST:
             raise ArgumentError(f"--hosts {self.hosts}: one machine makes {MOST} at most")
@@ -139,7 +139,7 @@ def _delays(network: Network, how: RunOptions) -> bool:
         FabricError: they cannot, and that transport keeps a rate and nothing else.
         ArgumentError: they cannot, and the collectives are not ours to delay.
     """
-    from penstock.fabric.network.checks import why_not
+    from penstock.network.checks import why_not
 
     if not _is_made(network):
         return False

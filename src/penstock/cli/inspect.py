@@ -19,7 +19,7 @@ from penstock.schedule import generator
 from penstock.words import counted, in_ranges
 
 if TYPE_CHECKING:
-    from penstock.inspection import Crossing, Inspection, StageFound
+    from penstock.pipe.inspection import Crossing, Inspection, StageFound
 
 
 def inspect(
@@ -50,7 +50,7 @@ def inspect(
     """
     generator(schedule)  # says what is wrong before anything is loaded
     with loaded(target, "the model or the loss") as given:
-        from penstock.inspection import inspect as look
+        from penstock.pipe.inspection import inspect as look
 
         found = look(
             given.model,

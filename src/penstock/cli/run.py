@@ -13,12 +13,12 @@ import typer
 from penstock.cli._network import NetworkOptions
 from penstock.cli._spread import spread
 from penstock.errors import ArgumentError, FabricError
-from penstock.launch import check, launch
+from penstock.launch.processes import check, launch
 
 if TYPE_CHECKING:
-    from penstock.fabric.network.machines import Machines
-    from penstock.fabric.network.network import Network
-    from penstock.fabric.network.nodes import Job
+    from penstock.network.machines import Machines
+    from penstock.network.network import Network
+    from penstock.network.nodes import Job
 
 
 @spread
@@ -63,7 +63,7 @@ def run(
                 "them"
             )
         raise typer.Exit(launch(command, ranks, threads))
-    from penstock.fabric.network.nodes import Job
+    from penstock.network.nodes import Job
 
     network = asked.network(hosts)
     machines = network.machines()
@@ -72,9 +72,9 @@ def run(
 
 def _over_network(job: Job, network: Network, machines: Machines) -> int:
     """Makes the hosts, runs the job on them, and says what the network was. Returns the exit status."""
-    from penstock.fabric.network import nodes
-    from penstock.fabric.network.checks import missing
-    from penstock.fabric.report.network import network_lines
+    from penstock.fabric.views.network import network_lines
+    from penstock.network import nodes
+    from penstock.network.checks import missing
 
     lacking = missing()
     if lacking is not None:

@@ -37,15 +37,15 @@ from penstock.cli._target import (
     recomputed,
 )
 from penstock.errors import ArgumentError, PenstockError, PipelineFailure, VerificationError
-from penstock.launch import launch
+from penstock.launch.processes import launch
 from penstock.schedule import MICROBATCHES, generate
 from penstock.words import counted
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from penstock.runtime.cutting import Microbatch
-    from penstock.target import Target
+    from penstock.launch.target import Target
+    from penstock.runtime.batch.cutting import Microbatch
 
 LONG_TABLE = 24
 """A table of more rows folds those that are equal, by module."""
@@ -173,8 +173,8 @@ def prove(case: Case) -> dict[str, Any]:
         PenstockError: TARGET or an option is wrong, or the model cannot be split.
         ArgumentError: the model or its loss raised.
     """
-    from penstock.runtime.cutting import Microbatch
-    from penstock.verification import verify as compare
+    from penstock.proof.verify import verify as compare
+    from penstock.runtime.batch.cutting import Microbatch
 
     with loaded(case.target, "the model or the loss") as given:
         calls = iter([lambda: given, given.again])
@@ -221,7 +221,7 @@ def _mesh(case: Case, given: Target) -> DeviceMesh:
 def _part(given: Target, replicas: int, replica: int) -> Microbatch:
     """A replica's part of the batch, cut by the rule by which a pipeline cuts its own."""
     from penstock.partition._compat import unflatten
-    from penstock.runtime.cutting import Cutting, Microbatch
+    from penstock.runtime.batch.cutting import Cutting, Microbatch
 
     cutting, kwargs = Cutting.of(given.cutting.get("batch_dims"), given.cutting.get("split")), dict(given.kwargs)
     divided = cutting.divide(given.args, kwargs, given.target, replicas, "batch", 1)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from penstock.costs import StageCost
 from penstock.schedule import Op, Schedule, generators
+from penstock.schedule.timeline import Timeline
 from penstock.simulate import simulate
-from penstock.timeline import Timeline
+from penstock.simulate.costs import StageCost
 
 
 @dataclass(frozen=True, slots=True)

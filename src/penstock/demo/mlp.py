@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from penstock.errors import ArgumentError
 from penstock.fabric.emulation import clock
 from penstock.fabric.emulation.host import main
-from penstock.fabric.emulation.record import gathered, recorded
+from penstock.fabric.emulation.run_file import gathered, recorded
 from penstock.fabric.emulation.spec import Spec
-from penstock.fabric.network.record import cpu_usage
 from penstock.fabric.presets import MLP_WIDTHS, mlp, with_compute
 from penstock.fabric.samples import HEAD, SAMPLES, SampleFile
 from penstock.fabric.workload import Workload
+from penstock.network.conditions import cpu_usage
 
 Images = tuple[Tensor, Tensor, str]
 """(rows, 784) between 0 and 1, their digits, and where they come from."""

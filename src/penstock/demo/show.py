@@ -20,7 +20,7 @@ from rich.markup import escape
 from penstock.demo.bubble import Bubble
 from penstock.demo.model import VOCABULARY
 from penstock.demo.settings import Settings
-from penstock.timeline import Timeline
+from penstock.schedule.timeline import Timeline
 
 TIMELINE = "timeline.json"
 METRICS = "metrics.jsonl"

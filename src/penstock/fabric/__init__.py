@@ -4,10 +4,9 @@ workload.py, presets.py   what a job sends in one step; units.py: sizes as peopl
 steps.py                  a collective as rounds of messages; algorithms/: ring, trees, halving and doubling, ...
 proof.py                  that every rank ends with the right sum
 emulation/                runs them on hosts, through torch.distributed
-network/                  hosts to try it on: namespaces that are joined by shaped links
-samples.py                every sample of a run, on disk; trials.py: its times, trial by trial
+samples.py                every sample of a run, on disk; times.py: its times, trial by trial
 statistics.py             percentiles and what bounds them
 terms.py, models.py       closed forms, and fits of alpha and beta; forecast.py: a run's, on more hosts
 results.py                what a run has shown; compare.py, differences.py: whether two of them differ
-report/, chakra.py        as text, tables, plots and a page; as traces for other simulators
+views/, chakra.py         as text, tables, plots and a page; as traces for other simulators
 """

@@ -16,7 +16,7 @@ from penstock.fabric.grouped import Group, groups
 from penstock.fabric.samples import Run
 from penstock.fabric.stalls import stalled
 from penstock.fabric.statistics import Interval, Summary, fewest
-from penstock.fabric.trials import TransferTimes, algorithm_of, iterations_of, measured_step
+from penstock.fabric.times import TransferTimes, algorithm_of, iterations_of, measured_step
 from penstock.fabric.workload import Workload
 
 Verdict = Literal["differs", "no difference shown", "too few samples"]

@@ -28,7 +28,7 @@ from penstock.fabric.models import (
     slowest_of,
 )
 from penstock.fabric.statistics import fewest
-from penstock.fabric.trials import rate_key
+from penstock.fabric.times import rate_key
 
 FEWEST_SIZES = 3
 """Of a collective, below which a fit has no residuals worth the name."""

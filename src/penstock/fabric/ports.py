@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.fabric.models import LinkFit
-from penstock.fabric.network.link import Link
-from penstock.fabric.network.parse import parse_link
-from penstock.fabric.network.topology import Topology
+from penstock.network.link import Link
+from penstock.network.parse import parse_link
+from penstock.network.topology import Topology
 
 Measured = tuple[tuple[int, int], LinkFit]
 """The ends of a link, from and to, and what it was measured at."""

@@ -22,7 +22,7 @@ from penstock.fabric.predicted import predicted_seconds
 from penstock.fabric.samples import Run
 from penstock.fabric.stalls import stalled
 from penstock.fabric.statistics import Saturation, Summary, fewest, log_histogram, outliers, saturation
-from penstock.fabric.trials import (
+from penstock.fabric.times import (
     TransferTimes,
     algorithm_of,
     computed_step,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.checkpoint import load, save
 from penstock.errors import ArgumentError
-from penstock.pipe import Pipeline
+from penstock.pipe.pipeline import Pipeline
 
 try:
     from lightning.pytorch import LightningModule, Trainer

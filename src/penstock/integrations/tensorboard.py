@@ -14,7 +14,7 @@ from typing import Self
 from torch import Tensor
 
 from penstock.errors import MissingExtraError
-from penstock.result import StepResult
+from penstock.pipe.result import StepResult
 
 
 class StepWriter:

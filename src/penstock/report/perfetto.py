@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from penstock.timeline import Span, Timeline
+from penstock.schedule.timeline import Span, Timeline
 
 _THREADS = ("compute", "communication")
 _MICROSECONDS = 1e6

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.timeline import Timeline
+from penstock.schedule.timeline import Timeline
 
 TURNS = "no bubble: the ranks took turns in one process; simulate these times to see how they would overlap"
 

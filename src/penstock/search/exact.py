@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from penstock.costs import StageCost
 from penstock.errors import ArgumentError, MissingExtraError, ScheduleError
 from penstock.schedule import Placement
 from penstock.search.bounds import memory_waits
@@ -21,6 +20,7 @@ from penstock.search.problem import Objective, Problem, Rows, problem
 from penstock.search.search import search
 from penstock.search.timing import fits, time_rows
 from penstock.simulate import NO_COST, Links
+from penstock.simulate.costs import StageCost
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model

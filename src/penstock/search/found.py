@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.costs import StageCost
 from penstock.errors import ScheduleError
 from penstock.schedule import Schedule, check
+from penstock.schedule.timeline import Timeline
 from penstock.search.problem import Objective
 from penstock.simulate import Links, simulate
-from penstock.timeline import Timeline
+from penstock.simulate.costs import StageCost
 
 
 @dataclass(frozen=True, slots=True)

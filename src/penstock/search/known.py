@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from penstock.costs import StageCost
 from penstock.errors import ArgumentError
 from penstock.schedule import Op, Schedule, generate, generators, split_backward
 from penstock.search.found import timed
 from penstock.search.problem import Problem, Rows
 from penstock.search.timing import fits, time_rows
 from penstock.simulate import Links
+from penstock.simulate.costs import StageCost
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from penstock.costs import LinkCost, StageCost
 from penstock.errors import ArgumentError
 from penstock.schedule import Op, Placement, Row, Schedule
 from penstock.simulate import NO_COST, Links
+from penstock.simulate.costs import LinkCost, StageCost
 
 Objective = Literal["makespan", "span"]
 """What is made small: the last end of all from 0, or the largest, over ranks, from its first F to its last end."""

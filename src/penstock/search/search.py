@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from itertools import count
 from random import Random
 
-from penstock.costs import StageCost
 from penstock.errors import ArgumentError
 from penstock.schedule import Placement, generators
 from penstock.search.bounds import lower_bound
@@ -32,6 +31,7 @@ from penstock.search.problem import Objective, Problem, Rows, problem
 from penstock.search.stretch import stretch
 from penstock.search.timing import time_rows
 from penstock.simulate import NO_COST, Links
+from penstock.simulate.costs import StageCost
 
 _DISPATCH_SECONDS = 60e-6, 2.2e-6  # nominal, of a pattern and of each of its actions: what a time is worth must not
 _TIMED_SECONDS = 0.33e-6  # depend on the machine. And of an action that is timed

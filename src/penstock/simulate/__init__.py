@@ -1,7 +1,50 @@
-"""When a schedule's actions would run, given what they cost: time, memory, and why ranks wait."""
+"""When a schedule's actions would run, given what they cost: time, memory, and why ranks wait.
 
-from penstock.simulate.idle import Cause, CriticalPath, critical_path, idle
-from penstock.simulate.memory import Memory, memory
-from penstock.simulate.simulate import NO_COST, Links, simulate
+Names are loaded when they are first used: costs need the standard library only, the simulator numpy.
+"""
 
-__all__ = ["NO_COST", "Cause", "CriticalPath", "Links", "Memory", "critical_path", "idle", "memory", "simulate"]
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.simulate.costs import LinkCost as LinkCost
+    from penstock.simulate.costs import StageCost as StageCost
+    from penstock.simulate.memory_use import Memory as Memory
+    from penstock.simulate.memory_use import memory as memory
+    from penstock.simulate.simulator import NO_COST as NO_COST
+    from penstock.simulate.simulator import Links as Links
+    from penstock.simulate.simulator import simulate as simulate
+    from penstock.simulate.waits import Cause as Cause
+    from penstock.simulate.waits import CriticalPath as CriticalPath
+    from penstock.simulate.waits import critical_path as critical_path
+    from penstock.simulate.waits import idle as idle
+
+_HOMES = {
+    "LinkCost": "costs",
+    "StageCost": "costs",
+    "NO_COST": "simulator",
+    "Links": "simulator",
+    "simulate": "simulator",
+    "Cause": "waits",
+    "CriticalPath": "waits",
+    "critical_path": "waits",
+    "idle": "waits",
+    "Memory": "memory_use",
+    "memory": "memory_use",
+}
+
+__all__ = [*_HOMES]  # noqa: PLE0604  (one list of names, not two)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'penstock.simulate' has no attribute {name!r}")
+    value = getattr(import_module(f"penstock.simulate.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.runtime import clock
+from penstock.runtime.execute import clock
 
 NCCL_DTYPES = frozenset({
     torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,

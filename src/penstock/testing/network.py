@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from penstock.errors import ArgumentError
-from penstock.fabric.network import nodes
-from penstock.fabric.network.checks import missing
-from penstock.fabric.network.machines import Machines
-from penstock.fabric.network.parse import parse_link
-from penstock.fabric.network.scenario import Event, read_scenario
-from penstock.fabric.network.shapers import AUTO, why_no_switch
-from penstock.fabric.network.topology import Topology
+from penstock.network import nodes
+from penstock.network.checks import missing
+from penstock.network.machines import Machines
+from penstock.network.parse import parse_link
+from penstock.network.scenario import Event, read_scenario
+from penstock.network.shapers import AUTO, why_no_switch
+from penstock.network.topology import Topology
 
 TIMEOUT_SECONDS = 120.0
 

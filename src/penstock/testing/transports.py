@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ShapeError
-from penstock.runtime.transport import Channel, Pending, Transport
+from penstock.runtime.transport.protocol import Channel, Pending, Transport
 from penstock.stages import Link
 
 LINK = Link(0, 1, ((0, "a"), (0, "b")))

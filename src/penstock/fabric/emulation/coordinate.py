@@ -19,13 +19,13 @@ from penstock.errors import FabricError
 from penstock.fabric.emulation.board import VARIABLE as BOARD
 from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.emulation.watch import Watch
-from penstock.fabric.network.director import playing
-from penstock.fabric.network.machines import Machines
-from penstock.fabric.network.nodes import agent_commands, end_agents, memory, start_agent
-from penstock.fabric.network.scenario import Event
 from penstock.fabric.samples import RUN, SAMPLES, STEPS
-from penstock.launch import agent_command, forwarded_signals, job
-from penstock.step_file import VARIABLE, read_step
+from penstock.launch.processes import agent_command, forwarded_signals, job
+from penstock.launch.step_file import VARIABLE, read_step
+from penstock.network.director import playing
+from penstock.network.machines import Machines
+from penstock.network.nodes import agent_commands, end_agents, memory, start_agent
+from penstock.network.scenario import Event
 
 EMULATION = "penstock.fabric.emulation.host"
 """The module that each host runs, with the run's folder as its argument."""

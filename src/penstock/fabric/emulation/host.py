@@ -22,14 +22,14 @@ from penstock.fabric.emulation import clock, links
 from penstock.fabric.emulation.collectives import Engine, Place, Stepwise, check_backend, wrong
 from penstock.fabric.emulation.joining import Members
 from penstock.fabric.emulation.payload import TYPES
-from penstock.fabric.emulation.record import gathered, recorded
+from penstock.fabric.emulation.run_file import gathered, recorded
 from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.emulation.trials import Trials
 from penstock.fabric.emulation.watch import Watch
 from penstock.fabric.emulation.wires import Delayed, Plain, Wire
-from penstock.fabric.network.record import CpuUsage, cpu_usage
 from penstock.fabric.samples import HEAD, SAMPLES, SPEC, STEPS, STEPS_HEAD, SampleFile
 from penstock.fabric.steadiness import WarmUp
+from penstock.network.conditions import CpuUsage, cpu_usage
 
 
 def run(spec: Spec, folder: Path, watch: Watch | None = None) -> None:

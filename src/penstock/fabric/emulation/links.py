@@ -10,7 +10,7 @@ import torch.distributed as dist
 from penstock.errors import FabricError
 from penstock.fabric.emulation import probe
 from penstock.fabric.emulation.joining import Members
-from penstock.fabric.emulation.record import gathered
+from penstock.fabric.emulation.run_file import gathered
 from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.emulation.wires import Wire
 from penstock.fabric.ports import least_delay, topology_of

@@ -16,7 +16,7 @@ from penstock.fabric.emulation.collectives import Engine, Place, Stepwise
 from penstock.fabric.emulation.joining import Members
 from penstock.fabric.emulation.signals import Signals
 from penstock.fabric.emulation.spec import Spec
-from penstock.step_file import announcer
+from penstock.launch.step_file import announcer
 
 _KEEP, _ESTIMATE, _WARM = 1, 2, 4
 """What host 0 asks for before a trial: the steps of the last one; new estimates of the clocks. And what it says of it:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from penstock.errors import PartitionError
+from penstock.runtime.exact.streams import Streams, generator_of
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature
-from penstock.runtime.streams import Streams, generator_of
 
 LOOKS = 3
 """In so many backwards of a stage is looked at Python's and numpy's generators: later ones are alike, and other threads

@@ -25,10 +25,10 @@ from penstock.partition import Stage
 from penstock.partition._compat import accumulation_hooks, storage_of
 from penstock.partition.loan import same_bits
 from penstock.partition.observer import RUNNING, argument_names, written_arguments
-from penstock.runtime.distribution import is_distributed
 from penstock.runtime.features.compiled import any_compiled
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature, Start
+from penstock.runtime.gradients.distribution import is_distributed
 
 LOOKS = 3
 """The number of a stage's backwards in which reads are watched: later ones are alike."""

@@ -19,7 +19,7 @@ from penstock.partition import Stage
 from penstock.partition.modes import enter_autocast, leave_autocast
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature, Forward
-from penstock.runtime.split_backward import is_compiled
+from penstock.runtime.split_backward.backward import is_compiled
 from penstock.schedule import Action, Op, Schedule
 
 Compile = bool | Mapping[str, Any]

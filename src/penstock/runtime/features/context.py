@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from penstock.partition import Partition, Stage
+from penstock.runtime.exact.streams import Streams
 from penstock.runtime.features.feature import Feature
 from penstock.runtime.features.per_stage import Recompute
-from penstock.runtime.loss import Loss, LossHead
-from penstock.runtime.streams import Streams
+from penstock.runtime.loss.loss import Loss, LossHead
 from penstock.schedule import Action, Op, Schedule
 
 if TYPE_CHECKING:
-    from penstock.runtime.frame import Sharded  # which imports torch's FSDP
+    from penstock.runtime.features.frame import Sharded  # which imports torch's FSDP
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from penstock.partition import Partition, Stage
 from penstock.partition._compat import flatten
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature, Forward, Start
-from penstock.runtime.loss import LossHead
+from penstock.runtime.loss.loss import LossHead
 from penstock.schedule import Action, Op
 
 NAN, INF = "NaN", "Inf"

@@ -17,10 +17,10 @@ from typing import Any
 
 from torch import nn
 
+from penstock.partition.state.places import MISSING, Contents, Key, Place, Survey, named_by_code, same_items
 from penstock.partition.state.reach import Trace
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature, Start
-from penstock.runtime.features.places import MISSING, Contents, Key, Place, Survey, named_by_code, same_items
 
 Values = dict[Key, Any]
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import ArgumentError
-from penstock.runtime import exact
-from penstock.runtime.distribution import local
+from penstock.runtime.exact import rules as exact
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature, Start
+from penstock.runtime.gradients.distribution import local
 
 
 class Away:

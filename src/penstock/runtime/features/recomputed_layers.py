@@ -22,7 +22,7 @@ from penstock.partition._compat import flatten, unflatten
 from penstock.partition.loan import map_tensors
 from penstock.partition.state.reach import Trace
 from penstock.partition.state.remembered import refuse_again
-from penstock.runtime import exact
+from penstock.runtime.exact import rules as exact
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature
 from penstock.runtime.features.forward_state import ContainerCopies

@@ -25,12 +25,12 @@ from penstock.partition import RUNS_AGAIN, Stage
 from penstock.partition._compat import storage_of
 from penstock.partition.loan import same_bits
 from penstock.partition.objects import tensors_in
+from penstock.runtime.exact.kept import Kept
 from penstock.runtime.features.backward_updates import LOOKS, Reads
 from penstock.runtime.features.compiled import any_compiled
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature, Start
 from penstock.runtime.features.recompute import BufferCopies, Buffers
-from penstock.runtime.kept import Kept
 
 Hook = Callable[[nn.Module, Any], None]
 

@@ -14,7 +14,7 @@ from penstock.runtime.features.feature import Feature, Forward, Start
 from penstock.schedule import Op
 
 if TYPE_CHECKING:
-    from penstock.runtime.frame import Sharded  # which imports torch's FSDP
+    from penstock.runtime.features.frame import Sharded  # which imports torch's FSDP
 
 
 class Framed(Feature):

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from penstock.errors import PartitionError
 from penstock.partition._compat import storage_of
 from penstock.partition.loan import same_bits
+from penstock.partition.state.places import Survey, named_by_code
 from penstock.runtime.features.backward_updates import Reads
 from penstock.runtime.features.compiled import any_compiled
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature, Start
-from penstock.runtime.features.places import Survey, named_by_code
 
 BACKWARDS = 4
 """The number of a stage's backwards until which forwards are watched: later ones are alike."""

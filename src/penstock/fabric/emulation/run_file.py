@@ -1,0 +1,90 @@
+"""run.json: what is known of a run from its first moment on, and how it ended."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from penstock.errors import FabricError
+from penstock.fabric.emulation import clock
+from penstock.fabric.emulation.joining import Members, first_line, hosts_text, joined
+from penstock.fabric.emulation.spec import Spec
+from penstock.fabric.samples import RUN
+from penstock.network.conditions import environment
+
+
+@contextmanager
+def recorded(spec: Spec, folder: Path) -> Iterator[tuple[Members, Record]]:
+    """Joins the other hosts, and writes down how it ended.
+
+    Raises:
+        ArgumentError: the environment is not torchrun's.
+        FabricError: a host did not join, or was lost; or the block raised something.
+    """
+    with joined(spec) as members:
+        record: Record | None = None
+        try:
+            record = Record(spec, folder, members)
+            yield members, record
+            record.add(complete=True)
+        except (RuntimeError, OSError) as error:
+            lost = hosts_text(gone) + " does not answer" if (gone := members.who_is_lost()) else ""
+            text = "; ".join(part for part in (lost, first_line(error)) if part)
+            if record is not None:
+                record.add(missing=text)
+            raise FabricError(f"host {members.rank}: {text}") from None
+
+
+class Record:
+    """On host 0 the file, whole at any moment; on others nothing. Its calls are made by every host."""
+
+    def __init__(self, spec: Spec, folder: Path, members: Members) -> None:
+        interface = os.environ.get("GLOO_SOCKET_IFNAME")
+        hosts = told_apart(gathered(environment(interface), members))
+        kernels = set(gathered(clock.kernel(), members))
+        self._path = folder / RUN if members.rank == 0 else None
+        self._found: dict[str, Any] = {
+            "version": 1,
+            **{key: value for key, value in asdict(spec).items() if key != "workload"},
+            "workload": spec.workload.to_dict(),
+            "algorithms": [spec.algorithm_of(place) for place in range(len(spec.workload.transfers))],
+            "environment": hosts,
+            "machine_cores": os.cpu_count(),
+            "shared_machine": len(kernels) == 1 and "" not in kernels,
+            "complete": False,
+            "missing": "",
+        }
+        if self._path is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        self.add()
+
+    def add(self, **found: Any) -> None:
+        """More of what is known."""
+        self._found.update(found)
+        if self._path is not None:
+            aside = self._path.with_suffix(".tmp")
+            aside.write_text(json.dumps(self._found, indent=1))
+            aside.replace(self._path)
+
+
+def told_apart(hosts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Hosts of one machine, which all go by its name, are called by their numbers; `machine` has the name."""
+    names = [host["host"] for host in hosts]
+    return [
+        {**host, "host": name if names.count(name) == 1 else f"host {rank}", "machine": name}
+        for rank, (host, name) in enumerate(zip(hosts, names, strict=True))
+    ]
+
+
+def gathered(mine: Any, members: Members) -> list[Any]:
+    """What every host gives, on all of them."""
+    values: list[Any] = [None] * members.size
+    dist.all_gather_object(values, mine, group=members.control)
+    return values

@@ -1,0 +1,253 @@
+"""What every report says of a run in words: its title, warnings, figures of the whole, and what a reader must know."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.fabric.algorithms import ENGINE
+from penstock.fabric.dependence import FEWEST
+from penstock.fabric.ports import changed
+from penstock.fabric.results import ABOVE_IDEAL
+from penstock.fabric.samples import Run
+from penstock.fabric.statistics import PERCENTILES, fewest
+from penstock.fabric.times import iterations_of, rate_key
+from penstock.fabric.views.network import network_facts, saturated
+from penstock.fabric.views.numbers import NONE, seconds
+from penstock.fabric.views.ranks import figures_of_ranks
+from penstock.network.director import Happened
+from penstock.words import counted
+
+TIMES = {"min": "min", "p50": "p50", "p90": "p90", "p99": "p99", "p999": "p99.9", "max": "max"}
+"""The columns of times, by their name in the results."""
+
+
+_OFTEN = 0.5
+"""The share of transfers from which on a rank that comes last is worth a line."""
+
+_FEWEST_FOR_LATE = 20
+"""Trials, in fewer of which any rank may come last that often."""
+
+_NAMED = 12
+"""Trials that a line names."""
+
+_DEPENDENT = 0.8
+"""Of all trials, below which they are worth a word."""
+_WIDEST = 1.0
+"""The share of a mean from which on the interval of the mean says nothing."""
+
+
+def title(run: Run) -> str:
+    """What was run, in a line."""
+    return f"{run.record['workload']['name']}: {', '.join(headings(run))}"
+
+
+def headings(run: Run) -> list[str]:
+    """Hosts, algorithm and collectives, trials, backend, link."""
+    record = run.record
+    kinds = list(dict.fromkeys(transfer["collective"] for transfer in record["workload"]["transfers"]))
+    algorithm = "torch.distributed's own" if record["algorithm"] == ENGINE else record["algorithm"]
+    done, asked = len(run.start_ns), record["trials"]
+    return [
+        f"{record['hosts']} hosts",
+        f"{algorithm} {' and '.join(kinds) if len(kinds) < 3 else 'collectives'}",
+        counted(done, "trial") if done == asked else f"{done:,} of {counted(asked, 'trial')}",
+        str(record["backend"]),
+        *([_link_text(record)] if record.get("link") else []),
+    ]
+
+
+def _link_text(record: dict[str, Any]) -> str:
+    delayed = ", by a delaying transport" if record.get("bytes_per_second") else ""
+    return f"link {record['link']}{delayed}"
+
+
+def warnings(run: Run, results: dict[str, Any]) -> list[str]:
+    """What keeps the figures from being what they seem."""
+    found = []
+    if not results["complete"]:
+        found.append(f"the run is not complete; missing: {results['missing'] or 'its end'}")
+    if run.record.get("steady") is False:
+        found.append(
+            f"times still changed after {run.record['warmup']} trials of warm-up, and so they may in the first that "
+            "count: give --warmup a larger number"
+        )
+    told = run.record.get("switch")
+    if told and (reason := saturated(told)):
+        found.append(reason)
+    found += _beyond_ideal(results)
+    if results["cpu"]["saturated"] or results["cpu"]["scheduler_tails"]:
+        found.append(f"processors: {results['cpu']['text']}")
+    return found
+
+
+def _beyond_ideal(results: dict[str, Any]) -> list[str]:
+    """Figures that cannot be."""
+    rows = [*results["groups"], results["step"]]
+    name, most = max(((one["name"], one["ideal_percent"] or 0.0) for one in rows), key=lambda row: row[1])
+    if most <= ABOVE_IDEAL:
+        return []
+    return [
+        f"ideal: {name} is at {most:,.0f}% of what can be, so what is known of its links is wrong: an error of ours; "
+        "make nothing of this column"
+    ]
+
+
+def facts(run: Run, results: dict[str, Any]) -> list[tuple[str, str]]:
+    """Names and texts: the step with and without overlap, the links, what was fitted, the processors."""
+    found = []
+    step = results["step"]
+    overlaps = [
+        f"{seconds(step[key])} {name} overlap with compute ({'measured' if step['overlap'] == overlap else 'computed'})"
+        for name, key, overlap in (("without", "without_overlap_s", False), ("with", "with_overlap_s", True))
+        if step[key] is not None
+    ]
+    if overlaps and not step["compute_s"]:
+        overlaps = ["nothing is computed between the transfers, so that overlap changes nothing"]
+    if overlaps:
+        found.append(("step", ", ".join(overlaps)))
+    if results["stalled"]:
+        found.append(("stalls", _stalls(results["stalled"], len(run.start_ns))))
+    found += [*network(run), *links(run), *_fits(results)]
+    late = max(figures_of_ranks(results), key=lambda figures: figures.last, default=None)
+    among = max(len(transfer["ranks"]) for transfer in results["transfers"])  # of two, one always is the last
+    if late and among > 2 and len(run.start_ns) >= _FEWEST_FOR_LATE and late.last > _OFTEN:
+        found.append(
+            ("late", f"rank {late.rank} came last to {late.last:.0%} of its transfers: the others waited for it")
+        )
+    text = results["cpu"]["text"]
+    if text and not (results["cpu"]["saturated"] or results["cpu"]["scheduler_tails"]):
+        found.append(("cpu", str(text)))
+    return found
+
+
+def _stalls(stalled: Sequence[int], trials: int) -> str:
+    """Which trials met one, the first of many."""
+    said = ", ".join(f"{trial:,}" for trial in stalled[:_NAMED])
+    more = f" and {len(stalled) - _NAMED:,} more" if len(stalled) > _NAMED else ""
+    which = "trial" if len(stalled) == 1 else "trials"
+    return f"{len(stalled):,} of {counted(trials, 'trial')} met a stall that was asked for: {which} {said}{more}"
+
+
+def network(run: Run) -> list[tuple[str, str]]:
+    """What shaped the links, where it is more than a rate; what the switch did, and what changed."""
+    described = run.record.get("network")
+    if not described or (described["shaper"] in (None, "tbf") and not described["slow"]):
+        return []
+    happened = [str(Happened(**one)) for one in run.record.get("happened") or ()]
+    return network_facts(described, told=run.record.get("switch"), happened=happened)
+
+
+def links(run: Run) -> list[tuple[str, str]]:
+    """What was measured before the trials: each link, or the range of many."""
+    measured = run.record.get("links") or ()
+    if len(measured) <= 2:
+        return [(f"link {link['from']}-{link['to']}", _link([link])) for link in measured]
+    slowest = min(measured, key=lambda link: float(link["bytes_per_second"] or math.inf))
+    return [("links", f"{len(measured)}, {_link(measured)}; {slowest['from']} to {slowest['to']} is the slowest")]
+
+
+def _link(measured: Sequence[dict[str, Any]]) -> str:
+    latencies = [seconds(value) for value in sorted(link["latency_seconds"] for link in measured)]
+    known = sorted(link["bytes_per_second"] for link in measured if link["bytes_per_second"])
+    rates = f", {bits(*dict.fromkeys((known[0], known[-1])))}" if known else ""
+    missing = max(float(link.get("missing_seconds") or 0.0) for link in measured)
+    sooner = f" (0: a few bytes came up to {seconds(missing)} sooner than these rates carry them)" if missing else ""
+    return f"alpha {_range(latencies)}{sooner}{rates}"
+
+
+def _fits(results: dict[str, Any]) -> list[tuple[str, str]]:
+    """The link that each collective's medians tell."""
+    return [("fit", _fit(one["fit"])) for one in results["model"]]
+
+
+def _fit(found: dict[str, Any]) -> str:
+    held = " (held to the links)" if found["held_to_links"] else ""
+    return (
+        f"{found['collective']}: alpha {seconds(found['alpha_seconds'])} a step, 1/beta "
+        f"{rate_of(found['bytes_per_second'])}{held}; at most {found['largest_residual']:.0%} off"
+    )
+
+
+def _range(ordered: list[str]) -> str:
+    return ordered[0] if ordered[0] == ordered[-1] else f"{ordered[0]} to {ordered[-1]}"
+
+
+def bits(*bytes_per_second: float) -> str:
+    """Bandwidths in one unit: 95.5 to 95.59 Mbit/s."""
+    unit, scale = ("Gbit/s", 1e9) if max(bytes_per_second) * 8 >= 9.9995e9 else ("Mbit/s", 1e6)
+    return f"{_range([f'{rate * 8 / scale:,.4g}' for rate in bytes_per_second])} {unit}"
+
+
+def rate_of(bytes_per_second: float | None) -> str:
+    """Of a fitted link; None: beta is 0."""
+    return bits(bytes_per_second) if bytes_per_second else "no limit"
+
+
+def mean(entry: dict[str, Any]) -> str:
+    """A mean, with the wider side of its interval; n/a for one that says nothing: of too few trials, or so wide as it
+    is of some trials with an outlier among them."""
+    middle, interval = entry["time_s"]["mean"], entry["mean_interval"]
+    if not middle:
+        return seconds(middle)
+    wider = max(interval[1] - middle, middle - interval[0]) / middle if interval else math.inf
+    return f"{seconds(middle)} \u00b1{f'{wider:.1%}' if wider <= _WIDEST else NONE}"
+
+
+def in_groups(results: dict[str, Any]) -> bool:
+    """Whether a row has more than one transfer."""
+    return len(results["groups"]) < len(results["transfers"])
+
+
+def notes(run: Run, results: dict[str, Any]) -> list[str]:
+    """What a reader has to know about the columns."""
+    found = [
+        "Times are of the slowest rank of each trial. Skew: from the first rank's arrival to the last one's. Ideal: "
+        "the least that the links allow, in percent of the median. \u00b1: the wider side of the mean's 95% interval; "
+        "n/a above 100%."
+    ]
+    if in_groups(results):
+        found.append(
+            "Transfers that differ in their microbatch or replica alone share a row: bytes and times are of one of "
+            "them, percentiles of all, and those of one trial count as one sample."
+        )
+    if (times := iterations_of(run.record)) > 1:
+        found.append(f"Times are of one of {times} iterations in a row; a trial's skew is that of their first.")
+    if any(rate_key(one["collective"]) == "transfer_s" for one in results["transfers"]):
+        found.append("Rates and ideal of a send are of the time from when both of its ranks were there.")
+    if changed(run.record):
+        found.append("Ideal is n/a: a scenario may have changed the links.")
+    elif results["links"] and None in {one["bound_s"] for one in results["groups"]}:
+        found.append("Ideal is n/a where a host has several partners and no shaper tells what its port carries.")
+    found += _too_few(results, len(run.start_ns))
+    return [*found, *run.record["workload"]["notes"]]
+
+
+def _too_few(results: dict[str, Any], trials: int) -> list[str]:
+    """Why percentiles are n/a, or may be wrong."""
+    times = [one["time_s"] for one in results["groups"]]
+    short = [
+        f"{fewest(q):,} for {TIMES[name]}"
+        for name, q in PERCENTILES.items()
+        if name in TIMES and any(one[name] is None for one in times)
+    ]
+    worth = min((one["effective_trials"] for one in results["groups"]), default=trials)
+    said = []
+    if worth < _DEPENDENT * trials:
+        said.append(f"Trials depend on each other: {trials:,} are worth {worth:,.0f} independent ones, and count so.")
+    if 0 < trials < FEWEST:
+        said.append(
+            f"Whether so few trials depend on each other cannot be told; if they do, the 95% intervals are too narrow. "
+            f"Give --trials {FEWEST} or more."
+        )
+    if short:
+        kind = "trials" if worth >= _DEPENDENT * trials else "independent trials"
+        said.append(f"n/a: {min(trials, int(worth)):,} {kind} bound no such percentile; it takes {', '.join(short)}.")
+    return said
+
+
+def rate_unit(results: dict[str, Any]) -> tuple[float, str]:
+    """The unit that suits a run's bandwidths, and how many of it are 1 GB/s: GB/s, or MB/s on slow links."""
+    most = max((transfer["busbw_GBps"] or 0.0 for transfer in results["groups"]), default=0.0)
+    return (1.0, "GB/s") if most >= 0.5 or not most else (1e3, "MB/s")

@@ -1,0 +1,133 @@
+"""What a network did to the frames that passed it, in words: for the end of a run, and for reports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from penstock.fabric.views.numbers import seconds
+
+MOST_LATE_SECONDS = 1e-3
+"""Of the 99th percentile; and the share of its time that a switch may be at work. Beyond, it is saturated."""
+MOST_BUSY = 0.9
+
+_EACH_HOST = 16
+"""Of more hosts than that only the sums are told."""
+
+_FATES = {
+    "lost": "lost",
+    "duplicated": "sent twice",
+    "corrupted": "with a wrong bit",
+    "reordered": "sent past others",
+    "queue_full": "dropped as the queue was full",
+    "host_gone": "dropped as a host was away",
+    "no_such_host": "to no host",
+}
+"""What may happen to a frame, by its name in what the switch tells, and how it is said."""
+
+Told = Mapping[str, Any]
+
+
+def network_lines(
+    described: Told,
+    *,
+    told: Told | None = None,
+    happened: Sequence[str] = (),
+    elapsed_seconds: float | None = None,
+) -> list[str]:
+    """The network of a run, a line a fact.
+
+    Args:
+        described: what `Machines.described` says of it.
+        told: what the switch has counted (`Machines.told`); None without one.
+        happened: what a scenario has changed, in words.
+        elapsed_seconds: how long the switch has run; None: how busy it was is not judged.
+    """
+    found = network_facts(described, told=told, happened=happened)
+    lines = [f"{name:<11}{text}" for name, text in found]
+    reason = None if told is None else saturated(told, elapsed_seconds)
+    return lines if reason is None else [*lines, f"warning: {reason}"]
+
+
+def network_facts(described: Told, *, told: Told | None = None, happened: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """As `network_lines`, names and texts."""
+    link = described["link"]
+    made = {
+        None: "as fast as this machine can",
+        "tbf": f"{link}, by the kernel's tbf",
+        "netem": f"{link}, by the kernel's netem",
+        "switch": f"{link}, by a switch in user space",
+    }[described["shaper"]]
+    if told is not None:
+        made += f" (priority: {told['priority']})" if "priority" in told else ""
+    found = [("network", f"{described['hosts']} hosts, {made}")]
+    found += [(f"host {host}", f"link {text}") for host, text in sorted(described["own"].items())]
+    found += [
+        (f"host {host}", f"held to {share:.4g} of a core, by {described['held_back_by']}")
+        for host, share in sorted(described["slow"].items())
+    ]
+    found += [("neighbour", text) for text in described["background"]]
+    found += [("", remark) for remark in described["remarks"]]
+    found += [("change", text) for text in happened]
+    if told is not None:
+        found += [*_hosts(told), ("switch", _late(told))]
+    return found
+
+
+def saturated(told: Told, elapsed_seconds: float | None = None) -> str | None:
+    """Why what a switch has told says that it could not keep up, and what to do; None if it could."""
+    late = told["late"]["p99"]
+    found = []
+    if late is not None and late > MOST_LATE_SECONDS:
+        found.append(f"1% of the frames left more than {seconds(late)} later than asked")
+    if told["no_room"]:
+        found.append(f"{told['no_room']:,} times it had no memory left for a frame")
+    if elapsed_seconds and told["busy_seconds"] > MOST_BUSY * elapsed_seconds:
+        found.append(f"it was at work for {told['busy_seconds'] / elapsed_seconds:.0%} of the time")
+    if not found:
+        return None
+    return (
+        f"the switch was saturated: {'; '.join(found)}. The network was worse than asked: give a lower rate, fewer "
+        "hosts, a larger mtu, or a machine with more cores"
+    )
+
+
+def _hosts(told: Told) -> Iterator[tuple[str, str]]:
+    """What became of each host's frames; of many hosts', in sum."""
+    links: Sequence[Told] = told["links"]
+    if len(links) > _EACH_HOST:
+        sums = {way: {name: sum(link[way][name] for link in links) for name in links[0][way]} for way in ("up", "down")}
+        yield "all hosts", _host(sums)
+        return
+    for host, link in enumerate(links):
+        yield f"host {host}", _host(link)
+
+
+def _host(link: Told) -> str:
+    ways = [f"{_frames(link[way], verb)}{_fates(link[way])}" for way, verb in (("up", "out"), ("down", "in"))]
+    near = link["down"]["background_bytes"]
+    if near:
+        ways.append(f"neighbours {_bytes(near)}")
+    return "; ".join(ways)
+
+
+def _frames(counted: Told, verb: str) -> str:
+    return f"{verb} {counted['frames']:,} frames, {_bytes(counted['bytes'])}"
+
+
+def _fates(counted: Told) -> str:
+    said = [f"{counted[name]:,} {words}" for name, words in _FATES.items() if counted[name]]
+    return f" ({', '.join(said)})" if said else ""
+
+
+def _bytes(count: int) -> str:
+    factor, unit = next((f, u) for f, u in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")) if count >= f or f == 1)
+    return f"{count / factor:.3g} {unit}" if count < 1000 * factor else f"{count / factor:,.0f} {unit}"
+
+
+def _late(told: Told) -> str:
+    late = told["late"]
+    if late["worst"] is None:
+        return "no frame passed"
+    quantiles = ", ".join(f"{name} {seconds(late[name])}" for name in ("p50", "p99", "worst"))
+    return f"{quantiles}: how much later than asked frames left"

@@ -1,0 +1,170 @@
+"""A run as one HTML page that needs nothing else: figures, tables and pictures, what was run, and where."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from penstock.errors import MissingExtraError
+from penstock.fabric.samples import Run
+from penstock.fabric.views.facts import TIMES, facts, headings, in_groups, mean, notes, rate_unit, warnings
+from penstock.fabric.views.numbers import NONE, digits, percent, seconds
+from penstock.fabric.views.plots import draw
+from penstock.fabric.views.ranks import figures_of_ranks, longest_group
+from penstock.fabric.views.style import INK, MUTED, RULE
+from penstock.fabric.views.template import PAGE
+
+CAPTIONS = {
+    "cdf": "How the times are distributed. The right picture shows the tail: what share took so long.",
+    "trials": "Each trial in the order in which it ran, with the median as a line; outliers are ringed.",
+    "busbw": "What the transfers made of the network, by the convention of nccl-tests.",
+    "timeline": "Where the time of a trial went: a lane a rank, a bar a round of the algorithm.",
+    "slowest": "The rank that took the longest in most trials of a transfer, beside the others.",
+}
+
+
+def write_page(run: Run, results: dict[str, Any], path: Path) -> None:
+    """Writes the page. Without matplotlib it has no pictures, and says so.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path.write_text(page(run, results), encoding="utf-8")
+
+
+def page(run: Run, results: dict[str, Any]) -> str:
+    """The page's text."""
+    from jinja2 import Environment, StrictUndefined
+
+    try:
+        pictures, missing = draw(run, results), ""
+    except MissingExtraError as error:
+        pictures, missing = {}, str(error)
+    template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return template.from_string(PAGE).render(
+        name=run.record["workload"]["name"],
+        headings=headings(run),
+        warnings=warnings(run, results),
+        figures=_figures(run, results),
+        kinds=_has_kinds(results),
+        often=in_groups(results),
+        table=_table(results),
+        unit=rate_unit(results)[1],
+        facts=facts(run, results),
+        notes=notes(run, results),
+        pictures=[(CAPTIONS[name], _inline(drawn)) for name, drawn in pictures.items()],
+        missing=missing,
+        ranks=_ranks(run, results),
+        environment=_environment(run),
+    )
+
+
+def _figures(run: Run, results: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """The few figures of the whole: name, value, and what it is."""
+    step = results["step"]["time_s"]
+    tail = next((name for name in ("p999", "p99", "p90") if step[name] is not None), "max")
+    rates = [group for group in results["groups"] if group["busbw_GBps"]]
+    scale, unit = rate_unit(results)
+    found = [("step, median", seconds(step["p50"]), f"{len(run.start_ns):,} trials")]
+    ratio = "too few trials for more"
+    if step["p50"] and step[tail]:
+        ratio = f"{step[tail] / step['p50']:.3g} times the median"
+    found.append((f"step, {TIMES[tail]}", seconds(step[tail]), ratio))
+    if rates:
+        best = max(rates, key=lambda transfer: float(transfer["busbw_GBps"]))
+        found.append(("best busbw", f"{digits(best['busbw_GBps'] * scale)} {unit}", best["name"]))
+        shares = [transfer for transfer in rates if transfer["ideal_percent"]]
+        if shares:
+            worst = min(shares, key=lambda transfer: float(transfer["ideal_percent"]))
+            found.append(("farthest from ideal", f"{percent(worst['ideal_percent'])} %", worst["name"]))
+    return found
+
+
+def _has_kinds(results: dict[str, Any]) -> bool:
+    return len({transfer["collective"] for transfer in results["transfers"]}) > 1
+
+
+def _table(results: dict[str, Any]) -> list[list[str]]:
+    scale, _ = rate_unit(results)
+    kinds, often = _has_kinds(results), in_groups(results)
+    made = []
+    for entry in (*results["groups"], {**results["step"], "times": len(results["transfers"])}):
+        times = entry["time_s"]
+        row = [entry["name"], *([entry["collective"] or ""] if kinds else [])]
+        row += [f"{entry['bytes']:,}", *([f"{entry['times']:,}"] if often else [])]
+        row += [*(seconds(times[name]) for name in TIMES), mean(entry)]
+        row += [seconds(entry[name]["p50"]) if name in entry else "" for name in ("arrival_skew_s", "transfer_s")]
+        rates = (entry[name] and entry[name] * scale for name in ("algbw_GBps", "busbw_GBps"))
+        made.append([*row, *map(digits, rates), percent(entry["ideal_percent"])])
+    return made
+
+
+def _inline(drawn: str) -> Markup:
+    """A picture with the page's colours for its text and lines, as wide as the page allows, marked as safe."""
+    for fixed, own in ((INK, "currentColor"), (MUTED, f"var(--muted, {MUTED})"), (RULE, f"var(--rule, {RULE})")):
+        drawn = drawn.replace(fixed, own)
+    drawn = re.sub(r'<svg([^>]*?) width="([\d.]+)pt" height="[\d.]+pt"', r'<svg\1 role="img"', drawn, count=1)
+    return Markup(drawn)  # made by matplotlib, which escapes names
+
+
+def _ranks(run: Run, results: dict[str, Any]) -> dict[str, Any]:
+    """The table of ranks: what they took, what their processors did, and how far their clocks were off."""
+    record = run.record
+    longest = longest_group(results)
+    by_rank = {found["rank"]: found for found in longest["per_rank"]}
+    heads = ["rank", "host", f"p50 of {longest['name']}", f"p99 of {longest['name']}", "took longest", "came last"]
+    heads += ["busy", "switches", "clock offset"]
+    rows = []
+    for found in figures_of_ranks(results):
+        cpu, clock, host = (_of(record.get(key), found.rank) for key in ("cpu", "clock", "environment"))
+        wall = cpu.get("wall_seconds")
+        used = cpu.get("cpu_seconds", 0.0)
+        switches = cpu.get("involuntary_switches")
+        row = [str(found.rank), str(host.get("host", ""))]
+        row += [seconds(by_rank.get(found.rank, {}).get(name)) for name in ("p50", "p99")]
+        row += [f"{found.longest:.0%}", f"{found.last:.0%}", f"{used / wall:.0%}" if wall else NONE]
+        row += [f"{switches:,}" if switches is not None else NONE, _clock(clock)]
+        rows.append(row)
+    return {"heads": heads, "rows": rows}
+
+
+def _of(by_rank: Any, rank: int) -> dict[str, Any]:
+    return by_rank[rank] if by_rank and rank < len(by_rank) else {}
+
+
+def _clock(clock: dict[str, Any]) -> str:
+    if clock.get("offset_ns") is None:
+        return NONE
+    return f"{seconds(clock['offset_ns'] / 1e9)} \u00b1{seconds((clock.get('uncertainty_ns') or 0) / 1e9)}"
+
+
+def _environment(run: Run) -> list[tuple[str, str]]:
+    """A title and a text for each: the run's settings, the workload, and each host (alike ones together)."""
+    settings = {
+        key: value for key, value in run.record.items() if key not in ("workload", "environment", "switch_qdiscs")
+    }
+    hosts: dict[str, list[int]] = {}
+    for rank, found in enumerate(run.record.get("environment") or ()):
+        hosts.setdefault(_pairs({key: value for key, value in found.items() if key != "host"}), []).append(rank)
+    titles = [f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" for ranks in hosts.values()]
+    return [
+        *((f"Host of {title}", body) for title, body in zip(titles, hosts, strict=True)),
+        *([("Ports of the switch", str(ports))] if (ports := run.record.get("switch_qdiscs")) else []),
+        ("Settings, links, clocks and processors", _pairs(settings)),
+        ("Workload", _pairs(run.record["workload"])),
+    ]
+
+
+def _pairs(values: dict[str, Any]) -> str:
+    """A line each; what has lines of its own keeps them."""
+    lines = []
+    for key, value in values.items():
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        if not isinstance(value, str) and len(text) > 100:
+            text = json.dumps(value, indent=1, ensure_ascii=False)
+        lines.append(f"{key}:\n{text}" if "\n" in text else f"{key}: {text}")
+    return "\n".join(lines)

@@ -1,0 +1,202 @@
+"""The results as tables in a terminal, two runs side by side, and the bar that shows how far a run is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.measure import Measurement
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from penstock.fabric.compare import FEWEST, Comparison, Difference
+from penstock.fabric.samples import Run
+from penstock.fabric.views.facts import TIMES, facts, in_groups, mean, notes, rate_unit, title, warnings
+from penstock.fabric.views.numbers import NONE, cut, digits, percent, seconds
+
+
+def show(run: Run, results: dict[str, Any], console: Console) -> None:
+    """All of a run's figures. A table that does not fit into the console's width is split into two.
+
+    Of a run without a whole trial there is no table.
+    """
+    console.print(Text(title(run), "bold"), soft_wrap=True)
+    for line in warnings(run, results):
+        console.print(Text(f"warning: {line}", "bold yellow"), soft_wrap=True)
+    console.print()
+    if results["trials"]:
+        _print_figures(results, console)
+        console.print()
+    for name, text in facts(run, results):
+        console.print(Text(f"{name:<10}{text}"), soft_wrap=True)
+    for note in notes(run, results) if results["trials"] else ():
+        console.print(Text(note, "dim"))
+
+
+def _print_figures(results: dict[str, Any], console: Console) -> None:
+    whole = _table(results, tuple(TIMES), rates=True)
+    if _width(whole, console) <= console.width:
+        _print(whole, console)
+        return
+    times = _table(results, tuple(TIMES), rates=False)
+    fits = _width(times, console) <= console.width
+    _print(times if fits else _narrow(results, console, tuple(name for name in TIMES if name != "min")), console)
+    console.print()
+    _print(_narrow(results, console, ()), console)
+
+
+def _narrow(results: dict[str, Any], console: Console, times: Sequence[str]) -> Table:
+    """Some times, or the rates; names that are too long for it are cut."""
+    longest = max(len(group["name"]) for group in results["groups"])
+    made = _table(results, times, rates=not times)
+    if _width(made, console) > console.width:
+        made.padding = (0, 1, 0, 0)
+    excess = _width(made, console) - console.width
+    return made if excess <= 0 else _table(results, times, rates=not times, name_width=max(longest - excess, 12))
+
+
+def _table(results: dict[str, Any], times: Sequence[str], *, rates: bool, name_width: int = 1000) -> Table:
+    """A row for each group of alike transfers, and one of the step.
+
+    `times` are those of `TIMES` that are shown, with the mean behind them.
+    """
+    groups = results["groups"]
+    kinds = rates and len({group["collective"] for group in groups}) > 1
+    often = in_groups(results)
+    scale, unit = rate_unit(results)
+    made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+    above = "\n" if rates else ""  # where other columns have a unit below their name
+    for head in ("transfer", *(["collective"] if kinds else [])):
+        made.add_column(above + head)
+    shown = [*(TIMES[name] for name in times), "mean"] if times else []
+    for head in ("bytes", *(["times"] if often else []), *shown):
+        made.add_column(above + head, justify="right")
+    for head in ("skew\np50", f"algbw\n{unit}", f"busbw\n{unit}", "ideal\n%") if rates else ():
+        made.add_column(head, justify="right")
+    for group in groups:
+        cells = [cut(group["name"], name_width), *([group["collective"]] if kinds else [])]
+        cells += [f"{group['bytes']:,}", *([f"{group['times']:,}"] if often else []), *_times(group, times)]
+        cells += _rates(group, scale) if rates else []
+        made.add_row(*map(Text, cells))
+    step = results["step"]
+    made.add_row()
+    cells = ["step", *([""] if kinds else []), f"{step['bytes']:,}"]
+    cells += [*([f"{len(results['transfers']):,}"] if often else []), *_times(step, times)]
+    made.add_row(*map(Text, [*cells, *(_rates(step, scale) if rates else [])]), style="bold")
+    return made
+
+
+def _times(entry: dict[str, Any], times: Sequence[str]) -> list[str]:
+    return [*(seconds(entry["time_s"][name]) for name in times), mean(entry)] if times else []
+
+
+def _rates(entry: dict[str, Any], scale: float) -> list[str]:
+    rates = [value if value is None else value * scale for value in (entry["algbw_GBps"], entry["busbw_GBps"])]
+    skew = seconds(entry["arrival_skew_s"]["p50"]) if "arrival_skew_s" in entry else ""
+    return [skew, *map(digits, rates), percent(entry["ideal_percent"])]
+
+
+def _width(made: Table, console: Console) -> int:
+    return Measurement.get(console, console.options.update(max_width=10_000), made).maximum
+
+
+def _print(made: Table, console: Console) -> None:
+    """Cells stay on one line: closer together where there is little room, never cut off."""
+    if _width(made, console) > console.width:
+        made.padding = (0, 1, 0, 0)
+    console.print(made, width=max(_width(made, console), console.width), soft_wrap=True, crop=False)
+
+
+# -- two runs ---------------------------------------------------------------------------------------------------------
+
+
+def show_comparison(
+    comparison: Comparison, console: Console, names: Sequence[str] = (), warned: Sequence[Sequence[str]] = ()
+) -> None:
+    """Two runs side by side, and which of their differences are more than chance.
+
+    Args:
+        names: what A and B are.
+        warned: the warnings of A's and of B's own report.
+    """
+    for letter, name in zip("AB", names, strict=False):
+        console.print(Text(f"{letter}: {name}", "bold"), soft_wrap=True)
+    for letter, lines in zip("AB", warned, strict=False):
+        for line in lines:
+            console.print(Text(f"warning: {letter}: {line}", "bold yellow"), soft_wrap=True)
+    for setting, (a, b) in comparison.other_settings.items():
+        console.print(Text(f"{setting}: {a} in A, {b} in B"), soft_wrap=True)
+    console.print()
+    rows = [*comparison.transfers, *([comparison.step] if comparison.step else [])]
+    whole = _compared(rows, tails=True)
+    _print(whole if _width(whole, console) <= console.width else _compared(rows, tails=False), console)
+    console.print()
+    for letter, only in (("A", comparison.only_in_a), ("B", comparison.only_in_b)):
+        if only:
+            console.print(Text(f"only in {letter}: {', '.join(only)}"), soft_wrap=True)
+    console.print(Text(_verdict(comparison, rows), "bold"))
+    console.print(Text(COMPARISON_NOTE, "dim"))
+
+
+def _verdict(comparison: Comparison, rows: Sequence[Difference]) -> str:
+    if comparison.differs:
+        return "The runs differ."
+    if all(one.verdict == "too few samples" for one in rows):
+        return f"Too few samples to tell: each run takes {FEWEST} trials or more."
+    return "No difference is shown: what there is may be chance."
+
+
+COMPARISON_NOTE = (
+    "B/A: how many times as long B takes, with its 95% interval. Differs: a test of the medians (Mann-Whitney), of the "
+    "distributions' shape (Kolmogorov-Smirnov) or of the tails (Fisher) is below 5%, corrected for all of them (Holm)."
+)
+
+
+def _compared(rows: Sequence[Difference], *, tails: bool) -> Table:
+    made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+    made.add_column("transfer")
+    for head in (*(["bytes"] if tails else []), "p50 A", "p50 B", "B/A", "", *(["p99 A", "p99 B"] if tails else [])):
+        made.add_column(head, justify="left" if not head else "right")
+    made.add_column("verdict")
+    for one in rows:
+        low_high = one.ratio_interval
+        interval = f"{low_high[0]:.3f} to {low_high[1]:.3f}" if low_high else ""
+        ratio = NONE if one.ratio is None else f"{one.ratio:.3f}"
+        cells = [one.name if tails else cut(one.name, 20), *([f"{one.bytes:,}"] if tails else [])]
+        cells += [*map(seconds, one.p50_s), ratio, interval, *(map(seconds, one.p99_s) if tails else [])]
+        verdict = f"differs: {', '.join(one.differs_in)}" if one.verdict == "differs" else one.verdict
+        made.add_row(*map(Text, [*cells, verdict]), style="bold" if one.verdict == "differs" else "")
+    return made
+
+
+# -- while it runs ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def live(trials: int, console: Console, *, transfers: int = 1) -> Iterator[Callable[[int, str, float | None], None]]:
+    """A bar that is gone at the end; what it gives is called with the trials that are done, the current layer's name
+    and its p99 so far in seconds, None while it is not bounded. On what is not a terminal nothing is shown.
+    """
+    columns = (
+        TextColumn("{task.fields[layer]}"),
+        BarColumn(bar_width=None),
+        TextColumn("trial {task.fields[trial]} of {task.total:,.0f}"),
+        TextColumn("p99 {task.fields[p99]}"),
+        TimeRemainingColumn(compact=True),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=trials, layer="warm-up", trial="0", p99=NONE)
+
+        def tell(done: int, layer: str, p99: float | None) -> None:
+            now = f"{min(done + 1, trials):,}"
+            progress.update(task, completed=done, layer=_fitted(layer), trial=now, p99=f"{seconds(p99):>6}")
+
+        yield tell
+
+
+def _fitted(name: str, width: int = 16) -> str:
+    """As wide as ever, so that the bar stands still: the end of a name that is too long."""
+    return f"{name if len(name) <= width else '..' + name[-(width - 2) :]:<{width}}"

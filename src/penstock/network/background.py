@@ -1,0 +1,201 @@
+"""Traffic of neighbours: frames that the switch only reckons with, in the queue towards a host that the job's share.
+
+They take their time on the link and their room in the queue, and are dropped when it is full, but no host sends or
+gets them, so they cost no processor time. A text is one of
+
+    RATE [to HOST] [size BYTES]                      frames at random, exponential times apart
+    incast BYTES every TIME [to HOST] [size BYTES]   many senders at once: so many bytes in one moment
+    trace FILE [to HOST]                             what was recorded: lines `seconds,bytes`, over and over
+
+and goes to every host if none is named.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import ArgumentError
+from penstock.network import quantities as q
+
+FRAME_BYTES = 1514
+AHEAD_NS = 50_000_000
+"""How far ahead of the clock arrivals are made."""
+_LEAST_GAP_SECONDS = 10e-6
+"""Of frames towards a host, on average: they are larger than asked where more of them would come."""
+
+Arrivals = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
+"""Nanoseconds since the beginning, ascending, and bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """One source of traffic.
+
+    Attributes:
+        target: the host whose link it shares; None: every host's.
+        frame_bytes: of its frames.
+        bytes_per_second: of steady traffic, or 0.
+        burst_bytes, period_seconds: of an incast, or 0.
+        recorded: seconds and bytes of a trace, in order.
+        text: as it was given.
+    """
+
+    target: int | None
+    frame_bytes: int = FRAME_BYTES
+    bytes_per_second: float = 0.0
+    burst_bytes: int = 0
+    period_seconds: float = 0.0
+    recorded: tuple[tuple[float, int], ...] = ()
+    text: str = ""
+
+
+def parse_background(text: str, hosts: int) -> Neighbour:
+    """A source of traffic from its text.
+
+    Raises:
+        ArgumentError: it is none; the host is not there; the file cannot be read.
+    """
+    words = text.split()
+    named: dict[str, Any] = {}
+    try:
+        if not words:
+            raise ValueError("it is empty: give one like '50mbit to 1'")
+        kind = words[0].lower()
+        reads: dict[str, Callable[[str], float]] = {"to": q.count, "size": q.size}
+        if kind == "incast":
+            named["burst"], rest = q.size(_value(words, 0)), words[2:]
+            reads["every"] = q.seconds
+        elif kind == "trace":
+            named["file"], rest = _value(words, 0), words[2:]
+            del reads["size"]
+        else:
+            named["rate"], rest = q.rate(words[0]), words[1:]
+            if wrong := q.hardly_meant(words[0]):
+                raise ValueError(wrong)
+        for place in range(0, len(rest), 2):
+            word = rest[place].lower()
+            if word not in reads:
+                raise ValueError(f"{rest[place]!r} has no meaning there: give {', '.join(reads)}")
+            if word in named:
+                raise ValueError(f"{rest[place]!r} comes a second time")
+            named[word] = reads[word](_value(rest, place))
+        return _neighbour(text, named, hosts)
+    except ValueError as error:
+        raise ArgumentError(f"the background {text!r}: {error}") from None
+
+
+def _value(words: Sequence[str], place: int) -> str:
+    if place + 1 >= len(words):
+        raise ValueError(f"{words[place]!r} lacks its value")
+    return words[place + 1]
+
+
+def _neighbour(text: str, named: dict[str, Any], hosts: int) -> Neighbour:
+    target = None if "to" not in named else int(named["to"])
+    if target is not None and target >= hosts:
+        raise ValueError(f"there is no host {target}: the hosts are 0 to {hosts - 1}")
+    size = int(named.get("size", FRAME_BYTES))
+    if not 64 <= size <= 65535:
+        raise ValueError(f"a frame of {size} bytes is none: give 64 to 65535")
+    if "file" in named:
+        recorded = tuple(_recorded(Path(named["file"])))
+        most = recorded[-1][0] / _LEAST_GAP_SECONDS
+        if len(recorded) > most + 1:
+            raise ValueError(f"{named['file']} has {len(recorded):,} frames: give {most:,.0f} in its time at most")
+        return Neighbour(target, recorded=recorded, text=text)
+    if "burst" in named:
+        if not named.get("every"):
+            raise ValueError("an incast needs its period: give one like 'incast 1mb every 100ms'")
+        burst, period = int(named["burst"]), named["every"]
+        least = math.ceil(burst / period * _LEAST_GAP_SECONDS)
+        return Neighbour(target, max(size, least), burst_bytes=burst, period_seconds=period, text=text)
+    rate = named["rate"]
+    if rate <= 0:
+        raise ValueError("the rate is 0: leave it out")
+    return Neighbour(target, max(size, round(rate * _LEAST_GAP_SECONDS)), bytes_per_second=rate, text=text)
+
+
+def _recorded(path: Path) -> Iterator[tuple[float, int]]:
+    try:
+        rows = list(csv.reader(path.read_text().splitlines()))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if rows and rows[0] and not rows[0][0].replace(".", "", 1).isdigit():
+        rows = rows[1:]
+    last = 0.0
+    for number, row in enumerate(rows, 1):
+        try:
+            at, size = float(row[0]), int(row[1])
+        except (ValueError, IndexError):
+            raise ValueError(f"{path}, row {number}: {','.join(row)!r} is no `seconds,bytes`") from None
+        if not (last <= at < math.inf) or size < 1:
+            raise ValueError(f"{path}, row {number}: times begin at 0 and grow, and sizes are above 0")
+        last = at
+        yield at, size
+    if not rows or last == 0:
+        raise ValueError(f"{path} has no traffic: give lines `seconds,bytes`")
+
+
+def arrivals(neighbour: Neighbour, seed: int, host: int) -> Iterator[Arrivals]:
+    """The frames of a source towards a host, for ever, some at a time."""
+    if neighbour.recorded:
+        seconds, sizes = (np.array(column) for column in zip(*neighbour.recorded, strict=True))
+        for turn in itertools.count():
+            yield np.rint((turn * seconds[-1] + seconds) * 1e9).astype(np.int64), sizes.astype(np.int64)
+    elif neighbour.burst_bytes:
+        whole, rest = divmod(neighbour.burst_bytes, neighbour.frame_bytes)
+        burst = np.array([neighbour.frame_bytes] * whole + [rest] * (rest > 0), dtype=np.int64)
+        for turn in itertools.count(1):
+            yield np.full(len(burst), round(turn * neighbour.period_seconds * 1e9), dtype=np.int64), burst
+    else:
+        random = np.random.Generator(np.random.Philox(np.random.SeedSequence([abs(seed), seed < 0, 977, host])))
+        mean_ns = neighbour.frame_bytes / neighbour.bytes_per_second * 1e9
+        at_ns = 0.0
+        while True:
+            gaps = at_ns + np.cumsum(random.exponential(mean_ns, 1024))
+            at_ns = float(gaps[-1])
+            yield np.rint(gaps).astype(np.int64), np.full(1024, neighbour.frame_bytes, dtype=np.int64)
+
+
+class Stream:
+    """All frames towards one host, in order of time."""
+
+    def __init__(self, neighbours: Sequence[Neighbour], seed: int, host: int) -> None:
+        shared = [one for one in neighbours if one.target in (None, host)]
+        self._sources = [arrivals(one, seed + 1000003 * place, host) for place, one in enumerate(shared)]
+        self._made = [next(source) for source in self._sources]
+        self._left: Arrivals = (_NONE, _NONE)
+
+    def until(self, end_ns: int, most: int) -> Arrivals:
+        """Those before a moment that were not given yet, and no more than so many of them."""
+        parts = [self._left]
+        for place in range(len(self._sources)):
+            parts += self._taken(place, end_ns)
+        at_ns, sizes = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+        order = np.argsort(at_ns, kind="stable")
+        given, left = order[:most], order[most:]
+        self._left = at_ns[left], sizes[left]
+        return at_ns[given], sizes[given]
+
+    def _taken(self, place: int, end_ns: int) -> Iterator[Arrivals]:
+        """What one source has before that moment."""
+        while True:
+            at_ns, sizes = self._made[place]
+            count = int(np.searchsorted(at_ns, end_ns))
+            yield at_ns[:count], sizes[:count]
+            if count < len(at_ns):
+                self._made[place] = at_ns[count:], sizes[count:]
+                return
+            self._made[place] = next(self._sources[place])
+
+
+_NONE = np.zeros(0, dtype=np.int64)

@@ -1,0 +1,160 @@
+"""What the record of a run says of a host: its kernel, its network's settings, and the processor time that was used."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import platform
+import re
+import resource
+import socket
+import struct
+import subprocess
+import time
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from penstock.network.keeper import tool
+from penstock.network.offloads import offloads
+
+_IPV4 = Path("/proc/sys/net/ipv4")
+
+
+def environment(interface: str | None = None) -> dict[str, Any]:
+    """This host as far as it matters to its network; null where the system does not tell.
+
+    Args:
+        interface: the one that the job uses; None: as GLOO_SOCKET_IFNAME says, or the first beside lo.
+    """
+    names = interfaces()
+    used = interface or os.environ.get("GLOO_SOCKET_IFNAME") or next((name for name in names if name != "lo"), None)
+    return {
+        "host": socket.gethostname(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "congestion_control": _congestion_control(used),
+        "slow_start_after_idle": _setting(_IPV4 / "tcp_slow_start_after_idle"),
+        "interface": used,
+        "interfaces": names,
+        "mtu": names.get(used) if used else None,
+        "offloads": offloads(used) if used in names else None,
+        "qdiscs": _output("tc", "-s", "qdisc", "show"),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "load": list(os.getloadavg()),
+    }
+
+
+def interfaces() -> dict[str, int]:
+    """The MTU of each interface of this process's network namespace."""
+    # Not /sys/class/net: within a namespace that was entered without a mount of its own, it shows the machine's.
+    found = {}
+    with contextlib.suppress(OSError):
+        for _, name in socket.if_nameindex():
+            found[name] = _mtu(name)
+    return found
+
+
+def _mtu(name: str) -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        answer = fcntl.ioctl(any_socket, 0x8921, struct.pack("16si", name.encode(), 0).ljust(40, b"\0"))  # SIOCGIFMTU
+    mtu: int = struct.unpack_from("16si", answer)[1]
+    return mtu
+
+
+def _congestion_control(interface: str | None) -> str | None:
+    """Of the routes over the interface, where one names it; else the default."""
+    routes = _output("ip", "route", "show", "dev", interface) if interface else None
+    named = re.search(r"congctl (?:lock )?(\S+)", routes or "")
+    return named[1] if named else _setting(_IPV4 / "tcp_congestion_control")
+
+
+def _setting(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _output(program: str, *arguments: str) -> str | None:
+    """What a program prints; None if there is none, or it fails."""
+    path = tool(program)
+    if path is None:
+        return None
+    try:
+        done = subprocess.run([path, *arguments], capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class MachineTime:
+    """Seconds of all cores together: at work or kept by the hypervisor for others, the latter alone, and in all."""
+
+    busy_seconds: float
+    steal_seconds: float
+    total_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class CpuUsage:
+    """Processor time so far.
+
+    Attributes:
+        cpu_seconds: user and system, of all threads of this process.
+        wall_seconds: of a clock that only grows.
+        voluntary_switches, involuntary_switches: of this process: it waited, or had to make room.
+        machine: seconds of all its cores together, or None where the system does not tell.
+    """
+
+    cpu_seconds: float
+    wall_seconds: float
+    voluntary_switches: int
+    involuntary_switches: int
+    machine: MachineTime | None
+
+    def since(self, before: CpuUsage) -> dict[str, float | int | None]:
+        """What was used in between, for the record; `busy` and `steal` are shares (0..1) of all cores' time."""
+        busy = steal = None
+        if self.machine is not None and before.machine is not None:
+            total = self.machine.total_seconds - before.machine.total_seconds
+            if total > 0:
+                busy = (self.machine.busy_seconds - before.machine.busy_seconds) / total
+                steal = (self.machine.steal_seconds - before.machine.steal_seconds) / total
+        return {
+            "cpu_seconds": self.cpu_seconds - before.cpu_seconds,
+            "wall_seconds": self.wall_seconds - before.wall_seconds,
+            "voluntary_switches": self.voluntary_switches - before.voluntary_switches,
+            "involuntary_switches": self.involuntary_switches - before.involuntary_switches,
+            "busy": busy,
+            "steal": steal,
+        }
+
+
+def cpu_usage() -> CpuUsage:
+    """As of now."""
+    mine = resource.getrusage(resource.RUSAGE_SELF)
+    return CpuUsage(mine.ru_utime + mine.ru_stime, time.monotonic(), mine.ru_nvcsw, mine.ru_nivcsw, _machine_time())
+
+
+def _machine_time() -> MachineTime | None:
+    try:
+        # user nice system idle iowait irq softirq steal; guests' time is within user's.
+        ticks = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        user, nice, system, idle, waiting, hard, soft, steal = ticks
+    except (OSError, ValueError):
+        return None
+    busy = user + nice + system + hard + soft + steal
+    tick = os.sysconf("SC_CLK_TCK")
+    return MachineTime(busy / tick, steal / tick, (busy + idle + waiting) / tick)

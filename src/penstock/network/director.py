@@ -1,0 +1,97 @@
+"""Plays a scenario on a network: looks at the clock and the step, and changes what is due."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from penstock.network.machines import Machines
+from penstock.network.scenario import Event, Play, State
+
+LOOK_SECONDS = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Happened:
+    """A change that was made.
+
+    Attributes:
+        seconds: since the beginning.
+        step: that had begun then; -1 before the first.
+        text: what.
+    """
+
+    seconds: float
+    step: int
+    text: str
+
+    def __str__(self) -> str:
+        when = f"{self.seconds:.1f} s" if self.step < 0 else f"{self.seconds:.1f} s, step {self.step}"
+        return f"{when}: {self.text}"
+
+
+@dataclass(slots=True)
+class Played:
+    """What has happened so far, and what went wrong, if something did."""
+
+    happened: list[Happened] = field(default_factory=list)
+    error: Exception | None = None
+
+
+@contextmanager
+def playing(machines: Machines, events: Sequence[Event], step: Callable[[], int]) -> Iterator[Played]:
+    """Plays while the block runs; time begins with it. At its end the network is as before.
+
+    Args:
+        machines: made with `changes`.
+        events: of the scenario.
+        step: that has begun, from 0; -1 before the first.
+
+    Raises:
+        Exception: what a change has raised, at the end of the block.
+    """
+    played = Played()
+    over = threading.Event()
+    thread = threading.Thread(target=_play, args=(machines, events, step, played, over), name="penstock-scenario")
+    if events:
+        thread.start()
+    try:
+        yield played
+    finally:
+        over.set()
+        if events:
+            thread.join()
+    if played.error is not None:
+        raise played.error
+
+
+def _play(
+    machines: Machines, events: Sequence[Event], step: Callable[[], int], played: Played, over: threading.Event
+) -> None:
+    assert machines.topology is not None
+    first = State(machines.topology, background=machines.background)
+    play = Play(events, first)
+    began = time.monotonic()
+    try:
+        while not over.wait(LOOK_SECONDS):
+            seconds, now = time.monotonic() - began, step()
+            before = play.state
+            said = play.at(seconds, now)
+            _turn(machines, before, play.state)
+            played.happened += [Happened(seconds, now, text) for text in said]
+        _turn(machines, play.state, first)
+    except Exception as error:
+        played.error = error
+
+
+def _turn(machines: Machines, before: State, after: State) -> None:
+    """Makes what differs."""
+    if after.topology != before.topology:
+        machines.change(after.topology)
+    if after.gone != before.gone:
+        machines.lose(after.gone)
+    if after.background != before.background:
+        machines.surround(after.background)

@@ -1,0 +1,281 @@
+"""Hosts whose processor is slow: all processes of one together get no more than a share of ONE core's time.
+
+A quarter of a core is the same on a machine of two cores as on one of a hundred. It is a limit and no promise: where
+the machine has less left, a host gets less.
+
+The kernel does it, by a quota of a cgroup: so many microseconds of processor time in each period, whichever core they
+come from. Where there is no such cgroup (a container without one that may be written), processes are stopped and
+continued by a process of ours (duty.py). That is coarser: a system call that waits may return EINTR, a host's process
+that somebody else stopped is continued, and each slow host costs some percent of a core.
+
+The period is short, for otherwise a host is not slow but stalls: whatever fits into one quota runs at full speed, and
+what comes after it stands until the next. At 25%, 3 ms of work should take 12 ms, and 10 ms of it 40. They took,
+between the 5th and the 95th percentile,
+
+    period     100 ms       50 ms        20 ms        10 ms         5 ms
+     3 ms    3 - 78 ms    3 - 41 ms    3 - 18 ms   10 - 18 ms   10 - 14 ms
+    10 ms   10 - 85 ms   10 - 48 ms   40 - 40 ms   40 - 40 ms   40 - 40 ms
+
+The kernel looks at its clock every 4 ms there, and so gains little from even shorter ones; on a crowded machine (a load
+of 50 on two cores) 5 ms were the first not to give the share that was there, 22% of 25%. A quota has at least 1 ms, so
+that below 10% the period grows.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from penstock.errors import ArgumentError, FabricError
+from penstock.network import duty, keeper
+
+PERIOD_US = 10_000
+LEAST_QUOTA_US = 1000
+"""The kernel takes no less."""
+LEAST_SHARE = 0.001
+"""What the least quota is of the longest period that the kernel takes, a second."""
+
+_PAIR = re.compile(r"\s*(\d{1,9})\s*=\s*(\d+(?:\.\d*)?|\.\d+)\s*(%?)\s*", re.ASCII)
+
+
+def parse_slow(texts: str | Sequence[str], hosts: int) -> dict[int, float]:
+    """By slow host: its share of one core, from texts like "2=25%" or "0=0.5, 3=10%".
+
+    Raises:
+        ArgumentError: a text that says no such thing, a host that is not there or comes twice, a share that is none.
+    """
+    slow: dict[int, float] = {}
+    for text in (texts,) if isinstance(texts, str) else texts:
+        for pair in text.split(","):
+            match = _PAIR.fullmatch(pair)
+            if match is None:
+                raise ArgumentError(f"slow host {pair!r}: give a host and its share of one core, like 2=25% or 2=0.25")
+            host, share = int(match[1]), float(match[2]) / (100 if match[3] else 1)
+            if host in slow:
+                raise ArgumentError(f"slow host {pair!r}: host {host} has a share of {100 * slow[host]:g}% already")
+            slow[host] = share
+    return check_slow(slow, hosts)
+
+
+def check_slow(slow: Mapping[int, float], hosts: int) -> dict[int, float]:
+    """The same, by host.
+
+    Raises:
+        ArgumentError: a host that is not there, or a share that is none.
+    """
+    for host, share in slow.items():
+        if host not in range(hosts):
+            there = f"there are hosts 0 to {hosts - 1}" if hosts > 1 else "there is host 0 alone"
+            raise ArgumentError(f"host {host} is to be slow, but is not there: {there}")
+        if not 0 < share <= 1:
+            said = f"give more than 0 and at most 1 (or 100%), like {host}=25% or {host}=0.25"
+            raise ArgumentError(f"host {host} is to get {share:g} ({100 * share:g}%) of a core: {said}")
+        if share < LEAST_SHARE:
+            raise ArgumentError(
+                f"host {host} is to get {100 * share:g}% of a core, but the least that can be kept is 0.1%"
+            )
+    return dict(sorted(slow.items()))
+
+
+def quota(share: float) -> tuple[int, int]:
+    """Of a cgroup: microseconds of processor time, and of the period in which they may be used."""
+    period = max(PERIOD_US, math.ceil(LEAST_QUOTA_US / share))
+    return max(round(share * period), LEAST_QUOTA_US), period
+
+
+class Means(ABC):
+    """Holds the slow hosts of one emulation back; the emulation's keeper ends it.
+
+    Attributes:
+        name: for people, and for a run's record.
+    """
+
+    name: str
+
+    @abstractmethod
+    def __init__(self, emulation: str, slow: Mapping[int, float]) -> None:
+        """Makes what has to be there before the hosts.
+
+        Raises:
+            OSError: it does not work on this machine, and why. Nothing is left.
+        """
+
+    @abstractmethod
+    def command(self, host: int, entering: Sequence[str], argv: Sequence[str]) -> list[str]:
+        """What to start for `argv` to run on a slow host, held back from its first instruction, as all that it starts.
+
+        Args:
+            entering: the words that run a command on this host.
+        """
+
+    def start(self) -> None:  # noqa: B027  (a means may have nothing to do here)
+        """Does what has to wait until the hosts are there.
+
+        Raises:
+            FabricError: it does not work.
+        """
+
+    def failed(self) -> str | None:
+        """Which hosts have not been held back until now, though it was begun."""
+        return None
+
+    def close(self) -> None:  # noqa: B027  (a means may have nothing to do here)
+        """When the emulation has been removed: waits for processes of ours."""
+
+
+class _Groups(Means):
+    """A cgroup for each slow host. A command joins it before it enters the host, and what it starts is born in it."""
+
+    version: int
+
+    def __init__(self, emulation: str, slow: Mapping[int, float]) -> None:
+        parent = self._parent()
+        self._slow = dict(slow)
+        self._folders: dict[int, Path] = {}
+        try:
+            for host, share in slow.items():
+                folder = parent / keeper.group_name(emulation, host)
+                folder.mkdir()
+                self._folders[host] = folder
+                for name, value in self._limits(*quota(share)):
+                    (folder / name).write_text(value)
+        except OSError:
+            for folder in self._folders.values():
+                folder.rmdir()
+            raise
+
+    def command(self, host: int, entering: Sequence[str], argv: Sequence[str]) -> list[str]:
+        # 0 is whoever writes it. Not within the host: `ip netns exec` hides the cgroups there.
+        join = 'echo 0 > "$0" && exec "$@"'
+        return ["/bin/sh", "-c", join, str(self._folders[host] / "cgroup.procs"), *entering, *argv]
+
+    def failed(self) -> str | None:
+        for host, folder in self._folders.items():
+            for name, value in self._limits(*quota(self._slow[host])):
+                found = keeper.words_of(folder / name)
+                if found != value.split():
+                    return f"host {host} was not held back until the end: {folder / name} says {' '.join(found)!r} now"
+        return None
+
+    def _parent(self) -> Path:
+        """The cgroup to make them in: our own, or one above it, so that limits set for us hold for the hosts too."""
+        mounts = [(place, root) for version, place, root in keeper.group_mounts() if version == self.version]
+        if not mounts:
+            raise OSError(f"no cgroup v{self.version} that divides processor time is mounted")
+        place, root = mounts[0]
+        folder = place / os.path.relpath(_own(self.version), root)
+        if ".." in folder.parts or not folder.is_dir():  # we stand outside of what is mounted here
+            folder = place
+        while not self._fits(folder):
+            if folder == place:
+                raise OSError(f"no cgroup from {place} on hands the cpu controller down")
+            folder = folder.parent
+        return folder
+
+    def _fits(self, folder: Path) -> bool:
+        return True
+
+    @abstractmethod
+    def _limits(self, quota_us: int, period_us: int) -> list[tuple[str, str]]:
+        """What to write into which files, in order."""
+
+
+class GroupsV2(_Groups):
+    name = "cgroup v2 (cpu.max)"
+    version = 2
+
+    def _fits(self, folder: Path) -> bool:
+        # A cgroup hands a controller down or has processes. To have it hand this one down would outlast us.
+        return "cpu" in keeper.words_of(folder / "cgroup.subtree_control")
+
+    def _limits(self, quota_us: int, period_us: int) -> list[tuple[str, str]]:
+        return [("cpu.max", f"{quota_us} {period_us}")]
+
+
+class GroupsV1(_Groups):
+    name = "cgroup v1 (cpu.cfs_quota_us)"
+    version = 1
+
+    def _limits(self, quota_us: int, period_us: int) -> list[tuple[str, str]]:
+        return [("cpu.cfs_period_us", str(period_us)), ("cpu.cfs_quota_us", str(quota_us))]
+
+
+class Signals(Means):
+    """A process of ours for each slow host, which stops and continues the host's processes (duty.py).
+
+    A command stops itself before its first instruction, until that process has seen it.
+    """
+
+    name = "SIGSTOP and SIGCONT"
+
+    def __init__(self, emulation: str, slow: Mapping[int, float]) -> None:
+        self._emulation = emulation
+        self._slow = dict(slow)
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self) -> None:
+        for host, share in self._slow.items():
+            namespace = keeper.FOLDER / f"{self._emulation}-h{host}"
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(duty.__file__), str(namespace), repr(share), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, keeper.MARK: self._emulation},  # by which the keeper finds it
+                start_new_session=True,  # a Ctrl-C of the terminal is not for it
+            )
+            assert process.stdout is not None
+            with process.stdout as answer:
+                if answer.readline() != b"ready\n":
+                    process.kill()
+                    process.wait()
+                    raise FabricError(f"the process that is to hold host {host} back did not start")
+            self._processes[host] = process
+
+    def command(self, host: int, entering: Sequence[str], argv: Sequence[str]) -> list[str]:
+        return [*entering, "/bin/sh", "-c", 'kill -s STOP "$$" && exec "$@"', "sh", *argv]
+
+    def failed(self) -> str | None:
+        gone = [host for host, process in self._processes.items() if process.poll() is not None]
+        if not gone:
+            return None
+        return f"host {gone[0]} was not held back until the end: the process that stops and continues its own has ended"
+
+    def close(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
+
+
+MEANS: tuple[type[Means], ...] = (GroupsV2, GroupsV1, Signals)
+"""In order of preference."""
+
+
+def hold_back(emulation: str, slow: Mapping[int, float]) -> Means:
+    """The first means that works on this machine.
+
+    Raises:
+        FabricError: none does, and why.
+    """
+    reasons = []
+    for means in MEANS:
+        try:
+            return means(emulation, slow)
+        except OSError as error:
+            reasons.append(f"{means.name}: {error}")
+    raise FabricError(f"no host can be held back on this machine: {'; '.join(reasons)}")
+
+
+def _own(version: int) -> str:
+    """Our cgroup's path in its hierarchy."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        number, controllers, path = line.split(":", 2)
+        if (version == 2 and number == "0") or (version == 1 and "cpu" in controllers.split(",")):
+            return path
+    return "/"

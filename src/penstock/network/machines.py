@@ -1,0 +1,412 @@
+"""Makes hosts out of one machine: a network namespace each, joined by shaped links to a switch.
+
+The switch is a bridge in a namespace of its own, with veth pairs that tbf or netem shapes, or a process (switch/) that
+holds the hosts' TAP devices: see shapers.py. The machine's own namespace gets no device, address or route. What was
+measured of the links stands in link.py.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from penstock.errors import ArgumentError, FabricError
+from penstock.network import keeper, subnets
+from penstock.network.background import parse_background
+from penstock.network.checks import why_not
+from penstock.network.holdback import Means, check_slow, hold_back
+from penstock.network.inside import within
+from penstock.network.link import Link
+from penstock.network.netem import netem
+from penstock.network.settings import check_congestion_control, with_large_windows, without_ipv6
+from penstock.network.shapers import AUTO, Shaper, choose
+from penstock.network.switch.client import Switch
+from penstock.network.switch.protocol import Order, Setup
+from penstock.network.topology import Topology
+
+INTERFACE = "eth0"
+"""The one that a host has beside lo."""
+MOST = 200
+"""Hosts of one emulation: a subnet has addresses for 254."""
+
+
+class Machines:
+    """Hosts that stand from `with` to its end, and no longer than the process that made them, however that ends.
+
+        with Machines(4, parse_link("100mbit")) as machines:
+            subprocess.run(machines.command(0, ["python", "-c", "..."]))
+
+    Attributes:
+        id: of this emulation; its namespaces are called `{id}-h0`, ... and `{id}-switch`.
+        hosts: the names of the hosts' namespaces.
+        addresses: IPv4, by host.
+        network: the subnet that they are from.
+        topology: the links as they are now; None: as fast as the machine can.
+        shaper: what makes them so; None: nothing does.
+        background: neighbours' traffic as it is now.
+    """
+
+    def __init__(
+        self,
+        hosts: int,
+        link: Link | Topology | None = None,
+        *,
+        congestion_control: str | None = None,
+        shaper: str = AUTO,
+        background: Sequence[str] = (),
+        slow: Mapping[int, float] | None = None,
+        changes: bool = False,
+    ) -> None:
+        """
+        Args:
+            hosts: how many.
+            link: of each host to the switch, or of all; None: as fast as the machine can.
+            congestion_control: of TCP between the hosts; None: as the kernel has it.
+            shaper: what shapes the links, one of `shapers.SHAPERS`.
+            background: traffic of neighbours, as texts (background.py).
+            slow: hosts whose processes get no more than this share of one core's time, all together (holdback.py).
+            changes: whether `change` and `lose` will be called.
+
+        Raises:
+            ArgumentError: too few or too many hosts, a link of a host that is not there, a congestion control that the
+                kernel has not, a slow host that is not there or a share that is none.
+        """
+        if not 1 <= hosts <= MOST:
+            raise ArgumentError(f"{hosts} hosts are asked for: give 1 to {MOST}")
+        if congestion_control is not None:
+            check_congestion_control(congestion_control)
+        for text in background:
+            parse_background(text, hosts)
+        self.topology = Topology(link) if isinstance(link, Link) else link
+        if self.topology is not None and max(self.topology.own, default=0) >= hosts:
+            raise ArgumentError(f"host {max(self.topology.own)} has a link, but the hosts are 0 to {hosts - 1}")
+        if self.topology is None and (background or changes):
+            raise ArgumentError("neighbours and changes need links that have a rate: give --link 1gbit, for example")
+        self.shaper: Shaper | None = None
+        self.congestion_control = congestion_control
+        self._wanted = shaper
+        self.background = tuple(background)
+        self._only_switch = (
+            "neighbours' traffic is reckoned with by the switch alone"
+            if background
+            else "links that change, and hosts that come and go, are made by the switch alone"
+            if changes
+            else None
+        )
+        self._changes = changes
+        self._switch: Switch | None = None
+        self.slow = check_slow(slow or {}, hosts)
+        self.id = ""
+        self.hosts: tuple[str, ...] = ()
+        self.addresses: tuple[str, ...] = ()
+        self.network = subnets.ALL
+        self._count = hosts
+        self._maker = 0
+        self._keeper: subprocess.Popen[bytes] | None = None
+        self._means: Means | None = None
+
+    @property
+    def held_back_by(self) -> str | None:
+        """What holds the slow hosts back; None where none is slow, and before they are made."""
+        return None if self._means is None else self._means.name
+
+    def __enter__(self) -> Self:
+        """Makes the hosts.
+
+        Raises:
+            FabricError: this machine cannot (`why_not` says why), or a command failed. Nothing is left then.
+            ArgumentError: the link cannot be made at this rate, or by the shaper that is wanted.
+        """
+        self.settle()
+        self._maker = os.getpid()
+        number, claim = subnets.claim()
+        with claim:
+            self.id = f"penstock-{self._maker}-{keeper.started(self._maker)}-{number}"
+            self.hosts = tuple(f"{self.id}-h{host}" for host in range(self._count))
+            self.network = subnets.subnet(number)
+            self.addresses = tuple(str(self.network[host + 1]) for host in range(self._count))
+            self._keeper = _start_keeper(self.id, claim)
+        try:
+            # Before the hosts, so that nothing of them is made where they cannot be held back.
+            self._means = hold_back(self.id, self.slow) if self.slow else None
+            self._make()
+            if self._means is not None:
+                self._means.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def settle(self) -> None:
+        """Finds out whether this machine can make the hosts, and how. Nothing of them is made.
+
+        Raises:
+            FabricError, ArgumentError: as in `with`.
+        """
+        missing = why_not()
+        if missing is not None:
+            raise FabricError(missing)
+        if self.topology is not None:
+            self.shaper = choose(self.topology, self._count, self._wanted, self._only_switch)
+            self.topology = self.shaper.topology
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kills what still runs in the hosts, and takes them down. May be called again.
+
+        Raises:
+            FabricError: something is left, or a slow host has not been held back all the time.
+        """
+        if self._keeper is None or os.getpid() != self._maker:  # nothing of a process that was forked from the maker
+            return
+        if self._switch is not None:
+            self._switch.close()
+            self._switch = None
+        process = self._keeper
+        assert process.stdin is not None
+        failed = None if self._means is None else self._means.failed()
+        process.stdin.close()
+        status = process.wait()
+        self._keeper = None
+        if status:  # it was killed itself, or could not
+            keeper.remove(self.id)
+        if self._means is not None:
+            self._means.close()
+        left = keeper.names_of(self.id)
+        if left:
+            raise FabricError(f"{', '.join(left)} cannot be removed: try `ip netns delete {left[0]}`")
+        groups = [str(group) for group in keeper.groups_of(self.id)]
+        if groups:
+            raise FabricError(f"{', '.join(groups)} cannot be removed: try `rmdir {groups[0]}`")
+        if failed is not None:
+            raise FabricError(failed)
+
+    def command(self, host: int, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> list[str]:
+        """What to start for `argv` to run on a host, with `environment` beside what `variables` gives."""
+        added = [f"{name}={value}" for name, value in {**self.variables(), **(environment or {})}.items()]
+        entering = [_tool("ip"), "netns", "exec", self.hosts[host], "env", *added]
+        if host in self.slow and self._means is not None:
+            return self._means.command(host, entering, argv)
+        return [*entering, *argv]
+
+    def variables(self) -> dict[str, str]:
+        """The environment of a process on a host: gloo and its kind are told which interface to use."""
+        names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        return {keeper.MARK: self.id, **dict.fromkeys(names, INTERFACE)}
+
+    def qdiscs(self) -> str:
+        """How the bridge's ports are shaped and what passed them, as tc tells it; "" without a bridge."""
+        done = subprocess.run(
+            [_tool("tc"), "-s", "-n", f"{self.id}-switch", "qdisc", "show"], capture_output=True, text=True, check=False
+        )
+        return done.stdout
+
+    def check(self) -> None:
+        """That the network is still there.
+
+        Raises:
+            FabricError: what makes it has ended.
+        """
+        if self._switch is not None:
+            self._switch.check()
+
+    def told(self) -> dict[str, Any] | None:
+        """What the switch in user space has counted so far; None without one."""
+        if self._switch is None:
+            return None
+        return {"priority": self._switch.priority, **self._switch.order(Order(tells=True))}
+
+    def change(self, topology: Topology) -> None:
+        """Other links from now on. Frames under way stay as they are.
+
+        Raises:
+            ArgumentError: they would need frames of another size.
+            FabricError: the switch has ended.
+        """
+        assert self._switch is not None, "Machines(changes=True) has a switch"
+        assert self.topology is not None
+        self._switch.order(Order(topology.with_mtu(self.topology.mtu)))
+        before, self.topology = self.topology, topology.with_mtu(self.topology.mtu)
+        for host, name in enumerate(self.hosts):
+            if self.topology.up(host) != before.up(host):
+                self._batch("tc", name, [f"qdisc change dev {INTERFACE} root {self._egress(host)}"])
+
+    def lose(self, hosts: Iterable[int]) -> None:
+        """Nothing comes from these or gets to them from now on; the others are there (again)."""
+        assert self._switch is not None, "Machines(changes=True) has a switch"
+        self._switch.order(Order(gone=tuple(hosts)))
+
+    def surround(self, background: Iterable[str]) -> None:
+        """This is the neighbours' traffic from now on."""
+        assert self._switch is not None, "Machines(changes=True) has a switch"
+        self.background = tuple(background)
+        self._switch.order(Order(background=self.background))
+
+    def described(self) -> dict[str, Any]:
+        """What was asked for and what makes it so, for the record; as it is now."""
+        topology, shaper = self.topology, self.shaper
+        return {
+            "hosts": self._count,
+            "shaper": None if shaper is None else shaper.name,
+            "remarks": [] if shaper is None else list(shaper.remarks),
+            "link": None if topology is None else str(topology.link),
+            "own": {} if topology is None else {str(host): str(link) for host, link in topology.own.items()},
+            "rates": None if topology is None or self._changes else topology.rates(self._count),
+            "seed": None if topology is None else topology.seed,
+            "mtu": self._mtu,
+            "background": list(self.background),
+            "slow": {str(host): share for host, share in self.slow.items()},
+            "held_back_by": self.held_back_by,
+            "congestion_control": self.congestion_control,
+        }
+
+    def _make(self) -> None:
+        by_process = self.shaper is not None and self.shaper.name == "switch"
+        for name in (*self.hosts, *(() if by_process else (f"{self.id}-switch",))):
+            self._run("ip", "netns", "add", name)
+            within(keeper.FOLDER / name, without_ipv6)
+            within(keeper.FOLDER / name, with_large_windows)
+        if by_process:
+            self._start_switch()
+        else:
+            self._make_bridge()
+        for host in range(self._count):
+            self._batch("ip", self.hosts[host], self._host_lines(host))
+        if self.topology is not None:
+            for host, name in enumerate(self.hosts):
+                self._shape(name, INTERFACE, self._egress(host))
+
+    def _egress(self, host: int) -> str:
+        """What shapes what a host sends, as tc has it. Also before a switch: TCP must feel its own queue."""
+        assert self.topology is not None
+        assert self.shaper is not None
+        link = self.topology.up(host)
+        if self.shaper.name == "netem":
+            return f"handle 1: {netem(link, self.shaper.seed, host)}"
+        return link.host_tbf() if self.shaper.name == "switch" else link.tbf()
+
+    def _start_switch(self) -> None:
+        assert self.topology is not None
+        order = Order(self.topology, background=self.background)
+        namespaces = tuple(str(keeper.FOLDER / name) for name in self.hosts)
+        self._switch = Switch(Setup(namespaces, INTERFACE, order), {keeper.MARK: self.id})
+
+    def _make_bridge(self) -> None:
+        switch = f"{self.id}-switch"
+        ports = [f"p{host}" for host in range(self._count)]
+        # No spanning tree and no snooping: they would hold back or add frames. Addresses of devices stay known.
+        lines = ["link add name br0 type bridge stp_state 0 forward_delay 0 mcast_snooping 0 ageing_time 100000000"]
+        for host, port in enumerate(ports):
+            lines += [
+                f"link add name {port} mtu {self._mtu} type veth peer name {INTERFACE} netns {self.hosts[host]}",
+                f"link set dev {port} master br0 up",
+            ]
+        self._batch("ip", switch, [*lines, "link set dev br0 up"])
+        if self.topology is not None:
+            down = self.topology.link.down or self.topology.link
+            met = self.topology.link.down is not None and bool(down.impairment)
+            seed = None if self.shaper is None else self.shaper.seed
+            for host, port in enumerate(ports):
+                words = f"handle 1: {netem(down, seed, self._count + host)}" if met else down.port_tbf()
+                self._shape(switch, port, words)
+
+    @property
+    def _mtu(self) -> int:
+        return 1500 if self.topology is None else self.topology.mtu
+
+    def _host_lines(self, host: int) -> list[str]:
+        lines = [
+            "link set dev lo up",
+            f"link set dev {INTERFACE} mtu {self._mtu} address {self._mac(host)}",
+            f"address add {self.addresses[host]}/{self.network.prefixlen} dev {INTERFACE}",
+            f"link set dev {INTERFACE} up",
+        ]
+        if self.topology is not None and self.shaper is not None:
+            link = self.topology.up(host)
+            # What TCP sends at once fits the bucket: tbf takes apart what does not, frame by frame, which costs ten
+            # times the processor time. netem would lose it whole.
+            at_once = f"gso_max_size {min(max(link.burst, 2 * link.frame_bytes), 65536)}"
+            lines.append(f"link set dev {INTERFACE} {'gso_max_segs 1' if self.shaper.name == 'netem' else at_once}")
+        # Neighbours that are known need not be asked for, so no first message of a run waits for an answer.
+        others = [other for other in range(self._count) if other != host]
+        lines += [
+            f"neighbour replace {self.addresses[other]} lladdr {self._mac(other)} nud permanent dev {INTERFACE}"
+            for other in others
+        ]
+        if self.congestion_control is not None:
+            # A route may name one that the administrator has not opened to all users; a namespace's default may not.
+            source = f"src {self.addresses[host]} congctl {self.congestion_control}"
+            lines.append(f"route replace {self.network} dev {INTERFACE} proto kernel scope link {source}")
+        return lines
+
+    def _mac(self, host: int) -> str:
+        return "02:50:" + ":".join(f"{part:02x}" for part in self.network[host + 1].packed)
+
+    def _shape(self, namespace: str, device: str, words: str) -> None:
+        """Puts a queue in front of a device, and looks whether it is there: without it the link would be too fast."""
+        self._batch("tc", namespace, [f"qdisc replace dev {device} root {words}"])
+        kind = words.split("handle 1: ")[-1].split()[0]
+        shown = subprocess.run(
+            [_tool("tc"), "-n", namespace, "qdisc", "show", "dev", device], capture_output=True, text=True, check=False
+        ).stdout
+        if f"qdisc {kind} " not in shown:
+            raise FabricError(
+                f"{_tool('tc')} was to put {kind} before {device} of {namespace} and said nothing, but what is there "
+                f"is {' '.join(shown.split()) or 'nothing'}: is it the tc of iproute2?"
+            )
+
+    def _batch(self, program: str, namespace: str, lines: Iterable[str]) -> None:
+        self._run(program, "-n", namespace, "-batch", "-", text="\n".join(lines) + "\n")
+
+    def _run(self, program: str, *arguments: str, text: str = "") -> None:
+        # The mark lets the keeper find a command that we had started when we were killed.
+        environment = {**os.environ, keeper.MARK: self.id}
+        line = [_tool(program), *arguments]
+        done = subprocess.run(line, input=text, capture_output=True, text=True, check=False, env=environment)
+        if done.returncode:
+            raise FabricError(f"`{' '.join(line)}` failed: {done.stderr.strip()}\n{text}".rstrip())
+
+
+def clean(force: bool = False) -> list[str]:
+    """Removes what emulations have left whose maker is gone; with `force`, also those that run.
+
+    Returns the names of the namespaces and cgroups removed. Nothing but names of emulations is touched.
+    """
+    removed: list[str] = []
+    found = [*keeper.names_of(), *(group.name for group in keeper.groups_of())]
+    for emulation in sorted({keeper.emulation_of(name) for name in found}):
+        if force or not keeper.maker_lives(emulation):
+            removed += keeper.remove(emulation)
+    return removed
+
+
+def _tool(name: str) -> str:
+    return keeper.tool(name) or name
+
+
+def _start_keeper(emulation: str, claim: socket.socket) -> subprocess.Popen[bytes]:
+    """Starts what removes the emulation when its standard input closes, and holds the claim until then."""
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", str(keeper.__file__), emulation, str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        pass_fds=(claim.fileno(),),
+        start_new_session=True,  # a Ctrl-C of the terminal is not for it
+    )
+    assert process.stdout is not None
+    with process.stdout as answer:
+        if answer.readline() != b"ready\n":
+            process.kill()
+            process.communicate()
+            raise FabricError("the process that is to take the hosts down again did not start")
+    return process

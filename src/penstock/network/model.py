@@ -1,0 +1,172 @@
+"""What happens to the k-th frame on a link: drawn from a seed, and the same whenever it comes and whatever came before.
+
+The distributions of the jitter are netem's, by the formulas of its tables: for a u that is uniform in 0..1, in units of
+the jitter and cut off at 4,
+
+    uniform       2u - 1
+    normal        the normal distribution's quantile
+    pareto        ((1 - u)^(-1/3) - 3/2) * 4/3
+    paretonormal  a quarter of the normal one and three quarters of the Pareto one, at the same u
+
+(a test holds them against the tables of an installed tc). Each kind of chance has a stream of its own, so one that is
+added to a link does not change the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.network.impairment import Bursts, Chance, Impairment
+
+LOST, TWICE, CORRUPT, JUMPS = 1, 2, 4, 8
+"""The bits of a frame's fate: dropped; sent twice; sent with one bit wrong; sent without delay, past others."""
+
+_MOST = 4.0
+"""Where netem's tables end, in units of the jitter."""
+_STREAMS = ("delay", "delay luck", "loss", "loss luck", "loss state", "duplicate", "duplicate luck", "corrupt",
+            "corrupt luck", "bit", "reorder", "reorder luck")  # fmt: skip
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """On frames that follow each other.
+
+    Attributes:
+        fate: its bits, uint8.
+        delay_ns: int64, at least 0.
+        bit: int64, of 0 to 2^62, which one is wrong if one is; to be taken modulo the number of bits.
+    """
+
+    fate: npt.NDArray[np.uint8]
+    delay_ns: npt.NDArray[np.int64]
+    bit: npt.NDArray[np.int64]
+
+
+class Draws:
+    """The decisions on one direction of a link, in order; how many are asked for at once does not matter."""
+
+    def __init__(self, impairment: Impairment, seed: int, direction: int) -> None:
+        """
+        Args:
+            impairment: what is drawn.
+            seed: of the network.
+            direction: a number that no other direction of the network has.
+        """
+        self._impairment = impairment
+        self._key = (abs(seed), int(seed < 0), direction)
+        self._streams: dict[str, np.random.Generator] = {}
+        self._last: dict[str, float] = {}
+        self._is_bad = False
+        self._since_jump = 0
+
+    def next(self, count: int) -> Decisions:
+        """On the next frames."""
+        wanted = self._impairment
+        fate = np.zeros(count, dtype=np.uint8)
+        fate[self._lost(count)] |= LOST
+        for bit, name, chance in ((TWICE, "duplicate", wanted.duplicate), (CORRUPT, "corrupt", wanted.corrupt)):
+            fate[self._happens(name, chance, count)] |= bit
+        fate[self._jumps(count)] |= JUMPS
+        if wanted.jitter_seconds:
+            spread = quantile(wanted.distribution, self._uniform("delay", wanted.correlation, count))
+            delays = wanted.delay_seconds + wanted.jitter_seconds * spread
+            delay_ns = np.rint(np.maximum(delays, 0) * 1e9).astype(np.int64)
+        else:
+            delay_ns = np.full(count, round(wanted.delay_seconds * 1e9), dtype=np.int64)
+        return Decisions(fate, delay_ns, self._stream("bit").integers(0, 2**62, count))
+
+    def _stream(self, name: str) -> np.random.Generator:
+        """Made when it is needed: a link that changes while frames are under way needs its first decisions soon."""
+        if name not in self._streams:
+            seeds = np.random.SeedSequence([*self._key, _STREAMS.index(name)])
+            self._streams[name] = np.random.Generator(np.random.Philox(seeds))
+        return self._streams[name]
+
+    def _uniform(self, name: str, correlation: float, count: int) -> Floats:
+        """Uniform in 0..1; each is the one before it with the probability of the correlation."""
+        fresh = self._stream(name).random(count)
+        if not correlation or not count:
+            return fresh
+        stays = self._stream(f"{name} luck").random(count) < correlation
+        origin = np.maximum.accumulate(np.where(stays, -1, np.arange(count)))
+        values = np.where(origin < 0, self._last.get(name, fresh[0]), fresh[origin])
+        self._last[name] = float(values[-1])
+        return values
+
+    def _happens(self, name: str, chance: Chance, count: int) -> npt.NDArray[np.bool_]:
+        if not chance.share:
+            return np.zeros(count, dtype=bool)
+        return self._uniform(name, chance.correlation, count) < chance.share
+
+    def _lost(self, count: int) -> npt.NDArray[np.bool_]:
+        loss = self._impairment.loss
+        if isinstance(loss, Chance):
+            return self._happens("loss", loss, count)
+        shares = np.fromiter(
+            (loss.loss_in_bad if bad else loss.loss_in_good for bad in self._states(loss, count)), float
+        )
+        return self._stream("loss").random(count) < shares
+
+    def _states(self, bursts: Bursts, count: int) -> Iterator[bool]:
+        """Whether the link is bad, frame by frame."""
+        for value in self._stream("loss state").random(count).tolist():
+            yield self._is_bad
+            self._is_bad = value >= bursts.to_good if self._is_bad else value < bursts.to_bad
+
+    def _jumps(self, count: int) -> npt.NDArray[np.bool_]:
+        wanted = self._impairment
+        happens = self._happens("reorder", wanted.reorder, count)
+        if wanted.gap == 1 or not wanted.reorder.share:
+            return happens
+        for place, jumps in enumerate(happens.tolist()):
+            happens[place] = jumps and self._since_jump >= wanted.gap - 1
+            self._since_jump = 0 if happens[place] else self._since_jump + 1
+        return happens
+
+
+def quantile(distribution: str, u: Floats) -> Floats:
+    """Of a jitter's distribution, in units of the jitter, for shares of 0..1."""
+    if distribution == "uniform":
+        return 2 * u - 1
+    found = np.zeros_like(u)
+    if distribution in ("pareto", "paretonormal"):
+        with np.errstate(divide="ignore"):
+            found = np.minimum(((1 - u) ** (-1 / 3) - 1.5) * 4 / 3, _MOST)
+    if distribution in ("normal", "paretonormal"):
+        normal = np.clip(_normal(u), -_MOST, _MOST)
+        found = normal if distribution == "normal" else 0.25 * normal + 0.75 * found
+    return found
+
+
+def _normal(u: Floats) -> Floats:
+    """The normal quantile by Acklam's rational approximation: relative error below 1.2e-9, without scipy."""
+    a = (
+        -39.69683028665376,
+        220.9460984245205,
+        -275.9285104469687,
+        138.3577518672690,
+        -30.66479806614716,
+        2.506628277459239,
+    )
+    b = (-54.47609879822406, 161.5858368580409, -155.6989798598866, 66.80131188771972, -13.28068155288572, 1.0)
+    c = (
+        -7.784894002430293e-3,
+        -0.3223964580411365,
+        -2.400758277161838,
+        -2.549732539343734,
+        4.374664141464968,
+        2.938163982698783,
+    )
+    d = (7.784695709041462e-3, 0.3224671290700398, 2.445134137142996, 3.754408661907416, 1.0)
+    u = np.clip(u, 1e-300, 1 - 1e-16)
+    tail = np.sqrt(-2 * np.log(np.minimum(u, 1 - u)))
+    outer = np.polyval(c, tail) / np.polyval(d, tail)
+    middle = u - 0.5
+    inner = middle * np.polyval(a, middle**2) / np.polyval(b, middle**2)
+    return np.where(u < 0.02425, outer, np.where(u > 1 - 0.02425, -outer, inner))

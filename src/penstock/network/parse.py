@@ -1,0 +1,277 @@
+"""Reads a link from its text, in the words of tc: "100mbit", "1gbit delay 5ms 1ms distribution pareto loss 0.1%".
+
+The grammar is `RATE {WORD VALUE...}`, or two of these, `up RATE ... down RATE ...`. A word is a line of `_WORDS`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from penstock.errors import ArgumentError
+from penstock.network import quantities as q
+from penstock.network.impairment import DISTRIBUTIONS, Bursts, Chance, Impairment
+from penstock.network.link import BUFFER_BYTES, Link
+
+_NOT_HERE = {
+    "slot": "frames are not held back to slots here: give delay and jitter",
+    "ecn": "frames are not marked here: give loss alone",
+    "seed": "the seed is one for the whole network: give --seed",
+    "netem": "leave that word out: what follows it is the same here",
+}
+"""Words of netem that have no meaning here, and what to do instead."""
+
+
+def parse_link(text: str) -> Link:
+    """A link from its text: a rate, then any of the words that `words` lists.
+
+    Rates, sizes and times are tc's: kbit, mbit, gbit, tbit are bits per second, kbps, mbps, gbps BYTES per second, each
+    with an `i` for powers of 1024; a size of 16kb has 16 * 1024 bytes; a bare time is microseconds. `latency` is the
+    longest that a frame may wait in the queue, another way to give `limit`. What follows `delay`, `loss`, `duplicate`,
+    `corrupt`, `reorder`, `gap` and `distribution` is as for netem; `jitter` and `stall TIME every TIME` are our own.
+
+    Raises:
+        ArgumentError: the text is not a link; the message points to the place.
+    """
+    words = [_Word(match[0], match.start()) for match in re.finditer(r"\S+", text)]
+    if not words:
+        raise ArgumentError(f"the link's text is empty: give a rate, like 100mbit; {_more()}")
+    ways = _ways(text, words)
+    links = {way: _link(text, _read(text, part), part) for way, part in ways.items()}
+    whole = " ".join(text.split())
+    if "" in links:
+        return replace(links[""], text=whole)
+    up, down = links["up"], links["down"]
+    if up.mtu != down.mtu:
+        raise _error(text, ways["down"][0], f"down has an mtu of {down.mtu} and up one of {up.mtu}: give both the same")
+    return replace(up, text=whole, down=down)
+
+
+@dataclass(frozen=True, slots=True)
+class _Word:
+    text: str
+    start: int
+
+    @property
+    def name(self) -> str:
+        return self.text.lower()
+
+
+@dataclass(slots=True)
+class _Values:
+    """The words that follow one word, to be taken one by one."""
+
+    text: str
+    word: _Word
+    left: list[_Word]
+    taken: list[_Word] = field(default_factory=list)
+
+    def take(self, read: Callable[[str], Any]) -> Any:
+        """The next value, which has to be there."""
+        if not self.left:
+            last = self.taken[-1] if self.taken else self.word
+            raise _error(self.text, last, f"{last.text!r} lacks its value")
+        word = self.left.pop(0)
+        self.taken.append(word)
+        try:
+            return read(word.text)
+        except ValueError as error:
+            raise _error(self.text, word, str(error)) from None
+
+    def more(self, read: Callable[[str], Any], default: Any) -> Any:
+        """The next value if there is one."""
+        return self.take(read) if self.left and self.left[0].text[:1].isdigit() else default
+
+    def said(self, name: str) -> bool:
+        """Whether the next word is this one; it is taken then."""
+        if self.left and self.left[0].name == name:
+            self.taken.append(self.left.pop(0))
+            return True
+        return False
+
+
+Found = dict[str, Any]
+
+
+def _rate(values: _Values) -> Found:
+    found = {"rate": values.take(q.rate)}
+    apart = values.left and values.left[0].name in q.RATES  # which is said of the unit
+    if not apart and (wrong := q.hardly_meant(values.taken[-1].text)):
+        raise _error(values.text, values.taken[-1], wrong)
+    return found
+
+
+def _delay(values: _Values) -> Found:
+    found = {"delay_seconds": values.take(q.seconds)}
+    if (jitter := values.more(q.seconds, None)) is not None:
+        found |= {"jitter_seconds": jitter, "correlation": values.more(q.share, 0.0)}
+    return found
+
+
+def _jitter(values: _Values) -> Found:
+    return {"jitter_seconds": values.take(q.seconds), "correlation": values.more(q.share, 0.0)}
+
+
+def _distribution(values: _Values) -> Found:
+    def read(text: str) -> str:
+        if text.lower() not in DISTRIBUTIONS:
+            raise ValueError(f"there is no distribution {text!r}: give one of {', '.join(DISTRIBUTIONS)}")
+        return text.lower()
+
+    return {"distribution": values.take(read)}
+
+
+def _loss(values: _Values) -> Found:
+    if values.said("gemodel"):
+        to_bad = values.take(q.share)
+        to_good = values.more(q.share, 1 - to_bad)
+        return {"loss": Bursts(to_bad, to_good, values.more(q.share, 1.0), values.more(q.share, 0.0))}
+    values.said("random")
+    return {"loss": _chance(values)}
+
+
+def _chance(values: _Values) -> Chance:
+    return Chance(values.take(q.share), values.more(q.share, 0.0))
+
+
+def _stall(values: _Values) -> Found:
+    length = values.take(q.seconds)
+    if not values.said("every"):
+        raise _error(values.text, values.word, "a stall needs its period: give one like stall 2s every 60s")
+    return {"stall_seconds": length, "stall_every_seconds": values.take(q.seconds)}
+
+
+def _one(name: str, read: Callable[[str], Any]) -> Callable[[_Values], Found]:
+    return lambda values: {name: values.take(read)}
+
+
+def _happens(name: str) -> Callable[[_Values], Found]:
+    return lambda values: {name: _chance(values)}
+
+
+_WORDS: dict[str, tuple[Callable[[_Values], Found], str]] = {
+    "rate": (_rate, "rate RATE"),
+    "burst": (_one("burst", q.size), "burst SIZE"),
+    "buffer": (_one("burst", q.size), ""),
+    "maxburst": (_one("burst", q.size), ""),
+    "limit": (_one("limit", q.size), "limit SIZE"),
+    "latency": (_one("latency", q.seconds), "latency TIME"),
+    "mtu": (_one("mtu", q.count), "mtu BYTES"),
+    "delay": (_delay, "delay TIME [JITTER [CORRELATION]]"),
+    "jitter": (_jitter, "jitter TIME [CORRELATION]"),
+    "distribution": (_distribution, f"distribution {'|'.join(DISTRIBUTIONS)}"),
+    "overtaking": (lambda values: {"overtaking": True}, "overtaking"),
+    "loss": (_loss, "loss [random] PERCENT [CORRELATION] or loss gemodel P [R [1-H [1-K]]]"),
+    "drop": (_loss, ""),
+    "duplicate": (_happens("duplicate"), "duplicate PERCENT [CORRELATION]"),
+    "duplication": (_happens("duplicate"), ""),
+    "corrupt": (_happens("corrupt"), "corrupt PERCENT [CORRELATION]"),
+    "corruption": (_happens("corrupt"), ""),
+    "reorder": (_happens("reorder"), "reorder PERCENT [CORRELATION]"),
+    "reordering": (_happens("reorder"), ""),
+    "gap": (_one("gap", q.count), "gap FRAMES"),
+    "stall": (_stall, "stall TIME every TIME"),
+}
+"""By word: what reads its values, and how it is shown to those who ask; "" for what tc calls by another name too."""
+
+
+def words() -> list[str]:
+    """All words that a link's text may have after its rate, with their values."""
+    return [shown for _, shown in _WORDS.values() if shown][1:]
+
+
+def _ways(text: str, all_words: list[_Word]) -> dict[str, list[_Word]]:
+    """The words by direction; "" where the text has but one."""
+    marks = [place for place, word in enumerate(all_words) if word.name in ("up", "down")]
+    if not marks:
+        return {"": all_words}
+    if marks[0] != 0:
+        raise _error(text, all_words[marks[0]], "what comes before this is of no direction: begin with up or down")
+    found: dict[str, list[_Word]] = {}
+    for place, end in zip(marks, [*marks[1:], len(all_words)], strict=True):
+        mark, part = all_words[place], all_words[place + 1 : end]
+        if mark.name in found:
+            raise _error(text, mark, f"{mark.text!r} comes a second time")
+        if not part:
+            raise _error(text, mark, f"nothing follows {mark.text!r}: give a rate, like 100mbit")
+        found[mark.name] = part
+    for way, other in (("up", "down"), ("down", "up")):
+        if way not in found:
+            said = f"{other!r} alone says nothing of the other way: give {way} as well"
+            raise _error(text, all_words[0], said)
+    return found
+
+
+def _read(text: str, given: list[_Word]) -> Found:
+    """What each word sets."""
+    left = list(given)
+    if left[0].name not in _WORDS and left[0].name not in _NOT_HERE:
+        left.insert(0, _Word("rate", left[0].start))
+    found: Found = {}
+    while left:
+        word = left.pop(0)
+        read = _reader(text, word)
+        values = _Values(text, word, left)
+        new = read(values)
+        twice = next((name for name in new if name in found), None)
+        if twice is not None:
+            raise _error(text, word, f"{word.text!r} sets the {twice.removesuffix('_seconds')} a second time")
+        found |= new
+    return found
+
+
+def _reader(text: str, word: _Word) -> Callable[[_Values], Found]:
+    if word.name in _NOT_HERE:
+        raise _error(text, word, _NOT_HERE[word.name])
+    if word.name in _WORDS:
+        return _WORDS[word.name][0]
+    if word.name in q.RATES:
+        raise _error(text, word, f"a rate has no space before its unit {word.text!r}")
+    raise _error(text, word, f"{word.text!r} is no word of a link; {_more()}")
+
+
+_OF_LINK = ("rate", "burst", "limit", "latency", "mtu")
+
+
+def _link(text: str, found: Found, part: list[_Word]) -> Link:
+    whole = _Word(text[part[0].start : part[-1].start + len(part[-1].text)], part[0].start)
+    named = {word.name: word for word in part}
+    if "rate" not in found:
+        raise _error(text, whole, "no rate is given: begin with one, like 100mbit")
+    if "limit" in found and "latency" in found:
+        raise _error(text, named["latency"], "'limit' and 'latency' say the same thing: give one of them")
+    if "distribution" in found and "jitter_seconds" not in found:
+        raise _error(
+            text, named["distribution"], "a distribution is that of the jitter: give delay 5ms jitter 1ms, say"
+        )
+    if "gap" in found and "reorder" not in found:
+        raise _error(text, named["gap"], "a gap lies between frames that are reordered: give reorder 1%, say")
+    try:
+        impairment = Impairment(**{name: value for name, value in found.items() if name not in _OF_LINK})
+        link = Link(
+            found["rate"],
+            burst_bytes=int(found["burst"]) if "burst" in found else None,
+            limit_bytes=int(found.get("limit", BUFFER_BYTES)),
+            mtu=found.get("mtu", 1500),
+            mtu_is_given="mtu" in found,
+            impairment=impairment,
+        )
+        if "latency" not in found:
+            return link
+        # As tc has it: what leaves in that time, beside the bucket.
+        return replace(link, limit_bytes=int(link.bytes_per_second * found["latency"]) + link.burst)
+    except ArgumentError as error:
+        raise _error(text, whole, str(error)) from None
+
+
+def _more() -> str:
+    return f"after it may come: {', '.join(words())}"
+
+
+def _error(text: str, at: _Word, said: str) -> ArgumentError:
+    shown = text.replace("\n", " ").replace("\t", " ")
+    return ArgumentError(
+        f"the link's text at position {at.start + 1}: {said}\n    {shown}\n    {' ' * at.start}{'^' * len(at.text)}"
+    )

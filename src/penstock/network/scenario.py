@@ -1,0 +1,209 @@
+"""Changes of a network over time, from a file of TOML:
+
+[[event]]                       # a link that degrades for half a minute
+at = "step 50"                  # of the training, or the trial; or a time since the beginning: "12.5s"
+host = 2                        # its link; without it, that of all hosts that have none of their own
+link = "10mbit delay 50ms loss 1%"
+for = "30s"                     # then it is as before; without it, for good
+
+[[event]]                       # a host that disappears and comes back
+at = "step 80"
+host = 1
+gone = true
+for = "5s"
+
+[[event]]                       # a neighbour that begins to send
+at = "20s"
+background = ["300mbit to 1"]
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ArgumentError
+from penstock.network import quantities as q
+from penstock.network.background import parse_background
+from penstock.network.link import Link
+from penstock.network.parse import parse_link
+from penstock.network.topology import Topology
+
+KEYS = ("at", "host", "link", "gone", "background", "for")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One change.
+
+    Attributes:
+        step: with which it comes, counted from 0; None: `at_seconds` says.
+        at_seconds: since the beginning.
+        host: that it is about; None: all.
+        link: from then on.
+        is_gone: the host is not there.
+        background: neighbours' traffic, as texts, beside what there is.
+        for_seconds: after which it is over; None: never.
+        text: to be shown.
+    """
+
+    step: int | None = None
+    at_seconds: float = 0.0
+    host: int | None = None
+    link: Link | None = None
+    is_gone: bool = False
+    background: tuple[str, ...] = ()
+    for_seconds: float | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A network at one moment."""
+
+    topology: Topology
+    gone: tuple[int, ...] = ()
+    background: tuple[str, ...] = ()
+
+
+def read_scenario(path: Path, topology: Topology, hosts: int) -> tuple[Event, ...]:
+    """The events of a file, for this network.
+
+    Raises:
+        ArgumentError: it cannot be read, or names what is not there; the message says which event.
+    """
+    try:
+        given = tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentError(f"--scenario {path}: {getattr(error, 'strerror', None) or error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ArgumentError(f"--scenario {path} is no TOML: {error}") from None
+    events = given.pop("event", None)
+    if given:
+        raise ArgumentError(f"--scenario {path}: {', '.join(given)} has no meaning there: give [[event]] tables")
+    if not isinstance(events, list) or not events:
+        raise ArgumentError(f'--scenario {path} has no events: give [[event]] tables, with at = "step 50", for example')
+    found = []
+    for number, event in enumerate(events, 1):
+        try:
+            found.append(_event(event, topology, hosts))
+        except (ArgumentError, ValueError) as error:
+            raise ArgumentError(f"--scenario {path}, event {number}: {error}") from None
+    return tuple(found)
+
+
+def _event(given: Mapping[str, Any], topology: Topology, hosts: int) -> Event:
+    unknown = [key for key in given if key not in KEYS]
+    if unknown:
+        raise ValueError(f"{unknown[0]!r} has no meaning there: give {', '.join(KEYS)}")
+    what = [key for key in ("link", "gone", "background") if given.get(key)]
+    if len(what) != 1:
+        raise ValueError("give one thing that happens: link, gone = true, or background")
+    host = given.get("host")
+    if host is not None and (type(host) is not int or not 0 <= host < hosts):
+        raise ValueError(f"host {host!r} is not there: the hosts are 0 to {hosts - 1}")
+    lasts = q.seconds(_text(given, "for")) if "for" in given else None
+    if lasts is not None and lasts <= 0:
+        raise ValueError(f"it is over after {given['for']}: give a time above 0")
+    if what == ["gone"] and (host is None or lasts is None):
+        raise ValueError(
+            'a host that is gone needs its number and its time, like host = 1 and for = "5s": a job that waits for it '
+            "comes to no later step"
+        )
+    if what == ["background"] and host is not None:
+        raise ValueError('whom the traffic goes to stands in its text: background = ["50mbit to 1"]')
+    step, at_seconds = _moment(_text(given, "at"))
+    text = ", ".join(f"{key} = {value}" for key, value in given.items() if key != "at")
+    return Event(
+        step,
+        at_seconds,
+        host,
+        _link(_text(given, "link"), topology) if what == ["link"] else None,
+        what == ["gone"],
+        _background(given["background"], hosts) if what == ["background"] else (),
+        lasts,
+        text,
+    )
+
+
+def _text(given: Mapping[str, Any], key: str) -> str:
+    value = given.get(key)
+    if not isinstance(value, str):
+        raise ValueError(f"{key} is {value!r}: give a text")
+    return value
+
+
+def _moment(text: str) -> tuple[int | None, float]:
+    words = text.split()
+    if len(words) == 2 and words[0] == "step":
+        return q.count(words[1]), 0.0
+    if len(words) == 1:
+        return None, q.seconds(words[0])
+    raise ValueError(f'at = {text!r} is no moment: give one like "step 50" or "12.5s"')
+
+
+def _link(text: str, topology: Topology) -> Link:
+    link = parse_link(text)
+    if link.mtu_is_given and link.mtu != topology.mtu:
+        raise ValueError(f"the mtu stays as it is, {topology.mtu}: leave it out")
+    return link
+
+
+def _background(given: Any, hosts: int) -> tuple[str, ...]:
+    if not isinstance(given, list) or not all(isinstance(text, str) for text in given):
+        raise ValueError('background is a list of texts: give one like ["50mbit to 1"]')
+    for text in given:
+        parse_background(text, hosts)
+    return tuple(given)
+
+
+def state_of(events: Sequence[Event], before: State) -> State:
+    """A network while these events hold, in this order."""
+    topology, gone, background = before.topology, set(before.gone), list(before.background)
+    for event in events:
+        if event.link is not None and event.host is None:
+            topology = Topology(event.link, {}, topology.seed).with_mtu(topology.mtu).with_own(topology.own)
+        elif event.link is not None and event.host is not None:
+            own = {**topology.own, event.host: event.link}
+            topology = topology.with_own(own)
+        if event.is_gone and event.host is not None:
+            gone.add(event.host)
+        background += event.background
+    return State(topology, tuple(sorted(gone)), tuple(background))
+
+
+class Play:
+    """Which events hold, as time and steps go on."""
+
+    def __init__(self, events: Sequence[Event], before: State) -> None:
+        self._before = before
+        self._waiting = list(events)
+        self._holding: list[tuple[Event, float]] = []
+        self.state = before
+
+    def at(self, seconds: float, step: int) -> list[str]:
+        """What has changed by now, in words; `state` is as it is then.
+
+        Args:
+            seconds: since the beginning; never less than before.
+            step: that has begun, from 0; -1 before the first.
+        """
+        said: list[str] = []
+        over = [event for event, end in self._holding if end <= seconds]
+        self._holding = [(event, end) for event, end in self._holding if end > seconds]
+        said += [f"over: {event.text}" for event in over]
+        for event in [event for event in self._waiting if _is_due(event, seconds, step)]:
+            self._waiting.remove(event)
+            end = float("inf") if event.for_seconds is None else seconds + event.for_seconds
+            self._holding.append((event, end))
+            said.append(event.text)
+        if said:
+            self.state = state_of([event for event, _ in self._holding], self._before)
+        return said
+
+
+def _is_due(event: Event, seconds: float, step: int) -> bool:
+    return step >= event.step if event.step is not None else seconds >= event.at_seconds

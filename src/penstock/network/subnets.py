@@ -1,0 +1,50 @@
+"""Addresses for an emulation: a subnet that nobody else here uses, claimed until it is given back."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import json
+import socket
+import subprocess
+
+from penstock.errors import FabricError
+from penstock.network.keeper import tool
+
+ALL = ipaddress.IPv4Network("10.64.0.0/10")
+"""What they are taken from."""
+
+
+def subnet(number: int) -> ipaddress.IPv4Network:
+    """The one of this number, with addresses for 254 hosts."""
+    return ipaddress.IPv4Network((int(ALL.network_address) + 256 * number, 24))
+
+
+def claim() -> tuple[int, socket.socket]:
+    """A subnet that neither this machine nor another emulation uses, and what holds it until it is closed.
+
+    The claim is an abstract socket's name: the kernel gives it to one only, and frees it when that one ends.
+    """
+    used = routes()
+    for number in range(ALL.num_addresses // 256):
+        network = subnet(number)
+        if any(network.overlaps(other) for other in used):
+            continue
+        held = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            held.bind(f"\0penstock-fabric-{network.network_address}")
+        except OSError as error:
+            held.close()
+            if error.errno != errno.EADDRINUSE:
+                raise
+            continue
+        return number, held
+    raise FabricError(f"every subnet of {ALL} is in use: end an emulation, or run `penstock fabric clean`")
+
+
+def routes() -> list[ipaddress.IPv4Network]:
+    """What this machine reaches by a route of its own."""
+    line = [tool("ip") or "ip", "-4", "-json", "route", "show", "table", "all"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    given = [str(route.get("dst", "default")) for route in json.loads(done.stdout or "[]")]
+    return [ipaddress.IPv4Network(target, strict=False) for target in given if target[0].isdigit()]

@@ -1,0 +1,98 @@
+"""The switch as its maker sees it: started, told of changes, asked what it has counted, ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.errors import FabricError
+from penstock.network.switch.protocol import Order, Setup
+
+PROGRAM = ("-m", "penstock.network.switch.serve")
+"""What the switch is: benchmarks put others in its place."""
+START_SECONDS = 120.0
+"""The first start of all compiles the loop, which takes some ten seconds on a slow machine."""
+ANSWER_SECONDS = 10.0
+
+
+class Switch:
+    """A switch that runs until `close`, or until this process ends."""
+
+    def __init__(self, setup: Setup, environment: Mapping[str, str]) -> None:
+        """Starts it, and waits until every host has its device.
+
+        Raises:
+            FabricError: it cannot run here.
+        """
+        self._process = subprocess.Popen(
+            [sys.executable, *PROGRAM],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **environment},
+            text=True,
+            bufsize=1,
+            start_new_session=True,  # a Ctrl-C of the terminal is not for it
+        )
+        try:
+            answer = self._say(setup.line(), START_SECONDS)
+            if "error" in answer:
+                raise FabricError(f"the switch cannot make the hosts' devices: {answer['error']}")
+        except BaseException:
+            self.close()
+            raise
+        self.priority: str = answer["priority"]
+
+    def order(self, order: Order) -> dict[str, Any]:
+        """Has it done, and returns what it tells.
+
+        Raises:
+            FabricError: it has ended.
+        """
+        return self._say(order.line(), ANSWER_SECONDS)
+
+    def check(self) -> None:
+        """Raises FabricError if it has ended."""
+        status = self._process.poll()
+        if status is not None:
+            raise FabricError(f"the switch has ended, with exit status {status}: the hosts' network is gone")
+
+    def close(self) -> None:
+        """Ends it. May be called again."""
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        try:
+            process.wait(ANSWER_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+        process.stderr.close()
+
+    def _say(self, text: str, seconds: float) -> dict[str, Any]:
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(text)
+            process.stdin.flush()
+        # One answer to one order, so nothing but it can be in the pipe.
+        ready, _, _ = select.select([process.stdout], [], [], seconds)
+        line = process.stdout.readline() if ready else ""
+        if not line:
+            process.kill()
+            said = process.stderr.read().strip().rpartition("\n")[2]
+            raise FabricError(f"the switch {'has ended' if ready else 'does not answer'}: {said or 'without a word'}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer

@@ -1,0 +1,176 @@
+"""The loop's arrays: made for a network, and kept filled with decisions while it runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.network.impairment import Impairment
+from penstock.network.model import Draws
+from penstock.network.switch import columns
+from penstock.network.switch.columns import Tables
+from penstock.network.topology import Topology
+
+BLOCK = 8192
+"""Decisions that there is room for: 16 frames to all of 200 hosts take 3200."""
+AT_ONCE = 1024
+"""Decisions that are drawn together. It takes 0.1 to 0.3 ms, in which no frame is passed on."""
+MOST_BYTES = 512 * 1024**2
+"""Of frames under way, all together."""
+
+
+def under_way_bytes(topology: Topology, hosts: int) -> float:
+    """At most, with every host sending at its rate: what waits in queues, is delayed, or is held back by a stall."""
+    total = 0.0
+    for host in range(hosts):
+        for link in (topology.up(host), topology.down(host)):
+            held = link.impairment.longest_seconds + link.impairment.stall_seconds
+            total += link.limit_bytes + link.bytes_per_second * held
+    return total
+
+
+def tables(topology: Topology, descriptors: Sequence[int], start_ns: int) -> Tables:
+    """For hosts with these TAP devices."""
+    hosts = len(descriptors)
+    stride = -(-(topology.mtu + 64) // 64) * 64
+    # Twice, as acknowledgements take a slot of their own.
+    slots = int(min(2 * under_way_bytes(topology, hosts), MOST_BYTES) / stride) + 4096
+    polls = np.zeros((hosts, 2), dtype=np.int32)
+    polls[:, 0], polls[:, 1] = descriptors, 1  # POLLIN
+    made = Tables(
+        polls=polls,
+        lines=np.zeros((2 * hosts, columns.LINES), dtype=np.int64),
+        meets=np.zeros((hosts, hosts, 2), dtype=np.uint8),
+        draws=np.zeros((2 * hosts, BLOCK, 3), dtype=np.int64),
+        near=np.zeros((hosts, BLOCK, 2), dtype=np.int64),
+        frames=np.zeros((slots, stride), dtype=np.uint8),
+        slots=np.zeros((slots, 4), dtype=np.int64),
+        heap=np.zeros((slots, 3), dtype=np.int64),
+        state=np.zeros(columns.STATE, dtype=np.int64),
+    )
+    made.lines[:hosts, columns.FREE_NS] = -(2**62)  # no frame has come yet
+    made.slots[:, columns.SPARE] = np.arange(slots)
+    made.state[columns.SPARES] = slots
+    # A host's frames that are read together, were each to go to all.
+    made.state[columns.ENOUGH] = columns.READS_AT_ONCE * hosts
+    made.state[columns.START_NS] = start_ns
+    return made
+
+
+class Decided:
+    """Keeps a direction's decisions ahead of its frames."""
+
+    def __init__(self, t: Tables, topology: Topology, epoch: int = 0, now_ns: int | None = None) -> None:
+        """Puts a network's rules into the arrays; frames under way stay as they are.
+
+        Args:
+            t: the arrays.
+            topology: what is to hold from now on.
+            epoch: how often the network has changed before; each change draws anew.
+            now_ns: when; None: at the beginning. The period of stalls that were not there before begins then.
+        """
+        self._t = t
+        hosts = t.meets.shape[0]
+        self._draws: list[Draws | None] = []
+        for direction in range(2 * hosts):
+            host, is_up = direction % hosts, direction < hosts
+            link = topology.up(host) if is_up else topology.down(host)
+            met = _met(topology, host, hosts, is_up=is_up)
+            line = t.lines[direction]
+            line[columns.BYTE_PS] = max(1, round(1e12 / link.bytes_per_second))
+            line[columns.LIMIT] = link.limit_bytes
+            line[columns.LOOSE] = met.overtaking
+            stalls = [round(met.stall_seconds * 1e9), round(met.stall_every_seconds * 1e9)]
+            if line[[columns.STALL_NS, columns.EVERY_NS]].tolist() != stalls:
+                line[[columns.STALL_NS, columns.EVERY_NS]] = stalls
+                line[columns.SINCE_NS] = t.state[columns.START_NS] if now_ns is None else now_ns
+            line[columns.FILLED] = line[columns.DRAWN]
+            self._draws.append(Draws(met, topology.seed, direction + 2 * hosts * epoch) if met else None)
+        for source in range(hosts):
+            for target in range(hosts):
+                t.meets[source, target] = [bool(part) for part in topology.meets(source, target)]
+        self.fill()
+
+    def fill(self) -> None:
+        """For each direction that runs short, and if none does, for the one that has least left."""
+        lines, enough = self._t.lines, int(self._t.state[columns.ENOUGH])
+        left = lines[:, columns.FILLED] - lines[:, columns.DRAWN]
+        left[[draws is None for draws in self._draws]] = BLOCK
+        short = np.flatnonzero(left <= enough).tolist()
+        for direction in short or [int(np.argmin(left))]:
+            draws, has = self._draws[direction], int(left[direction])
+            if draws is not None and BLOCK - has >= AT_ONCE:
+                self._fill(direction, draws, max(AT_ONCE, enough + AT_ONCE - has))
+
+    def _fill(self, direction: int, draws: Draws, count: int) -> None:
+        line, ring = self._t.lines[direction], self._t.draws[direction]
+        places = np.arange(line[columns.FILLED], line[columns.FILLED] + count) % BLOCK
+        drawn = draws.next(count)
+        ring[places, columns.FATE], ring[places, columns.DELAY_NS] = drawn.fate, drawn.delay_ns
+        ring[places, columns.BIT] = drawn.bit
+        line[columns.FILLED] += count
+
+
+def _met(topology: Topology, host: int, hosts: int, *, is_up: bool) -> Impairment:
+    """What any frame meets in a direction; nothing if none does."""
+    for other in range(hosts):
+        if other != host:
+            met = topology.meets(host, other)[0] if is_up else topology.meets(other, host)[1]
+            if met:
+                return met
+    return Impairment()
+
+
+STALL = ("since_ns", "length_ns", "every_ns")
+"""Of links that stall: since when, for how long and how often; the first time after a whole period."""
+
+
+def stalls(t: Tables) -> set[tuple[int, ...]]:
+    """Those of all directions, as `STALL` has them."""
+    rows = t.lines[:, [columns.SINCE_NS, columns.STALL_NS, columns.EVERY_NS]].tolist()
+    return {tuple(row) for row in rows if row[1]}
+
+
+def told(t: Tables) -> dict[str, Any]:
+    """What was counted so far, in plain values.
+
+    seconds: since the beginning. frames: that hosts have sent. failed_writes: frames that a host's device has refused.
+    no_room: how often no frame could be read as all memory held others. busy_seconds: not asleep. late: how much later
+    than asked frames left, in seconds. stalls: of links, which `penstock.fabric.stalls` reads. links: by host and
+    direction, see `columns.COUNTED`.
+    """
+    hosts = t.meets.shape[0]
+    state = t.state
+    return {
+        "seconds": (time.monotonic_ns() - int(state[columns.START_NS])) / 1e9,
+        "frames": int(state[columns.READS]),
+        "failed_writes": int(state[columns.FAILED]),
+        "no_room": int(state[columns.NO_SLOT]),
+        "busy_seconds": state[columns.BUSY_NS] / 1e9,
+        "late": lateness(state),
+        "stalls": [dict(zip(STALL, one, strict=True)) | {"until_ns": None} for one in sorted(stalls(t))],
+        "links": [
+            {
+                way: {name: int(t.lines[row, column]) for name, column in columns.COUNTED.items()}
+                for way, row in (("up", host), ("down", hosts + host))
+            }
+            for host in range(hosts)
+        ],
+    }
+
+
+def lateness(state: Any) -> dict[str, float | None]:
+    """How much later than asked frames left, in seconds: mean, worst, and quantiles that are at most so much."""
+    counts = state[columns.LATE :]
+    total = int(counts.sum())
+    found: dict[str, float | None] = {"mean": None, "p50": None, "p99": None, "worst": None}
+    if total:
+        reached = np.cumsum(counts) / total
+        found |= {"mean": float(state[columns.LATE_NS] / total / 1e9), "worst": float(state[columns.WORST_NS] / 1e9)}
+        for name, share in (("p50", 0.5), ("p99", 0.99)):
+            upper = 2.0 ** ((int(np.searchsorted(reached, share)) + 1) / columns.PER_OCTAVE) / 1e9
+            found[name] = min(upper, float(state[columns.WORST_NS]) / 1e9)
+    return found

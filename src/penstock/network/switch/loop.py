@@ -1,0 +1,376 @@
+"""The switch's inner loop: reads frames, puts each under its links' rules, and hands it on when it is due.
+
+Compiled by numba, on arrays alone, with system calls by their names in the C library. It returns to Python every few
+milliseconds, where everything else is done: decisions are drawn (model.py), a scenario's changes are made, and what was
+counted is told.
+
+A frame from a to b meets, in this order:
+  1. a's rate: it is there when the one before it is, and then its own length at that rate. (The host's tbf keeps the
+     rate as well, as a TCP must feel its own queue, but lets go some frames at once.)
+  2. at a's link: loss, delay and the like, if frames from a to b meet that link's (`Topology.meets`). What a stall has
+     held leaves at the link's rate when it is over, and what comes meanwhile behind it;
+  3. the queue towards b: it waits for those before it, and for its own length at the link's rate; if more than the
+     limit waits, it is dropped. Traffic of neighbours that is only reckoned with stands in the same queue. A stall of
+     b's link holds the whole queue;
+  4. at b's link: loss, delay and the like, if frames from a to b meet that link's.
+Frames of one direction keep their order but for those that are to jump, or where a link lets them overtake. Ties
+go to who came first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from penstock.network.model import CORRUPT, JUMPS, LOST, TWICE
+from penstock.network.switch.columns import (
+    AT_NS,
+    BIT,
+    BUSY_NS,
+    BYTE_PS,
+    BYTES,
+    DELAY_NS,
+    DRAWN,
+    DUE_NS,
+    ENOUGH,
+    EVERY_NS,
+    FAILED,
+    FATE,
+    FILLED,
+    FRAMES,
+    FREE_NS,
+    GONE,
+    HELD_NS,
+    LAST_NS,
+    LATE,
+    LATE_NS,
+    LENGTH,
+    LIMIT,
+    LOOSE,
+    LOW,
+    N_CORRUPT,
+    N_FULL,
+    N_GONE,
+    N_JUMPED,
+    N_LOST,
+    N_OTHER,
+    N_TWICE,
+    NANOSECONDS,
+    NEAR_BYTES,
+    NEAR_FULL,
+    NEAR_MADE,
+    NEAR_USED,
+    NO_SLOT,
+    PER_OCTAVE,
+    POLLS,
+    READS,
+    READS_AT_ONCE,
+    SECONDS,
+    SINCE_NS,
+    SIZE,
+    SOURCE,
+    SPARE,
+    SPARES,
+    STALL_NS,
+    TARGET,
+    WAITING,
+    WAKING_NS,
+    WORST_NS,
+    Tables,
+)  # fmt: skip
+from penstock.network.switch.compiled import compiled
+from penstock.network.switch.heap import pop, push
+
+# By their names: pointers that ctypes makes would keep numba from caching what it has compiled.
+_clock_gettime: Any = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.intp))
+_ppoll: Any = types.ExternalFunction("ppoll", types.int32(types.intp, types.uint64, types.intp, types.intp))
+_read: Any = types.ExternalFunction("read", types.int64(types.int32, types.intp, types.uint64))
+_write: Any = types.ExternalFunction("write", types.int64(types.int32, types.intp, types.uint64))
+_MONOTONIC = 1
+
+_AT_PORT, _OUT = 0, 1
+_HEADER = 14
+_NS = 1_000_000_000
+_LITTLE_WAKING, _MOST_WAKING = 40_000, 200_000
+
+
+@compiled
+def now_ns(t: Tables) -> Any:
+    """Of the clock that only grows."""
+    _clock_gettime(_MONOTONIC, t.state.ctypes.data + 8 * SECONDS)
+    return t.state[SECONDS] * _NS + t.state[NANOSECONDS]
+
+
+@compiled
+def _after_stall(t: Tables, direction: Any, at: Any) -> Any:
+    length, every = t.lines[direction, STALL_NS], t.lines[direction, EVERY_NS]
+    since = at - t.lines[direction, SINCE_NS]
+    if length == 0 or since < every:  # the first comes after a whole period
+        return at
+    return max(at, at - since % every + length)
+
+
+@compiled
+def _stalled(t: Tables, direction: Any, at: Any) -> Any:
+    """How long a link has stalled until then."""
+    length, every = t.lines[direction, STALL_NS], t.lines[direction, EVERY_NS]
+    since = at - t.lines[direction, SINCE_NS]
+    if length == 0 or since < every:
+        return 0
+    return (since // every - 1) * length + min(since % every, length)
+
+
+@compiled
+def _let_go(t: Tables, direction: Any, slot: Any, at: Any) -> Any:
+    """When a frame leaves a host's link that stalls now and then."""
+    line = t.lines[direction]
+    leaves = _after_stall(t, direction, max(at, line[HELD_NS]))
+    if leaves > at:
+        line[HELD_NS] = leaves + t.slots[slot, LENGTH] * line[BYTE_PS] // 1000
+    return leaves
+
+
+@compiled
+def _drop(t: Tables, slot: Any) -> None:
+    t.slots[t.state[SPARES], SPARE] = slot
+    t.state[SPARES] += 1
+
+
+@compiled
+def _copy(t: Tables, slot: Any) -> Any:
+    """A slot with the same frame, or -1."""
+    if t.state[SPARES] == 0:
+        t.state[NO_SLOT] += 1
+        return -1
+    t.state[SPARES] -= 1
+    other = t.slots[t.state[SPARES], SPARE]
+    size = t.slots[slot, LENGTH]
+    for place in range(size):
+        t.frames[other, place] = t.frames[slot, place]
+    t.slots[other, LENGTH] = size
+    t.slots[other, SOURCE] = t.slots[slot, SOURCE]
+    t.slots[other, TARGET] = t.slots[slot, TARGET]
+    return other
+
+
+@compiled
+def _under_rules(t: Tables, direction: Any, slot: Any, at: Any, step: Any) -> None:
+    """A frame meets what a link does to it, and goes on to `step` if it is not lost."""
+    line = t.lines[direction]
+    place = line[DRAWN] % t.draws.shape[1]
+    line[DRAWN] += 1
+    if line[FILLED] - line[DRAWN] <= t.state[ENOUGH]:
+        t.state[LOW] = 1
+    fate = t.draws[direction, place, FATE]
+    if fate & LOST:
+        line[N_LOST] += 1
+        _drop(t, slot)
+        return
+    if fate & CORRUPT:
+        line[N_CORRUPT] += 1
+        bit = t.draws[direction, place, BIT] % (8 * (t.slots[slot, LENGTH] - _HEADER))
+        t.frames[slot, _HEADER + (bit >> 3)] ^= np.uint8(1 << (bit & 7))
+    leaves = at
+    if fate & JUMPS:
+        line[N_JUMPED] += 1
+    else:
+        leaves = at + t.draws[direction, place, DELAY_NS]
+        if not line[LOOSE]:
+            leaves = max(leaves, line[LAST_NS])
+    if direction < t.meets.shape[0]:  # the other way, its queue has stalled
+        leaves = _let_go(t, direction, slot, leaves)
+    if not fate & JUMPS:
+        line[LAST_NS] = leaves
+    if fate & TWICE:
+        other = _copy(t, slot)
+        if other >= 0:
+            line[N_TWICE] += 1
+            push(t, leaves, 2 * other + step)
+    push(t, leaves, 2 * slot + step)
+
+
+@compiled
+def _arrived(t: Tables, slot: Any, now: Any) -> Any:
+    """A frame has been read from its host. Returns when it is there at its rate."""
+    line = t.lines[t.slots[slot, SOURCE]]
+    size = t.slots[slot, LENGTH]
+    line[FRAMES] += 1
+    line[BYTES] += size
+    line[FREE_NS] = max(now, line[FREE_NS] + size * line[BYTE_PS] // 1000)
+    return line[FREE_NS]
+
+
+@compiled
+def _goes(t: Tables, slot: Any, at: Any) -> None:
+    """A frame that is there goes on its way to one host."""
+    source, target = t.slots[slot, SOURCE], t.slots[slot, TARGET]
+    line = t.lines[source]
+    if line[GONE] or t.lines[target, GONE]:
+        line[N_GONE] += 1
+        _drop(t, slot)
+    elif t.meets[source, target, 0]:
+        _under_rules(t, source, slot, at, _AT_PORT)
+    else:
+        push(t, at, 2 * slot + _AT_PORT)
+
+
+@compiled
+def _joins(t: Tables, direction: Any, size: Any, at: Any) -> Any:
+    """Whether there is room in a queue; if so, the line is taken until `FREE_NS`."""
+    line = t.lines[direction]
+    free = max(line[FREE_NS], at)
+    waits = free - at - (_stalled(t, direction, free) - _stalled(t, direction, at))
+    if waits * 1000 // line[BYTE_PS] + size > line[LIMIT]:
+        return False
+    line[FREE_NS] = _after_stall(t, direction, free + size * line[BYTE_PS] // 1000)
+    return True
+
+
+@compiled
+def neighbours(t: Tables, host: Any, at: Any) -> None:
+    """The neighbours' frames that came until now have taken their places in the queue towards a host."""
+    line = t.lines[t.meets.shape[0] + host]
+    while line[NEAR_USED] < line[NEAR_MADE]:
+        frame = t.near[host, line[NEAR_USED] % t.near.shape[1]]
+        if frame[AT_NS] > at:
+            return
+        line[NEAR_USED] += 1
+        if _joins(t, t.meets.shape[0] + host, frame[SIZE], frame[AT_NS]):
+            line[NEAR_BYTES] += frame[SIZE]
+        else:
+            line[NEAR_FULL] += 1
+
+
+@compiled
+def all_neighbours(t: Tables) -> None:
+    """Until now, for the links that nobody else uses."""
+    now = now_ns(t)
+    for host in range(t.meets.shape[0]):
+        neighbours(t, host, now)
+
+
+@compiled
+def _at_port(t: Tables, slot: Any, at: Any) -> None:
+    """A frame joins the queue towards its receiver."""
+    hosts = t.meets.shape[0]
+    source, target = t.slots[slot, SOURCE], t.slots[slot, TARGET]
+    direction = hosts + target
+    line = t.lines[direction]
+    size = t.slots[slot, LENGTH]
+    line[FRAMES] += 1
+    line[BYTES] += size
+    neighbours(t, target, at)
+    if t.lines[target, GONE]:
+        line[N_GONE] += 1
+        _drop(t, slot)
+        return
+    if not _joins(t, direction, size, at):
+        line[N_FULL] += 1
+        _drop(t, slot)
+    elif t.meets[source, target, 1]:
+        _under_rules(t, direction, slot, line[FREE_NS], _OUT)
+    else:
+        push(t, line[FREE_NS], 2 * slot + _OUT)
+
+
+@compiled
+def _send(t: Tables, slot: Any, due: Any, now: Any) -> None:
+    if t.lines[t.slots[slot, TARGET], GONE]:
+        t.lines[t.meets.shape[0] + t.slots[slot, TARGET], N_GONE] += 1
+    elif _write(t.polls[t.slots[slot, TARGET], 0], t.frames[slot].ctypes.data, t.slots[slot, LENGTH]) < 0:
+        t.state[FAILED] += 1
+    _drop(t, slot)
+    late = max(now - due, 1)
+    t.state[LATE_NS] += late
+    t.state[WORST_NS] = max(t.state[WORST_NS], late)
+    t.state[LATE + int(np.log2(late) * PER_OCTAVE)] += 1
+
+
+@compiled
+def _receive(t: Tables, source: Any, now: Any) -> None:
+    """What a host has sent, up to a number of frames."""
+    hosts = t.meets.shape[0]
+    for _ in range(READS_AT_ONCE):
+        if t.state[SPARES] == 0:
+            t.state[NO_SLOT] += 1
+            return
+        slot = t.slots[t.state[SPARES] - 1, SPARE]
+        size = _read(t.polls[source, 0], t.frames[slot].ctypes.data, t.frames.shape[1])
+        if size <= _HEADER:
+            return
+        t.state[SPARES] -= 1
+        t.state[READS] += 1
+        t.slots[slot, LENGTH] = size
+        t.slots[slot, SOURCE] = source
+        at = _arrived(t, slot, now)
+        target = np.int64(t.frames[slot, 5]) - 1  # hosts' addresses end in their number and one
+        if t.frames[slot, 0] & 1:  # to all
+            for every in range(hosts):
+                other = _copy(t, slot) if every != source else -1
+                if other >= 0:
+                    t.slots[other, TARGET] = every
+                    _goes(t, other, at)
+            _drop(t, slot)
+        elif 0 <= target < hosts and target != source:
+            t.slots[slot, TARGET] = target
+            _goes(t, slot, at)
+        else:
+            t.lines[source, N_OTHER] += 1
+            _drop(t, slot)
+
+
+@compiled
+def _deliver(t: Tables) -> Any:
+    """All that is due, unless decisions run short. Returns the time."""
+    now = now_ns(t)
+    while t.state[WAITING] > 0 and t.heap[0, DUE_NS] <= now and not t.state[LOW]:
+        due = t.heap[0, DUE_NS]
+        what = pop(t)
+        if what & 1:
+            _send(t, what >> 1, due, now)
+            now = now_ns(t)
+        else:
+            _at_port(t, what >> 1, due)
+    return now
+
+
+@compiled
+def _wait(t: Tables, now: Any, until_ns: Any) -> Any:
+    """Until a frame comes or one is due. Returns whether any came.
+
+    A sleeper wakes late: by little on a busy machine, by 50 to 100 us on an idle one whose processors sleep as well. So
+    there it is to wake that much earlier, and looks again and again for the rest of the time.
+    """
+    wait = until_ns - now
+    if t.state[WAITING] > 0:
+        early = t.state[WAKING_NS] if t.state[WAKING_NS] > _LITTLE_WAKING else 0
+        wait = min(wait, t.heap[0, DUE_NS] - now - early)
+    wait = max(wait, 0)
+    t.state[SECONDS], t.state[NANOSECONDS] = wait // _NS, wait % _NS
+    # Without room for a frame there is no use in hearing of one.
+    hosts = t.meets.shape[0] if t.state[SPARES] > 0 else 0
+    ready = _ppoll(t.polls.ctypes.data, hosts, t.state.ctypes.data + 8 * SECONDS, 0)
+    t.state[POLLS] += 1
+    if ready == 0 and wait > 0:
+        late = now_ns(t) - now - wait
+        t.state[WAKING_NS] += (min(max(late, 0), _MOST_WAKING) - t.state[WAKING_NS]) // 8
+    return ready > 0
+
+
+@compiled
+def run(t: Tables, until_ns: Any) -> None:
+    """Until a moment, or until a direction needs more decisions."""
+    began = now_ns(t)
+    while True:
+        now = _deliver(t)
+        t.state[BUSY_NS] += now - began
+        if now >= until_ns or t.state[LOW]:
+            return
+        came = _wait(t, now, until_ns)
+        began = now_ns(t)
+        if came:
+            for source in range(t.meets.shape[0]):
+                if t.polls[source, 1] >> 16:
+                    _receive(t, source, began)

@@ -1,0 +1,128 @@
+"""The switch as a process of its own: `python -m penstock.network.switch.serve`, told what to do on its input.
+
+It ends when its input does. It runs before all other processes where it may, so that frames leave when they are due
+also when the hosts keep every core busy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from penstock.network.background import parse_background
+from penstock.network.switch import columns, loop
+from penstock.network.switch.filling import STALL, Decided, stalls, tables, told
+from penstock.network.switch.neighbours import Background
+from penstock.network.switch.protocol import Order, Setup
+from penstock.network.switch.tap import Unread, open_tap
+
+TURN_SECONDS = 0.02
+"""How long the loop runs before it looks for orders."""
+_PR_SET_TIMERSLACK = 29
+
+
+class Served:
+    """A network under way."""
+
+    def __init__(self, setup: Setup) -> None:
+        assert setup.order.topology is not None
+        descriptors = [open_tap(setup.interface, Path(name)) for name in setup.namespaces]
+        self._unread = [Unread(setup.interface, Path(name)) for name in setup.namespaces]
+        self._epoch = 0
+        self._over: list[dict[str, Any]] = []
+        """Stalls of links that have changed since."""
+        self.tables = tables(setup.order.topology, descriptors, time.monotonic_ns())
+        loop.run(self.tables, 0)  # compiles, or reads what was compiled
+        loop.all_neighbours(self.tables)
+        self._seed = setup.order.topology.seed
+        self._background = Background(self.tables, (), self._seed)
+        self._decided = Decided(self.tables, setup.order.topology)
+        self.obey(Order(background=setup.order.background))
+
+    def obey(self, order: Order) -> dict[str, Any]:
+        """Does what was ordered; returns the answer."""
+        t = self.tables
+        hosts = t.meets.shape[0]
+        if order.topology is not None:
+            self._epoch += 1
+            before, now_ns = stalls(t), time.monotonic_ns()
+            self._decided = Decided(t, order.topology, self._epoch, now_ns)
+            over = before - stalls(t)
+            self._over += [dict(zip(STALL, one, strict=True)) | {"until_ns": now_ns} for one in sorted(over)]
+        if order.gone is not None:
+            t.lines[:hosts, columns.GONE] = [host in order.gone for host in range(hosts)]
+        if order.background is not None:
+            neighbours = tuple(parse_background(text, hosts) for text in order.background)
+            self._background = Background(t, neighbours, self._seed)
+            self._background.fill()
+        if not order.tells:
+            return {}
+        found = told(t)
+        found["stalls"] += self._over
+        return found | {"unread": [device.count() for device in self._unread]}
+
+    def turn(self) -> None:
+        """Passes frames on for a while."""
+        t = self.tables
+        loop.run(t, time.monotonic_ns() + int(TURN_SECONDS * 1e9))
+        loop.all_neighbours(t)
+        self._decided.fill()
+        self._background.fill()
+        t.state[columns.LOW] = 0
+
+
+def priority() -> str:
+    """Puts this process before all others, as far as it may. Returns how far."""
+    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+        return "real-time"
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, -20)
+        return "nice -20"
+    return "usual"
+
+
+def main() -> int:
+    """0 when told to end; what went wrong is the answer otherwise."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # it goes when the maker closes its input
+    incoming = sys.stdin
+    first, second = incoming.readline(), incoming.readline()
+    if not second:
+        return 0
+    try:
+        served = Served(Setup.read(first, second))
+    except OSError as error:
+        _answer({"error": f"{error.strerror or error}"})
+        return 1
+    gc.collect()
+    gc.freeze()  # else a collection of all that was imported would hold frames back
+    _answer({"ready": True, "priority": priority()})
+    waiting = select.poll()
+    waiting.register(incoming, select.POLLIN | select.POLLHUP)
+    while True:
+        served.turn()
+        while waiting.poll(0):
+            line = incoming.readline()
+            if not line:
+                return 0
+            _answer(served.obey(Order.read(line)))
+
+
+def _answer(given: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(given) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""TAP devices: what a host sends on one is read here as Ethernet frames, and what is written here it receives."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+from pathlib import Path
+
+from penstock.network.inside import within
+
+DEVICE = Path("/dev/net/tun")
+_DROPPED_OUT = 11  # of the columns of /proc/net/dev
+
+_TUNSETIFF = 0x400454CA
+_TAP, _WITHOUT_HEADER = 0x0002, 0x1000
+_SIOCSIFTXQLEN = 0x8943
+_UNREAD_FRAMES = 10_000
+"""That a device keeps until they are read. Usually 500: less than 7 ms at 1gbit, and what comes then is lost."""
+
+
+def open_tap(name: str, namespace: Path | None) -> int:
+    """A descriptor of a new device in a namespace (None: the caller's); the device lives as long as it is open.
+
+    Raises:
+        OSError: there is no TAP here, or it may not be used.
+    """
+
+    def make() -> int:
+        descriptor = os.open(DEVICE, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            fcntl.ioctl(descriptor, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _TAP | _WITHOUT_HEADER))
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+                fcntl.ioctl(any_socket, _SIOCSIFTXQLEN, struct.pack("16si20x", name.encode(), _UNREAD_FRAMES))
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    return make() if namespace is None else within(namespace, make)
+
+
+class Unread:
+    """Counts the frames that a host's device had to drop because they were not read in time."""
+
+    def __init__(self, name: str, namespace: Path | None) -> None:
+        """Of a device in a namespace."""
+
+        def find() -> int:
+            return os.open("/proc/thread-self/net/dev", os.O_RDONLY | os.O_CLOEXEC)
+
+        self._name = name
+        self._counters = find() if namespace is None else within(namespace, find)
+
+    def count(self) -> int:
+        """So far."""
+        for line in os.pread(self._counters, 1 << 16, 0).decode().splitlines():
+            name, _, counted = line.partition(":")
+            if name.strip() == self._name:
+                return int(counted.split()[_DROPPED_OUT])
+        return 0

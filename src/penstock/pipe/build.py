@@ -1,0 +1,281 @@
+"""The facade: `pipeline(model, ...)` splits a model over ranks and trains it with `step`.
+
+The same script runs alone (one process drives all ranks) and under torchrun (each process is one rank).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from penstock.errors import ArgumentError, PartitionError
+from penstock.partition import Balance, Partitioner, TooFewLayersError
+from penstock.pipe.options import Options
+from penstock.pipe.pipeline import Pipeline
+from penstock.runtime.batch import microbatches as batches
+from penstock.runtime.batch.batch_dims import BatchDims, Dim
+from penstock.runtime.batch.cutting import Cutting, Merge, Split
+from penstock.runtime.batch.outline import Outline
+from penstock.runtime.execute.engine import Engine, TransportChoice
+from penstock.runtime.features.compiled import Compile
+from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice
+from penstock.runtime.loss.functions import checked_loss
+from penstock.runtime.loss.loss import Loss, Reduction
+from penstock.runtime.model.materialize import Materialize
+from penstock.runtime.model.split_model import SplitModel
+from penstock.runtime.processes.board import Patience
+from penstock.runtime.processes.world import World, device_of, join
+from penstock.runtime.step.example import is_whole, shared
+from penstock.schedule import CHUNKS, Schedule
+from penstock.schedule.lowering import order_of
+from penstock.words import counted
+
+if TYPE_CHECKING:
+    from penstock.runtime.features.frame import Parallelize
+
+
+def pipeline(
+    model: nn.Module | Sequence[nn.Module],
+    example_args: Sequence[Any] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    ranks: int | None = None,
+    chunks: int | None = None,
+    schedule: str | Schedule = "1f1b",
+    microbatches: int | None = None,
+    loss: Loss | Callable[[Any], Tensor] | None = None,
+    reduction: Reduction = "mean",
+    batch_dims: BatchDims | Dim = None,
+    split: Split | None = None,
+    merge: Merge | None = None,
+    cuts: Sequence[str] | None = None,
+    leaves: Sequence[str] | None = None,
+    opens: Sequence[str] | None = None,
+    balance: Balance = "flops",
+    mesh: DeviceMesh | None = None,
+    devices: Sequence[torch.device | str] | torch.device | str | None = None,
+    share_loss: bool = True,
+    transport: TransportChoice = "auto",
+    materialize: Materialize | None = None,
+    parallelize: Parallelize | None = None,
+    seed: int | None = None,
+    recompute: RecomputeChoice = "never",
+    offload: OffloadChoice = False,
+    deferred_batch_norm: bool = False,
+    compile: Compile = False,
+    check_finite: bool = False,
+    lost_after: float | None = None,
+) -> Pipeline:
+    """Splits a model into stages and makes them ready to train.
+
+    Under torchrun every process makes the same call, with the same model built from the same seed. Each keeps only its
+    own stages: the other parameters of `model` are moved to the meta device, so that their memory is free.
+
+    Args:
+        model: any module; or a list of layers, or of as many modules as there are stages.
+        example_args: one batch, as the model's positional inputs: tensors with the batch in their first dimension, or
+            `Microbatches`. Shapes are read from it, and values only where the forward branches on those of integers.
+            Ranks that do not run the first stage may give tensors on the meta device, or no example at all. Later
+            batches may have other shapes.
+        example_kwargs: likewise by keyword.
+        ranks: the number of ranks; None: the world size under torchrun, one otherwise.
+        chunks: stages a rank; there are `ranks * chunks` stages. None: the `Schedule`'s, or 1.
+        schedule: a name from `penstock.schedule.names()`, or a `Schedule`.
+        microbatches: into how many pieces each batch is cut (fewer if it has fewer rows). None: the `Schedule`'s, or 8.
+        loss: `loss(output, target)`, a scalar, or `loss(output)`; None where the model computes its own: `output.loss`,
+            `output["loss"]`, a scalar, or the one scalar of a tuple or list that requires a gradient.
+        reduction: how the loss reduces a batch: "mean", "sum", or a function of the target that gives a microbatch's
+            weight in the mean (for masked targets: the number of tokens that count).
+        batch_dims: where the batch is not in the first dimension of a tensor: one dimension for all, or a dict of any
+            of "args", "kwargs", "target" and "output", each a dimension or a structure of dimensions that mirrors (the
+            beginning of) what it speaks of. None gives a tensor whole to each microbatch. An output may also be
+            "mean" or "sum". `TensorChunkSpec` and `_Replicate` of `torch.distributed.pipelining` will do, too.
+        split: `split(args, kwargs, target, microbatches)` returns a list of `penstock.Microbatch`, for batches that no
+            dimension describes: graphs, packed sequences, lists of images of different sizes.
+        merge: `merge(outputs)` makes the whole batch's output of a list of the microbatches', for `predict`.
+        cuts: the name of each module that begins a new stage; None: balanced.
+        leaves: modules to take as one piece, besides those found automatically.
+        opens: modules to take apart, so that cuts can fall inside, besides those found automatically.
+        balance: what automatic cuts make even: "flops" (the work of forward and backward), "parameters" or "layers".
+        mesh: the processes to use, by dimensions: "pp" for the pipeline; "dp" (or "dp_replicate", "dp_shard", "fsdp")
+            for replicas that train on other data; "tp" for layers that `parallelize` divides. None: all, one pipeline.
+        devices: see `penstock.runtime.processes.world.device_of`.
+        transport: what carries values between processes, where there are several: "auto" takes shared memory between
+            CPU ranks of one machine and `torch.distributed` otherwise; "distributed" always the latter.
+        share_loss: give the loss to every rank, not only to that of the last stage.
+        materialize: `materialize(name, module)` sets the values of a module that was built on the meta device;
+            None: its `reset_parameters()`.
+        parallelize: called with each of this process's stages, a module that holds the model's own modules under their
+            names, to shard it in place: `fully_shard` over `mesh["dp"]`, `parallelize_module` over `mesh["tp"]`.
+        seed: of the random streams (dropout); None: torch's initial seed on rank 0.
+        recompute: which forwards are run again in backward, so that their activations need not be kept: "never",
+            "except_last" (all but each stage's last microbatch), "always", or a whole number n (every n-th layer); see
+            `penstock.runtime.features.per_stage.Recompute`. One for all stages, a list with one for each, or a dict by
+            stage.
+        offload: keep activations in the host's memory between forward and backward; likewise by stage. The backward of
+            such a stage is not split: its I does all of it.
+        deferred_batch_norm: batch norms update their running statistics once a step, from the whole batch.
+        compile: run each stage through `torch.compile`: True, or a dict of its arguments.
+        check_finite: let the step that makes a NaN or Inf raise NonFiniteError. For debugging: every call is looked at.
+        lost_after: seconds without a sign of life after which a rank that another one waits for counts as lost, and
+            the run ends: more than the longest time that the network may be silent. None: 60 for a rank on another
+            machine. On the same machine its process is looked at after 5 seconds, and it is lost if that is stopped.
+
+    Raises:
+        ArgumentError: an argument is wrong; the text names it and says what to do.
+        PartitionError: the model cannot be recorded or cut as asked.
+        ScheduleError: the schedule is not legal, or could deadlock.
+    """
+    _check_numbers(microbatches=microbatches, chunks=chunks)
+    _check_names(example_kwargs or {})
+    _check_model(model, example_args)
+    options = Options(
+        loss=checked_loss(loss),
+        reduction=reduction,
+        cutting=Cutting.of(batch_dims, split, merge),
+        cuts=cuts,
+        leaves=leaves,
+        opens=opens,
+        balance=balance,
+        devices=devices,
+        share_loss=share_loss,
+        transport=transport,
+        materialize=materialize,
+        parallelize=parallelize,
+        seed=seed,
+        recompute=recompute,
+        offload=offload,
+        deferred_batch_norm=deferred_batch_norm,
+        compile=compile,
+        check_finite=check_finite,
+        lost_after=lost_after,
+    )
+    kind = torch.device(devices).type if isinstance(devices, (str, torch.device)) else _device_of(model).type
+    world = join(ranks, mesh, kind)
+    order = order_of(schedule, world.ranks, microbatches, chunks)
+    return build(model, (tuple(example_args), dict(example_kwargs or {})), world, order, options)
+
+
+def build(
+    model: nn.Module | Sequence[nn.Module],
+    example: tuple[tuple[Any, ...], dict[str, Any]],
+    world: World,
+    order: Schedule,
+    options: Options,
+    *,
+    sees_saved: bool = False,
+) -> Pipeline:
+    """Makes a pipeline of known processes and schedule.
+
+    Args:
+        example: one batch: positional and keyword inputs.
+        sees_saved: look at what forwards save for backward; see `Partition.saved`.
+    """
+    given = _cut(example, order, options.cutting) if is_whole(example) or world.is_local else None
+    current = _device_of(model)
+    if world.data_parallel > 1 and not options.share_loss:
+        raise ArgumentError(
+            "share_loss=False, but the mesh has replicas: each knows only its own part of the batch's loss; leave "
+            "share_loss out (result.losses are the microbatches' own)"
+        )
+    devices = [device_of(options.devices, world, rank, current) for rank in range(world.ranks)]
+    seed = torch.initial_seed() if options.seed is None else options.seed
+    silent = options.lost_after
+    patience = Patience() if silent is None else Patience(stall_seconds=silent, away_seconds=silent)
+    engine = Engine(world, devices, seed, options.transport, patience)
+    try:
+        whole = shared(engine.control, example)
+        given = given or _cut(whole, order, options.cutting)
+        _check_alike(engine, given.sizes)
+        try:
+            with engine.control.agreed():
+                partitioner = Partitioner(
+                    model,
+                    stages=order.placement.depth,
+                    cuts=options.cuts,
+                    leaves=options.leaves,
+                    opens=options.opens,
+                    balance=options.balance,
+                    streams=engine.streams,
+                    sees_saved=sees_saved,
+                )
+            split = SplitModel(
+                partitioner,
+                Outline.of(given),
+                order.placement,
+                engine,
+                rule=options.materialize,
+                parallelize=options.parallelize,
+            )
+        except TooFewLayersError as error:
+            raise _with_chunks(error, order) from None
+        return Pipeline(engine, split, order, given, options)
+    except BaseException as error:
+        cause = engine.control.fail(error)
+        engine.close()
+        if cause is error:
+            raise
+        raise cause from error
+
+
+def _with_chunks(error: PartitionError, order: Schedule) -> PartitionError:
+    """The error, which also says where so many stages come from."""
+    chunks = order.placement.depth // order.ranks
+    if chunks == 1:
+        return error
+    ranks = counted(order.ranks, "rank")
+    return PartitionError(f"{error} ({order.placement.depth} stages: {chunks} chunks on each of {ranks}; {CHUNKS})")
+
+
+def _cut(example: tuple[tuple[Any, ...], dict[str, Any]], order: Schedule, cutting: Cutting) -> batches.Cut:
+    cutting.check(*example)
+    pipelines = order.placement.pipelines
+    divided = cutting.divide(*example, None, order.microbatches, "example", pipelines)
+    cut = cutting.cut(*example, divided, order.microbatches, "example", None, pipelines)
+    batches.check_enough(cut, order.microbatches)
+    return cut
+
+
+def _check_alike(engine: Engine, sizes: tuple[int, ...]) -> None:
+    rows = [sum(others) for others in engine.control.gather(sizes)]
+    with engine.control.agreed():
+        if len(set(rows)) > 1:
+            raise ArgumentError(
+                f"the example has {rows} rows on the processes 0..{len(rows) - 1}; each must give one of the same "
+                "shape (later batches of replicas may differ)"
+            )
+
+
+def _device_of(model: nn.Module | Sequence[nn.Module]) -> torch.device:
+    roots = [model] if isinstance(model, nn.Module) else model
+    return next((p.device for root in roots for p in root.parameters()), torch.device("cpu"))
+
+
+def _check_model(model: object, example_args: object) -> None:
+    if isinstance(model, type):
+        raise ArgumentError(f"model={model.__name__}: this is a class; give an instance, {model.__name__}(...)")
+    layers = [model] if isinstance(model, nn.Module) else model
+    if not isinstance(layers, Sequence) or not all(isinstance(layer, nn.Module) for layer in layers):
+        raise ArgumentError(f"model: expected a module or a sequence of modules, not {type(model).__name__}")
+    if isinstance(example_args, (Tensor, batches.Microbatches)):
+        kind = "a tensor" if isinstance(example_args, Tensor) else "a Microbatches"
+        raise ArgumentError(f"example_args is {kind}; expected a tuple of the model's positional inputs: give (x,)")
+
+
+def _check_names(kwargs: Mapping[str, Any]) -> None:
+    taken = sorted({"target", "outputs", "timeline", "loss_scale"} & kwargs.keys())
+    if taken:
+        raise ArgumentError(
+            f"example_kwargs: the model's argument {taken[0]!r} has the name of one that Pipeline.step takes itself; "
+            "pass it by position in example_args, or wrap the model in a module that names it otherwise"
+        )
+
+
+def _check_numbers(**numbers: int | None) -> None:
+    for name, value in numbers.items():
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ArgumentError(f"{name}={value!r}: expected a whole number, at least 1")

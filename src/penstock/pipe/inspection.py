@@ -1,0 +1,339 @@
+"""What a split of a model would look like: its stages, what crosses between them, what they share.
+
+It is made as `penstock.pipeline` makes it, so that what is wrong with it is told without a step. Nothing is run but the
+loss, once, on an output that is made up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import prod
+from types import EllipsisType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ArgumentError, PenstockError
+from penstock.partition import Balance, Partition
+from penstock.partition.chain import as_module
+from penstock.partition.chance.gate import Gate
+from penstock.pipe.build import build
+from penstock.pipe.options import Options
+from penstock.pipe.pipeline import Pipeline
+from penstock.runtime.batch.batch_dims import BatchDims, Dim
+from penstock.runtime.batch.cutting import Cutting, Merge, Split
+from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice
+from penstock.runtime.loss.functions import checked_loss
+from penstock.runtime.loss.loss import Loss, Reduction
+from penstock.runtime.model.overlaps import refuse_overlaps
+from penstock.runtime.processes.world import World
+from penstock.schedule import Schedule, generator
+from penstock.schedule.lowering import order_of
+from penstock.stages import MODEL_INPUT, TensorMeta, gradient_routes, ties
+from penstock.words import counted
+
+
+@dataclass(frozen=True, slots=True)
+class StageFound:
+    """One stage.
+
+    Attributes:
+        index: its number.
+        begins: the name of the module that it begins with; empty for stage 0.
+        work_share: its part of the model's work (floating-point operations and bytes moved, forward and backward).
+        parameters: how many numbers its parameters have, tied ones included.
+        parameter_share: its part of the model's parameters; one that stages share counts on the first of them.
+        parameter_bytes: their size.
+        trained: how many of them take a gradient.
+        buffers: the names of the buffers that it holds.
+        updated: those that the forward updates.
+        draws: the names of the modules on it that draw random numbers.
+        inputs: the names of the model's inputs that it uses.
+        modules: the names of the modules that run on it, none within another.
+        activation_bytes: what a microbatch keeps on it from its forward to its backward, parameters and buffers aside;
+            None where that cannot be seen.
+    """
+
+    index: int
+    begins: str
+    work_share: float
+    parameters: int
+    parameter_share: float
+    parameter_bytes: int
+    trained: int
+    buffers: tuple[str, ...]
+    updated: tuple[str, ...]
+    draws: tuple[str, ...]
+    inputs: tuple[str, ...]
+    modules: tuple[str, ...]
+    activation_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """A tensor that goes from one stage to another.
+
+    Attributes:
+        source, target: the stages. Where target - source > 1 it skips those between.
+        value: its name in the recording.
+        module: the module that made it; empty for the model itself, and for an input of the model.
+        source_line: `file:line` in the code; empty for an input, and for what a whole module returned.
+        shape, dtype, bytes: for the first microbatch.
+        takes_gradient: whether a gradient comes back.
+    """
+
+    source: int
+    target: int
+    value: str
+    module: str
+    source_line: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    takes_gradient: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """A parameter that several stages hold: each a replica, with its gradients added up."""
+
+    name: str
+    stages: tuple[int, ...]
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What was found.
+
+    Attributes:
+        model: the class of the model.
+        parameters, parameter_bytes: of the unsplit model, each parameter once.
+        microbatches: into how many the batch is cut; bytes and shapes are those of the first.
+        stages, crossings, ties: see there.
+        branches: `file:line` of each place where the forward reads the values of an input, and what it read. The split
+            holds for batches that read the same.
+        notes: what the user should know about the recording.
+    """
+
+    model: str
+    parameters: int
+    parameter_bytes: int
+    microbatches: int
+    stages: tuple[StageFound, ...]
+    crossings: tuple[Crossing, ...]
+    ties: tuple[Tie, ...]
+    branches: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def skips(self) -> tuple[Crossing, ...]:
+        """What passes over at least one stage."""
+        return tuple(crossing for crossing in self.crossings if crossing.target - crossing.source > 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+def inspect(
+    model: nn.Module | Sequence[nn.Module],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    stages: int = 2,
+    schedule: str | Schedule = "1f1b",
+    chunks: int | None = None,
+    microbatches: int | None = None,
+    target: Any = None,
+    loss: Loss | Callable[[Any], Tensor] | EllipsisType | None = ...,
+    reduction: Reduction = "mean",
+    batch_dims: BatchDims | Dim = None,
+    split: Split | None = None,
+    merge: Merge | None = None,
+    cuts: Sequence[str] | None = None,
+    leaves: Sequence[str] | None = None,
+    opens: Sequence[str] | None = None,
+    balance: Balance = "flops",
+    recompute: RecomputeChoice = "never",
+    offload: OffloadChoice = False,
+    deferred_batch_norm: bool = False,
+) -> Inspection:
+    """Records a model's forward for one batch and cuts it, as `penstock.pipeline` would, and raises what that would
+    raise, and its first step, but for what only values show. A model on the meta device stays there.
+
+    Args:
+        model, args, kwargs: a module, or a list of layers, and its inputs.
+        stages: how many; the ranks are so many, over the chunks that the schedule puts on each.
+        schedule, chunks: of the run that is planned.
+        microbatches: into how many the batch is cut. All are recorded, so that what one of them cannot do is refused,
+            and the first is told of. None: the `Schedule`'s; as many as the batch is cut into already; or else
+            8, or as many as it has rows, if they are fewer.
+        loss, target: as for `penstock.pipeline` and `Pipeline.step`. The loss is called once, with an output that is
+            made up. Left out: nothing is said about the loss.
+        reduction, batch_dims, split, merge, cuts, leaves, opens, balance, recompute, offload, deferred_batch_norm:
+            as `penstock.pipeline` takes them.
+
+    Raises:
+        ArgumentError: an argument is wrong, or two do not go together.
+        ShapeError: the batch cannot be cut so.
+        PartitionError: the model cannot be recorded or cut; the text names the module, the line and the remedy.
+        ScheduleError: the schedule is not legal.
+    """
+    example = tuple(args), dict(kwargs or {})
+    cutting = Cutting.of(batch_dims, split, merge)
+    order = _order(schedule, stages, chunks, microbatches, example, cutting)
+    on_meta = any(parameter.is_meta for parameter in as_module(model).parameters())
+    options = Options(
+        loss=None if loss is ... else checked_loss(loss),
+        reduction=reduction,
+        cutting=cutting,
+        cuts=cuts,
+        leaves=leaves,
+        opens=opens,
+        balance=balance,
+        devices=["meta"] * order.ranks if on_meta else None,
+        recompute=recompute,
+        offload=offload,
+        deferred_batch_norm=deferred_batch_norm,
+    )
+    with torch.enable_grad(), build(model, example, World(order.ranks), order, options, sees_saved=True) as pipe:
+        untried = pipe.rehearse(*example, target, loss=loss is not ...)
+        partition = _one_copy(pipe.partition, order)
+        notes = [note for note in (untried, _refused_in_processes(partition, order)) if note is not None]
+        found = _described(model, pipe, partition, order.microbatches)
+        return replace(found, notes=(*found.notes, *notes))
+
+
+def _order(
+    schedule: str | Schedule,
+    stages: int,
+    chunks: int | None,
+    microbatches: int | None,
+    example: tuple[tuple[Any, ...], dict[str, Any]],
+    cutting: Cutting,
+) -> Schedule:
+    """The schedule of the run, for as many ranks as have so many stages."""
+    if isinstance(schedule, Schedule):
+        if schedule.placement.depth != stages:
+            raise ArgumentError(
+                f"stages={stages}, but schedule {schedule.name!r} is for {schedule.placement.depth}; give as many"
+            )
+        return order_of(schedule, schedule.ranks, microbatches, chunks)
+    if stages < 1:
+        raise ArgumentError(f"stages={stages}: expected at least 1")
+    if microbatches is not None and microbatches < 1:
+        raise ArgumentError(f"microbatches={microbatches}: expected at least 1")
+    each = generator(schedule).chunks if chunks is None else chunks
+    ranks, left = divmod(stages, max(each, 1))
+    if left:
+        raise ArgumentError(
+            f"stages={stages}: schedule {schedule!r} puts {each} on each rank; give a multiple of {each}, or other "
+            "chunks"
+        )
+    return order_of(schedule, ranks, microbatches or cutting.usual(*example), chunks)
+
+
+def _refused_in_processes(partition: Partition, order: Schedule) -> str | None:
+    """What one process can do, but a process for each rank cannot."""
+    try:
+        refuse_overlaps(partition.stages, lambda stage: order.placement.rank_of[stage])
+    except PenstockError as error:
+        return f"with a process for each rank this is refused: {error}"
+    return None
+
+
+def _one_copy(partition: Partition, order: Schedule) -> Partition:
+    """Without the copies that a bidirectional schedule runs besides."""
+    return replace(partition, stages=partition.stages[: order.placement.depth])
+
+
+def _described(
+    model: nn.Module | Sequence[nn.Module], pipe: Pipeline, partition: Partition, microbatches: int
+) -> Inspection:
+    every = list(pipe.model.parameters())
+    parameters = sum(p.numel() for p in every)
+    return Inspection(
+        model=type(model).__name__ if isinstance(model, nn.Module) else counted(len(model), "layer"),
+        parameters=parameters,
+        parameter_bytes=sum(p.numel() * p.element_size() for p in every),
+        microbatches=microbatches,
+        stages=tuple(_stage(partition, index, parameters) for index in range(len(partition.stages))),
+        crossings=_crossings(partition),
+        ties=_ties(partition),
+        branches=tuple(f"{guard.source_line} reads {guard.expected!r}" for guard in partition.guards),
+        notes=pipe.notes,
+    )
+
+
+def _stage(partition: Partition, index: int, parameters: int) -> StageFound:
+    stage = partition.stages[index]
+    own = list(stage.parameters.values())
+    earlier = {name for before in partition.stages[:index] for name in before.parameters}
+    first = sum(p.numel() for name, p in stage.parameters.items() if name not in earlier)
+    inside = {id(module) for module in stage.module.modules()}
+    return StageFound(
+        index=index,
+        begins=partition.cuts[index - 1] if index else "",
+        work_share=partition.work[index] / (sum(partition.work) or 1),
+        parameters=sum(p.numel() for p in own),
+        parameter_share=first / (parameters or 1),
+        parameter_bytes=sum(p.numel() * p.element_size() for p in own),
+        trained=sum(p.numel() for p in own if p.requires_grad),
+        buffers=stage.meta.buffers,
+        updated=stage.meta.updated,
+        draws=tuple(name for name, module in partition.drawing_modules.items() if id(module) in inside),
+        inputs=tuple(value.name for value in stage.meta.inputs if value.source == MODEL_INPUT),
+        modules=_modules(partition, index),
+        activation_bytes=partition.saved[index] if partition.saved else None,
+    )
+
+
+def _modules(partition: Partition, index: int) -> tuple[str, ...]:
+    module = partition.stages[index].module
+    names: dict[str, None] = {}
+    for node in module.graph.nodes:
+        if node.op == "call_module":
+            called = module.get_submodule(str(node.target))
+            inside = called.inside.graph.nodes if isinstance(called, Gate) else (node,)
+            names.update({str(n.target): None for n in inside if n.op == "call_module"})
+    return tuple(names)
+
+
+def _crossings(partition: Partition) -> tuple[Crossing, ...]:
+    metas = [stage.meta for stage in partition.stages]
+    routes = gradient_routes(metas)
+    found = []
+    for stage in metas:
+        for value in stage.inputs:
+            if value.source == MODEL_INPUT:
+                continue
+            origin = partition.origins[value.name]
+            found.append(
+                Crossing(
+                    source=value.source,
+                    target=stage.index,
+                    value=value.name,
+                    module=origin.module,
+                    source_line=origin.source_line,
+                    shape=value.meta.shape,
+                    dtype=value.meta.dtype,
+                    bytes=_bytes(value.meta),
+                    takes_gradient=(value.source, value.name) in routes,
+                )
+            )
+    return tuple(sorted(found, key=lambda crossing: (crossing.source, crossing.target)))
+
+
+def _bytes(meta: TensorMeta) -> int:
+    dtype: torch.dtype = getattr(torch, meta.dtype)
+    return prod(meta.shape) * dtype.itemsize
+
+
+def _ties(partition: Partition) -> tuple[Tie, ...]:
+    shared = ties([stage.meta for stage in partition.stages])
+    return tuple(
+        Tie(name, holders, partition.stages[holders[0]].parameters[name].numel()) for name, holders in shared.items()
+    )

@@ -1,0 +1,74 @@
+"""What a pipeline is made with besides the model, its processes and the schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, get_args
+
+import torch
+
+from penstock.errors import ArgumentError
+from penstock.partition import Balance
+from penstock.runtime.batch.cutting import Cutting
+from penstock.runtime.execute.engine import TransportChoice
+from penstock.runtime.features.compiled import Compile, arguments_of
+from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice
+from penstock.runtime.loss.loss import Loss, Reduction
+from penstock.runtime.model.materialize import Materialize
+
+if TYPE_CHECKING:
+    from penstock.runtime.features.frame import Parallelize
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The arguments of `penstock.pipeline` by the same names; `cutting` is made of batch_dims, split and merge.
+
+    Raises:
+        ArgumentError: one of them is wrong by itself, or two of them exclude each other.
+    """
+
+    loss: Loss | None = None
+    reduction: Reduction = "mean"
+    cutting: Cutting = field(default_factory=lambda: Cutting.of(None))
+    cuts: Sequence[str] | None = None
+    leaves: Sequence[str] | None = None
+    opens: Sequence[str] | None = None
+    balance: Balance = "flops"
+    devices: Sequence[torch.device | str] | torch.device | str | None = None
+    share_loss: bool = True
+    transport: TransportChoice = "auto"
+    materialize: Materialize | None = None
+    parallelize: Parallelize | None = None
+    seed: int | None = None
+    recompute: RecomputeChoice = "never"
+    offload: OffloadChoice = False
+    deferred_batch_norm: bool = False
+    compile: Compile = False
+    check_finite: bool = False
+    lost_after: float | None = None
+
+    def __post_init__(self) -> None:
+        if not callable(self.reduction) and self.reduction not in ("mean", "sum"):
+            raise ArgumentError(f"reduction={self.reduction!r}: expected 'mean', 'sum' or a function of the target")
+        for name, value in {"cuts": self.cuts, "leaves": self.leaves, "opens": self.opens}.items():
+            if isinstance(value, str):
+                raise ArgumentError(f"{name}={value!r}: expected a list of names, such as [{value!r}]")
+        transports = get_args(TransportChoice)
+        if self.transport not in transports:
+            raise ArgumentError(f"transport={self.transport!r}: expected one of {', '.join(map(repr, transports))}")
+        if not isinstance(self.check_finite, bool):
+            raise ArgumentError(f"check_finite={self.check_finite!r}: expected True or False")
+        if self.lost_after is not None and not _is_wait(self.lost_after):
+            raise ArgumentError(f"lost_after={self.lost_after!r}: expected seconds, 1 or more, or None")
+        if arguments_of(self.compile) is not None and self.check_finite:
+            raise ArgumentError(
+                "check_finite=True looks at every call of a stage, which compiled stages do not show; leave compile= "
+                "out while you look for a NaN"
+            )
+
+
+def _is_wait(seconds: object) -> bool:
+    return isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and 1 <= seconds < math.inf

@@ -1,0 +1,333 @@
+"""One step of a pipeline: from the caller's batch to the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.launch.step_file import announcer
+from penstock.partition import Partition
+from penstock.partition._compat import unflatten
+from penstock.pipe.options import Options
+from penstock.pipe.result import SharedLoss, StepResult
+from penstock.runtime.batch import microbatches as batches
+from penstock.runtime.batch.aliases import refuse_aliases
+from penstock.runtime.batch.cutting import Cutting, Microbatch
+from penstock.runtime.batch.outline import Outline
+from penstock.runtime.execute.assembly import RECOMPUTE
+from penstock.runtime.execute.engine import Engine, Job
+from penstock.runtime.execute.program import Feed, model_inputs
+from penstock.runtime.features.compiled import arguments_of
+from penstock.runtime.features.context import Binding
+from penstock.runtime.features.deferred_norm import DeferredNorms, refuse_none, refuse_unseen
+from penstock.runtime.features.per_stage import offload_by_stage, recompute_by_stage
+from penstock.runtime.loss.functions import OutputLoss, saying_what_is_missing
+from penstock.runtime.loss.loss import Loss, Reduction, weights
+from penstock.runtime.model.split_model import SplitModel
+from penstock.runtime.step.jobs import Call, Jobs, Known
+from penstock.runtime.step.outputs import Wanted, bring, code_of
+from penstock.runtime.step.rehearsal import try_loss
+from penstock.schedule import Schedule, first_microbatches
+from penstock.schedule.lowering import lower_evaluation, lower_training
+from penstock.schedule.timeline import Timeline
+
+
+class Steps:
+    """Runs the steps of one pipeline.
+
+    Args:
+        order: computations alone, for as many microbatches as a batch has at most.
+        example: the batch that the pipeline is made for.
+
+    Attributes:
+        schedule: what every rank does for a batch like the example, communication included.
+        jobs: one for each kind of batch so far.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        split: SplitModel,
+        order: Schedule,
+        example: batches.Cut,
+        options: Options,
+        norms: DeferredNorms | None,
+    ) -> None:
+        self.world = engine.world
+        self._engine = engine
+        self._split = split
+        self._order = order
+        self._options = options
+        self._norms = norms
+        with engine.control.agreed():
+            self._of_training = _of_training(options, order.placement.depth)
+        self._loss = saying_what_is_missing(options.loss)
+        self._announce = announcer()
+        engine.streams.first_microbatch = engine.world.replica * order.microbatches
+        self.jobs = Jobs(engine, split, self._bind, order.placement.rank_of[0])
+        self._first = self.jobs.add(example, Outline.of(example), training=True)
+        first = self._first.job
+        if norms is not None:
+            with engine.control.agreed():
+                refuse_none(stage.meta for stage in first.partitions[0].stages)
+        self.schedule = first.schedule
+
+    @property
+    def has_inputs(self) -> bool:
+        """Whether this process runs the first stage."""
+        return bool(self._ranks_of(self._order.placement.is_first) & set(self._engine.ranks))
+
+    @property
+    def looks_at_targets(self) -> bool:
+        """Whether something, on some rank, does."""
+        return _wants_target(self._options.loss) or callable(self._options.reduction)
+
+    @property
+    def needs_inputs(self) -> bool:
+        """Whether this process runs the first stage, or cuts the target by a function that looks at inputs as well."""
+        by_function = self._options.cutting.split is not None
+        return self.has_inputs or (by_function and self.has_outputs and self.looks_at_targets)
+
+    @property
+    def needs_targets(self) -> bool:
+        """Whether this process runs the last stage, or cuts the inputs by a function that looks at targets as well."""
+        by_function = self._options.cutting.split is not None
+        return self.looks_at_targets and (self.has_outputs or (by_function and self.has_inputs))
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether this process runs the last stage."""
+        return bool(self._ranks_of(self._order.placement.is_last) & set(self._engine.ranks))
+
+    def run(
+        self,
+        number: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any,
+        *,
+        training: bool,
+        outputs: Wanted,
+        timeline: bool,
+        loss_scale: float = 1.0,
+    ) -> StepResult:
+        """One step, the `number`-th; see `Pipeline.step`. Whatever ends it ends the other ranks as well."""
+        if training and self._announce is not None:
+            self._announce(number)
+        try:
+            call = Call(training, code_of(outputs, self.world.ranks), timeline)
+            first = self._order.placement.is_first
+            divided = self._divide(args, kwargs, target) if self.has_inputs or self.has_outputs else None
+            cut = self.cut(args, kwargs, divided, "input", self._device_of(first)) if self.has_inputs else None
+            known = self.jobs.next(cut, call)
+            self._refuse_aliases(known, args, kwargs, target, divided)
+            inputs = self._inputs(known, cut)
+            feed = Feed(inputs, loss_scale=loss_scale)
+            if self.has_outputs:
+                targets = self._targets(known, target, kwargs, divided)
+                feed = Feed(inputs, targets, self._weights(known, targets), outputs is not False, loss_scale)
+            with self._split.settling():
+                moments = self._engine.run(known.job, feed, number, timed=timeline)
+            return self._result(known, feed, call, moments)
+        except BaseException as error:
+            cause = self._engine.control.fail(error)
+            if cause is error:
+                raise
+            raise cause from None  # the cause is on another rank; what it did to this one only hides it
+
+    def rehearse(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, *, loss: bool) -> str | None:
+        """Raises what `run` would for a batch like the example before its first forward and, if `loss`, for a loss of
+        whatever value. One process drives all ranks. Returns why the loss could not be tried, if so."""
+        known = self._first
+        divided = self._divide(args, kwargs, target)
+        self._refuse_aliases(known, args, kwargs, target, divided)
+        if not loss:
+            return None
+        targets = self._targets(known, target, kwargs, divided)
+        weight = self._weights(known, targets)[0]
+        devices = tuple({*self._engine.devices})
+        with self._engine.streams.drawing(0, devices):
+            return try_loss(known.job, None if targets is None else targets[0], weight, _given(self._options.loss))
+
+    def _divide(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Microbatch, ...] | None:
+        """The microbatches that the user's function makes of a batch, if there is one."""
+        order = self._order
+        return self._cutting.divide(args, kwargs, target, order.microbatches, "input", order.placement.pipelines)
+
+    def cut(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        divided: Sequence[Microbatch] | None,
+        what: str,
+        device: torch.device,
+    ) -> batches.Cut:
+        """The microbatches of a batch's inputs."""
+        order = self._order
+        return self._cutting.cut(args, kwargs, divided, order.microbatches, what, device, order.placement.pipelines)
+
+    def microbatches(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, device: torch.device
+    ) -> list[Microbatch]:
+        """One batch as `run` cuts it, with the rows of each piece and the target that the loss and `reduction` get."""
+        divided = self._divide(args, kwargs, target)
+        cut = self.cut(args, kwargs, divided, "batch", device)
+        labels = not _has_target(target, divided) and self._options.loss is None
+        targets = self._cutting.targets(
+            kwargs.get("labels") if labels else target, divided, cut.sizes, device, labels=labels
+        )
+        inputs = [unflatten(piece.leaves, piece.structure) for piece in cut.pieces]
+        parts = zip(inputs, targets, cut.sizes, strict=True)
+        return [Microbatch(args, kwargs, one, rows) for (args, kwargs), one, rows in parts]
+
+    @property
+    def _cutting(self) -> Cutting:
+        return self._options.cutting
+
+    def _bind(self, partitions: Sequence[Partition], training: bool) -> Job:
+        order, split = first_microbatches(self._order, len(partitions)), self._split
+        metas = [stage.meta for stage in partitions[0].stages]
+        with self._engine.agreed_at_first():
+            if training:
+                like = self._order if self.world.data_parallel > 1 else None
+                ties = [group.stages for group in split.tie_groups]
+                order = lower_training(order, metas, ties, split.sharded_stages, like)
+                if self._norms is not None:
+                    refuse_unseen(partitions[0], split.model)
+            else:
+                order = lower_evaluation(order, metas, split.sharded_stages)
+            binding = Binding(
+                partitions,
+                order,
+                self._loss,
+                training,
+                sharded=split.sharded,
+                compile=arguments_of(self._options.compile),
+            )
+            if training:
+                binding = replace(binding, norms=self._norms, **self._of_training)
+        return self._engine.bind(binding)
+
+    def _ranks_of(self, end: Callable[[int], bool]) -> set[int]:
+        """The ranks of the pipelines' first (or last) stages."""
+        placement = self._order.placement
+        return {placement.rank_of[stage] for stage in range(placement.stages) if end(stage)}
+
+    def _device_of(self, end: Callable[[int], bool]) -> torch.device:
+        """Where this process's first (or last) stage is."""
+        return self._engine.devices[min(self._ranks_of(end) & set(self._engine.ranks))]
+
+    def _refuse_aliases(
+        self,
+        known: Known,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any,
+        divided: Sequence[Microbatch] | None,
+    ) -> None:
+        """Of what this process was given. Raises ArgumentError."""
+        if divided is None and self._cutting.split is not None:  # the recorded inputs are those of its pieces
+            return
+        seen = target if self.looks_at_targets else None
+        refuse_aliases(known.job.partitions[0].overwritten, args, kwargs, seen, divided)
+
+    def _inputs(self, known: Known, cut: batches.Cut | None) -> list[dict[int, Tensor]]:
+        """For each microbatch, the model's inputs by position among the first stage's inputs."""
+        if cut is None:
+            return []
+        positions = model_inputs(known.job.partitions[0].stages[0].meta)
+        return [dict(zip(positions, given, strict=True)) for given in self.jobs.inputs(known, cut)]
+
+    def _weights(self, known: Known, targets: Sequence[Any] | None) -> list[float]:
+        """Of the microbatches' losses, in the batch of all replicas."""
+        reduction: Reduction = "mean" if targets is None else self._options.reduction
+        replicas, engine = self._engine.replicas, self._engine
+        if replicas is None:
+            return weights(reduction, known.sizes, targets or ())
+        watched, settings = engine.control.watchdog, self.jobs.settings()
+        mean = partial(replicas.mean, training=known.job.training, settings=settings, watched=watched)
+        if reduction == "sum":
+            mean(0.0)  # there is no mean to take, but replicas that do not take the same step must find out
+        return weights(reduction, known.sizes, targets or (), self.world.data_parallel, mean)
+
+    def _targets(
+        self, known: Known, target: Any, kwargs: dict[str, Any], divided: Sequence[Microbatch] | None
+    ) -> Sequence[Any] | None:
+        labels = False
+        if not _has_target(target, divided):
+            labels = self._options.loss is None  # for a reduction that weighs a model's own loss
+            if not labels and _wants_target(self._options.loss) and not known.job.training:
+                return None
+        given = kwargs.get("labels") if labels else target
+        device = self._device_of(self._order.placement.is_last)
+        return self._cutting.targets(given, divided, known.sizes, device, labels=labels)
+
+    def _result(self, known: Known, feed: Feed, call: Call, moments: Mapping[int, Any]) -> StepResult:
+        job = known.job
+        shared = self._shared_loss(job)
+        losses = tuple(loss for loss in job.head.losses if loss is not None) if self.has_outputs else ()
+        timeline = None
+        if call.timeline:
+            rows = {rank: row for part in self._engine.control.gather_line(moments) for rank, row in part.items()}
+            timeline = Timeline.from_nanoseconds(
+                [rows[rank] for rank in range(self.world.ranks)], in_turns=self.world.is_local
+            )
+        outputs = tuple(job.head.outputs) if feed.keep_outputs else None
+        if call.outputs:
+            outputs = bring(self._engine, job.schedule, outputs, call.outputs)
+        return StepResult(losses, timeline, known.sizes, shared, outputs)
+
+    def _shared_loss(self, job: Job) -> SharedLoss:
+        """The loss on its way to every rank: from the last stage of each pipeline the terms of its microbatches."""
+        if self.world.data_parallel > 1 and self._options.share_loss:
+            return self._summed_loss(job)
+        placement, head = job.schedule.placement, job.head
+        sources = {placement.rank_of[stage]: stage for stage in range(placement.stages) if placement.is_last(stage)}
+        if len(sources) == 1 or self.world.is_local:
+            parts = {placement.rank_of[-1]: [head.total()] if self.has_outputs else [None]}
+        else:
+            parts = {rank: head.terms(job.schedule.numbers_on(stage)) for rank, stage in sources.items()}
+        shared = SharedLoss(list(parts.values()))
+        if self._options.share_loss:
+            for rank, buffer in zip(parts, shared.buffers, strict=True):
+                shared.waits.append(self._engine.share(buffer, rank))
+        return shared
+
+    def _summed_loss(self, job: Job) -> SharedLoss:
+        """The loss of all replicas, on its way to every process: a sum in which each microbatch has its own place."""
+        placement, first = job.schedule.placement, self.world.replica * self._order.microbatches
+        terms: list[Tensor | None] = [None] * (self._order.microbatches * self.world.data_parallel)
+        for stage in range(placement.stages):
+            if placement.is_last(stage) and placement.rank_of[stage] in self._engine.ranks and self.world.share == 0:
+                numbers = job.schedule.numbers_on(stage)
+                terms[first + numbers.start : first + numbers.stop] = job.head.terms(numbers)
+        shared = SharedLoss([terms], self.world.data_parallel)
+        shared.waits.append(self._engine.control.share_sum(shared.buffers[0]))
+        return shared
+
+
+def _of_training(options: Options, stages: int) -> dict[str, Any]:
+    """What a user chose for stages whose backward runs, by the names of `Binding`. Raises ArgumentError."""
+    return {
+        "recompute": recompute_by_stage(options.recompute, stages, RECOMPUTE),
+        "offload": offload_by_stage(options.offload, stages),
+        "check_finite": options.check_finite,
+    }
+
+
+def _has_target(target: Any, divided: Sequence[Microbatch] | None) -> bool:
+    return target is not None if divided is None else any(piece.target is not None for piece in divided)
+
+
+def _given(loss: Loss | None) -> object:
+    """The user's loss, as it was given."""
+    return getattr(loss, "__wrapped__", loss)
+
+
+def _wants_target(loss: Loss | None) -> bool:
+    return loss is not None and not isinstance(loss, OutputLoss)

@@ -1,0 +1,362 @@
+"""The proof: pipelined steps against the unsplit model on the same microbatches, value by value.
+
+Compares outputs, loss, every parameter's gradient and every buffer in every step, and skips none. What one stage
+holds must be equal to the bit where that can be promised (on CPU, in float32 or float64); what several stages hold is
+added in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ArgumentError
+from penstock.partition._compat import flatten
+from penstock.pipe.build import build, pipeline
+from penstock.pipe.options import Options
+from penstock.pipe.pipeline import Pipeline
+from penstock.proof.comparison import Report, Row, WholeBatch, compare
+from penstock.proof.term_sizes import TermSizes
+from penstock.proof.twins import Made, twins
+from penstock.proof.whole_batch import Whole
+from penstock.runtime.batch.cutting import Cutting, Microbatch
+from penstock.runtime.exact import rules as exact_rules
+from penstock.runtime.gradients.distribution import whole
+from penstock.runtime.loss.functions import checked_loss, saying_what_is_missing
+from penstock.runtime.loss.loss import (
+    Loss,
+    Reduction,
+    checked_value,
+    no_gradient,
+    own_loss,
+    root_of,
+    weighted_sum,
+    weights,
+)
+from penstock.runtime.processes.world import World
+from penstock.runtime.step.example import is_whole
+from penstock.schedule import Schedule, generate
+from penstock.stages import needs_backward, ties
+
+STEPS = 2
+"""The first agrees on layouts, and its messages take another way than all others: both are compared."""
+
+
+def verify(
+    model: nn.Module | Sequence[nn.Module] | Callable[[], Any],
+    args: Sequence[Any] = (),
+    target: Any = None,
+    loss: Loss | Callable[[Any], Tensor] | None = None,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    reduction: Reduction = "mean",
+    exact: bool | None = None,
+    whole_batch: bool = True,
+    schedule: str | Schedule = "1f1b",
+    **options: Any,
+) -> Report:
+    """Runs two training steps through a pipeline and on the unsplit model, and compares everything in each.
+
+    A model is taken over, as by `penstock.pipeline`, and left without gradients of its own; give a function that makes
+    it, or a copy, to keep it.
+
+    Under torchrun every rank calls it with the same arguments, and gets the same report. On a mesh with replicas each
+    passes its own part of the batch, and the unsplit model runs on all parts.
+
+    Args:
+        model: as for `penstock.pipeline`, or a function that makes it, or a tuple of it and its loss. The function is
+            called twice, from the same state of all generators. A model is copied; where that cannot be,
+            give a function.
+        args, kwargs, target, loss, reduction, schedule: as for `penstock.pipeline` and `Pipeline.step`.
+        exact: demand equality to the bit; None: on CPU, in float32 or float64, without compiled stages and without
+            tensor parallelism. Otherwise the tolerances of `torch.testing.assert_close` hold, scaled down for tensors
+            of small values.
+        whole_batch: also compare with the unsplit model on the whole batch at once, and say why that differs where it
+            does: `Report.whole_batch`. Where the batch is cut along the wrong dimension the report is not ok.
+        options: the other arguments of `penstock.pipeline`; microbatches are by default as many as the batch has rows,
+            if these are fewer than 8.
+
+    Raises:
+        ArgumentError: the model cannot be made or copied so that there are two.
+    """
+    kwargs = dict(kwargs or {})
+    if isinstance(schedule, str) and options.get("microbatches") is None and is_whole((tuple(args), kwargs)):
+        cutting = Cutting.of(options.get("batch_dims"), options.get("split"), options.get("merge"))
+        options["microbatches"] = cutting.usual(tuple(args), kwargs)
+    mine, other = twins(model, loss)
+    with pipeline(mine.model, args, kwargs, loss=mine.loss, reduction=reduction, schedule=schedule, **options) as pipe:
+        batch = Microbatch(tuple(args), kwargs, target)
+        reference = _reference(other, pipe, batch, reduction, options, whole_batch)
+        if exact is None:
+            divided = len(pipe.world.column) > len(pipe.world.replicas)  # layers, which adds in another order
+            exact = reference.can_be_exact and not options.get("compile") and not divided
+        compared = []
+        for expected in reference.steps:
+            _forget_gradients(pipe)
+            result = pipe.step(*args, target=target, outputs=True, **kwargs)
+            total = result.loss
+            outputs = result.outputs if pipe.has_outputs else None
+            rows = [row for part in pipe.gather(_compare(pipe, outputs, total, expected, exact)) for row in part]
+            compared.append(list(_complete(rows, expected)))
+        return Report(
+            tuple(_over_steps(compared)),
+            pipe.schedule.name,
+            pipe.world.ranks,
+            len(pipe.stages),
+            pipe.schedule.microbatches,
+            float(total),
+            exact,
+            pipe.world.data_parallel,
+            len(compared),
+            reference.whole_batch,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """One step of the unsplit model. `outputs` are the tensor leaves of each microbatch's output, of all replicas;
+    `gradients` those of parameters, and of buffers that require one; `buffers` what the first replica's part leaves,
+    as in DistributedDataParallel; `terms` how large the terms are of gradients that a pipeline adds up in another
+    order."""
+
+    outputs: list[list[Tensor]]
+    loss: Tensor
+    gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+    terms: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    """What the unsplit model does."""
+
+    steps: list[_Expected]
+    can_be_exact: bool
+    whole_batch: WholeBatch | None
+
+
+def _reference(
+    made: Made, pipe: Pipeline, batch: Microbatch, reduction: Reduction, options: Mapping[str, Any], whole_batch: bool
+) -> _Reference:
+    """Runs the unsplit model's own forward, microbatch by microbatch, with the pipeline's random streams.
+
+    Where the model draws outside of any module that is called, its own forward cannot be told which stream to use:
+    there the reference is the recorded model on one rank.
+    """
+    replicas, loss = pipe.world.data_parallel, saying_what_is_missing(checked_loss(made.loss))
+    given = batch if replicas == 1 else dict(pipe.gather((pipe.world.replica, batch)))[0]
+    mine = pipe.split_batch(batch.args, dict(batch.kwargs), batch.target, _uncut_device(batch))
+    parts = {0: mine} if replicas == 1 else dict(pipe.gather((pipe.world.replica, mine)))
+    pieces = [piece for replica in range(replicas) for piece in parts[replica]]
+    alone = build(
+        made.model,
+        ((), {}),
+        World(1),
+        generate("naive", 1, len(pieces)),
+        Options(
+            loss=loss,
+            reduction=reduction,
+            cutting=Cutting.of(None, split=lambda *_: pieces),
+            leaves=options.get("leaves"),
+            opens=options.get("opens"),
+            devices=pipe.device,
+            materialize=options.get("materialize"),
+            seed=pipe.seed,
+            deferred_batch_norm=options.get("deferred_batch_norm", False),
+        ),
+    )
+    with alone:
+        sizes = _term_sizes(alone, pipe)
+        steps = [_step(alone, loss, reduction, replicas, sizes) for _ in range(STEPS)]
+        parameters = alone.all_parameters()
+        exact = all(p.device.type == "cpu" and p.dtype in (torch.float32, torch.float64) for _, p in parameters)
+        whole = None
+        if whole_batch:
+            rows = sum(piece.rows or 0 for piece in parts[0])
+            cutting = Cutting.of(options.get("batch_dims"), options.get("split"), options.get("merge"))
+            whole = Whole(alone, given._replace(rows=rows), cutting, parts[0], loss, reduction).compare()
+        return _Reference(steps, exact, whole)
+
+
+def _uncut_device(batch: Microbatch) -> torch.device:
+    """Where the batch is: what crosses to other replicas stays there."""
+    leaves = flatten((batch.args, dict(batch.kwargs))).leaves
+    return next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
+
+
+def _term_sizes(alone: Pipeline, pipe: Pipeline) -> TermSizes:
+    """What measures the terms of the gradients that the pipeline adds up in another order."""
+    reordered = _reordered(pipe)
+    trained = {name: tensor for name, tensor in _trained(alone.all_parameters(), alone) if name in reordered}
+    one_copy = pipe.stages[: len(pipe.stages) // pipe.schedule.placement.pipelines]
+    return TermSizes(trained, by_use=ties(one_copy))
+
+
+def _step(alone: Pipeline, loss: Loss | None, reduction: Reduction, replicas: int, sizes: TermSizes) -> _Expected:
+    _forget_gradients(alone)
+    with sizes.measuring() as terms:
+        outputs, total = _run_reference(alone, loss, reduction, replicas, sizes)
+    return _Expected(
+        [[tensor.detach() for tensor in _tensors(output)] for output in outputs],
+        total,
+        {name: _kept(tensor.grad) for name, tensor in _trained(alone.all_parameters(), alone)},
+        {name: buffer.detach().clone() for name, buffer in alone.named_buffers()},
+        terms,
+    )
+
+
+def _run_reference(
+    alone: Pipeline, loss: Loss | None, reduction: Reduction, replicas: int, sizes: TermSizes
+) -> tuple[list[Any], Tensor]:
+    """Outputs and loss of one step."""
+    if alone.draws_in_glue:
+        if replicas > 1 and any(stage.updated for stage in alone.stages):
+            raise ArgumentError(
+                "this model updates buffers, and draws random numbers outside of any module that is called; "
+                "there is no reference for it with replicas: verify it on a mesh without"
+            )
+        result = alone.step(outputs=True)
+        return list(result.outputs), result.loss
+    run = _run_unsplit(alone, loss, reduction, replicas, sizes)
+    alone.step_count += 1
+    return run
+
+
+def _kept(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.detach().clone()
+
+
+def _trained(parameters: Iterable[tuple[str, Tensor]], pipe: Pipeline) -> list[tuple[str, Tensor]]:
+    """Parameters, and the buffers that require a gradient."""
+    return [*parameters, *((name, buffer) for name, buffer in pipe.named_buffers() if buffer.requires_grad)]
+
+
+def _forget_gradients(pipe: Pipeline) -> None:
+    for _, tensor in _trained(pipe.all_parameters(), pipe):
+        tensor.grad = None
+
+
+def _run_unsplit(
+    alone: Pipeline, loss: Loss | None, reduction: Reduction, replicas: int, sizes: TermSizes
+) -> tuple[list[Any], Tensor]:
+    """Outputs and loss of one step, after which buffers are as the first of the replicas leaves them."""
+    pieces = alone.split_batch((), {})
+    weighted = weights(reduction, [piece.rows or 0 for piece in pieces], [piece.target for piece in pieces])
+    outputs: list[Any] = []
+    losses: list[Tensor] = []
+    first: dict[str, Tensor] = {}
+    with alone.drawing() as streams, alone.deferring() as norms:
+        for k, (args, given, target, _) in enumerate(pieces):
+            kwargs = dict(given)
+            streams.begin(k, {})
+            first_replica = k * replicas < len(pieces)  # whose buffers count
+            with nullcontext() if norms is None or not first_replica else norms.forward(k, runs_again=False):
+                output = alone.model(*args, **{**kwargs, **alone.default_kwargs(args, kwargs)})
+            streams.begin_loss(k)
+            value = checked_value(own_loss(output) if loss is None else loss(output, target), output)
+            streams.begin(k, {}, again=True)
+            root = root_of(value, weighted[k], _tensors(output))
+            sizes.watch(root)
+            if root.requires_grad:
+                with exact_rules.outside_autocast(value.device.type):
+                    root.backward(torch.full_like(value, weighted[k]))  # type: ignore[no-untyped-call]
+            elif any(map(needs_backward, alone.stages)):
+                raise no_gradient()
+            losses.append(value.detach())
+            outputs.append(output)
+            if (k + 1) * replicas == len(pieces):
+                first = {name: buffer.detach().clone() for name, buffer in alone.named_buffers()}
+        with torch.no_grad():
+            for name, buffer in alone.named_buffers():
+                buffer.copy_(first[name])  # deferred norms are committed after this
+    total = weighted_sum(losses, weighted)
+    assert total is not None
+    return outputs, total.cpu()
+
+
+def _compare(
+    pipe: Pipeline, outputs: Sequence[Any] | None, loss: Tensor, expected: _Expected, exact: bool
+) -> list[Row]:
+    """The rows of what this process holds."""
+    order = pipe.schedule
+    lasts = [stage for stage in range(order.stages) if order.placement.is_last(stage)]
+    rows = []
+    first = pipe.world.replica * order.microbatches
+    if outputs is not None:
+        for k, output in enumerate(outputs):
+            reference = expected.outputs[first + k]
+            last = next(stage for stage in lasts if k in order.numbers_on(stage))
+            if output is None and len(lasts) > 1:
+                continue  # on the rank of another copy's last stage
+            for index, (mine, other) in enumerate(zip(_tensors(output), reference, strict=True)):
+                rows.append(compare("output", f"{index} of microbatch {first + k}", (last,), mine, other, exact))
+        rows.append(compare("loss", "loss", tuple(lasts), loss, expected.loss, exact))
+    shared = ties(pipe.stages)
+    holders = {name: (stage.index,) for stage in pipe.stages for name in (*stage.parameters, *stage.buffers)} | shared
+    reordered = _reordered(pipe)
+    for name, parameter in _trained(pipe.named_parameters(), pipe):
+        rows.append(
+            compare(
+                "gradient",
+                name,
+                holders[name],
+                None if parameter.grad is None else whole(parameter.grad),
+                expected.gradients[name],
+                exact,
+                reordered.get(name, ""),
+                expected.terms.get(name),
+            )
+        )
+    for name, buffer in pipe.named_buffers():
+        rows.append(compare("buffer", name, holders[name], whole(buffer), expected.buffers[name], exact))
+    return rows
+
+
+def _reordered(pipe: Pipeline) -> dict[str, str]:
+    """The gradients whose terms the pipeline adds up in another order than the unsplit model, and why."""
+    over = "terms of several replicas, added in another order" if pipe.world.data_parallel > 1 else ""
+    if not over and pipe.reorders_gradients:
+        over = "a branch may be passed by, so that two values that cross a cut are one: terms added in another order"
+    every = (
+        dict.fromkeys((n for stage in pipe.stages for n in (*stage.parameters, *stage.buffers)), over) if over else {}
+    )
+    return every | dict.fromkeys(ties(pipe.stages), "terms of several stages, added in another order")
+
+
+def _complete(rows: Sequence[Row], expected: _Expected) -> Iterator[Row]:
+    """Every comparison once, in the model's order; what no stage holds is compared as absent."""
+    found: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        known = found.setdefault((row.kind, row.name), row)
+        if known.ok and not row.ok:
+            found[row.kind, row.name] = row
+    for k, output in enumerate(expected.outputs):
+        for index, reference in enumerate(output):
+            name = f"{index} of microbatch {k}"
+            yield found.get(("output", name)) or compare("output", name, (), None, reference, True)
+    yield found["loss", "loss"]
+    for name, gradient in expected.gradients.items():
+        yield found.get(("gradient", name)) or compare("gradient", name, (), None, gradient, True)
+    for name, buffer in expected.buffers.items():
+        yield found.get(("buffer", name)) or compare("buffer", name, (), None, buffer, True)
+
+
+def _over_steps(compared: Sequence[Sequence[Row]]) -> Iterator[Row]:
+    """One row for each value: of the first step in which it is not as promised, or of the one in which it is furthest
+    from equal."""
+    found: dict[tuple[str, str], Row] = {}
+    for step, rows in enumerate(compared, 1):
+        for row in rows:
+            known = found.get((row.kind, row.name))
+            if known is None or (known.ok and (not row.ok or row.max_difference > known.max_difference)):
+                found[row.kind, row.name] = row if row.ok else replace(row, step=step)
+    yield from found.values()
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in flatten(tree).leaves if isinstance(leaf, Tensor)]

@@ -1,0 +1,1 @@
+"""Cutting a batch into microbatches, and putting outputs together again."""

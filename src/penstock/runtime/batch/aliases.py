@@ -1,0 +1,69 @@
+"""Tensors of one batch that share memory, where the forward updates one of them in place.
+
+On one device the others change with it: `loss(model(x), x)` compares with what a `ReLU(inplace=True)` has made of x. In
+a pipeline each has memory of its own, often in another process, and would not see the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from penstock.errors import ArgumentError
+from penstock.partition._compat import flatten
+from penstock.partition.memory import overlap
+from penstock.partition.objects import input_path
+from penstock.runtime.batch.cutting import Microbatch
+from penstock.runtime.batch.microbatches import Microbatches
+
+Named = tuple[str, Tensor]
+"""A tensor with its path, as a caller would write it."""
+
+
+def refuse_aliases(
+    overwritten: Collection[str],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    target: Any,
+    divided: Sequence[Microbatch] | None,
+) -> None:
+    """Raises ArgumentError if an input that the forward updates in place shares memory with another input or a target.
+
+    Where the batch comes in pieces, this includes the inputs of other microbatches.
+
+    Args:
+        overwritten: the paths of the inputs that the forward updates in place.
+        divided: what the user's function has made of the batch; None where there is no such function.
+    """
+    if not overwritten:
+        return
+    inputs: list[Named] = []
+    targets: list[Named] = []
+    for piece in [Microbatch(args, kwargs, target)] if divided is None else divided:
+        inputs += [(input_path(path), tensor) for path, tensor in _tensors((piece.args, dict(piece.kwargs)))]
+        targets += [(f"target{path}", tensor) for path, tensor in _tensors(piece.target)]
+    for place, (path, tensor) in enumerate(inputs):
+        if path not in overwritten:
+            continue
+        others = [*inputs[:place], *inputs[place + 1 :], *targets]
+        found = next((other for other, beside in others if overlap(tensor, beside)), None)
+        if found is not None:
+            it = f"{found} of another microbatch" if found == path else found
+            raise ArgumentError(
+                f"the forward updates input {path} in place, and {it} shares memory with it: on one device {it} would "
+                "change as well, but in a pipeline each has memory of its own. Pass a clone as one of the two "
+                "(x.clone()), or have the model not update its input in place"
+            )
+
+
+def _tensors(tree: Any) -> Iterator[Named]:
+    """The tensors of a batch; those of its pieces under the path that they have in each microbatch."""
+    flat = flatten(tree)
+    for leaf, path in zip(flat.leaves, flat.paths, strict=True):
+        if isinstance(leaf, Tensor):
+            yield path, leaf
+        elif isinstance(leaf, Microbatches):
+            for piece in leaf.pieces:
+                yield from ((path + inner, tensor) for inner, tensor in _tensors(piece))

@@ -1,0 +1,195 @@
+"""How a pipeline's batches become microbatches, and their outputs a batch's: along dimensions, or by functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from penstock.errors import ArgumentError, ShapeError
+from penstock.partition._compat import flatten
+from penstock.runtime.batch import microbatches as batches
+from penstock.runtime.batch.batch_dims import BatchDims, Dim, Dims, parse
+from penstock.runtime.batch.merging import join, refuse_missing
+from penstock.runtime.batch.microbatches import Cut, Microbatches
+from penstock.schedule import MICROBATCHES
+
+
+class Microbatch(NamedTuple):
+    """One piece of a batch, as a `split=` function returns it.
+
+    Attributes:
+        args, kwargs: the model's inputs.
+        target: what the loss takes; None where the batch came without.
+        rows: how many rows it counts for in a mean; None: as many as its inputs have along the batch's dimension.
+    """
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = MappingProxyType({})
+    target: Any = None
+    rows: int | None = None
+
+
+Split = Callable[[tuple[Any, ...], dict[str, Any], Any, int], Sequence[Microbatch]]
+"""`split(args, kwargs, target, microbatches)`: the pieces of one batch, at most so many. It is called on the ranks of
+the first and the last stage, and gives the same on both. The target is None where a batch comes without."""
+
+Merge = Callable[[list[Any]], Any]
+"""`merge(outputs)`: the output of the whole batch from those of its microbatches, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cutting:
+    """The one rule by which every rank cuts batches and puts outputs together.
+
+    Attributes:
+        inputs: the batch's dimension in the leaves of (args, kwargs).
+        target, output: in those of the target and of the model's output.
+        split, merge: see `Split` and `Merge`; None: along the dimensions.
+    """
+
+    inputs: Dims
+    target: Dims
+    output: Dims
+    split: Split | None = None
+    merge: Merge | None = None
+
+    @classmethod
+    def of(cls, batch_dims: BatchDims | Dim, split: Split | None = None, merge: Merge | None = None) -> Cutting:
+        """From the user's arguments. Raises ArgumentError for one that is none of what it may be."""
+        for name, function in {"split": split, "merge": merge}.items():
+            if function is not None and not callable(function):
+                raise ArgumentError(f"{name}={function!r}: expected a function, or None")
+        return cls(*parse(batch_dims), split, merge)
+
+    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises ArgumentError if dimensions are stated for inputs that the example does not have."""
+        if self.inputs.stated and self.split is None:
+            self.inputs.refuse_unknown(_paths((args, kwargs)))
+
+    def divide(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, microbatches: int, what: str, pipelines: int
+    ) -> tuple[Microbatch, ...] | None:
+        """What `split` makes of a batch, with the rows of each piece; None where there is no such function.
+
+        Raises:
+            ArgumentError: it returned something else than microbatches, too many or too few, or rows that are no
+                number.
+            ShapeError: it did not say how many rows a piece has, and tensors disagree on it.
+        """
+        if self.split is None:
+            return None
+        found = self.split(args, dict(kwargs), target, microbatches)
+        if not isinstance(found, Sequence) or not all(isinstance(piece, Microbatch) for piece in found):
+            given = type(found).__name__
+            if isinstance(found, Sequence):
+                given += " of " + ", ".join(sorted({type(piece).__name__ for piece in found}))
+            raise ArgumentError(f"split= returned a {given}; expected a list of penstock.Microbatch")
+        batches.check_count(len(found), microbatches, f"{what}, cut by split=", pipelines)
+        return tuple(self._counted(piece, f"{what}, microbatch {k} of split=") for k, piece in enumerate(found))
+
+    def cut(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        divided: Sequence[Microbatch] | None,
+        microbatches: int,
+        what: str,
+        device: torch.device | None,
+        pipelines: int,
+    ) -> Cut:
+        """The inputs of a batch as microbatches on `device`; `divided`: from `divide`."""
+        if divided is None:
+            return batches.cut((args, kwargs), microbatches, what, device, pipelines=pipelines, dims=self.inputs)
+        whole = [batches.split((piece.args, dict(piece.kwargs)), (1,), what, device, _WHOLE)[0] for piece in divided]
+        pieces = tuple(map(flatten, whole))
+        sizes = tuple(piece.rows or 0 for piece in divided)
+        return Cut(pieces, sizes, (sizes, tuple(map(batches.kind_of, pieces))))
+
+    def usual(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Into how many microbatches a whole batch is cut where nothing is said: `MICROBATCHES`, or as many as it
+        makes (one for each of its rows, or the pieces that it is cut into already) if they are fewer.
+
+        `penstock.pipeline` does not ask: batches that are larger than its example are to come.
+        """
+        given = [len(leaf) for leaf in flatten((args, kwargs)).leaves if isinstance(leaf, Microbatches)]
+        if given:
+            return max(given)
+        self.check(args, kwargs)
+        divided = self.divide(args, kwargs, None, MICROBATCHES, "example", 1)
+        return len(self.cut(args, kwargs, divided, MICROBATCHES, "example", None, 1).sizes)
+
+    def targets(
+        self,
+        target: Any,
+        divided: Sequence[Microbatch] | None,
+        sizes: Sequence[int],
+        device: torch.device | None,
+        labels: bool = False,
+    ) -> list[Any]:
+        """Each microbatch's target on `device`.
+
+        Args:
+            labels: `target` is the model's own keyword input of that name, and none was given.
+
+        Raises:
+            ShapeError: the target's rows are not the inputs'.
+        """
+        if divided is None:
+            dims = self.inputs.below("[1]['labels']", "target") if labels else self.target
+            if target is not None:
+                dims.refuse_unknown(_paths(target))
+            return batches.split(target, sizes, "target", device, dims)
+        mine = [piece.rows for piece in divided]
+        if mine != list(sizes):
+            raise ShapeError(
+                f"split= gave microbatches of {mine} rows where the last stage runs, and of {list(sizes)} where the "
+                "first does; it must give the same on both, from what pipe.needs_inputs and pipe.needs_targets ask for"
+            )
+        wanted = [piece.kwargs.get("labels") if labels else piece.target for piece in divided]
+        return [
+            batches.split(one, (1,), f"target of microbatch {k}", device, _WHOLE)[0] for k, one in enumerate(wanted)
+        ]
+
+    def join(self, outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+        """The output of the whole batch; see `penstock.runtime.batch.merging.join`."""
+        if self.merge is None:
+            return join(outputs, sizes, self.output)
+        refuse_missing(outputs)
+        return self.merge(list(outputs))
+
+    def _counted(self, piece: Microbatch, what: str) -> Microbatch:
+        if not isinstance(piece.args, tuple) or not isinstance(piece.kwargs, Mapping):
+            raise ArgumentError(
+                f"{what}: args is a {type(piece.args).__name__} and kwargs a {type(piece.kwargs).__name__}; expected a "
+                "tuple and a dict"
+            )
+        rows = piece.rows
+        if rows is None:
+            try:
+                rows = batches.rows_of((piece.args, dict(piece.kwargs)), what, self.inputs)
+            except ShapeError as error:
+                raise ShapeError(
+                    f"{what} does not say how many rows it counts for, and its inputs do not tell ({error}); return "
+                    "Microbatch(..., rows=...)"
+                ) from None
+        if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
+            raise ArgumentError(f"{what}: rows={rows!r}; expected a whole number, at least 1")
+        return piece._replace(rows=rows)
+
+
+_WHOLE = Dims("piece", (("", None),))
+"""Nothing is cut: each tensor gets memory of its own."""
+
+
+def _paths(tree: Any) -> list[str]:
+    """The paths of all leaves, within pieces that are cut already too."""
+    found = []
+    flat = flatten(tree)
+    for leaf, path in zip(flat.leaves, flat.paths, strict=True):
+        inner = flatten(leaf.pieces[0]).paths if isinstance(leaf, Microbatches) else [""]
+        found += [path + part for part in inner]
+    return found

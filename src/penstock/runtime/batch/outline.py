@@ -1,0 +1,125 @@
+"""A batch without its data: what the other ranks need to record it.
+
+A recording looks at the values of integer and boolean tensors alone (the forward may branch on them), so those travel;
+of floating-point tensors only shape, strides and dtype do.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import ArgumentError, PartitionError
+from penstock.partition._compat import Flat, flatten, unflatten
+from penstock.partition.guards import is_integer
+from penstock.partition.loan import map_tensors
+from penstock.partition.objects import input_path
+from penstock.runtime.batch.microbatches import Cut
+from penstock.words import counted
+
+ONE_VALUE = "Expected more than 1 value per channel"
+"""What torch says where batch norm could take no variance."""
+
+Example = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword inputs of one microbatch."""
+
+
+@dataclass(frozen=True)  # with slots, Python before 3.11.4 puts its own __getstate__ in the place of ours
+class Outline:
+    """Examples of microbatches, in which tensors without values are on the meta device. Made to be pickled.
+
+    Attributes:
+        examples: of each microbatch.
+        device: the kind of device that the tensors are on ("cpu", "cuda").
+        sizes: the rows of each microbatch.
+    """
+
+    examples: tuple[Example, ...]
+    device: str
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, cut: Cut) -> Outline:
+        """What is to be known of these microbatches."""
+        tensors = (leaf for piece in cut.pieces for leaf in piece.leaves if isinstance(leaf, Tensor))
+        device = next((tensor.device.type for tensor in tensors), "cpu")
+        whole = (unflatten(piece.leaves, piece.structure) for piece in cut.pieces)
+        return cls(tuple(map_tensors(_without_values, piece) for piece in whole), device, cut.sizes)
+
+    @classmethod
+    def of_example(cls, example: Example) -> Outline:
+        """What is to be known of a batch that is not cut yet."""
+        device = next((leaf.device.type for leaf in flatten(example).leaves if isinstance(leaf, Tensor)), "cpu")
+        return cls((map_tensors(_without_values, example),), device, ())
+
+    def fill(self) -> list[Example]:
+        """Examples to record from. Floating-point tensors have memory, but no particular values."""
+        return [map_tensors(lambda tensor: _with_memory(tensor, self.device), one) for one in self.examples]
+
+    @property
+    def text(self) -> str:
+        """The first microbatch's tensors, by name, with their shapes."""
+        leaves, paths, _ = flatten(self.examples[0])
+        pairs = zip(leaves, paths, strict=True)
+        return ", ".join(f"{input_path(path)} {list(leaf.shape)}" for leaf, path in pairs if isinstance(leaf, Tensor))
+
+    def __getstate__(self) -> list[Any]:
+        """For the way to other ranks. Raises ArgumentError for what cannot travel."""
+        for leaf, path in ((leaf, path) for one in self.examples for leaf, path in _plain(flatten(one))):
+            try:
+                pickle.dumps(leaf)
+            except Exception as error:
+                raise ArgumentError(
+                    f"input {input_path(path)} is a {type(leaf).__name__} that cannot be pickled ({error}), and every "
+                    "rank needs it to record the model; pass tensors and plain values"
+                ) from error
+        return [self.examples, self.device, self.sizes]
+
+    def __setstate__(self, state: list[Any]) -> None:
+        for field, value in zip(fields(self), state, strict=True):
+            object.__setattr__(self, field.name, value)
+
+
+@contextmanager
+def telling_rows(sizes: Sequence[int]) -> Iterator[None]:
+    """Around a recording of microbatches of these sizes: where batch norm gets a single row, says how they came to it.
+
+    Raises:
+        PartitionError: it does.
+    """
+    try:
+        yield
+    except (PartitionError, ValueError) as error:  # from inside of a block, or from the model's own forward
+        if ONE_VALUE not in str(error) or not sizes or min(sizes) > 1:
+            raise
+        rows, count = sum(sizes), len(sizes)
+        listed = f"{sizes[0]} each" if len({*sizes}) == 1 else ", ".join(map(str, sizes))
+        most = f"at most {counted(rows // 2, 'microbatch')}, or " if rows > 1 else ""
+        raise PartitionError(
+            f"batch norm needs more than one row of a batch in training, and {counted(rows, 'row')} in "
+            f"{counted(count, 'microbatch')} are "
+            f"{listed}: use {most}a larger batch ({' '.join(str(error).split())})"
+        ) from error
+
+
+def _plain(flat: Flat) -> Iterator[tuple[Any, str]]:
+    pairs = zip(flat.leaves, flat.paths, strict=True)
+    return ((leaf, path) for leaf, path in pairs if not isinstance(leaf, Tensor))
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    if is_integer(tensor):
+        return tensor.cpu()
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _with_memory(tensor: Tensor, device: str) -> Tensor:
+    if not tensor.is_meta:
+        return tensor.to(device)
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)

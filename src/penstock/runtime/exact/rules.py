@@ -1,0 +1,242 @@
+"""What keeps a pipelined step equal to the unsplit one, bit for bit: the rules, each in one place.
+
+Every rule was found by experiment; break it, and bits change (tests/runtime/test_rules.py breaks each on purpose).
+
+1. A stage's weight gradients accumulate in ascending order of microbatch. The schedule decides this;
+   `penstock.schedule.check` reports one that does not as inexact.
+2. All uses of a parameter within one microbatch are summed first and then added once to `.grad`: one `backward` call
+   takes all roots of a stage together. Where the backward is split, a parameter with any use that cannot wait for W
+   does not wait at all, and the terms of those that wait are added in autograd's order
+   (`penstock.runtime.split_backward.backward`).
+3. The loss is scaled by the seed of its backward (`seeds`), never by dividing gradients afterwards.
+4. The gradient of a value that several stages use comes back from the last consumer to the one before it, and is a
+   root of that stage's backward, so that it is the first term of the sum there (`backward`).
+5. Strides and the address modulo a cache line survive a cut (`Layout`), for values and for gradients alike; every
+   microbatch has its own allocation (`own`). BLAS takes another path, with other bits, for another address.
+6. A received tensor may be updated in place (`Receive` hands the buffer on as a value that is not a leaf).
+7. Random streams are keyed by seed, step, microbatch and module: `penstock.runtime.exact.streams`.
+8. Backward runs outside of autocast (`outside_autocast`), as it does after `with torch.autocast(...): loss = ...`.
+   Under autocast, products that the forward made in float32 would get gradients in half precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from penstock.partition.memory import extent
+
+CACHE_LINE_BYTES = 64
+
+
+class Receive(torch.autograd.Function):
+    """Hands a received buffer on as a value of this stage's graph, and keeps the gradient that comes back for it.
+
+    The gradient is kept as autograd made it. A leaf's `.grad` would not do: it is copied into the leaf's own strides,
+    and a leaf cannot be updated in place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, box: list[Tensor], slot: list[Tensor]) -> Tensor:
+        # The buffer travels in a list: as an argument it would become a view of itself, which refuses in-place updates.
+        ctx.slot = slot
+        return box[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[None, None, None]:
+        ctx.slot.append(grads[0])
+        return None, None, None
+
+
+def receive(anchor: Tensor, buffer: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """A value to compute with, on `buffer`'s memory, and the slot in which its gradient appears after backward.
+
+    `anchor` is any tensor that requires a gradient: it makes autograd record the value.
+    """
+    slot: list[Tensor] = []
+    value: Tensor = Receive.apply(anchor, [buffer], slot)  # type: ignore[no-untyped-call]
+    return value, slot
+
+
+def backward(roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
+    """One backward from all of a stage's roots: its loss or outputs, and the inputs that later stages use as well.
+
+    An input that is a root gets its later consumers' gradient before this stage's own terms are added to it, which
+    is the order in which autograd adds them in the unsplit model.
+    """
+    with outside_autocast(grads[0].device.type):
+        torch.autograd.backward(tuple(roots), tuple(grads))
+
+
+@contextmanager
+def outside_autocast(device_type: str) -> Iterator[None]:
+    """Around what is part of a backward, for a step that runs under autocast."""
+    if not torch.is_autocast_enabled(device_type):
+        yield
+        return
+    with torch.autocast(device_type, enabled=False):
+        yield
+
+
+def seeds(weights: Sequence[float], total: float | None = None) -> list[float]:
+    """What each microbatch's loss is multiplied with: its weight over the sum of all, ascending by microbatch."""
+    total = sum(weights) if total is None else total
+    return [weight / total for weight in weights]
+
+
+def own(tensor: Tensor) -> Tensor:
+    """A copy in an aligned allocation of its own, with the same strides (a slice of a batch has neither)."""
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    if is_dense(shape, stride):
+        return torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())
+    return copy_as(Layout.of(tensor)._replace(misalignment=0), tensor)
+
+
+class Layout(NamedTuple):
+    """How a tensor lies in memory: all that a kernel's choice of path, and so its bits, may depend on.
+
+    Shape and stride in elements; misalignment in bytes past a cache line.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    misalignment: int
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Layout:
+        """The layout of `tensor`."""
+        return cls(
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.dtype,
+            tensor.data_ptr() % CACHE_LINE_BYTES,
+            tensor.requires_grad,
+        )
+
+
+class Buffer(NamedTuple):
+    """Memory for a tensor of a given layout: `flat` is what travels (1-D, contiguous), `tensor` is what is used."""
+
+    tensor: Tensor
+    flat: Tensor
+    packed: bool
+    """`flat` is memory of its own, to be copied into `tensor` by `unpack` once it has arrived."""
+
+
+def settled(tensor: Tensor) -> Tensor:
+    """The tensor without its graph, and with conjugation and negation carried out that torch puts off."""
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def pack(tensor: Tensor) -> Tensor:
+    """The elements of `tensor` as a 1-D contiguous tensor in storage order; a view of it where it is dense."""
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    if is_dense(shape, stride):
+        return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return _unexpanded(tensor.detach()).contiguous().view(-1)
+
+
+def allocate(layout: Layout, device: torch.device) -> Buffer:
+    """Fresh memory for one tensor of this layout."""
+    shape, stride, dtype, misalignment, _ = layout
+    skip = misalignment // dtype.itemsize
+    if is_dense(shape, stride) and not skip:
+        tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        return Buffer(tensor, tensor.as_strided((tensor.numel(),), (1,)), packed=False)
+    if is_dense(shape, stride):
+        flat = torch.empty(_numel(shape) + skip, dtype=dtype, device=device)
+        tensor = on_memory_of(flat, skip, shape, stride)
+        return Buffer(tensor, flat[skip:], packed=False)
+    narrow = _narrow(shape, stride)
+    if is_overlapping(narrow, stride):  # nothing can be written into such a tensor; contiguous is the nearest
+        return Buffer(
+            torch.empty(shape, dtype=dtype, device=device),
+            torch.empty(_numel(shape), dtype=dtype, device=device),
+            packed=True,
+        )
+    memory = torch.empty(extent(narrow, stride) + skip, dtype=dtype, device=device)
+    flat = torch.empty(_numel(narrow), dtype=dtype, device=device)
+    return Buffer(on_memory_of(memory, skip, shape, stride), flat, packed=True)
+
+
+def on_memory_of(memory: Tensor, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
+    """A tensor on the memory of another, but no view of it: autograd refuses to update views that `Receive` returns."""
+    return torch.empty(0, dtype=memory.dtype, device=memory.device).set_(
+        memory.untyped_storage(), offset, shape, stride
+    )
+
+
+def flat_bytes(layout: Layout) -> int:
+    """Bytes that travel for a tensor of this layout: those of what `pack` gives."""
+    shape, stride = layout.shape, layout.stride
+    if not is_dense(shape, stride):
+        narrow = _narrow(shape, stride)
+        shape = shape if is_overlapping(narrow, stride) else narrow
+    return _numel(shape) * layout.dtype.itemsize
+
+
+def unpack(buffer: Buffer) -> Tensor:
+    """The tensor, once `buffer.flat` has been filled."""
+    if buffer.packed:
+        target = _unexpanded(buffer.tensor)
+        target.copy_(buffer.flat.view(target.shape))
+    return buffer.tensor
+
+
+def copy_as(layout: Layout, tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    """A copy of `tensor` in fresh memory with this layout, on `device` (default: where it is)."""
+    buffer = allocate(layout, tensor.device if device is None else device)
+    buffer.flat.copy_(pack(tensor))
+    return unpack(buffer)
+
+
+@lru_cache(maxsize=4096)
+def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether the elements fill one block of memory without gaps or overlap, in whatever order of dimensions."""
+    expected = 1
+    for step, size in sorted((step, size) for size, step in zip(shape, stride, strict=True) if size != 1):
+        if size == 0:
+            return True
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+@lru_cache(maxsize=4096)
+def is_overlapping(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether two elements may share an address."""
+    reach = 0
+    for step, size in sorted((step, size) for size, step in zip(shape, stride, strict=True) if size > 1):
+        if step <= reach:
+            return True
+        reach += step * (size - 1)
+    return False
+
+
+def _unexpanded(tensor: Tensor) -> Tensor:
+    """`tensor` with each expanded dimension (stride 0) narrowed to one, unless elements overlap in other ways too."""
+    narrow = tensor
+    for dim, (size, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if step == 0 and size > 1:
+            narrow = narrow.narrow(dim, 0, 1)
+    return tensor if is_overlapping(tuple(narrow.shape), narrow.stride()) else narrow
+
+
+def _narrow(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(1 if step == 0 else size for size, step in zip(shape, stride, strict=True))
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    numel = 1
+    for size in shape:
+        numel *= size
+    return numel

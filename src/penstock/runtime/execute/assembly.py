@@ -1,0 +1,105 @@
+"""Which features there are, and in which order they apply; and a stage's runner, put together from them.
+
+A new feature is a file in `features/` and a line in `FEATURES`; a new kind of recomputation, a line in `RECOMPUTE`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from penstock.runtime.execute.stage_runner import StageRunner
+from penstock.runtime.features.backward_counts import BackwardCounts
+from penstock.runtime.features.backward_draws import BackwardDraws
+from penstock.runtime.features.backward_updates import BackwardUpdates
+from penstock.runtime.features.compiled import Compiled, OwnGradients
+from penstock.runtime.features.context import StageContext
+from penstock.runtime.features.feature import Feature, Features, Forward
+from penstock.runtime.features.finite import FiniteStage
+from penstock.runtime.features.forward_state import ForwardState
+from penstock.runtime.features.in_flight import Overwritten
+from penstock.runtime.features.offload import Offload
+from penstock.runtime.features.recompute import KEPT, RecomputedStage
+from penstock.runtime.features.recomputed_layers import RecomputedLayers
+from penstock.runtime.features.repeated_updates import RepeatedUpdates
+from penstock.runtime.features.sharding import Framed, Reduced
+from penstock.runtime.features.tensor_state import TensorState
+from penstock.runtime.split_backward.backward import SplitBackward
+from penstock.runtime.transport.routes import RouteBuilder
+from penstock.schedule import Op
+
+Make = Callable[[StageContext], Feature | None]
+"""Makes a feature for a stage; None where the stage does without it."""
+
+
+def _never(_: StageContext) -> None:
+    return None
+
+
+RECOMPUTE: Mapping[str, Make] = {
+    "never": _never,
+    **dict.fromkeys(KEPT, RecomputedStage.of),
+}
+"""Kinds of recomputation, by what `recompute=` calls them. A number is `RecomputedLayers`."""
+
+
+def _recomputed(stage: StageContext) -> Feature | None:
+    if not stage.training or not isinstance(stage.recompute, str):
+        return None
+    return RECOMPUTE[stage.recompute](stage)
+
+
+def _deferred_norms(stage: StageContext) -> Feature | None:
+    return stage.binding.norms
+
+
+FEATURES: tuple[Make, ...] = (
+    RecomputedLayers.of,  # gives the stage other code, which all that follow look at
+    Offload.of,
+    _recomputed,
+    Compiled.of,
+    Overwritten.of,
+    OwnGradients.of,
+    FiniteStage.of,
+    Framed.of,  # around whatever runs the code
+    Reduced.of,
+    _deferred_norms,
+    ForwardState.of,
+    RepeatedUpdates.of,  # puts buffers right within a backward, in which nothing else may update them
+    BackwardUpdates.of,
+    TensorState.of,
+    BackwardCounts.of,
+    BackwardDraws.of,
+)
+"""All features, the outermost first."""
+
+
+def assemble(stage: StageContext, routes: RouteBuilder) -> StageRunner:
+    """The runner of a stage, with its features.
+
+    Raises:
+        ArgumentError: two choices cannot go together.
+        PartitionError: the stage does what the schedule, or a choice, does not allow.
+    """
+    for make in FEATURES:
+        feature = make(stage)
+        if feature is not None:
+            stage = replace(stage, stages=feature.rewrite(stage.stages), made=(*stage.made, feature))
+    runs: list[Forward] = []
+    for each in stage.stages:
+        run: Forward = each.module.forward
+        for feature in stage.made:
+            run = feature.forward_of(run, each)
+        runs.append(run)
+    return StageRunner(stage, runs, routes, _split(stage), Features(stage.made))
+
+
+def _split(stage: StageContext) -> SplitBackward | None:
+    """What runs the backwards that the row splits, if it splits any of this stage."""
+    split = stage.microbatches(Op.I)
+    if not split:
+        return None
+    orders = (stage.microbatches(Op.F), stage.microbatches(Op.B, Op.I))
+    in_order = all(order == sorted(order) for order in orders)
+    module, device = stage.recorded.module, stage.device
+    return SplitBackward(stage.parameters, module, device, split, in_order=in_order, can_wait=not stage.offload)

@@ -1,0 +1,239 @@
+"""What the processes of one mesh say to each other besides the messages of a schedule, and how one tells the others
+that it failed.
+
+Every wait is known to the watchdog: where another process is lost or has failed, the wait ends with the first cause.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.errors import PipelineFailure
+from penstock.runtime.gradients.replicas import copy_from_first
+from penstock.runtime.processes.board import Patience
+from penstock.runtime.processes.failure import OUTSIDE, Failure, Position
+from penstock.runtime.processes.shares import SHARES_IN_FLIGHT
+from penstock.runtime.processes.watchdog import Watchdog
+from penstock.runtime.processes.world import World, backend_of, exchange
+from penstock.runtime.transport.distributed import Groups, all_reduce
+from penstock.runtime.transport.protocol import Pending
+
+T = TypeVar("T")
+
+_OWN_ERROR_SECONDS = 1.5
+"""How long an error outside of a wait is held back, in case another rank's failure caused it."""
+
+
+class Control:
+    """This process's side. All calls but `fail` and `failed` are collectives; where it is alone, they are nothing.
+
+    Attributes:
+        groups: the process groups; None where this process is alone.
+        watchdog: of the whole mesh.
+        line, others: the other processes of the pipeline, and of the mesh, by the numbers that messages call them.
+    """
+
+    def __init__(self, world: World, device: torch.device, patience: Patience | None = None) -> None:
+        self.world = world
+        self.groups: Groups | None = None
+        self._sums: deque[Pending] = deque()
+        self._agreed = False
+        self.line = tuple(name for name in world.names if name != world.name)
+        self.others = tuple(number for number in range(len(world.everyone)) if number != world.name)
+        if world.rank is None:
+            self.watchdog = Watchdog.connect(0, 1, lambda value: value)
+        else:
+            self.groups = Groups(world, backend_of(device))
+            self.watchdog = Watchdog.connect(world.name, len(world.everyone), exchange(self.groups.everyone), patience)
+
+    def give_all(self, value: T) -> T:
+        """The first process's object, on every process of the mesh."""
+        if self.groups is None:
+            return value
+        give = exchange(self.groups.everyone)
+        with self.waiting_for("broadcast", () if self.world.is_first else (0,)):
+            given: T = give(value)
+        return given
+
+    @property
+    def failed(self) -> bool:
+        """Whether this or another rank has failed, so that nothing can be run any more."""
+        return self.watchdog.failure is not None
+
+    def start_equal(self, tensors: Iterable[Tensor]) -> None:
+        """Gives all that run the same stages the first one's values, in place."""
+        if self.groups is not None and len(self.world.column) > 1:
+            numbers = [self.world.everyone.index(rank) for rank in self.world.column]
+            with self.waiting_for("equal parameters", tuple(n for n in numbers if n != self.world.name)):
+                copy_from_first(tensors, self.groups.column)
+
+    def give(self, value: T, source_rank: int = 0) -> T:
+        """One rank's object, on every rank of the pipeline; one call a process."""
+        if self.groups is None:
+            return value
+        peers = () if self.world.rank == source_rank else (self.world.names[source_rank],)
+        give = exchange(self.groups.control, source_rank)
+        with self.waiting_for("broadcast", peers):
+            given: T = give(value)
+        return given
+
+    def bring(self, buffer: Tensor, source_rank: int, target_ranks: Sequence[int]) -> None:
+        """Copies a CPU tensor, in place, from one rank to others. All of these ranks call it, and none else."""
+        if self.groups is None:
+            return
+        group, here = self.groups.control, self.world.rank
+        targets = [rank for rank in target_ranks if rank != source_rank]
+        waited = targets if here == source_rank else [source_rank]
+        with self.waiting_for("the outputs", tuple(self.world.names[rank] for rank in waited)):
+            if here != source_rank:
+                dist.recv(buffer, group=group, group_src=source_rank)
+            else:
+                for target in targets:
+                    dist.send(buffer, group=group, group_dst=target)
+
+    def share_sum(self, value: Tensor) -> Callable[[], None]:
+        """Starts to sum a small CPU tensor, in place, over all processes. Returns what waits for it."""
+        assert self.groups is not None
+        while len(self._sums) >= SHARES_IN_FLIGHT:
+            self._end_sum()  # long done; but work that is under way must not be dropped
+        pending = all_reduce([value], self.groups.everyone)
+        self._sums.append(pending)
+
+        def wait() -> None:
+            with self.waiting_for("the loss", self.others):
+                pending.wait()
+
+        return wait
+
+    def end_sums(self) -> None:
+        """Waits for the sums that are under way."""
+        while self._sums:
+            self._end_sum()
+
+    def _end_sum(self) -> None:
+        with self.waiting_for("the loss", self.others):
+            self._sums.popleft().wait()
+
+    @contextmanager
+    def agreed(self, kind: type[Exception] = Exception) -> Iterator[None]:
+        """Around what every process does alike and by itself: what one refuses, all raise, once all are through.
+
+        A process that is ahead would else report its refusal while another, which is about to refuse the same, seems to
+        wait for it, and ends as if the run had failed. Nothing within may wait for another process, except where one
+        that raises a `kind` has waited for as much as the others.
+
+        Args:
+            kind: what is a refusal; anything else ends the run at once.
+
+        Raises:
+            kind: what was raised within.
+            PipelineFailure: that was on other processes only; it has the words of the first of them.
+        """
+        if self.groups is None:
+            yield
+            return
+        own: Exception | None = None
+        try:
+            yield
+        except kind as error:
+            own = error
+        failures = self.gather(None if own is None else Failure.of(self.world.name, None, own))
+        first = next((failure for failure in failures if failure is not None), None)
+        if first is None:
+            return
+        self._agreed = True
+        if own is None:
+            raise PipelineFailure(f"rank {self.world.name} stops: {first}")
+        own.add_note(f"penstock: on rank {self.world.name}")
+        raise own
+
+    @contextmanager
+    def waiting_for(self, what: str, peers: tuple[int, ...]) -> Iterator[None]:
+        """Around a wait outside of a program: the watchdog knows of it, and an error names the first cause."""
+        self.watchdog.position = Position(what, peers)
+        try:
+            yield
+        except (RuntimeError, OSError) as error:
+            cause = self.fail(error)
+            if cause is error:
+                raise
+            raise cause from None
+        self.watchdog.position = OUTSIDE
+
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """Around a wait for all other ranks outside of a step: if one is lost, this rank says so and ends."""
+        return self.waiting_for(what, self.others)
+
+    @contextmanager
+    def working(self, what: str) -> Iterator[None]:
+        """Around work of this rank's own, also within a wait: others that wait meanwhile name this rank."""
+        before, self.watchdog.position = self.watchdog.position, Position(what)
+        try:
+            yield
+        finally:
+            self.watchdog.position = before
+
+    @property
+    def control_group(self) -> dist.ProcessGroup | None:
+        """A gloo group of all processes; None if there is one."""
+        return None if self.groups is None else self.groups.everyone
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every process's object, on all of them; each of them calls it."""
+        if self.groups is None:
+            return [value]
+        values: list[Any] = [None] * len(self.world.everyone)
+        group = self.groups.everyone
+        with self.waiting_for("gather", self.others):
+            dist.all_gather_object(values, value, group=group)
+        return values
+
+    def gather_line(self, value: Any) -> list[Any]:
+        """As `gather`, of the ranks of this pipeline."""
+        if self.groups is None:
+            return [value]
+        values: list[Any] = [None] * self.world.ranks
+        group = self.groups.control
+        with self.waiting_for("gather", self.line):
+            dist.all_gather_object(values, value, group=group)
+        return values
+
+    def fail(self, error: BaseException) -> BaseException:
+        """Tells the others that this rank raised, unless they know; returns what is to be raised: the first cause."""
+        if self._agreed:
+            return error
+        position = self.watchdog.position
+        if isinstance(error, PipelineFailure) or self.groups is None:
+            self.watchdog.position = OUTSIDE
+            if position.action and not isinstance(error, PipelineFailure):
+                error.add_note(f"penstock: in action {position.action}")
+            return error
+        if isinstance(error, (RuntimeError, OSError)):
+            # Most likely a neighbour that left; where nothing was waited for it may as well be the model's own error.
+            patience = None if position.peers else _OWN_ERROR_SECONDS
+            if self.watchdog.cause(patience) is not None:
+                return _failure_of(self.watchdog, error)
+        error.add_note(f"penstock: on rank {self.world.name}" + (f", in {position.action}" if position.action else ""))
+        self.watchdog.report(position.action or None, error)
+        return error
+
+    def close(self) -> None:
+        """Ends the watchdog, and gives the process groups back."""
+        self.watchdog.close()
+        if self.groups is not None and not self.failed:
+            self.groups.close()
+
+
+def _failure_of(watchdog: Watchdog, error: BaseException) -> BaseException:
+    try:
+        watchdog.check()
+    except PipelineFailure as failure:
+        return failure
+    return error

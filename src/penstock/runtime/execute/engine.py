@@ -1,0 +1,350 @@
+"""The ranks that this process drives: their transports and watchdog, and the running of programs on them."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import PartitionError
+from penstock.partition import Partition, Stage, check_alike
+from penstock.runtime.exact.streams import Streams
+from penstock.runtime.execute.clock import clock_of
+from penstock.runtime.execute.control import Control
+from penstock.runtime.execute.program import Entry, Feed, Moment, Program, run, run_timed
+from penstock.runtime.execute.ranges import is_profiling, ranged
+from penstock.runtime.features.context import Binding
+from penstock.runtime.gradients.replicas import Average, Replicas
+from penstock.runtime.gradients.tied_hooks import Tied, refuse_hooks, tied_among
+from penstock.runtime.gradients.ties import TieGroup, TieReducer
+from penstock.runtime.loss.loss import LossHead
+from penstock.runtime.processes.board import Patience
+from penstock.runtime.processes.failure import OUTSIDE, Position
+from penstock.runtime.processes.world import World
+from penstock.runtime.transport.distributed import DistributedTransport, Groups
+from penstock.runtime.transport.local import LocalHub, LocalTransport
+from penstock.runtime.transport.protocol import Transport
+from penstock.runtime.transport.shared_memory import Neighbours, SharedMemoryTransport
+from penstock.schedule import Placement, Schedule, linearize
+from penstock.schedule.communication import ways
+
+T = TypeVar("T")
+
+TransportChoice = Literal["auto", "distributed"]
+"""What carries values between processes: "auto" takes shared memory between CPU ranks of one machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A schedule bound to partitions, for the ranks of this process."""
+
+    number: int
+    """Of its programs; the same on every rank."""
+    partitions: tuple[Partition, ...]
+    """Of each microbatch."""
+    entries: tuple[Entry, ...]
+    programs: tuple[Program, ...]
+    head: LossHead
+    averages: Mapping[int, Average]
+    """Over replicas, by stage; empty where there are none."""
+    updated: tuple[Tensor, ...]
+    """The buffers, and parameters if any, of this process that a forward updates."""
+    tied: tuple[Tied, ...]
+    """The parameters of this process that several stages hold and train."""
+    schedule: Schedule
+    training: bool
+
+
+class Engine:
+    """Runs jobs on this process's ranks: all of them (one process), or one of `world.ranks`."""
+
+    def __init__(
+        self,
+        world: World,
+        devices: Sequence[torch.device],
+        seed: int,
+        transport: TransportChoice = "auto",
+        patience: Patience | None = None,
+    ) -> None:
+        self.world = world
+        self.devices = tuple(devices)
+        self.ranks: tuple[int, ...] = tuple(range(world.ranks)) if world.rank is None else (world.rank,)
+        self._reducers: dict[int, dict[int, TieReducer]] = {rank: {} for rank in self.ranks}
+        self._jobs = 0
+        self._connected: set[tuple[int, int]] = set()
+        self._clocks = {rank: clock_of(self.devices[rank]) for rank in self.ranks}
+        device = self.devices[self.ranks[0]]
+        if not world.is_local and device.type == "cuda":
+            torch.cuda.set_device(device)  # NCCL and the random generators look at the current one
+        self.control = Control(world, device, patience)
+        self._sending = Position("its last sends", self.control.line)  # a first step's are waited for
+        self.streams = Streams(self.control.give_all(seed))
+        groups = self.control.groups
+        self.transports: dict[int, Transport]
+        if groups is None:
+            hub = LocalHub(devices)
+            self.transports = {rank: LocalTransport(rank, hub) for rank in self.ranks}
+        else:
+            self.transports = {rank: self._transport(rank, groups, device, transport) for rank in self.ranks}
+            atexit.register(self.close)  # what was sent must arrive, also from a script that does not close
+        self.replicas = Replicas(world, groups) if groups is not None and len(world.replicas) > 1 else None
+
+    def _transport(
+        self, rank: int, groups: Groups, device: torch.device, choice: TransportChoice
+    ) -> DistributedTransport | SharedMemoryTransport:
+        """Shared memory between CPU ranks of one machine, `torch.distributed` otherwise."""
+        plain = DistributedTransport(rank, groups, device)
+        possible = device.type == "cpu" and Neighbours.supported()
+        if not all(self.control.gather_line(possible and choice == "auto")):
+            return plain
+        neighbours = Neighbours(rank, self.control.gather_line)
+        return SharedMemoryTransport(plain, neighbours) if neighbours.ranks else plain
+
+    def tie(self, groups: Sequence[TieGroup], parameter: Callable[[str], nn.Parameter]) -> None:
+        """Makes the copies of tied parameters equal, and ready to be reduced."""
+        for index, group in enumerate(groups):
+            if self.control.groups is not None:
+                self.control.groups.make(group.ranks)
+            for rank in self.ranks:
+                if rank in group.ranks:
+                    held = [parameter(name) for name in group.names]
+                    transport, names = self.transports[rank], self.world.names
+                    self._reducers[rank][index] = TieReducer(index, group, held, transport, names)
+        reducers = [reducer for rank in self.ranks for reducer in self._reducers[rank].values()]
+        for reducer in reducers:
+            reducer.start_equal()
+        for reducer in reducers:
+            reducer.end_equal()
+
+    def bind(self, binding: Binding) -> Job:
+        """Binds a schedule to the partitions of its microbatches. Every rank binds the same jobs in the same order."""
+        partitions, schedule, training = binding.partitions, binding.schedule, binding.training
+        first = partitions[0]
+        with self.agreed_at_first():
+            for other in partitions[1:]:
+                check_alike(first, other)
+            for partition in partitions:
+                self.streams.watch(partition.drawing_modules)
+                self.streams.seeds_foreign |= partition.is_foreign
+            pipelines = schedule.placement.pipelines
+            rank_of = schedule.placement.rank_of
+            shared = self._shares_losses(schedule.placement) and not binding.sharded
+            head = LossHead(binding.loss, partitions, self.streams, needed=training, pipelines=pipelines, shared=shared)
+            here = [stage for stage in first.stages if rank_of[stage.meta.index] in self.ranks]
+            tied = tied_among(first.stages, here, pipelines) if training else ()
+            refuse_hooks(tied)
+            averages = self._averages(here) if training else {}
+            programs = self._programs(binding, head, averages)
+        number, self._jobs = self._jobs, self._jobs + 1
+        self._agree(schedule, first)
+        self._connect(schedule)
+        return Job(
+            number=number,
+            partitions=tuple(partitions),
+            entries=tuple(self._in_order(schedule, programs)),
+            programs=tuple(programs.values()),
+            head=head,
+            averages=averages,
+            updated=tuple({**stage.parameters, **stage.buffers}[name] for stage in here for name in stage.meta.updated),
+            tied=tied,
+            schedule=schedule,
+            training=training,
+        )
+
+    def agreed_at_first(self) -> AbstractContextManager[None]:
+        """`Control.agreed` until there is a job: replicas bind the first one together, later ones each by itself."""
+        return nullcontext() if self._jobs else self.control.agreed()
+
+    def _programs(self, binding: Binding, head: LossHead, averages: Mapping[int, Average]) -> dict[int, Program]:
+        """The program of each of this process's ranks."""
+        partitions = binding.partitions
+        draws = any(partition.drawing_modules for partition in partitions) or draws_in_glue(partitions[0])
+        return {
+            rank: Program(
+                self._jobs,
+                binding,
+                self.transports[rank],
+                head,
+                self._reducers[rank],
+                self.streams if draws else None,
+                self.devices[rank],
+                self.world.names,
+                averages,
+            )
+            for rank in self.ranks
+        }
+
+    def _in_order(self, schedule: Schedule, programs: Mapping[int, Program]) -> Iterator[Entry]:
+        """The entries of all programs: of one rank its row; of several an order that respects dependencies."""
+        if not self.world.is_local:
+            for program in programs.values():
+                yield from program.entries
+            return
+        rows = {rank: iter(program.entries) for rank, program in programs.items()}
+        for rank, _ in linearize(schedule):
+            yield next(rows[rank])
+
+    def release(self, job: Job) -> None:
+        """Gives back what a job holds that will not be run any more. Every rank calls it between the same two steps."""
+        for transport in self.transports.values():
+            transport.release(job.number)
+
+    def _shares_losses(self, placement: Placement) -> bool:
+        """Whether other processes compute losses, too: replicas, or those with another copy of the last stage."""
+        lasts = {placement.rank_of[copy * placement.depth - 1] for copy in range(1, placement.pipelines + 1)}
+        return self.replicas is not None or (len(lasts) > 1 and not lasts <= {*self.ranks})
+
+    def _averages(self, here: Sequence[Stage]) -> dict[int, Average]:
+        """What averages gradients over the replicas, by stage of this process."""
+        if self.replicas is None:
+            return {}
+        tied = [p for rank in self.ranks for reducer in self._reducers[rank].values() for p in reducer.parameters]
+        return self.replicas.averages(here, tied)
+
+    def _agree(self, schedule: Schedule, partition: Partition) -> None:
+        """Finds out before the first message whether all ranks split the same model in the same way. Later jobs are
+        each pipeline's own business."""
+        if self.control.groups is None:
+            return
+        mine = hashlib.sha256(repr((str(schedule), [stage.meta for stage in partition.stages])).encode()).hexdigest()
+        if self._jobs == 1:
+            differing = [rank for rank, other in enumerate(self.control.gather(mine)) if other != mine]
+        else:
+            line = zip(self.world.names, self.control.gather_line(mine), strict=True)
+            differing = [rank for rank, other in line if other != mine]
+        if differing:
+            raise PartitionError(
+                f"rank {self.world.name} has other stages or another schedule than rank {differing[0]}: "
+                "every rank must call penstock.pipeline with the same model, example and arguments"
+            )
+
+    def _connect(self, schedule: Schedule) -> None:
+        """Connects the pairs of ranks that exchange messages, in one order on all ranks, so that none waits for ever.
+
+        Later, in the middle of a schedule, a pair's first message might hold up a rank that others wait for.
+        """
+        for source, target in ways(schedule) if not self.world.is_local else ():
+            if (source, target) in self._connected:
+                continue
+            self._connected.add((source, target))
+            for rank in self.ranks:
+                if rank in (source, target):
+                    peer = target if rank == source else source
+                    with self.control.waiting_for("a connection", (self.world.names[peer],)):
+                        self.transports[rank].connect(source, target)
+
+    def run(self, job: Job, feed: Feed, step: int, *, timed: bool = False) -> dict[int, list[Moment]]:
+        """Runs one step of a job. Returns, if `timed`, what each of this process's ranks did when.
+
+        Raises:
+            PipelineFailure: another rank failed.
+            Exception: whatever the model or the loss raised, with a note that names rank and action.
+        """
+        devices = tuple({self.devices[rank] for rank in self.ranks})
+        with self._dropping():
+            self._begin(job, feed)
+            entries = ranged(job.entries) if is_profiling() else job.entries
+            with torch.set_grad_enabled(job.training), self.streams.drawing(step, devices), _same_autocast_after():
+                if timed:
+                    moments = run_timed(entries, self.control.watchdog, self._clocks)
+                else:
+                    moments = run(entries, self.control.watchdog)
+            self._end(job)
+        return moments
+
+    @contextmanager
+    def _dropping(self) -> Iterator[None]:
+        """Around a step: if it raises, nothing of it is left under way."""
+        try:
+            yield
+        except BaseException:
+            for transport in self.transports.values():
+                transport.drop_step()
+            raise
+
+    def _begin(self, job: Job, feed: Feed) -> None:
+        """What comes before a step's first action."""
+        refuse_hooks(job.tied)
+        self.control.watchdog.step += 1
+        self.control.watchdog.check()
+        for program in job.programs:
+            program.start(feed, reduces=self.replicas is None or self.replicas.active)
+        job.head.start(feed.targets, feed.weights, feed.keep_outputs, feed.loss_scale)
+        if job.averages and self.replicas is not None:
+            self.replicas.begin_step(job.averages)
+        for reducer in self._reducers_of(job):
+            reducer.begin_step()
+
+    def _end(self, job: Job) -> None:
+        """What comes after a step's last action: sums are waited for, and what was sent arrives."""
+        for reducer in self._reducers_of(job):
+            self.control.watchdog.position = reducer.position
+            reducer.end_step()
+        if job.averages and self.replicas is not None:
+            self.replicas.end_step(job.averages, job.updated, self.control.watchdog)
+        self.control.watchdog.position = self._sending
+        for transport in self.transports.values():
+            transport.end_step()
+        self.control.watchdog.position = OUTSIDE
+
+    def _reducers_of(self, job: Job) -> list[TieReducer]:
+        """What sums tied gradients in a step of this job."""
+        return [r for rank in self.ranks for r in self._reducers[rank].values()] if job.training else []
+
+    def announce(self, numbers: Sequence[int], source_rank: int) -> list[int]:
+        """One rank's numbers, on every rank of the pipeline; each gives as many. That rank does not wait for the
+        others."""
+        if self.control.groups is None:
+            return list(numbers)
+        buffer = torch.tensor(numbers, dtype=torch.float64)
+        wait = self.share(buffer, source_rank, "the step's announcement")
+        if source_rank not in self.ranks:
+            wait()
+        return [int(number) for number in buffer.tolist()]
+
+    def share(self, value: Tensor, source_rank: int, what: str = "the loss") -> Callable[[], None]:
+        """Starts to copy a small CPU tensor from one rank to all, in place. Returns what waits for it."""
+        pending = [transport.share(value, source_rank) for transport in self.transports.values()]
+
+        def wait() -> None:
+            source = () if source_rank in self.ranks else (self.world.names[source_rank],)
+            with self.control.waiting_for(what, source):
+                for one in pending:
+                    one.wait()
+
+        return wait
+
+    def close(self) -> None:
+        """Ends the watchdog, removes hooks, and gives the process groups back."""
+        atexit.unregister(self.close)
+        self.streams.close()
+        if not self.control.failed:
+            self.control.end_sums()
+            with self.control.waiting("close"):
+                for transport in self.transports.values():
+                    transport.close()
+        self.control.close()
+
+
+@contextmanager
+def _same_autocast_after() -> Iterator[None]:
+    """A recorded forward that raises cannot leave the autocast that it entered."""
+    before = {kind: torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")}
+    try:
+        yield
+    except BaseException:
+        for kind, enabled in before.items():
+            torch.set_autocast_enabled(kind, enabled)
+        raise
+
+
+def draws_in_glue(partition: Partition) -> bool:
+    """Whether the model draws random numbers outside of any module that is called."""
+    nodes = (node for stage in partition.stages for node in stage.module.graph.nodes)
+    return any(node.op == "call_method" and node.target == "enter" for node in nodes)

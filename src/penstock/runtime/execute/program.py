@@ -1,0 +1,204 @@
+"""A schedule bound to the stages of one partition: for each action of a rank, what to wait for and what to run.
+
+`Program` knows no schedule by name; `run` is the one executor. Where one process drives all ranks, it gets the entries
+of all of them, in an order that respects dependencies; otherwise those of its own rank's row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import ScheduleError
+from penstock.runtime.exact.streams import Streams
+from penstock.runtime.execute.assembly import assemble
+from penstock.runtime.execute.clock import Clock
+from penstock.runtime.execute.stage_runner import StageRunner, number
+from penstock.runtime.features.context import Binding, StageContext
+from penstock.runtime.features.feature import Start
+from penstock.runtime.gradients.replicas import Average
+from penstock.runtime.gradients.ties import TieReducer
+from penstock.runtime.loss.loss import LossHead
+from penstock.runtime.processes.failure import OUTSIDE, Position, Watched
+from penstock.runtime.transport.protocol import Transport
+from penstock.runtime.transport.routes import Route, RouteBuilder, route_of
+from penstock.schedule import Action, Op
+from penstock.stages import MODEL_INPUT, StageMeta
+
+Moment = tuple[Action, int, int, int]
+"""An action as it ran: when it began to wait, was ready, and ended, in nanoseconds of `time.perf_counter_ns`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One action of one rank: `run(action, wait(microbatch))`, where `wait` alone may block."""
+
+    rank: int
+    action: Action
+    wait: Callable[[int], Any] | None
+    run: Callable[[Action, Any], None]
+    waiting: Position
+    running: Position
+
+
+def run(entries: Sequence[Entry], watched: Watched) -> dict[int, list[Moment]]:
+    """Runs actions in order. Returns no moments; `run_timed` takes them."""
+    for entry in entries:
+        ready = None
+        if entry.wait is not None:
+            watched.position = entry.waiting
+            ready = entry.wait(number(entry.action))
+        watched.position = entry.running
+        entry.run(entry.action, ready)
+    watched.position = OUTSIDE
+    return {}
+
+
+def run_timed(entries: Sequence[Entry], watched: Watched, clocks: Mapping[int, Clock]) -> dict[int, list[Moment]]:
+    """Runs actions in order. Returns, by rank, when each of them waited and ran.
+
+    Args:
+        clocks: of each rank.
+    """
+    marks: dict[int, list[tuple[Action, Any, Any, Any]]] = {rank: [] for rank in clocks}
+    for clock in clocks.values():
+        clock.start()
+    for entry in entries:
+        ready, clock = None, clocks[entry.rank]
+        began = clock.mark()
+        if entry.wait is not None:
+            watched.position = entry.waiting
+            ready = entry.wait(number(entry.action))
+        was_ready = clock.mark()
+        watched.position = entry.running
+        entry.run(entry.action, ready)
+        marks[entry.rank].append((entry.action, began, was_ready, clock.mark()))
+    watched.position = OUTSIDE
+    for clock in clocks.values():
+        clock.finish()
+    return {
+        rank: [(action, read(began), read(was_ready), read(ended)) for action, began, was_ready, ended in row]
+        for rank, row in marks.items()
+        for read in (clocks[rank].nanoseconds,)
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """What a step brings. Ranks without the first or the last stage leave their part empty.
+
+    Attributes:
+        inputs: for each microbatch, the model's inputs by position among the first stage's inputs.
+        targets: for each microbatch; None in an evaluation without one.
+        weights: of each microbatch's loss.
+        keep_outputs: keep the model's output of each microbatch.
+        loss_scale: what gradients are multiplied by.
+    """
+
+    inputs: Sequence[Mapping[int, Tensor]] = ()
+    targets: Sequence[Any] | None = None
+    weights: Sequence[float] = ()
+    keep_outputs: bool = False
+    loss_scale: float = 1.0
+
+
+class Program:
+    """One rank's part of a partition and the way in which its actions are run.
+
+    Args:
+        number: tells programs of one pipeline apart; the same on every rank.
+        head: what follows the last stage; used on its rank only.
+        reducers: by tie group.
+        names: of the ranks, by which messages call them.
+        averages: over replicas, by stage.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        binding: Binding,
+        transport: Transport,
+        head: LossHead,
+        reducers: Mapping[int, TieReducer],
+        streams: Streams | None,
+        device: torch.device,
+        names: Sequence[int],
+        averages: Mapping[int, Average],
+    ) -> None:
+        partitions, placement, rank = binding.partitions, binding.schedule.placement, transport.rank
+        row = binding.schedule.rows[rank]
+        metas = [stage.meta for stage in partitions[0].stages]
+        builder = RouteBuilder(number, metas, placement, transport, training=binding.training)
+        self.head = head if any(map(placement.is_last, placement.stages_on(rank))) else None
+        self.runners: dict[int, StageRunner] = {}
+        for index in placement.stages_on(rank):
+            stages = [partition.stages[index] for partition in partitions]
+            own_head = head if placement.is_last(index) else None
+            context = StageContext(binding, names[rank], index, stages, row, device, own_head, streams)
+            self.runners[index] = assemble(context, builder)
+        self._reducers = reducers
+        self._averages = averages
+        self._sharded = binding.sharded
+        self._names = names
+        self._placement = placement
+        self.entries = [self._entry(rank, action) for action in row]
+
+    def start(self, feed: Feed, *, reduces: bool) -> None:
+        """Gives a step's inputs to the first stage, if it is here. `reduces`: gradients of sharded stages are."""
+        start = Start(reduces, feed.loss_scale)
+        for index, runner in self.runners.items():
+            runner.begin_step(feed.inputs if self._placement.is_first(index) else (), start)
+
+    def _entry(self, rank: int, action: Action) -> Entry:
+        text = str(action)
+        running = Position(text)
+        if action.op is Op.REDUCE_GRAD:
+            start = self._reduction(action)
+            return Entry(rank, action, None, lambda _, __: start(), running, running)
+        if action.op in (Op.UNSHARD, Op.RESHARD):
+            sharded = self._sharded[action.stage]
+            turn = sharded.unshard if action.op is Op.UNSHARD else sharded.reshard
+            gathering = Position(text)
+            return Entry(rank, action, None, lambda _, __: turn(), gathering, gathering)
+        runner = self.runners[action.stage]
+        routes, microbatch = runner.routes, number(action)
+        match action.op:
+            case Op.F:
+                waiting = self._waiting("RECV_F", action, routes.values_in)
+                return Entry(rank, action, runner.gather, runner.forward, waiting, running)
+            case Op.B | Op.I:
+                waiting = self._waiting("RECV_B", action, routes.grads_in)
+                return Entry(rank, action, runner.collect, runner.backward, waiting, running)
+            case Op.W:
+                return Entry(rank, action, None, runner.weight_backward, running, running)
+            case Op.SEND_F | Op.SEND_B:
+                forward = action.op is Op.SEND_F
+                route = route_of(action, routes.values_out if forward else routes.grads_out)
+                send = runner.send_values if forward else runner.send_grads
+                blocked = Position(text, (self._names[self._placement.rank_of[route.stage]],))
+                return Entry(rank, action, None, lambda _, __: send(microbatch, route), blocked, blocked)
+            case Op.RECV_F | Op.RECV_B:
+                route = route_of(action, routes.values_in if action.op is Op.RECV_F else routes.grads_in)
+                post = route.channel.post
+                return Entry(rank, action, None, lambda _, __: post(microbatch), running, running)
+            case _:
+                raise ScheduleError(f"action {text} of rank {rank}: {action.op.value} cannot be run; leave it out")
+
+    def _reduction(self, action: Action) -> Callable[[], None]:
+        """Starts the sum over a group of tied stages, or over the replicas of one stage."""
+        if action.microbatch is None:
+            return self._averages[action.stage].start
+        return self._reducers[action.microbatch].start
+
+    def _waiting(self, what: str, action: Action, routes: Sequence[Route]) -> Position:
+        peers = sorted({self._names[self._placement.rank_of[route.stage]] for route in routes if route.remote})
+        return Position(f"{action.stage}{what}{action.microbatch}", tuple(peers))
+
+
+def model_inputs(meta: StageMeta) -> list[int]:
+    """Positions, among a stage's inputs, of the model's own inputs, in their order."""
+    return [position for position, i in enumerate(meta.inputs) if i.source == MODEL_INPUT]

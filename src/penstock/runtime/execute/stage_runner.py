@@ -1,0 +1,251 @@
+"""Forward and backward of one microbatch on one stage; the backward whole (B) or split (I and W).
+
+What a stage keeps for a microbatch between the two is no more than autograd itself keeps: the edges to start backward
+from, and a slot for the gradient of each input; or, where the forward is run again in backward, what it needs for that.
+Values and gradients are dropped as soon as they are handed on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from penstock.errors import PartitionError
+from penstock.runtime.exact import rules as exact
+from penstock.runtime.features.context import StageContext
+from penstock.runtime.features.feature import Features, Forward, Rerun, Start
+from penstock.runtime.gradients.distribution import is_distributed
+from penstock.runtime.loss.loss import no_gradient
+from penstock.runtime.split_backward.backward import SplitBackward
+from penstock.runtime.transport.routes import Route, RouteBuilder
+from penstock.schedule import Action
+from penstock.stages import needs_backward
+
+
+@dataclass(slots=True)
+class _Saved:
+    roots: list[GradientEdge | None]
+    slots: dict[int, list[Tensor]]
+
+
+@dataclass(slots=True)
+class _Outbox:
+    mail: dict[tuple[int, int], list[Tensor | None]] = field(default_factory=dict)
+
+    def dispatch(self, routes: Sequence[Route], microbatch: int, values: Sequence[Tensor | None]) -> None:
+        """Hands values on to stages of this rank, and keeps the rest until the schedule sends them."""
+        for route in routes:
+            message = [values[position] for position in route.positions]
+            if route.remote:
+                self.mail[route.stage, microbatch] = message
+            else:
+                route.channel.send(microbatch, message)
+
+
+class StageRunner:
+    """Runs one stage of one program.
+
+    Args:
+        stage: which one, and what surrounds it.
+        functions: the stage's forward for each microbatch (the same function, unless sizes differ).
+        routes: where values and gradients come in and go to.
+        split: runs the backward of some microbatches in two parts; None where all are whole.
+        features: what is done beside.
+    """
+
+    def __init__(
+        self,
+        stage: StageContext,
+        functions: Sequence[Forward],
+        routes: RouteBuilder,
+        split: SplitBackward | None,
+        features: Features,
+    ) -> None:
+        self.meta = meta = stage.stage.meta
+        self.routes = routes.routes(stage.index)
+        self.features = features
+        self.split = split
+        self._functions = functions
+        self._head = stage.head
+        self._streams = stage.streams
+        self._draw_offsets = stage.partition.draw_offsets[stage.index]
+        self._training = stage.training
+        self._anchor = torch.empty(0, device=stage.device, requires_grad=True)
+        self._tracked = [p for p, i in enumerate(meta.inputs) if self._training and i.meta.requires_grad]
+        self._untracked_outputs = [p for p, o in enumerate(meta.outputs) if self._training and not o.meta.requires_grad]
+        roots = routes.roots(stage.index)
+        self._root_outputs = [root.position for root in roots if root.is_output]
+        self._root_inputs = [root.position for root in roots if not root.is_output]
+        self._saved: dict[int, _Saved] = {}
+        self._kept: dict[int, Rerun] = {}
+        self._values = _Outbox()
+        self._grads = _Outbox()
+        self.batch: list[Mapping[int, Tensor]] = []
+        """For each microbatch, the model's inputs by their position among the stage's inputs."""
+
+    def begin_step(self, batch: Sequence[Mapping[int, Tensor]], start: Start) -> None:
+        """Takes a step's inputs, and drops what a step that raised may have left."""
+        self.batch = list(batch)
+        self._saved.clear()
+        self._kept.clear()
+        self._values.mail.clear()
+        self._grads.mail.clear()
+        if self.split is not None:
+            self.split.begin_step()
+        self.features.begin_step(start)
+
+    def gather(self, microbatch: int) -> list[Any]:
+        """Waits for everything that the forward of a microbatch needs."""
+        args: list[Any] = [None] * len(self.meta.inputs)
+        for route in self.routes.values_in:
+            for position, value in zip(route.positions, route.channel.receive(microbatch), strict=True):
+                args[position] = value
+        if self.batch:
+            inputs, self.batch[microbatch] = self.batch[microbatch], {}
+            for position, value in inputs.items():
+                args[position] = value
+        return args
+
+    def forward(self, action: Action, args: list[Any]) -> None:
+        """Runs the stage; keeps what backward starts from; hands the outputs on."""
+        microbatch = number(action)
+        with self.features.around(action):
+            rerun = self.features.keep(microbatch, args)
+            with self.features.forward(microbatch, runs_again=rerun is not None):
+                saved, outputs = self._run(microbatch, args, runs_again=rerun is not None)
+            if rerun is not None:
+                self._kept[microbatch] = rerun
+            elif self._training:
+                self._saved[microbatch] = saved
+            self._values.dispatch(self.routes.values_out, microbatch, [exact.settled(output) for output in outputs])
+
+    def _run(self, microbatch: int, args: list[Any], *, runs_again: bool = False) -> tuple[_Saved, Sequence[Tensor]]:
+        """The forward, and the loss: what backward starts from, and the outputs with their graph. Empties `args`.
+
+        Args:
+            runs_again: backward will not start from this run, but from another one.
+        """
+        if self._streams is not None:
+            self._streams.begin(microbatch, self._draw_offsets, stage=self.meta.index)
+        slots: dict[int, list[Tensor]] = {}
+        for position in self._tracked:
+            args[position], slots[position] = exact.receive(self._anchor, args[position])
+        passed_on = [get_gradient_edge(args[position]) for position in self._root_inputs]
+        split = self._split_of(microbatch)
+        with self.features.run(microbatch):
+            if split is None:
+                outputs = self._functions[microbatch](*args)
+            else:
+                with split.forward(microbatch, runs_again=runs_again):
+                    outputs = self._functions[microbatch](*args)
+        args.clear()
+        self._check_whole(outputs)
+        if self._training:
+            self._check_untracked(outputs)
+        if self._head is not None:
+            # One that runs again has its loss from then alone: a loss may count, or write into its target. But from
+            # its graph a split is learned.
+            root = None if runs_again and split is None else self._head(microbatch, outputs)
+            roots = [self._loss_edge(root)] if root is not None else []
+        else:
+            roots = [_edge(outputs[position]) for position in self._root_outputs]
+        if split is not None:
+            split.learn(roots)
+        return _Saved([*roots, *passed_on], slots), outputs
+
+    def _again(self, microbatch: int) -> _Saved:
+        """Runs a forward again, on what it ran on, for its graph; what was kept for that is let go."""
+        rerun = self._kept.pop(microbatch)
+        with rerun.as_before(), self.features.again(microbatch):
+            return self._run(microbatch, rerun.args())[0]
+
+    def collect(self, microbatch: int) -> list[Tensor | None]:
+        """Waits for everything that the backward of a microbatch needs: a gradient, or None, for each root."""
+        if self._head is not None:
+            return [] if microbatch in self._kept else [self._head.seed(microbatch)]
+        grads: list[Tensor | None] = [None] * (len(self._root_outputs) + len(self._root_inputs))
+        for route in self.routes.grads_in:
+            for position, grad in zip(route.positions, route.channel.receive(microbatch), strict=True):
+                grads[position] = grad
+        return grads
+
+    def backward(self, action: Action, grads: list[Tensor | None]) -> None:
+        """Runs B or I; hands the gradients of the inputs on."""
+        microbatch = number(action)
+        with self.features.around(action), self.features.backward(microbatch):
+            again = microbatch in self._kept
+            saved = self._again(microbatch) if again else self._saved.pop(microbatch)
+            if again and self._head is not None:
+                grads = [self._head.seed(microbatch)]
+            if self._streams is not None:
+                self._streams.begin(microbatch, self._draw_offsets, again=True)
+            present = [(r, g) for r, g in zip(saved.roots, grads, strict=True) if r is not None and g is not None]
+            grads.clear()
+            split = self._split_of(microbatch)
+            if present:
+                with nullcontext() if split is None else split.input_gradients(microbatch):
+                    with self.features.autograd(microbatch):
+                        exact.backward([root for root, _ in present], [grad for _, grad in present])
+            slots = saved.slots
+            given = [exact.settled(slots[p][0]) if slots.get(p) else None for p in range(len(self.meta.inputs))]
+            self._grads.dispatch(self.routes.grads_out, microbatch, given)
+
+    def weight_backward(self, action: Action, _: None = None) -> None:
+        """Runs W: what I left of a microbatch's backward."""
+        assert self.split is not None
+        microbatch = number(action)
+        with self.features.around(action), self.features.weights(microbatch):
+            self.split.weight_gradients(microbatch)
+
+    def send_values(self, microbatch: int, route: Route) -> None:
+        """Sends the outputs of a microbatch to a stage on another rank."""
+        route.channel.send(microbatch, self._values.mail.pop((route.stage, microbatch)))
+
+    def send_grads(self, microbatch: int, route: Route) -> None:
+        """Sends the gradients of a microbatch's inputs to a stage on another rank."""
+        route.channel.send(microbatch, self._grads.mail.pop((route.stage, microbatch)))
+
+    def _split_of(self, microbatch: int) -> SplitBackward | None:
+        return self.split if self.split is not None and microbatch in self.split.microbatches else None
+
+    def _loss_edge(self, loss: Tensor) -> GradientEdge | None:
+        if loss.requires_grad:
+            return get_gradient_edge(loss)
+        if self._training and needs_backward(self.meta):
+            raise no_gradient()
+        return None
+
+    def _check_whole(self, outputs: Sequence[Tensor]) -> None:
+        for output, meta in zip(outputs, self.meta.outputs, strict=True):
+            if type(output) is not Tensor and is_distributed(output):
+                raise PartitionError(
+                    f"value {meta.name!r} leaves stage {self.meta.index} as a DTensor, of which each process holds a "
+                    "part; have the plan of parallelize_module give whole tensors there (RowwiseParallel, or "
+                    "PrepareModuleOutput with desired_layouts=Replicate() and use_local_output=True), or move the cut"
+                )
+
+    def _check_untracked(self, outputs: Sequence[Tensor]) -> None:
+        for position in self._untracked_outputs:
+            if outputs[position].requires_grad:
+                raise PartitionError(
+                    f"value {self.meta.outputs[position].name!r} of stage {self.meta.index} takes a gradient, but did "
+                    "not when the model was recorded. If requires_grad was changed, build the pipeline again. If a "
+                    "block before it leaves its parameters out by chance, take all such blocks apart with opens=[...]; "
+                    "if for some inputs, move the cut behind one that never does (cuts=[...])"
+                )
+
+
+def number(action: Action) -> int:
+    """The microbatch of a computation."""
+    assert action.microbatch is not None
+    return action.microbatch
+
+
+def _edge(output: Tensor) -> GradientEdge | None:
+    return get_gradient_edge(output) if output.requires_grad else None

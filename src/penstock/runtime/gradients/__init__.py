@@ -1,0 +1,1 @@
+"""Gradients of parameters that several stages, replicas or shards hold."""

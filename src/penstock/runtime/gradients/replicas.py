@@ -1,0 +1,206 @@
+"""Data parallelism: several pipelines hold the same model, and each trains on its own part of the batch.
+
+A stage's gradients are averaged over the replicas, in buckets, as soon as its last backward is done, while other stages
+still run. Losses are weighted over the whole batch, so that replicas may hold batches of different sizes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock.errors import ArgumentError
+from penstock.partition import Stage
+from penstock.runtime.gradients.distribution import mesh_dimensions
+from penstock.runtime.gradients.sums import GradientSum
+from penstock.runtime.processes.failure import OUTSIDE, Position, Watched
+from penstock.runtime.processes.world import World
+from penstock.runtime.transport.distributed import Groups, all_reduce
+from penstock.runtime.transport.protocol import Pending
+
+BUCKET_BYTES = 25 * 2**20
+"""As in DistributedDataParallel: large enough for a link's rate, small enough to be under way while others fill."""
+
+
+SHARED = -1
+"""In place of a stage: the parameters that several stages hold, averaged once their own sum is there."""
+
+
+class Average:
+    """Averages the gradients of some parameters over the replicas.
+
+    Args:
+        parameters: in the same order on each replica.
+        groups: of the pipeline.
+        position: what to call it, and who is waited for.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], groups: Groups, position: Position) -> None:
+        def reduce(tensors: Sequence[Tensor]) -> Pending:
+            return all_reduce(tensors, groups.replicas)
+
+        self.position = position
+        self.parameters = tuple(parameters)
+        self._open = False
+        self._sums = [
+            GradientSum(bucket, reduce, dist.get_world_size(groups.replicas)) for bucket in buckets(parameters)
+        ]
+
+    def begin_step(self, *, set_aside: bool) -> None:
+        """Before a step that averages.
+
+        Args:
+            set_aside: what `.grad` holds was averaged already.
+        """
+        self._open = True
+        for total in self._sums if set_aside else ():
+            total.set_aside()
+
+    def start(self) -> None:
+        """Once the gradients are there; does nothing in a step that does not average."""
+        for total in self._sums if self._open else ():
+            total.start()
+
+    def end_step(self) -> None:
+        """Waits for the averages."""
+        self._open = False
+        for total in self._sums:
+            total.finish()
+
+
+class Replicas:
+    """One process's view of those that hold the same and train on other data.
+
+    Attributes:
+        active: whether steps average; where not, `.grad` is this replica's own until the next step that does.
+        behind: whether the last step did not average.
+    """
+
+    def __init__(self, world: World, groups: Groups) -> None:
+        self.active = True
+        self._groups = groups
+        self._count = len(world.replicas)
+        self._divided = world.divided
+        numbers = (world.everyone.index(rank) for rank in world.replicas)
+        self.others = tuple(number for number in numbers if number != world.name)
+        self.behind = False
+        self._owed: dict[int, nn.Parameter] = {}
+
+    def averages(self, stages: Iterable[Stage], tied: Iterable[nn.Parameter]) -> dict[int, Average]:
+        """What averages the gradients of this process's stages, by stage.
+
+        Args:
+            tied: parameters that other ranks of the pipeline hold as well.
+        """
+        here = list(stages)
+        holders = Counter(id(p) for stage in here for p in stage.parameters.values())
+        shared = {id(p) for p in tied} | {key for key, count in holders.items() if count > 1}
+        trained = {
+            stage.meta.index: [p for p in stage.parameters.values() if p.requires_grad and not self._is_sharded(p)]
+            for stage in here
+        }
+        own = {stage: [p for p in some if id(p) not in shared] for stage, some in trained.items()}
+        own[SHARED] = list({id(p): p for some in trained.values() for p in some if id(p) in shared}.values())
+        return {stage: self._average(some, stage) for stage, some in own.items()}
+
+    def _average(self, parameters: Sequence[nn.Parameter], stage: int) -> Average:
+        position = Position(f"{'' if stage == SHARED else stage}REDUCE_GRAD", self.others)
+        return Average(parameters, self._groups, position)
+
+    def _is_sharded(self, parameter: Tensor) -> bool:
+        """Whether `fully_shard` averages its gradient itself."""
+        return bool(set(self._divided) & set(mesh_dimensions(parameter)))
+
+    def begin_step(self, averages: Mapping[int, Average]) -> None:
+        """Before a step. What steps that did not average left stays in `.grad`, and is averaged with this one's."""
+        for average in averages.values() if self.active else ():
+            average.begin_step(set_aside=not self.behind)
+
+    def end_step(self, averages: Mapping[int, Average], buffers: Sequence[Tensor], watched: Watched) -> None:
+        """After a step: waits for the averages; gives every replica the first one's `buffers`, as DDP does."""
+        self.behind = not self.active
+        trained = {id(parameter): parameter for average in averages.values() for parameter in average.parameters}
+        if self.active:
+            averages[SHARED].start()
+            for average in averages.values():
+                watched.position = average.position
+                average.end_step()
+            if late := [parameter for key, parameter in self._owed.items() if key not in trained]:
+                self._average_late(late, watched)
+            self._owed.clear()
+        else:
+            self._owed.update(trained)
+        watched.position = Position("buffers", self.others)
+        copy_from_first(buffers, self._groups.replicas)
+
+    def _average_late(self, parameters: Sequence[nn.Parameter], watched: Watched) -> None:
+        """Averages what steps that did not average have left for parameters that this step does not train: they have
+        been frozen since, or another kind of batch does not use them."""
+        average = self._average(parameters, SHARED)
+        watched.position = average.position
+        average.begin_step(set_aside=False)
+        average.start()
+        average.end_step()
+
+    def mean(self, weight: float, *, training: bool, settings: int, watched: Watched) -> float:
+        """The mean of a weight over the replicas. Each of them calls it, before each step.
+
+        Args:
+            settings: a number for what else must be alike; so small that sums of it are exact.
+
+        Raises:
+            ArgumentError: another replica does something else, so that they would wait for each other in vain.
+        """
+        mine = [float(training), float(training and self.active), float(settings)]
+        values = torch.tensor([weight, *mine], dtype=torch.float64)
+        watched.position = Position("the weights of the batch", self.others)
+        dist.all_reduce(values, group=self._groups.weights)
+        watched.position = OUTSIDE
+        total, *said = values.tolist()
+        for own, sum_of_all, words in zip(mine, said, _ALIKE, strict=True):
+            if own * self._count != sum_of_all:
+                raise ArgumentError(
+                    f"the replicas do not take the same step: {words}; all replicas must make the same calls, as often "
+                    "as each other, and set train(), eval(), requires_grad_() and autocast alike"
+                )
+        return float(total) / self._count
+
+
+_ALIKE = (
+    "some train, others evaluate",
+    "some are within no_sync(), others are not",
+    "they differ in modes, requires_grad flags or autocast",
+)
+
+
+def buckets(parameters: Iterable[nn.Parameter], most_bytes: int = BUCKET_BYTES) -> Iterator[list[nn.Parameter]]:
+    """The parameters in pieces of one dtype and at most so many bytes, or of one parameter."""
+    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        by_dtype.setdefault(parameter.dtype, []).append(parameter)
+    for same in by_dtype.values():
+        bucket: list[nn.Parameter] = []
+        filled = 0
+        for parameter in same:
+            size = parameter.numel() * parameter.element_size()
+            if bucket and filled + size > most_bytes:
+                yield bucket
+                bucket, filled = [], 0
+            bucket.append(parameter)
+            filled += size
+        if bucket:
+            yield bucket
+
+
+def copy_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Gives every process of the group the first one's values, in place."""
+    with torch.no_grad():
+        for tensor in tensors:
+            values = tensor.detach().contiguous()
+            dist.broadcast(values, group=group, group_src=0)
+            if values.data_ptr() != tensor.data_ptr():
+                tensor.copy_(values)

@@ -1,0 +1,93 @@
+"""Sums of gradients over processes: the step's own contribution, in flat buffers, while other stages still run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ArgumentError
+from penstock.runtime.gradients.distribution import local, local_gradient
+from penstock.runtime.transport.protocol import Pending
+
+Reduce = Callable[[Sequence[Tensor]], Pending]
+"""Starts to sum tensors, in place, over some processes: the same bits on each of them."""
+
+
+class GradientSum:
+    """The gradients of some parameters, summed over all processes that hold them.
+
+    Only the step's own contribution is summed: what earlier steps have accumulated is the same everywhere already. One
+    buffer a dtype: the gradients, then for each the number of processes that have one.
+
+    Args:
+        parameters: the same, in the same order, on each process.
+        divisor: what the sum is divided by.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], reduce: Reduce, divisor: int = 1) -> None:
+        self._parameters = tuple(parameters)
+        self._reduce = reduce
+        self._divisor = divisor
+        self._before: list[Tensor | None] = []
+        self._buffers: list[Tensor] = []
+        self._pending: Pending | None = None
+
+    def set_aside(self) -> None:
+        """Sets aside what earlier steps accumulated, until `finish`."""
+        self._before = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def start(self) -> None:
+        """Starts the sum."""
+        self._buffers = [self._flat(members) for members in self._by_dtype()]
+        self._pending = self._reduce(self._buffers)
+
+    def finish(self) -> None:
+        """Waits for the sum, where one was started, and adds it to what was set aside."""
+        before = dict(zip(self._parameters, self._before or [None] * len(self._parameters), strict=True))
+        if self._pending is not None:
+            self._pending.wait()
+            for parameter, total in self._totals():
+                parameter.grad = _add(before[parameter], total)
+        elif self._before:  # nothing was added
+            for parameter, grad in before.items():
+                parameter.grad = _add(grad, parameter.grad)
+        self._before, self._buffers, self._pending = [], [], None
+
+    def _flat(self, members: Sequence[nn.Parameter]) -> Tensor:
+        for parameter in members:
+            if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                raise ArgumentError(
+                    f"a gradient of shape {list(parameter.shape)} is sparse, and several processes hold its parameter; "
+                    "sparse gradients cannot be summed over processes: make the embedding with sparse=False"
+                )
+        mine = [local(p.detach()) for p in members]
+        grads = [local_gradient(p) for p in members]
+        flat = [(torch.zeros_like(m) if g is None else g).reshape(-1) for g, m in zip(grads, mine, strict=True)]
+        return torch.cat([*flat, mine[0].new_tensor([float(p.grad is not None) for p in members])])
+
+    def _totals(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
+        """Each parameter's sum; None where no process has a gradient."""
+        for members, buffer in zip(self._by_dtype(), self._buffers, strict=True):
+            *flat, held = torch.split(buffer, [*(local(p.detach()).numel() for p in members), len(members)])
+            for parameter, total, count in zip(members, flat, held.tolist(), strict=True):
+                grad = torch.empty_like(parameter.data) if count else None
+                if grad is not None:
+                    mine = local(grad)
+                    mine.copy_(total.view(mine.shape) / self._divisor if self._divisor > 1 else total.view(mine.shape))
+                yield parameter, grad
+
+    def _by_dtype(self) -> list[list[nn.Parameter]]:
+        groups: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in self._parameters:
+            groups.setdefault(parameter.dtype, []).append(parameter)
+        return list(groups.values())
+
+
+def _add(before: Tensor | None, grad: Tensor | None) -> Tensor | None:
+    if before is None or grad is None:
+        return before if grad is None else grad
+    return before.add_(grad)

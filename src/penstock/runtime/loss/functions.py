@@ -1,0 +1,83 @@
+"""The loss function that a user gives: of output and target, or of the output alone."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import update_wrapper
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from penstock.errors import ArgumentError, PenstockError
+from penstock.runtime.loss.loss import Loss
+from penstock.words import in_a_line
+
+
+class OutputLoss:
+    """A loss of the model's output alone, which needs no target."""
+
+    def __init__(self, function: Callable[[Any], Tensor]) -> None:
+        update_wrapper(self, function, updated=())
+        self._function = function
+
+    def __call__(self, output: Any, target: Any) -> Tensor:
+        return self._function(output)
+
+
+def checked_loss(loss: Loss | Callable[[Any], Tensor] | None) -> Loss | None:
+    """The user's loss as a function of output and target.
+
+    Raises:
+        ArgumentError: it cannot be called with either one or two arguments.
+    """
+    if loss is None or isinstance(loss, OutputLoss):
+        return loss
+    if not callable(loss):
+        raise ArgumentError(f"loss={loss!r}: expected a function of the model's output and the target, or None")
+    if isinstance(loss, type):
+        raise ArgumentError(f"loss={loss.__name__}: this is a class; give an instance, {loss.__name__}(...)")
+    function: Any = loss
+    try:
+        signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
+    except (TypeError, ValueError):
+        signature = _BOTH  # functions written in C do not tell
+    if _takes(signature, 2):
+        return cast(Loss, function)
+    if _takes(signature, 1):
+        return OutputLoss(function)
+    raise ArgumentError(
+        f"loss takes {signature}; expected loss(output, target), or loss(output) where no target is needed"
+    )
+
+
+def saying_what_is_missing(loss: Loss | None) -> Loss | None:
+    """The loss, which says so where it raises because a step came without a target."""
+    if loss is None or isinstance(loss, OutputLoss):
+        return loss
+
+    def call(output: Any, target: Any) -> Tensor:
+        try:
+            return loss(output, target)
+        except Exception as error:
+            if target is not None or isinstance(error, PenstockError):
+                raise
+            raise ArgumentError(
+                f"target=None, but this rank runs the last stage, and loss(output, None) raised "
+                f"{in_a_line(error)}; pass target=... where "
+                "pipe.needs_targets is true"
+            ) from error
+
+    update_wrapper(call, loss, updated=())  # for who looks at what the loss reads
+    return call
+
+
+_BOTH = inspect.signature(lambda output, target: None)
+
+
+def _takes(signature: inspect.Signature, arguments: int) -> bool:
+    try:
+        signature.bind(*[None] * arguments)
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,257 @@
+"""The loss of each microbatch on the last stage, and the weights that make the whole the batch's own loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from penstock.errors import ArgumentError
+from penstock.partition import Partition
+from penstock.runtime.exact import rules as exact
+from penstock.runtime.exact.streams import Streams
+from penstock.runtime.loss.order import LossState
+from penstock.runtime.loss.reads import check_graph, check_own, watching
+
+Loss = Callable[[Any, Any], Tensor]
+"""`loss(output, target)`, a scalar."""
+
+Reduction = Literal["mean", "sum"] | Callable[[Any], float | Tensor]
+"""How the loss reduces a batch: a mean over its rows, a sum, or a function of a microbatch's target that gives the
+weight of its mean (the number of tokens that count, say)."""
+
+
+def weights(
+    reduction: Reduction,
+    sizes: Sequence[int],
+    targets: Sequence[Any],
+    replicas: int = 1,
+    mean: Callable[[float], float] = float,
+) -> list[float]:
+    """What each microbatch's loss is multiplied with, so that the sum is the loss of the whole batch.
+
+    Where several replicas have a part of the batch each, the mean over them of that sum is.
+
+    Args:
+        reduction: see `Reduction`.
+        sizes: rows in each microbatch.
+        targets: each microbatch's target; only a function looks at them.
+        replicas: how many there are.
+        mean: gives the mean over the replicas of what each of them passes in.
+
+    Raises:
+        ArgumentError: the reduction is unknown, or its weights are negative or all zero.
+    """
+    if reduction == "sum":
+        return [float(replicas)] * len(sizes)
+    if reduction == "mean":
+        given = [float(size) for size in sizes]
+    elif callable(reduction):
+        given = [float(reduction(target)) for target in targets]
+    else:
+        raise ArgumentError(f"reduction={reduction!r}: expected 'mean', 'sum' or a function of the target")
+    total = mean(sum(given))
+    if any(weight < 0 or weight != weight for weight in given) or total == 0:
+        raise ArgumentError(
+            f"reduction: the weights of the microbatches' targets are {given}; "
+            "expected non-negative numbers that are not all zero (a batch in which no token counts has no mean)"
+        )
+    return exact.seeds(given, total)
+
+
+def no_loss(output: object) -> ArgumentError:
+    """What to raise where there is neither a loss function nor a loss of the model's own."""
+    return ArgumentError(
+        f"loss=None, and the model's output ({type(output).__name__}) holds no scalar loss; "
+        "pass loss=..., or give the model what it needs to compute its own (labels=...)"
+    )
+
+
+def checked_value(loss: Any, output: object) -> Tensor:
+    """What a loss function returned, or the model's own loss. Raises ArgumentError if that is not a scalar tensor."""
+    if loss is None:
+        raise no_loss(output)
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.dim() > 1:
+        given = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ArgumentError(f"loss(output, target) returned {given}; expected a scalar tensor: reduce it")
+    return loss
+
+
+def no_gradient() -> ArgumentError:
+    """What to raise where a loss has no graph although parameters are to be trained."""
+    return ArgumentError(
+        "the loss takes no gradient, so that nothing would be trained; return a loss that is computed from the model's "
+        "output, without detach() or no_grad"
+    )
+
+
+class LossHead:
+    """What follows the last stage: the model's output, its loss, and the seed of backward.
+
+    `start` gives it a step's targets and weights; `losses` and `outputs` are in order of microbatch.
+
+    Args:
+        loss: the user's; None where the model computes its own.
+        partitions: of each microbatch: what makes the model's output of what leaves the last stage.
+        streams: random streams; the loss function has one for each microbatch.
+        needed: whether a loss must come out.
+        pipelines: how many copies of the last stage there are.
+        shared: whether several processes compute losses, each of a part of the batch.
+    """
+
+    def __init__(
+        self,
+        loss: Loss | None,
+        partitions: Sequence[Partition],
+        streams: Streams,
+        *,
+        needed: bool,
+        pipelines: int = 1,
+        shared: bool = False,
+    ) -> None:
+        self._loss = loss
+        self._state = LossState(loss if needed else None, pipelines, partitions[0])
+        self._partitions = partitions
+        self._streams = streams
+        self._needed = needed
+        self._targets: Sequence[Any] | None = None
+        self._weights: Sequence[float] = ()
+        self._scale = 1.0
+        self._seeds: dict[tuple[float, torch.dtype], Tensor] = {}
+        self._keep_outputs = False
+        self._elsewhere = {id(tensor): name for name, tensor in partitions[0].elsewhere.items()}
+        self._watched = not self._elsewhere
+        self._shared = shared and needed
+        self._parameters = (
+            {id(p) for stage in partitions[0].stages for p in stage.parameters.values()} if self._shared else set[int]()
+        )
+        self.losses: list[Tensor | None] = []
+        self.outputs: list[Any] = []
+
+    def start(
+        self, targets: Sequence[Any] | None, weights: Sequence[float], keep_outputs: bool, scale: float = 1.0
+    ) -> None:
+        """Begins a step. Without targets (in evaluation) only a model that computes its own loss has one.
+
+        All gradients are `scale` times those of the loss; the loss that is reported is not.
+        """
+        self._targets, self._weights, self._keep_outputs, self._scale = targets, weights, keep_outputs, scale
+        self._seeds.clear()
+        self.losses = [None] * len(weights)
+        self.outputs = [None] * len(weights)
+
+    def __call__(self, microbatch: int, leaves: Sequence[Tensor]) -> Tensor | None:
+        """What backward starts from, with its graph; None where neither a function nor the model gives a loss."""
+        partition = self._partitions[microbatch]
+        build = partition.build_output
+        output = build(leaves)
+        if self._keep_outputs:
+            self.outputs[microbatch] = build([leaf.detach() for leaf in leaves])
+        loss: Any
+        if self._loss is None:
+            loss = own_loss(output)
+        else:
+            self._streams.begin_loss(microbatch)
+            made = [leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None] if self._shared else []
+            with (
+                partition.leaving(leaves),
+                nullcontext() if self._watched else watching(self._elsewhere),
+            ):
+                if self._targets is not None:
+                    run = partial(self._loss, output, self._targets[microbatch])
+                    loss = self._state.call(self.losses, microbatch, run)
+                else:
+                    loss = None
+            if isinstance(loss, Tensor) and not self._watched:
+                check_graph(loss, self._elsewhere)
+                self._watched = True
+            if self._shared and isinstance(loss, Tensor):
+                check_own(loss, made, self._parameters)
+        if loss is None and not self._needed:
+            return None
+        loss = checked_value(loss, output)
+        self.losses[microbatch] = loss.detach()
+        return root_of(loss, self._weights[microbatch], leaves)
+
+    def seed(self, microbatch: int) -> Tensor | None:
+        """The gradient that the microbatch's backward starts from: the weight of its loss, times the scale."""
+        loss = self.losses[microbatch]
+        assert loss is not None
+        key = (self._weights[microbatch], loss.dtype)
+        seed = self._seeds.get(key)
+        if seed is None or seed.shape != loss.shape:
+            seed = self._seeds[key] = torch.full_like(loss, self._weights[microbatch] * self._scale)
+        return seed
+
+    def counts(self, microbatch: int) -> bool:
+        """Whether the loss of a microbatch is part of the batch's: it has a weight other than 0."""
+        return self._weights[microbatch] != 0
+
+    def terms(self, microbatches: range) -> list[Tensor | None]:
+        """What some microbatches add to the batch's loss, in order; None for one whose loss is elsewhere."""
+        if not self.losses:
+            return [None] * len(microbatches)
+        return [weighted_sum([self.losses[k]], [self._weights[k]]) for k in microbatches]
+
+    def total(self) -> Tensor | None:
+        """The batch's loss: the weighted sum, ascending by microbatch."""
+        return weighted_sum(self.losses, self._weights)
+
+
+def weighted_sum(losses: Sequence[Tensor | None], weights: Sequence[float]) -> Tensor | None:
+    """Sum of the losses times their weights, ascending by microbatch; None without losses.
+
+    A loss of weight 0 is left out: the mean over no token is NaN.
+    """
+    total: Tensor | None = None
+    for loss, weight in zip(losses, weights, strict=True):
+        if loss is None:
+            return None
+        if weight == 0:
+            continue
+        term = loss.reshape(()) * weight
+        total = term if total is None else total + term
+    return total
+
+
+def root_of(loss: Tensor, weight: float, leaves: Sequence[Tensor]) -> Tensor:
+    """What a microbatch's backward starts from: its loss.
+
+    Where its weight is 0 the loss may be NaN, and 0 * NaN is NaN: there it is a zero made of the model's output.
+    """
+    others = [leaf for leaf in leaves if leaf is not loss and leaf.requires_grad]
+    if weight != 0 or not others:
+        return loss
+    zero = torch.stack([leaf.sum().to(loss) for leaf in others]).sum() * 0
+    return zero.reshape(loss.shape)
+
+
+def checked_scale(scale: float) -> float:
+    """What the loss of a step is multiplied with. Raises ArgumentError unless it is a positive, finite number."""
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
+        raise ArgumentError(
+            f"loss_scale={scale!r}: expected a positive, finite number, such as scaler.get_scale() of a "
+            "penstock.GradScaler"
+        )
+    return float(scale)
+
+
+def own_loss(output: Any) -> Tensor | None:
+    """The loss that a model computed itself: `output.loss`, `output["loss"]`, an output that is a scalar, or the one
+    scalar of a tuple or list that requires a gradient (the one scalar, where nothing requires one)."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+    if loss is output and isinstance(output, (tuple, list)):
+        scalars = [value for value in output if _is_scalar(value)]
+        trained = [value for value in scalars if value.requires_grad]
+        found = trained if torch.is_grad_enabled() else scalars
+        return found[0] if len(found) == 1 else None
+    return loss if _is_scalar(loss) else None
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()

@@ -1,0 +1,201 @@
+"""A loss that keeps state from one call to the next: a moving average in a buffer, a count of its calls.
+
+On one device it is called in order of microbatch. Most schedules call it so; but of two copies of the last stage each
+calls it for a part of the batch, and a schedule of a user's own may take any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from inspect import unwrap
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ArgumentError
+from penstock.partition import Partition
+from penstock.partition.loan import same_bits
+from penstock.partition.state.cells import contents
+from penstock.partition.state.class_data import ClassData
+from penstock.partition.state.library import OF_TORCH, is_library
+from penstock.partition.state.places import MISSING, Key, Place, Survey, named_by_code, stored_globals
+from penstock.partition.state.reach import Trace
+
+LOOKS = 6
+"""The number of calls in which everything that the loss reaches is looked at: later ones are alike."""
+
+
+class LossState:
+    """What a loss keeps. Buffers, other tensors that it updates, and whole numbers, which count, are state.
+
+    Whatever else a call sets may be noted for others to look at. So in the first calls the loss is called up to twice
+    more, with what is there now and with what was there before the first call: state if it then returns something
+    else. Whatever it prints or logs comes again.
+
+    Args:
+        pipelines: so many copies of the last stage call it.
+        partition: of the model, whose modules are not the loss's.
+    """
+
+    def __init__(self, loss: Callable[..., Any] | None, pipelines: int, partition: Partition) -> None:
+        self._loss = None if loss is None else unwrap(loss)
+        self._modules = [module for root in _roots(loss, 3) for module in root.modules()]
+        self._pipelines, self._partition = pipelines, partition
+        self._looks = 0 if loss is None else LOOKS
+        self._held: set[int] = set()
+        self._first: dict[Key, Any] = {}
+
+    def call(self, losses: Sequence[Tensor | None], microbatch: int, run: Callable[[], Any]) -> Any:
+        """What `run` returns: a call of the loss for a microbatch, after those for others.
+
+        Raises:
+            ArgumentError: it has kept state, and should have been called for others before.
+        """
+        if self._loss is None or (self._pipelines == 1 and None not in losses[:microbatch]):
+            return run()
+        before = self._now()
+        look = _Look(self._survey()) if self._looks else None
+        result = run()
+        for (number, name), held in self._now().items():
+            was = before.get((number, name))
+            if was is not None and not (was[0] is held[0] and was[1] == held[1]):
+                raise self._refusal(type(self._modules[number]).__name__, name)
+        if look is not None:
+            self._looks -= 1
+            kept = look.state(run, result, self._first)
+            if kept is not None:
+                raise self._refusal(_name_of(self._loss), kept)
+            if not self._looks:
+                self._first.clear()
+        return result
+
+    def _survey(self) -> Survey:
+        loss = self._loss
+        function = loss.__func__ if isinstance(loss, MethodType) else loss
+        owner = getattr(loss, "__self__", loss)
+        kinds = [kind for kind in type(owner).__mro__ if not is_library(kind.__module__)]
+        code = [*kinds, *([function] if isinstance(function, FunctionType) else [])]
+        traces = [Trace(data, name) for data in map(ClassData, kinds) for name in data]
+        traces += [Trace(known, name) for known, name in stored_globals(code)]
+        roots = [loss, *(value for value in named_by_code(code) if not isinstance(value, nn.Module))]
+        survey = Survey(
+            [root for root in roots if not self._is_of_model(root)], traces, modules=True, skips=self._is_of_model
+        )
+        passed = {id(entry.place.entries) for entry in self._partition.left}  # values from the model, not from calls
+        for key in [key for key in survey.places if key[0] in passed]:
+            del survey.places[key]
+        return survey
+
+    def _is_of_model(self, value: Any) -> bool:
+        if not isinstance(value, nn.Module):
+            return False
+        one = self._partition
+        if not self._held:
+            self._held.update(id(t) for s in one.stages for t in (*s.parameters.values(), *s.buffers.values()))
+            self._held.update(map(id, one.elsewhere.values()))
+        return any(id(tensor) in self._held for tensor in (*value.parameters(), *value.buffers()))
+
+    def _now(self) -> dict[tuple[int, str], tuple[object, int]]:
+        found: dict[tuple[int, str], tuple[object, int]] = {}
+        for number, module in enumerate(self._modules):
+            for name, buffer in module._buffers.items():
+                found[number, name] = (buffer, 0 if buffer is None else buffer._version)
+            for name, value in vars(module).items():
+                if type(value) is int and name not in OF_TORCH:
+                    found[number, name] = (None, value)
+                elif isinstance(value, Tensor):
+                    found[number, name] = (None, value._version)
+        return found
+
+    def _refusal(self, kind: str, name: str) -> ArgumentError:
+        why = (
+            f"this schedule has {self._pipelines} copies of the last stage, each of which calls it for a part of the "
+            "batch only; take a schedule with one copy (dualpipe-v for dualpipe)"
+            if self._pipelines > 1
+            else "this schedule does not call it in order of microbatch; take one that does (1f1b, gpipe)"
+        )
+        return ArgumentError(
+            f"loss: each call of {kind} updates its {name!r}, so that it matters in which order it is called, and {why}"
+        )
+
+
+class _Look:
+    """What a loss reaches, before one of its calls."""
+
+    def __init__(self, survey: Survey) -> None:
+        self._places: Mapping[Key, Place] = survey.places
+        self._before = {key: place.read() for key, place in survey.places.items()}
+        self._tensors = [(name, t, t._version) for name, t in survey.tensors.values() if not t.is_inference()]
+        self._generator = torch.get_rng_state()
+
+    def state(self, run: Callable[[], Any], result: Any, first: dict[Key, Any]) -> str | None:
+        """Which state the call just made has kept, if it has.
+
+        Args:
+            run: the call.
+            result: what it returned.
+            first: what was there before the first call of all that set a place; added to.
+        """
+        for name, tensor, version in self._tensors:
+            if tensor._version != version:
+                return name or "tensor"
+        changed = [key for key, place in self._places.items() if not place.holds(self._before[key])]
+        if not changed:
+            return None
+        for key in changed:
+            first.setdefault(key, self._before[key])
+        after = {key: self._places[key].read() for key in changed}
+        numbers = [key for key in changed if type(after[key]) is int and type(self._before[key]) is int]
+        if numbers:
+            return numbers[0][1]
+        generator = torch.get_rng_state()
+        try:
+            alike = all(_alike(self._again(run, values), result) for values in (after, {k: first[k] for k in changed}))
+        finally:
+            torch.set_rng_state(generator)
+            for key, value in after.items():
+                self._places[key].write(value)
+        return None if alike else next((key[1] for key in changed if key[1]), "state")
+
+    def _again(self, run: Callable[[], Any], values: Mapping[Key, Any]) -> Any:
+        for key, value in values.items():
+            self._places[key].write(value)
+        torch.set_rng_state(self._generator)
+        try:
+            return run()
+        except Exception:
+            return MISSING  # it cannot do without what has changed
+
+
+def _alike(one: Any, other: Any) -> bool:
+    return isinstance(one, Tensor) and isinstance(other, Tensor) and same_bits(one.detach(), other.detach())
+
+
+def _name_of(loss: Any) -> str:
+    owner = getattr(loss, "__self__", loss)
+    return str(owner.__qualname__) if isinstance(owner, FunctionType) else type(owner).__name__
+
+
+def _roots(value: Any, depth: int) -> Iterator[nn.Module]:
+    """The modules that a loss consists of, or names."""
+    if isinstance(value, nn.Module):
+        yield value
+        return
+    if depth == 0:
+        return
+    parts: list[Any] = [getattr(value, "__wrapped__", None)]
+    if isinstance(value, MethodType):
+        parts += [value.__self__, value.__func__]
+    elif isinstance(value, partial):
+        parts += [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, FunctionType):
+        parts += [
+            *map(contents, value.__closure__ or ()),
+            *(value.__globals__.get(name) for name in value.__code__.co_names),
+        ]
+    for part in parts:
+        if part is not None:
+            yield from _roots(part, depth - 1)

@@ -1,0 +1,389 @@
+"""A model, cut for the ranks of one pipeline: its partitions by input signature, and what of it this process holds."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from operator import is_
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ArgumentError, PartitionError, PenstockError
+from penstock.partition import KEPT_PARTITIONS, Partition, Partitioner, Stage, default_kwargs, retarget
+from penstock.runtime.batch.outline import Example, Outline, telling_rows
+from penstock.runtime.execute.engine import Engine
+from penstock.runtime.gradients.distribution import check_sharding
+from penstock.runtime.gradients.ties import tie_groups
+from penstock.runtime.model.copies import with_copies
+from penstock.runtime.model.elsewhere import elsewhere
+from penstock.runtime.model.materialize import Materialize, materialize
+from penstock.runtime.model.overlaps import refuse_overlaps
+from penstock.schedule import Placement
+from penstock.stages import ties
+
+if TYPE_CHECKING:
+    from penstock.runtime.features.frame import Frames, Parallelize, Sharded
+
+
+class SplitModel:
+    """The model of one pipeline.
+
+    Where each process is one rank, the model is taken over: parameters of other ranks' stages move to the meta device,
+    which frees their memory and leaves what recording another input signature needs.
+
+    Attributes:
+        model: the model, or the chain of the layers that were given.
+        tie_groups: parameters that several ranks hold.
+    """
+
+    def __init__(
+        self,
+        partitioner: Partitioner,
+        example: Outline,
+        placement: Placement,
+        engine: Engine,
+        *,
+        rule: Materialize | None,
+        parallelize: Parallelize | None = None,
+    ) -> None:
+        self._frames: Frames | None = None
+        self._stages: Sequence[Stage] = ()
+        self._engine = engine
+        self._placement = placement
+        self._partitioner = partitioner
+        self.model = partitioner.model
+        self._named = list(self.model.named_modules())
+        self._modules = [module for _, module in self._named]
+        # A forward may branch on values: all ranks record the same.
+        example = engine.control.give(example)
+        self._examples, self._sizes = example.fill(), example.sizes
+        self._copied: dict[int, tuple[Partition, Partition]] = {}
+        self._placed: dict[int, tuple[Partition, Partition]] = {}
+        self._known_parameters: set[str] = set()  # of the example, and those that were warned of
+        with engine.control.agreed():
+            self._record(training=True)
+        self._cut_alike()
+        with engine.control.agreed():
+            stages = self._record(training=True)[0].stages
+            refuse_overlaps(stages, lambda stage: self._place_of(placement.rank_of[stage]))
+            shared = ties([stage.meta for stage in stages])
+            self._refuse_copies(shared, parallelize)
+            self._take_over(rule)
+        engine.control.start_equal(self._held_tensors())
+        if parallelize is not None:
+            with engine.control.agreed(PenstockError):  # the user's function may wait for other processes
+                self._parallelize(parallelize, shared)
+        self.sharded_stages: frozenset[int] = frozenset().union(*engine.control.gather_line(set(self.sharded)))
+        self._parameters = list(self.model.parameters())
+        self._names = [name for name, _ in self.model.named_parameters()]
+        self._stages = self.partitions(training=True)[0].stages
+        self.tie_groups = () if engine.world.is_local else tie_groups(shared, placement.rank_of)
+        held = dict(self.held_parameters())
+        engine.tie(self.tie_groups, lambda name: held[name])
+        self._followed = self._buffers_to_follow()
+        self._buffers = self._current_buffers()
+
+    @property
+    def cuts(self) -> tuple[str, ...]:
+        return self._partitioner.cuts or ()
+
+    def partitions(self, *, training: bool, examples: Sequence[Example] | None = None) -> list[Partition]:
+        """The partition of each microbatch, in the modules' present modes, on this process's devices.
+
+        Args:
+            examples: of each microbatch, the same on every rank; None: those that the pipeline was made with.
+
+        Raises:
+            PartitionError: one cannot be recorded, or needs parameters where they are not held.
+        """
+        placed = [self._place(partition) for partition in self._record(training=training, examples=examples)]
+        for partition in placed:
+            self._refuse_what_is_elsewhere(partition, training=training)
+        for cache in (self._copied, self._placed):
+            while len(cache) > KEPT_PARTITIONS:
+                del cache[next(iter(cache))]
+        return placed
+
+    def signature(self) -> tuple[Any, ...]:
+        """What a recording depends on besides its inputs: each module's mode, which parameters are trained, autocast,
+        and the plain attributes of modules whose forward was recorded call by call."""
+        return (
+            tuple(module.training for module in self._modules),
+            tuple(parameter.requires_grad for parameter in self._parameters),
+            tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")),
+            self._partitioner.attributes(),
+        )
+
+    def refuse_other_parameters(self) -> None:
+        """Raises ArgumentError if the model no longer holds the parameters that the pipeline was made with."""
+        if self._frames is not None:  # whose sharding puts others in their place
+            return
+        for (name, _, _), before, buffer in zip(self._followed, self._buffers, self._current_buffers(), strict=True):
+            if buffer is not before:
+                raise ArgumentError(
+                    f"buffer {name!r} has been replaced by another tensor since the last step: stages and state dicts "
+                    "have the one from before. Change its values in place (copy_), or make a new pipeline"
+                )
+        now = list(self.model.parameters())
+        if len(now) == len(self._parameters) and all(map(is_, now, self._parameters)):
+            return
+        known, left = {id(p) for p in self._parameters}, {id(p) for p in now}
+        new = [name for name, parameter in self.model.named_parameters() if id(parameter) not in known]
+        gone = [name for name, p in zip(self._names, self._parameters, strict=True) if id(p) not in left]
+        if new or gone:
+            raise ArgumentError(
+                "the model no longer holds the parameters that the pipeline was made with: "
+                f"{f'{new[0]!r} is new' if new else f'{gone[0]!r} is gone'}. What is put in the place of a module or a "
+                "parameter later belongs to no stage, and no optimizer of pipe.parameters() knows it: make a new "
+                "pipeline, and a new optimizer. Values can be changed in place (load_state_dict, copy_)"
+            )
+
+    @contextmanager
+    def settling(self) -> Iterator[None]:
+        """Around the run of a step: what it changes of the model's attributes by itself is nothing new to record."""
+        before = self._partitioner.attributes()
+        yield
+        self._partitioner.settle(before)
+        self._buffers = self._current_buffers()  # a forward may replace a buffer of constants that it makes itself
+
+    def modules(self) -> list[nn.Module]:
+        """Every module, once."""
+        return self._modules
+
+    def buffers(self) -> list[Tensor]:
+        """The buffers that this process holds."""
+        return [buffer for _, buffer in self.held_buffers()]
+
+    def default_kwargs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """What is passed to the model besides the caller's inputs."""
+        return default_kwargs(self.model, args, kwargs)
+
+    def all_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Every parameter of the unsplit model, each once, in its order."""
+        names = self._partitioner.names()
+        return [(names[name], parameter) for name, parameter in self.model.named_parameters()]
+
+    def all_names(self) -> list[str]:
+        """Every parameter and persistent buffer of the unsplit model, each once."""
+        names = self._partitioner.names()
+        saved = self.model.state_dict(keep_vars=True)
+        return [
+            names[name] for name, _ in (*self.model.named_parameters(), *self.model.named_buffers()) if name in saved
+        ]
+
+    def held_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters of this process's stages, each once, in the unsplit model's order."""
+        held = {name: p for stage in self._stages_here() for name, p in stage.parameters.items()}
+        return [(name, held[name]) for name, _ in self.all_parameters() if name in held]
+
+    def held_buffers(self) -> list[tuple[str, Tensor]]:
+        """The buffers of this process's stages, each once, in the unsplit model's order."""
+        names = self._partitioner.names()
+        held = {name: b for stage in self._stages_here() for name, b in stage.buffers.items()}
+        return [(names[name], held[names[name]]) for name, _ in self.model.named_buffers() if names[name] in held]
+
+    def held_unused(self) -> list[tuple[str, Tensor]]:
+        """The parameters and persistent buffers that no stage uses, if rank 0, which keeps them, is here."""
+        if 0 not in self._engine.ranks:
+            return []
+        used = {name for stage in self._stages for name in (*stage.parameters, *stage.buffers)}
+        saved, names = set(self.all_names()), self._partitioner.names()
+        every = (*self.model.named_parameters(), *self.model.named_buffers())
+        return [(names[raw], tensor) for raw, tensor in every if names[raw] in saved - used]
+
+    def names(self) -> dict[str, str]:
+        """For every name of a parameter or buffer in the unsplit model, tied ones' too, that of its first."""
+        return self._partitioner.names()
+
+    @property
+    def sharded(self) -> Mapping[int, Sharded]:
+        """The stages of this process that `fully_shard` was applied to."""
+        return {} if self._frames is None else self._frames.sharded
+
+    def _buffers_to_follow(self) -> list[tuple[str, nn.Module, str]]:
+        """Names and places of buffers, but for those of blocks that are not saved: tables, which blocks make."""
+        opened = self._partitioner.opened_modules()
+        return [
+            (f"{name}.{key}".lstrip("."), module, key)
+            for name, module in self._named
+            for key in module._buffers
+            if id(module) in opened or key not in module._non_persistent_buffers_set
+        ]
+
+    def _current_buffers(self) -> list[Tensor | None]:
+        return [module._buffers.get(key) for _, module, key in self._followed]
+
+    def _parallelize(self, function: Parallelize, shared: Mapping[str, Sequence[int]]) -> None:
+        """Applies the user's function to this process's stages. What was recorded before is recorded anew."""
+        from penstock.runtime.features.frame import Frames  # torch's FSDP takes long to import
+
+        here = [s for s in self.partitions(training=True)[0].stages if self._is_here(s)]
+        self._frames = Frames(self.model, here, function)
+        self._copied.clear()
+        self._placed.clear()
+        self._partitioner.forget()
+        for stage in self.partitions(training=True)[0].stages:
+            if self._is_here(stage):
+                check_sharding(stage, self._engine.world.divided, shared)
+
+    def _cut_alike(self) -> None:
+        """Cuts where the first process does: what a block's work depends on may differ from process to process."""
+        division = self._engine.control.give_all(self._partitioner.division)
+        if division != self._partitioner.division:
+            self._copied.clear()
+            self._partitioner.divide(division)
+
+    def _is_here(self, stage: Stage) -> bool:
+        return self._placement.rank_of[stage.meta.index] in self._engine.ranks
+
+    def _held_tensors(self) -> list[Tensor]:
+        """Every parameter and buffer of this process's stages, in the model's order."""
+        stages = self._record(training=True)[0].stages
+        here = [stage for stage in stages if self._is_here(stage)]
+        held = {name: t for stage in here for name, t in (*stage.parameters.items(), *stage.buffers.items())}
+        return [held[name] for name in sorted(held)]
+
+    def _record(self, *, training: bool, examples: Sequence[Example] | None = None) -> list[Partition]:
+        plain = nullcontext() if self._frames is None else self._frames.off()
+        with torch.set_grad_enabled(training), plain:
+            given = self._examples if examples is None else examples
+            with telling_rows(self._sizes if examples is None else ()):
+                return [self._copy(self._partitioner(args, kwargs)) for args, kwargs in given]
+
+    def _refuse_what_is_elsewhere(self, partition: Partition, *, training: bool) -> None:
+        """Each process holds what the stages of the first recording need; a batch may take another branch."""
+        if self._engine.world.is_local:
+            if training:
+                self._warn_of_new_parameters(partition)
+            return
+        rank_of = self._placement.rank_of
+        held = {(rank_of[stage.meta.index], name) for stage in self._stages for name in _names(stage)}
+        for stage in partition.stages if held else ():
+            for name in _names(stage):
+                if (rank_of[stage.meta.index], name) not in held:
+                    raise PartitionError(
+                        f"for this batch the model's forward uses {name!r} on stage {stage.meta.index}, which it did "
+                        "not for the pipeline's example, so that the rank of this stage does not hold it; give an "
+                        "example that takes the same branch, or other cuts"
+                    )
+
+    def _warn_of_new_parameters(self, partition: Partition) -> None:
+        used = {name: p for stage in partition.stages for name, p in stage.parameters.items()}
+        known = self._known_parameters or set(used)
+        new = [name for name, parameter in used.items() if parameter.requires_grad and name not in known]
+        self._known_parameters = known | set(used)
+        if new:
+            warnings.warn(
+                f"for this batch the model's forward uses {new[0]!r}, which it did not for the pipeline's example: "
+                "pipe.parameters() does not have it, so that an optimizer made of that never trains it. Give the "
+                "optimizer model.parameters(), or give an example that takes the same branch (in several processes "
+                "such a batch is refused)",
+                stacklevel=7,
+            )
+
+    def _copy(self, partition: Partition) -> Partition:
+        """The partition with the stages of all pipelines."""
+        if id(partition) not in self._copied:
+            # Kept together with the original: an id is unique only while its object lives.
+            self._copied[id(partition)] = partition, with_copies(partition, self._placement.pipelines)
+        return self._copied[id(partition)][1]
+
+    def _place(self, partition: Partition) -> Partition:
+        """The partition with this process's stages on their devices."""
+        if id(partition) not in self._placed:
+            stages = tuple(self._framed(self._place_stage(stage)) for stage in partition.stages)
+            self._placed[id(partition)] = partition, replace(partition, stages=stages)
+        return self._placed[id(partition)][1]
+
+    def _place_stage(self, stage: Stage) -> Stage:
+        rank = self._placement.rank_of[stage.meta.index]
+        device = self._engine.devices[rank]
+        if rank not in self._engine.ranks or device == stage.device:
+            return stage
+        stage = retarget(stage, device)
+        stage.module.to(device)
+        return stage
+
+    def _framed(self, stage: Stage) -> Stage:
+        if self._frames is None or not self._is_here(stage):
+            return stage
+        frame = self._frames[stage.meta.index]
+        frame.adopt(stage)
+        return replace(stage, frame=frame)
+
+    def _stages_here(self) -> list[Stage]:
+        return [stage for stage in self._stages if self._is_here(stage)]
+
+    def _place_of(self, rank: int) -> Hashable:
+        """Where a rank's parameters are: processes hold their own, ranks in one process share each device's."""
+        return str(self._engine.devices[rank]) if self._engine.world.is_local else rank
+
+    def _refuse_copies(self, shared: dict[str, tuple[int, ...]], parallelize: Parallelize | None) -> None:
+        if parallelize is not None and self._placement.pipelines > 1:
+            raise ArgumentError(
+                "parallelize= works on one copy of each stage, and this schedule has several; take one with one copy "
+                "(dualpipe-v for dualpipe)"
+            )
+        if not self._engine.world.is_local:
+            return
+        for name, stages in shared.items():
+            devices = {str(self._engine.devices[self._placement.rank_of[stage]]) for stage in stages}
+            if len(devices) > 1:
+                raise ArgumentError(
+                    f"devices: parameter {name!r} is used on stages {list(stages)}, which one process would have to "
+                    f"hold on {sorted(devices)}; choose cuts that keep its uses on one device, or run a process a "
+                    "device under torchrun, where copies are kept equal"
+                )
+
+    def _take_over(self, rule: Materialize | None) -> None:
+        """Gives memory to what this process runs, and takes it from what others run."""
+        stages = self._record(training=True)[0].stages
+        engine, rank_of = self._engine, self._placement.rank_of
+        kept: dict[int, set[int]] = {rank: set() for rank in range(len(engine.devices))}
+        for stage in stages:
+            kept[rank_of[stage.meta.index]] |= {id(t) for t in (*stage.parameters.values(), *stage.buffers.values())}
+        every = {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
+        kept[0] |= every - set().union(*kept.values())  # what no stage uses belongs to a checkpoint all the same
+        del stages
+        named = list(self.model.named_modules())
+        if not engine.world.is_local:
+            here = set().union(*(kept[rank] for rank in engine.ranks))
+            released: dict[int, Tensor] = {}
+            for path, module in named:
+                _release(module, f"{path}." if path else "", here, released)
+        for rank in engine.ranks:
+            if engine.devices[rank].type == "meta":
+                continue  # nothing is to run there
+            modules = {
+                name: module
+                for name, module in named
+                if any(t.is_meta and id(t) in kept[rank] for t in _own_tensors(module))
+            }
+            materialize(modules, engine.devices[rank], engine.streams.seed, rule)
+        if not engine.world.is_local:
+            self._copied.clear()
+            self._partitioner.forget()  # what was recorded so far keeps the memory of other ranks' parameters
+
+
+def _names(stage: Stage) -> tuple[str, ...]:
+    return (*stage.meta.parameters, *stage.meta.buffers)
+
+
+def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
+
+
+def _release(module: nn.Module, path: str, kept: set[int], released: dict[int, Tensor]) -> None:
+    """Moves what is not kept to the meta device. What has several names stays one object, as names follow from it."""
+    for names in (module._parameters, module._buffers):
+        for name, tensor in list(names.items()):
+            if tensor is None or id(tensor) in kept:
+                continue
+            if id(tensor) not in released:
+                released[id(tensor)] = elsewhere(tensor, path + name)
+            setattr(module, name, released[id(tensor)])

@@ -1,0 +1,59 @@
+"""The state of the modules that a pipeline runs: kept over an evaluation, and loaded from a state dict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from penstock.errors import ArgumentError
+from penstock.runtime.gradients.distribution import copy_into
+from penstock.runtime.model.split_model import SplitModel
+
+
+@contextmanager
+def evaluating(split: SplitModel) -> Iterator[None]:
+    """Evaluation mode; modes and buffers are as before afterwards."""
+    modes = [(module, module.training) for module in split.modules()]
+    buffers = [(buffer, buffer.detach().clone(), buffer._version) for buffer in split.buffers()]
+    try:
+        for module, _ in modes:
+            module.training = False
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for buffer, before, version in buffers:
+            if buffer._version != version:
+                with torch.no_grad():
+                    buffer.copy_(before)
+
+
+def load_into(own: Mapping[str, Tensor], state: Mapping[str, Tensor], known: Set[str], *, strict: bool) -> None:
+    """Copies the values of `state` into the tensors of `own`.
+
+    Args:
+        known: every name that the model has.
+        strict: all of `own` must be in `state`, and all of `state` be known.
+
+    Raises:
+        ArgumentError: they are not, or a shape differs.
+    """
+    missing = [name for name in own if name not in state]
+    unexpected = [name for name in state if name not in known]
+    if strict and (missing or unexpected):
+        lacks, has = (", ".join(some[:4]) or "nothing" for some in (missing, unexpected))
+        raise ArgumentError(
+            f"the state lacks {lacks}, and has {has} that the model has not; give the state of this model, or "
+            "strict=False"
+        )
+    there = {name: tensor for name, tensor in own.items() if name in state}
+    for name, tensor in there.items():
+        if state[name].shape != tensor.shape:
+            raise ArgumentError(
+                f"{name} has shape {tuple(state[name].shape)} in the state and {tuple(tensor.shape)} in the model"
+            )
+    for name, tensor in there.items():
+        copy_into(tensor, state[name])

@@ -1,0 +1,219 @@
+"""Who is lost, and who waits for whom: the state that rank 0 keeps of all ranks, and its judgement.
+
+Everything that decides whether a rank is given up lives in this file, without sockets or threads. The rules:
+
+    a rank that ...                     is given up when another waits for it and ...
+    closed its connection, no goodbye   ... still does a beat later; of several such ranks the first is named
+    is silent, on this machine          ... that lasts for `stall_seconds`, unless the kernel says that its process runs
+    is silent, on another machine       ... that lasts for `away_seconds`: it may be the network that is silent
+    said goodbye                        ... still does `stall_seconds` later
+
+A rank that beats is never given up, however long it computes or sits in the caller's code.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from penstock.runtime.processes.failure import Failure, Sighting
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long to wait before what, in seconds.
+
+    Attributes:
+        beat_seconds: between two signs of life of a rank.
+        stall_seconds: silence after which a rank that another waits for is looked up, and lost if its process is
+            stopped or gone.
+        away_seconds: silence after which it is lost where it cannot be looked up, on another machine.
+        warn_seconds: between two warnings of a rank that waits for one that is alive.
+        timeout_seconds: after which such a wait ends the run.
+        grace_seconds: what a rank that computes may still take to notice that the run has failed.
+        join_seconds: for all ranks to find each other at the start.
+    """
+
+    beat_seconds: float = 0.5
+    stall_seconds: float = 5.0
+    away_seconds: float = 60.0
+    warn_seconds: float = 30.0
+    timeout_seconds: float = 1800.0
+    grace_seconds: float = 60.0
+    join_seconds: float = 60.0
+
+    def overslept(self, seconds: float) -> bool:
+        """Whether a loop that ticks every beat was itself stopped, so that what it knows of the others is old."""
+        return seconds > max(self.stall_seconds / 2, 2 * self.beat_seconds)
+
+
+ProcessState = Literal["running", "stopped", "gone", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process that its neighbours on the same machine can look up: machine, id, and start time against reused ids."""
+
+    machine: str
+    pid: int
+    started: str
+
+    @classmethod
+    def here(cls) -> Process:
+        try:
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net")]
+        except OSError:
+            return cls(socket.gethostname(), os.getpid(), "")
+        return cls(" ".join([boot, *spaces]), os.getpid(), _stat(os.getpid())[1])
+
+    def state(self) -> ProcessState:
+        """What the kernel says of it; `unknown` from another machine or where there is no /proc."""
+        if not self.started or self.machine != Process.here().machine:
+            return "unknown"
+        try:
+            letter, started = _stat(self.pid)
+        except OSError:
+            return "gone"
+        if started != self.started or letter in "ZX":
+            return "gone"
+        return "stopped" if letter == "T" else "running"
+
+
+def _stat(pid: int) -> tuple[str, str]:
+    """State and start time. The name before them is in parentheses and may hold anything."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], fields[19]
+
+
+@dataclass(slots=True)
+class _Seat:
+    """What is known of one rank. Times are the board's clock's."""
+
+    heard: float
+    process: Process | None = None
+    sighting: Sighting = field(default_factory=Sighting)
+    gone: float | None = None
+    left: float | None = None
+
+
+class Board:
+    """Collects the beats of `ranks` ranks and judges who is lost.
+
+    Not safe for threads: the server's thread owns it. `clock` gives seconds; `state` looks a process up.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        patience: Patience,
+        clock: Callable[[], float] = time.monotonic,
+        state: Callable[[Process], ProcessState] = Process.state,
+    ) -> None:
+        self.failure: Failure | None = None
+        self._patience = patience
+        self._clock = clock
+        self._state = state
+        self._judged = clock()
+        self._seats = [_Seat(heard=self._judged) for _ in range(ranks)]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every rank has joined."""
+        return all(seat.process is not None for seat in self._seats)
+
+    @property
+    def deserted(self) -> bool:
+        """Whether every rank has left or is gone, so that nobody reads this board any more."""
+        return all(seat.left is not None or seat.gone is not None or self._lost(seat) for seat in self._seats)
+
+    @property
+    def sightings(self) -> Sequence[Sighting]:
+        return [seat.sighting for seat in self._seats]
+
+    def join(self, rank: int, process: Process) -> None:
+        """`rank` is there, or is back after its connection broke."""
+        seat = self._seats[rank]
+        seat.process, seat.gone, seat.heard = process, None, self._clock()
+
+    def beat(self, rank: int, sighting: Sighting) -> None:
+        """A sign of life of `rank`; one with `left` is its last. Raises ValueError if it waits for an unknown rank."""
+        if not all(0 <= peer < len(self._seats) for peer in sighting.position.peers):
+            raise ValueError(f"rank {rank} {sighting.position}, but the ranks are 0 to {len(self._seats) - 1}")
+        seat = self._seats[rank]
+        if seat.left is not None:
+            return
+        seat.sighting, seat.heard = sighting, self._clock()
+        if sighting.left:
+            seat.left = seat.heard
+
+    def hang_up(self, rank: int) -> None:
+        """The connection of `rank` closed. Without a goodbye before, its process is most likely gone."""
+        if self._seats[rank].left is None:
+            self._seats[rank].gone = self._clock()
+
+    def accuse(self, failure: Failure) -> bool:
+        """Records why the run ends; False when another cause was recorded before."""
+        if self.failure is None:
+            self.failure = failure
+            return True
+        return False
+
+    def judge(self) -> None:
+        """To be called every beat: records the first rank that another waits for in vain."""
+        now = self._clock()
+        asleep, self._judged = self._patience.overslept(now - self._judged), now
+        if asleep:  # it was this process that stopped: what the others sent meanwhile is still unread
+            for seat in self._seats:
+                seat.heard = now
+            return
+        for waiter, seat in enumerate(self._seats):
+            if seat.left is None and seat.gone is None:
+                for peer in seat.sighting.position.peers:
+                    self._try(waiter, peer)
+
+    def _try(self, waiter: int, peer: int) -> None:
+        wait, seat = self._seats[waiter], self._seats[peer]
+        position = seat.sighting.position
+        closed = seat.left if seat.left is not None else seat.gone
+        if closed is not None:  # what it sent last may still be on its way, so the wait must outlast it
+            outlasted = wait.heard - max(closed, wait.heard - wait.sighting.seconds)
+            if seat.left is None and outlasted >= self._patience.beat_seconds:
+                self._accuse_first_gone()
+            elif outlasted >= self._patience.stall_seconds:
+                ended = f"its program ended while rank {waiter} {wait.sighting.position}"
+                self.accuse(Failure(peer, None, ended, "left"))
+        elif (what := self._lost(seat)) is not None:
+            self.accuse(Failure(peer, position.action or None, what, "lost"))
+
+    def _accuse_first_gone(self) -> None:
+        """A launcher ends the other ranks of its machine when one is gone: those that followed it are not the cause."""
+        gone = {rank: seat.gone for rank, seat in enumerate(self._seats) if seat.gone is not None and seat.left is None}
+        first = min(gone, key=gone.__getitem__)
+        action = self._seats[first].sighting.position.action or None
+        self.accuse(Failure(first, action, "its process is gone", "lost"))
+
+    def _lost(self, seat: _Seat) -> str | None:
+        """What the silence of a rank that has joined means, or None as long as it may be alive."""
+        seconds = self._clock() - seat.heard
+        if seat.process is None or seconds < self._patience.stall_seconds:
+            return None
+        return silence(seconds, self._state(seat.process), self._patience)
+
+
+def silence(seconds: float, state: ProcessState, patience: Patience) -> str | None:
+    """What the silence of a rank means, after `stall_seconds`; None if its process may run, and only cannot answer."""
+    match state:
+        case "running":
+            return None
+        case "stopped":
+            return f"its process is stopped (no sign of life for {seconds:.0f} s)"
+        case "gone":
+            return "its process is gone"
+        case "unknown":
+            return f"no sign of life for {seconds:.0f} s" if seconds >= patience.away_seconds else None

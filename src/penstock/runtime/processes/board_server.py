@@ -1,0 +1,260 @@
+"""Carries beats to the board of rank 0 and its findings back: one line of JSON a message, over plain sockets.
+
+torch's own TCPStore is not used for it: on a server that is stopped its calls block for good whatever their time-out,
+and on one that is gone they print forty lines of C++ frames over the one line that matters.
+
+    to the server    join: [machine, pid, started]     beat: sighting     failure: text     noted: true
+                     (each with rank and token; noted is the answer to a failure)
+    to a rank        ready: true     sightings: [...], in answer to a beat     failure: text
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import ipaddress
+import json
+import os
+import secrets
+import selectors
+import socket
+import threading
+import time
+from typing import Any
+
+from penstock.errors import PipelineFailure
+from penstock.runtime.processes.board import Board, Patience, Process
+from penstock.runtime.processes.failure import Failure, Sighting
+
+_MOST_BYTES = 1 << 20
+
+Address = dict[str, Any]
+"""Where the server is: hosts to try, port, token, and its process. Plain, so that it can be broadcast."""
+
+
+class Connection:
+    """A socket that carries one JSON object a line. Any thread may send; one thread receives."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self.link = link
+        self._unread = b""
+        self._sending = threading.Lock()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Raises OSError if the other side is gone, or has not read for so long that nothing more fits in."""
+        with self._sending:
+            self.link.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> list[dict[str, Any]]:
+        """The messages that came, once some bytes have. Raises OSError if the other side is gone or nothing came in
+        time, ValueError if it sent anything else."""
+        data = self.link.recv(1 << 16)
+        if not data:
+            raise ConnectionResetError("the other side closed the connection")
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        if len(self._unread) > _MOST_BYTES:
+            raise ValueError("a message without an end")
+        messages = [json.loads(line) for line in lines]
+        if not all(isinstance(message, dict) for message in messages):
+            raise ValueError("a message that is not an object")
+        return messages
+
+    def close(self) -> None:
+        self.link.close()
+
+
+class BoardServer:
+    """The thread of rank 0 that owns the board. Ends by itself once every rank has left or is gone."""
+
+    def __init__(self, ranks: int, patience: Patience) -> None:
+        alone = _on_one_machine()
+        self._board = Board(ranks, patience)
+        self._beat_seconds = patience.beat_seconds
+        self._token = secrets.token_hex(16)
+        self._listener = _listen(alone)
+        self._selector = selectors.DefaultSelector()
+        self._connections: dict[int, Connection] = {}
+        self._stopping = threading.Event()
+        self._unaware: set[int] = set()
+        self._noted = threading.Event()
+        process = Process.here()
+        self.address: Address = {
+            "hosts": [*([] if alone else _own_hosts()), "127.0.0.1"],
+            "port": self._listener.getsockname()[1],
+            "token": self._token,
+            "process": [process.machine, process.pid, process.started],
+        }
+        self._thread = threading.Thread(target=self._serve, name="penstock-board", daemon=True)
+        self._thread.start()
+
+    def join(self, seconds: float) -> bool:
+        """Waits until nobody needs this server; whether that came true in time."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def await_noted(self, seconds: float) -> None:
+        """Waits until all know why the run failed: what we sent last may be lost when this process ends."""
+        self._noted.wait(seconds)
+
+    def stop(self) -> None:
+        """Ends the thread although ranks may still need it."""
+        self._stopping.set()
+
+    def _serve(self) -> None:
+        with self._listener, self._selector:
+            self._selector.register(self._listener, selectors.EVENT_READ, None)
+            while not (self._board.deserted or self._stopping.is_set()):
+                for key, _ in self._selector.select(self._beat_seconds / 2):
+                    if key.data is None:
+                        self._accept()
+                    else:
+                        self._read(key.data)
+                known = self._board.failure
+                self._board.judge()
+                if known is None and self._board.failure is not None:
+                    self._announce(self._board.failure)
+            for key in list(self._selector.get_map().values()):
+                if key.data is not None:
+                    key.data.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            link, _ = self._listener.accept()
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            link.settimeout(1.0)  # a message is small: only a rank that is stopped has no room for it
+            self._selector.register(link, selectors.EVENT_READ, Connection(link))
+
+    def _read(self, connection: Connection) -> None:
+        try:
+            for message in connection.receive():
+                self._take(connection, message)
+        except (OSError, ValueError, KeyError, TypeError, IndexError):
+            self._drop(connection)
+
+    def _take(self, connection: Connection, message: dict[str, Any]) -> None:
+        if not hmac.compare_digest(str(message["token"]), self._token):
+            raise ValueError("not one of our ranks")
+        rank, board = int(message["rank"]), self._board
+        if "join" in message:
+            board.join(rank, Process(*message["join"]))
+            self._connections[rank] = connection
+            if board.complete:
+                self._tell(ready=True)
+        if "failure" in message:
+            failure = Failure.from_json(message["failure"])
+            if board.accuse(failure):
+                self._announce(failure)
+        if "noted" in message:
+            self._note(rank)
+        if "beat" in message:
+            board.beat(rank, Sighting.from_list(message["beat"]))
+            answer: dict[str, Any] = {"sightings": [sighting.to_list() for sighting in board.sightings]}
+            if board.failure is not None:
+                answer["failure"] = board.failure.to_json()
+            connection.send(answer)
+
+    def _announce(self, failure: Failure) -> None:
+        lost = {failure.rank} if failure.kind == "lost" else set()
+        self._unaware = set(self._connections) - lost
+        self._tell(failure=failure.to_json())
+
+    def _note(self, rank: int) -> None:
+        self._unaware.discard(rank)
+        if self._board.failure is not None and not self._unaware:
+            self._noted.set()
+
+    def _tell(self, **message: Any) -> None:
+        for connection in self._connections.values():
+            with contextlib.suppress(OSError):
+                connection.send(message)
+
+    def _drop(self, connection: Connection) -> None:
+        self._selector.unregister(connection.link)
+        connection.close()
+        for rank, known in list(self._connections.items()):
+            if known is connection:
+                del self._connections[rank]
+                self._board.hang_up(rank)
+                self._note(rank)
+
+
+def connect(address: Address, rank: int, patience: Patience) -> Connection:
+    """Joins the board at `address` as `rank`. Raises OSError if no host of it answers."""
+    process = Process.here()
+    hosts: list[str] = address["hosts"]
+    if address["process"][0] == process.machine:
+        hosts = ["127.0.0.1"]
+    problem: OSError | None = None
+    for host in hosts:
+        try:
+            link = socket.create_connection((host, address["port"]), timeout=patience.stall_seconds)
+        except OSError as error:
+            problem = error
+            continue
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection = Connection(link)
+        me = [process.machine, process.pid, process.started]
+        connection.send({"rank": rank, "token": address["token"], "join": me})
+        return connection
+    assert problem is not None
+    raise problem
+
+
+def join(address: Address, rank: int, patience: Patience) -> Connection:
+    """Connects and waits until every rank has. Raises PipelineFailure if that takes more than `join_seconds`."""
+    where = f"{' or '.join(address['hosts'])}, port {address['port']}"
+    try:
+        connection = connect(address, rank, patience)
+    except OSError as error:
+        raise PipelineFailure(
+            f"rank {rank} cannot reach rank 0 at {where} ({error}), where ranks report failures to each other. "
+            f"Let TCP connections between the machines of this run through, and set MASTER_ADDR to rank 0's host."
+        ) from error
+    until = time.monotonic() + patience.join_seconds
+    try:
+        while (left := until - time.monotonic()) > 0:
+            connection.link.settimeout(left)
+            if any("ready" in message for message in connection.receive()):
+                return connection
+        raise TimeoutError("timed out")
+    except OSError as error:
+        connection.close()
+        raise PipelineFailure(
+            f"rank {rank} waited {patience.join_seconds:.0f} s for the other ranks to join at {where} ({error}). "
+            f"Each rank of the pipeline has to be started, and to build the pipeline."
+        ) from error
+
+
+def _on_one_machine() -> bool:
+    """Whether the launcher's variables say that no rank runs elsewhere; torchrun sets both."""
+    ranks, here = os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_WORLD_SIZE")
+    if ranks is not None and ranks == here:
+        return True
+    return os.environ.get("MASTER_ADDR", "localhost") in ("localhost", "127.0.0.1", "::1")
+
+
+def _own_hosts() -> list[str]:
+    """What other machines may know this one by, the surest first."""
+    master = os.environ.get("MASTER_ADDR", "")
+    # The pipeline may be a part of the job that has no rank on the master's machine; and a pod's host name is its own.
+    return [host for host in (_address_towards(master), master, socket.gethostname()) if host]
+
+
+def _address_towards(host: str) -> str | None:
+    """The address from which this machine speaks to another one; None if only this machine can use it."""
+    try:
+        family, kind, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(there)  # sends nothing
+            address: str = probe.getsockname()[0]
+    except OSError:
+        return None
+    return None if ipaddress.ip_address(address).is_loopback else address
+
+
+def _listen(alone: bool) -> socket.socket:
+    if alone:
+        return socket.create_server(("127.0.0.1", 0), backlog=512)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=512)
+    return socket.create_server(("", 0), backlog=512)

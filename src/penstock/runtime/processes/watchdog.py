@@ -1,0 +1,303 @@
+"""Ends this rank when another one fails, and says who waits for whom when a run stalls.
+
+A blocked wait of gloo cannot be polled, cancelled or timed out from inside, so a thread beside it watches the other
+ranks over connections of its own; where the main thread waits in vain, it says why and leaves the process. Leaving is
+what frees the neighbours.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from penstock.errors import PipelineFailure
+from penstock.runtime.processes import board_server
+from penstock.runtime.processes.board import Patience, Process, silence
+from penstock.runtime.processes.board_server import Address, BoardServer, Connection
+from penstock.runtime.processes.failure import OUTSIDE, Failure, Position, Sighting, name_ranks, wait_chain
+
+_REPORT_SECONDS = 2.0
+_NOTE_SECONDS = 2.0
+_INTERRUPTED_SECONDS = 0.3  # for either, where Ctrl-C ends this rank: it most likely ends the others as well
+
+
+class Watchdog:
+    """One rank's view of the others. Made by `connect`; the main thread tells it what it does:
+
+        watchdog.step += 1                    # at the start of a step, so that a repeated position counts as a new one
+        watchdog.check()                      # raises PipelineFailure if another rank failed
+        watchdog.position = positions[i]      # a `Position` made beforehand: one assignment, nothing else
+        ...                                   # the wait, or the work
+        watchdog.position = OUTSIDE           # at the end of the step
+
+    Set the position before each blocking wait, with the ranks that it waits for, and before each computation.
+
+    Attributes:
+        failure: why the pipeline failed, once that is known; a cheap test before `check`.
+        sightings: each rank as its last beat showed it, at most a beat or two old.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        address: Address | None,
+        connection: Connection | None,
+        patience: Patience,
+        *,
+        ranks: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+        leave: Callable[[int], object] = os._exit,
+    ) -> None:
+        self.position: Position = OUTSIDE
+        self.step = 0
+        self.failure: Failure | None = None
+        self._rank, self._address, self._connection, self._patience = rank, address, connection, patience
+        self._clock, self._leave = clock, leave
+        self._pid = os.getpid()
+        self._server: BoardServer | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
+        self._known = threading.Event()
+        self._raising = self._interrupted = False
+        self._failed: float | None = None
+        self._held: tuple[int, Position] = (0, OUTSIDE)
+        self._ticked = self._since = self._answered = clock()
+        self._down: float | None = None
+        self._asked = False
+        self._warned_seconds = 0.0
+        self.sightings: Sequence[Sighting] = [Sighting()] * ranks
+
+    @classmethod
+    def connect(
+        cls, rank: int, ranks: int, exchange: Callable[[Address | None], Any], patience: Patience | None = None
+    ) -> Watchdog:
+        """Connects the ranks of a pipeline with each other and starts to watch. To be called on every rank.
+
+        Args:
+            rank: this rank, 0..ranks-1.
+            ranks: how many there are. With one there is nothing to watch, and no thread.
+            exchange: gives every rank the object that rank 0 passes in; the others pass None.
+            patience: how long to wait before what; the same on all ranks.
+
+        Raises PipelineFailure if the ranks do not find each other.
+        """
+        patience = patience or Patience()
+        if ranks == 1:
+            return cls(rank, None, None, patience)
+        server = BoardServer(ranks, patience) if rank == 0 else None
+        try:
+            address: Address = exchange(server.address if server else None)
+            connection = board_server.join(address, rank, patience)
+        except BaseException:
+            if server:
+                server.stop()
+            raise
+        watchdog = cls(rank, address, connection, patience, ranks=ranks)
+        watchdog._start(server)
+        return watchdog
+
+    def check(self) -> None:
+        """Raises PipelineFailure if the pipeline has failed, here or on another rank."""
+        if self.failure is not None:
+            self._raising = True
+            self._await_others()
+            raise PipelineFailure(self._words(self.failure))
+
+    def report(self, action: str | None, error: BaseException) -> Failure:
+        """Tells the other ranks that `error` ended `action` here.
+
+        Returns the cause of the run's end, which is another rank's failure if that one was reported before.
+        """
+        self._raising = True
+        self._interrupted = isinstance(error, KeyboardInterrupt)
+        mine = Failure.of(self._rank, action, error)
+        if self._send(failure=mine.to_json()):
+            self._known.wait(_INTERRUPTED_SECONDS if self._interrupted else _REPORT_SECONDS)
+            self._await_others()
+        return self._fail(mine)
+
+    def cause(self, seconds: float | None = None) -> Failure | None:
+        """Why a wait of this rank raised: waits for another rank's failure to become known.
+
+        Args:
+            seconds: how long at most; by default as long as it takes to see that a rank does not answer.
+
+        Leave `position` as it was in the wait. Returns None if nothing became known: then the error is this rank's own.
+        """
+        self._raising = True
+        if self._thread and not self._known.is_set():
+            self._known.wait(self._patience.stall_seconds + 2.0 if seconds is None else seconds)
+        self._raising = self.failure is not None
+        return self.failure
+
+    def close(self) -> None:
+        """Says goodbye to the other ranks and ends the thread. Rank 0 goes on to serve those that have not left, and
+        its process does not end before."""
+        if self._closed.is_set():
+            return
+        self._send(beat=Sighting(left=True).to_list())  # before the thread may hang up; the answer wakes it
+        self._closed.set()
+        if self._thread:
+            self._thread.join()
+        if self._server is None and self.failure is None:
+            atexit.unregister(self._at_exit)
+
+    def _start(self, server: BoardServer | None) -> None:
+        self._server = server
+        atexit.register(self._at_exit)
+        self._thread = threading.Thread(target=self._watch, name="penstock-watchdog", daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._closed.is_set():
+            self._tick()
+            self._talk()
+            self._decide()
+        if self._connection:
+            self._connection.close()
+
+    def _tick(self) -> None:
+        """Sees what the main thread does now, and whether this process slept."""
+        now, held = self._clock(), (self.step, self.position)
+        asleep = self._patience.overslept(now - self._ticked)
+        self._ticked = now
+        if asleep:
+            self._answered = now
+            self._down = None
+        if asleep or held != self._held:
+            self._held, self._since, self._warned_seconds = held, now, 0.0
+
+    def _talk(self) -> None:
+        """Sends a beat, unless the last one is still unanswered, and listens until the next is due."""
+        until = self._clock() + self._patience.beat_seconds
+        try:
+            if self._connection is None:
+                assert self._address is not None
+                self._connection, self._asked = board_server.connect(self._address, self._rank, self._patience), False
+            if not self._asked:
+                self._asked = self._send(beat=Sighting(self._held[1], self._clock() - self._since).to_list())
+            while (left := until - self._clock()) > 0 and not self._closed.is_set():
+                self._connection.link.settimeout(left)
+                for message in self._connection.receive():
+                    self._take(message)
+        except TimeoutError:
+            pass
+        except (OSError, ValueError):
+            if self._connection:
+                self._connection.close()
+                self._connection = None
+            self._down = self._down if self._down is not None else self._clock()
+            self._closed.wait(max(0.0, until - self._clock()))
+
+    def _take(self, message: dict[str, Any]) -> None:
+        self._answered, self._down = self._clock(), None
+        if "sightings" in message:
+            self._asked = False
+            self.sightings = [Sighting.from_list(sighting) for sighting in message["sightings"]]
+        if "failure" in message:
+            self._fail(Failure.from_json(message["failure"]))
+            self._send(noted=True)
+
+    def _decide(self) -> None:
+        """Leaves if the pipeline failed and the main thread cannot notice; looks for a reason to fail it."""
+        now, waits = self._clock(), bool(self.position.peers)
+        if self.failure is None and waits and (self.step, self.position) == self._held:
+            self._suspect(now)
+        if self.failure is not None and not self._closed.is_set():
+            self._failed = now if self._failed is None else self._failed
+            if (waits and not self._raising) or now - self._failed >= self._patience.grace_seconds:
+                self._stop(self.failure)
+
+    def _suspect(self, now: float) -> None:
+        """The main thread waits: is rank 0, which would know if another was lost, lost itself? Is it too long?"""
+        action, lost = self.sightings[0].position.action or None, None
+        if self._down is not None and now - self._down >= self._patience.beat_seconds:
+            lost = "its process is gone"
+        elif now - self._answered >= self._patience.stall_seconds:
+            assert self._address is not None
+            lost = silence(now - self._answered, Process(*self._address["process"]).state(), self._patience)
+        if lost is not None and self._rank != 0:
+            self._record(Failure(0, action, lost, "lost"))
+            return
+        seconds = now - self._since
+        if seconds < self._warned_seconds + self._patience.warn_seconds and seconds < self._patience.timeout_seconds:
+            return
+        sightings = list(self.sightings)
+        sightings[self._rank] = Sighting(self._held[1], seconds)
+        root, chain = wait_chain(self._rank, sightings)
+        if seconds >= self._patience.timeout_seconds:
+            self._record(Failure(root, sightings[root].position.action or None, chain, "stalled"))
+        else:
+            self._warned_seconds = seconds
+            _say(chain)
+
+    def _record(self, failure: Failure) -> None:
+        self._fail(failure)
+        self._send(failure=failure.to_json())  # rank 0 may be stopped, and reads this when it wakes up
+
+    def _fail(self, failure: Failure) -> Failure:
+        """Keeps the first failure that this rank learns of."""
+        if self.failure is None:
+            self.failure = failure
+            self._known.set()
+        return self.failure
+
+    def _send(self, **message: Any) -> bool:
+        connection = self._connection
+        if connection is None or self._address is None:
+            return False
+        try:
+            connection.send({"rank": self._rank, "token": self._address["token"], **message})
+        except OSError:
+            return False
+        return True
+
+    def _stop(self, failure: Failure) -> None:
+        _say(self._words(failure))
+        flush = threading.Thread(target=_flush, daemon=True)
+        flush.start()
+        flush.join(1.0)  # a reader of our output that is stuck must not keep us
+        self._await_others()
+        self._leave(1)
+
+    def _await_others(self) -> None:
+        """Before rank 0 leaves, which takes the board with it."""
+        if self._server:
+            self._server.await_noted(_INTERRUPTED_SECONDS if self._interrupted else _NOTE_SECONDS)
+
+    def _words(self, failure: Failure) -> str:
+        words = f"rank {self._rank} stops: {failure}"
+        if self.position.peers and failure.rank != self._rank:
+            peers = name_ranks(self.position.peers)
+            words += f"; rank {self._rank} was waiting for {self.position.action} from {peers}"
+        return words
+
+    def _at_exit(self) -> None:
+        if os.getpid() != self._pid:
+            return
+        if self.failure is not None:  # the destructors of a broken process group may wait for ranks that are gone
+            _flush()
+            self._await_others()
+            self._leave(1)
+        self.close()
+        while self._server and not self._server.join(1.0):
+            pass
+
+
+def _say(words: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"penstock: {words}\n")
+
+
+def _flush() -> None:
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()

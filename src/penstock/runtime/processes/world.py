@@ -1,0 +1,221 @@
+"""Which processes take part: one alone, all that torchrun started, or those of a DeviceMesh, of which a pipeline is a
+line.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from penstock.errors import ArgumentError
+from penstock.runtime.processes import rendezvous
+
+PIPELINE = "pp"
+DATA = ("dp", "dp_replicate", "dp_shard", "fsdp")
+"""Dimensions of a mesh along which the batch is divided."""
+TENSOR = "tp"
+_UNSUPPORTED = {
+    "cp": "context parallelism divides the sequence, along which a loss and its weight would have to be added up",
+    "ep": "expert parallelism trains with other data on ranks that share all other parameters",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The pipeline's ranks. `rank` is None where this process drives all of them.
+
+    Attributes:
+        ranks: how many ranks a pipeline has.
+        rank: this process's, 0..ranks-1.
+        members: each rank's global rank in `torch.distributed`.
+        everyone: the global ranks of the whole mesh, of which `members` is one line; by default nothing but it.
+        replicas: the global ranks that hold the same as this one and train on other data, in order; this one included.
+        column: the global ranks that run the same stages: on other data, or a share of each layer.
+        lines, replica_sets, columns: the same of all processes: each divides `everyone` into disjoint parts.
+        divided: the dimensions of the mesh along which the batch is divided.
+        replica: this process's number among `replicas`.
+        share: this process's number among those that share a replica's layers (tensor parallelism).
+    """
+
+    ranks: int
+    rank: int | None = None
+    members: tuple[int, ...] = ()
+    everyone: tuple[int, ...] = ()
+    replicas: tuple[int, ...] = ()
+    column: tuple[int, ...] = ()
+    divided: tuple[str, ...] = ()
+    replica: int = 0
+    share: int = 0
+    lines: tuple[tuple[int, ...], ...] = ()
+    replica_sets: tuple[tuple[int, ...], ...] = ()
+    columns: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.rank is not None:
+            me = (self.members[self.rank],)
+            alone = {"everyone": self.members, "replicas": me, "column": me, "lines": (self.members,)}
+            for field, value in alone.items():
+                object.__setattr__(self, field, getattr(self, field) or value)
+
+    @property
+    def is_local(self) -> bool:
+        """One process drives all ranks."""
+        return self.rank is None
+
+    @property
+    def is_first(self) -> bool:
+        """Of all processes, the one that does what is done once, such as making a folder."""
+        return self.rank is None or self.name == 0
+
+    @property
+    def names(self) -> tuple[int, ...]:
+        """For each rank of the pipeline its number in the whole mesh, by which messages call it."""
+        return tuple(self.everyone.index(member) for member in self.members) or tuple(range(self.ranks))
+
+    @property
+    def name(self) -> int:
+        """This process's number in the whole mesh."""
+        return 0 if self.rank is None else self.names[self.rank]
+
+    @property
+    def data_parallel(self) -> int:
+        """How many replicas of the model train together, each on its own part of the batch."""
+        return max(1, len(self.replicas))
+
+
+def join(ranks: int | None, mesh: DeviceMesh | None, device_type: str) -> World:
+    """Finds the pipeline's processes, and initialises `torch.distributed` where torchrun started us and nobody has.
+
+    Raises:
+        ArgumentError: `ranks` is not the number of processes, or the mesh has other dimensions than the pipeline's.
+    """
+    if ranks is not None and ranks < 1:
+        raise ArgumentError(f"ranks={ranks}: expected at least 1")
+    if mesh is not None:
+        return _from_mesh(ranks, mesh)
+    if not dist.is_initialized():
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return World(ranks or 1)
+        rendezvous.start("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
+        atexit.register(_leave)
+    size = dist.get_world_size()
+    if size == 1:
+        return World(ranks or 1)
+    if ranks is not None and ranks != size:
+        raise ArgumentError(
+            f"ranks={ranks}, but {size} processes were started; leave ranks out, or start {ranks} processes"
+        )
+    return World(size, dist.get_rank(), tuple(range(size)))
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _from_mesh(ranks: int | None, mesh: DeviceMesh) -> World:
+    names = mesh.mesh_dim_names or (PIPELINE,)
+    if PIPELINE not in names or len(names) != mesh.ndim:
+        raise ArgumentError(f"mesh has dimensions {names}; expected one named {PIPELINE!r} for the pipeline")
+    for name in names:
+        if name not in (PIPELINE, TENSOR, *DATA) and mesh.size(names.index(name)) > 1:
+            reason = _UNSUPPORTED.get(name, f"the dimensions are {PIPELINE!r}, {TENSOR!r} and, for data, {DATA}")
+            raise ArgumentError(f"mesh has a dimension {name!r}, which a pipeline cannot have: {reason}")
+    grid = mesh.mesh
+    if ranks is not None and ranks != mesh.size(names.index(PIPELINE)):
+        size = mesh.size(names.index(PIPELINE))
+        raise ArgumentError(f"ranks={ranks}, but the mesh has {size} ranks in its pipeline dimension")
+    if grid.numel() == 1:
+        return World(1)
+    if not (grid == dist.get_rank()).any():
+        raise ArgumentError(f"global rank {dist.get_rank()} is not in the mesh {grid.tolist()}")
+
+    def parts(*free: str) -> tuple[tuple[int, ...], ...]:
+        """The mesh in pieces whose global ranks differ in these dimensions only."""
+        inside = [axis for axis, name in enumerate(names) if name in free]
+        outside = [axis for axis, name in enumerate(names) if name not in free]
+        size = math.prod(grid.shape[axis] for axis in inside)
+        return tuple(map(tuple, grid.permute(*outside, *inside).reshape(-1, size).tolist()))
+
+    def along(*free: str) -> tuple[int, ...]:
+        return next(part for part in parts(*free) if dist.get_rank() in part)
+
+    for name in names:
+        if any(list(part) != sorted(part) for part in parts(name)):
+            raise ArgumentError(
+                f"the global ranks of the mesh, {grid.tolist()}, do not ascend along {name!r}, as torch's groups want "
+                "them to; make the mesh of ascending ranks"
+            )
+    members = along(PIPELINE)
+    replicas, shares = along(*DATA), along(TENSOR)
+    me = dist.get_rank()
+    return World(
+        len(members),
+        members.index(me),
+        members,
+        along(*names),
+        replicas,
+        along(TENSOR, *DATA),
+        tuple(name for name in names if name in DATA and mesh.size(names.index(name)) > 1),
+        replicas.index(me),
+        shares.index(me),
+        parts(PIPELINE),
+        parts(*DATA),
+        parts(TENSOR, *DATA),
+    )
+
+
+def backend_of(device: torch.device) -> str:
+    """The backend that moves tensors of a device."""
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def exchange(group: dist.ProcessGroup, source: int = 0) -> Callable[[Any], Any]:
+    """A function that gives the object of rank `source` to every rank of the group; each of them calls it."""
+
+    def give(value: Any) -> Any:
+        box = [value]
+        dist.broadcast_object_list(box, group=group, group_src=source)
+        return box[0]
+
+    return give
+
+
+def device_of(
+    devices: Sequence[torch.device | str] | torch.device | str | None,
+    world: World,
+    rank: int,
+    current: torch.device,
+) -> torch.device:
+    """Where a rank computes.
+
+    Args:
+        devices: one device, a type such as "cuda" (a rank takes its own), or one for each rank; None: where the model
+            is.
+        current: where the model is.
+
+    Raises:
+        ArgumentError: the number of devices is not that of the ranks.
+    """
+    if devices is not None and not isinstance(devices, (str, torch.device)):
+        if len(devices) != world.ranks:
+            raise ArgumentError(f"devices has {len(devices)} entries; expected one for each of {world.ranks} ranks")
+        return torch.device(devices[rank])
+    device = current if devices is None else torch.device(devices)
+    if device.type == "meta":
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ArgumentError(f"devices={devices!r}: CUDA is not available here; give 'cpu', or leave devices out")
+    if device.type != "cuda" or (devices is not None and device.index is not None):
+        return device
+    if world.is_local:
+        return device if devices is None else torch.device("cuda", rank % torch.cuda.device_count())
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())

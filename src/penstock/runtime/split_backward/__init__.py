@@ -1,0 +1,1 @@
+"""A stage's backward in two: input gradients now, weight gradients later, with the same bits."""

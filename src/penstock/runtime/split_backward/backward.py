@@ -1,0 +1,229 @@
+"""The backward of one stage in two parts: I hands the gradients of the inputs on, W computes those of the weights.
+
+In a forward whose backward is split, a call whose weight gradient can wait (`weight_gradients`) is given the weight
+without its graph, so that the backward at I passes it by; what W needs, the call's input and the gradient of its
+output, is kept, and all else is freed at I. All else also stays plain autograd, at I: biases, norms, weights in other
+calls, and what cannot be seen (the inside of attention modules and LSTMs, compiled code, recomputed segments). A stage
+of which nothing can wait has a full backward at I, and an empty W.
+
+The first microbatch runs unsplit, to learn which parameters can wait: those all of whose uses were seen. A parameter
+with any other use is not put off at all, since the terms of one microbatch are summed in autograd's order. Where layers
+are left out by chance, so do all microbatches up to the first in which the whole stage runs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from penstock.errors import PartitionError, ScheduleError
+from penstock.partition import gates_of
+from penstock.runtime.exact import rules as exact
+from penstock.runtime.gradients.distribution import is_distributed
+from penstock.runtime.split_backward.weight_uses import Waiting, WeightUses, base_of
+
+
+class SplitBackward:
+    """The split backwards of one stage.
+
+    Args:
+        parameters: gives the stage's, by name, once a forward begins.
+        module: the stage's code.
+        microbatches: those whose backward is split; others are none of its business.
+        in_order: F, and I or B, come in ascending order of microbatch, so that what I adds to `.grad` is added in
+            that order. Otherwise it is kept until W.
+        can_wait: false where nothing does: I is a whole backward, and W is empty.
+    """
+
+    def __init__(
+        self,
+        parameters: Callable[[], Mapping[str, nn.Parameter]],
+        module: nn.Module,
+        device: torch.device,
+        microbatches: Iterable[int],
+        *,
+        in_order: bool,
+        can_wait: bool = True,
+    ) -> None:
+        self.microbatches = frozenset(microbatches)
+        self._given = parameters
+        self._module = module
+        self._looked = False
+        self._names: dict[int, str] = {}
+        self._parameters: list[nn.Parameter] = []
+        self._anchor = torch.empty(0, device=device, requires_grad=True)
+        self._in_order = in_order
+        self._unsplit: set[int] = set()
+        self._learning = False
+        self._can_wait = can_wait
+        self._uses = WeightUses(())
+        self._waiting: dict[int, list[Waiting]] = {}
+        self._early: dict[int, list[tuple[nn.Parameter, Tensor]]] = {}
+
+    @property
+    def share(self) -> float:
+        """The share of the elements that take a gradient whose gradient waits for W; known after a forward."""
+        total = sum(p.numel() for p in self._parameters)
+        waiting = sum(p.numel() for p in self._parameters if id(p) in self._uses.can_wait)
+        return waiting / total if total else 0.0
+
+    def begin_step(self) -> None:
+        """Drops what a step that raised may have left."""
+        self._unsplit.clear()
+        self._learning = False
+        self._waiting.clear()
+        self._early.clear()
+
+    @contextmanager
+    def forward(self, microbatch: int, *, runs_again: bool = False) -> Iterator[None]:
+        """Around the forward of a microbatch. `runs_again`: I runs it anew, and starts from that."""
+        if not self._looked:
+            self._look()
+        if not self._uses.decided:
+            if not runs_again:
+                self._unsplit.add(microbatch)
+            self._learning = True
+            with self._uses.learning():
+                yield
+        elif runs_again:
+            yield
+        else:
+            waiting = self._waiting[microbatch] = []
+            with self._uses.putting_off(waiting, self._anchor):
+                yield
+
+    def _look(self) -> None:
+        """Takes up the parameters. What is sharded is whole only now, and what is distributed never waits."""
+        self._looked = True
+        parameters = self._given()
+        self._names = {id(p): name for name, p in parameters.items()}
+        self._parameters = [p for p in parameters.values() if p.requires_grad]
+        compiled = {id(p) for part in self._module.modules() if is_compiled(part) for p in part.parameters()}
+        able = [p for p in self._parameters if id(p) not in compiled and not is_distributed(p)]
+        self._uses = WeightUses(able if self._can_wait else ())
+
+    def learn(self, roots: Iterable[GradientEdge | None]) -> None:
+        """After a forward: `roots` are what its backward starts from."""
+        if self._learning:
+            self._learning = False
+            if not all(gate.has_run for gate in gates_of(self._module)):
+                return  # what was left out was not seen
+            self._uses.decide([root.node for root in roots if root is not None])
+
+    @contextmanager
+    def input_gradients(self, microbatch: int) -> Iterator[None]:
+        """Around the backward of a microbatch, at I."""
+        early = self._early[microbatch] = []
+        if self._in_order:
+            before = [(p, p.grad, _version(p.grad)) for p in self._parameters if id(p) in self._uses.can_wait]
+            yield
+            found = {id(p) for p, grad, version in before if p.grad is not grad or _version(p.grad) != version}
+        else:
+            with self._kept_until_w(early):
+                yield
+            found = {id(p) for p, _ in early} & self._uses.can_wait.keys()
+        if microbatch in self._unsplit:
+            self._unsplit.remove(microbatch)
+        elif found:
+            raise PartitionError(
+                f"parameter {self._names[found.pop()]!r} is used in microbatch {microbatch} as it was not in the first "
+                "one, from which the split of the backward was learned; give a schedule that does not split it: "
+                "penstock.schedule.merge_backward makes one"
+            )
+
+    def weight_gradients(self, microbatch: int) -> None:
+        """W: each parameter's terms of a microbatch, summed in autograd's order and added once to `.grad`."""
+        waiting = self._waiting.pop(microbatch, [])
+        left = Counter(id(base_of(weight)) for call in waiting for weight in call.weights)
+        terms: defaultdict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        waiting.reverse()
+        with torch.no_grad(), exact.outside_autocast(self._anchor.device.type):
+            for parameter, grad in self._early.pop(microbatch, ()):
+                _add(parameter, grad)
+            while waiting:  # what a call has kept is freed once its gradient is there
+                call = waiting.pop()
+                for weight, term in zip(call.weights, call.gradients(call.grad), strict=True):
+                    key = id(base_of(weight))
+                    terms[key].append((weight, term))
+                    left[key] -= 1
+                    if not left[key]:
+                        _accumulate(terms.pop(key))
+
+    @contextmanager
+    def _kept_until_w(self, early: list[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
+        """Whatever is added to a `.grad` goes to `early`."""
+        hooked = next((p for p in self._parameters if p._post_accumulate_grad_hooks), None)
+        if hooked is not None:
+            raise ScheduleError(
+                f"parameter {self._names[id(hooked)]!r} has a hook that looks at accumulated gradients, and the "
+                "schedule's I's are not in ascending order of microbatch; put them in order, or remove the hook"
+            )
+
+        def keep(parameter: Tensor) -> None:
+            assert isinstance(parameter, nn.Parameter)
+            assert parameter.grad is not None
+            early.append((parameter, parameter.grad))
+            parameter.grad = None
+
+        before = [p.grad for p in self._parameters]
+        handles = []
+        for parameter in self._parameters:
+            parameter.grad = None
+            handles.append(parameter.register_post_accumulate_grad_hook(keep))  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for parameter, grad, handle in zip(self._parameters, before, handles, strict=True):
+                handle.remove()
+                parameter.grad = grad
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile` has been called on the module, in either way."""
+    return getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules
+
+
+def _version(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor._version
+
+
+def _accumulate(terms: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Adds the terms of one parameter, all from it or all from views of it, to its `.grad`."""
+    parameter, before = base_of(terms[0][0]), base_of(terms[0][0]).grad
+    hooked = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    if parameter is not terms[0][0] or hooked or (before is not None and before.is_sparse):
+        # Autograd runs views backward, in the order in which it would have, and calls hooks.
+        torch.autograd.backward([get_gradient_edge(weight) for weight, _ in terms], [grad for _, grad in terms])
+        return
+    total = terms[0][1]
+    for _, term in terms[1:]:
+        total = total + term
+    _add(parameter, total)
+
+
+def _add(parameter: Tensor, grad: Tensor) -> None:
+    """What autograd's AccumulateGrad does: takes the first gradient over, if it lies as the parameter does."""
+    if parameter.grad is None:
+        parameter.grad = grad if _lies_as(grad, parameter) else _copy_as(parameter, grad)
+    else:
+        parameter.grad += grad
+
+
+def _copy_as(parameter: Tensor, grad: Tensor) -> Tensor:
+    if not exact.is_dense(tuple(parameter.shape), parameter.stride()):
+        return grad.contiguous()
+    return torch.empty_strided(parameter.shape, parameter.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)
+
+
+def _lies_as(grad: Tensor, parameter: Tensor) -> bool:
+    if grad.layout is not torch.strided:
+        return True
+    if not exact.is_dense(tuple(parameter.shape), parameter.stride()):
+        return grad.is_contiguous()
+    strides = zip(grad.shape, grad.stride(), parameter.stride(), strict=True)
+    return all(mine == its if size != 1 else mine != 0 for size, mine, its in strides)

@@ -1,0 +1,226 @@
+"""The calls whose weight gradient can wait for W: for each, the expression that autograd's own formula computes.
+
+The same kernels on the same operands, with the same strides, so that the bits are those of a full backward
+(derivatives.yaml of torch; tests/runtime/test_weight_gradients.py compares them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.runtime.exact.kept import Kept
+
+_MM = frozenset({"AddmmBackward0", "MmBackward0"})
+_GROUPED_MM = frozenset({"GroupedMmBackward0"})
+_CONVOLUTION = frozenset({"ConvolutionBackward0"})
+_EMBEDDING = frozenset({"EmbeddingBackward0"})
+
+
+class Plan(NamedTuple):
+    """One call, with the gradient of its weights put off.
+
+    Attributes:
+        weights: the weight, and the bias where one kernel computes both gradients.
+        run: the call, given the weights without their graph.
+        nodes: what autograd's node of the call may be named.
+        gradients: of the weights, from the gradient that comes to that node.
+    """
+
+    weights: tuple[Tensor, ...]
+    run: Callable[..., Tensor]
+    nodes: frozenset[str]
+    gradients: Callable[[Tensor], Sequence[Tensor]]
+
+
+Form = Callable[..., Plan | None]
+"""Takes the arguments of a call; None where the gradient of its weight cannot wait."""
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **other: Any) -> Plan | None:
+    """`F.linear`: a product with the transposed weight."""
+    if other or weight.dim() != 2 or not _is_matrix(input):
+        return None
+    x = _rows(input)
+    by_rows = weight.stride(1) == 1 and weight.stride(0) == weight.shape[1]  # so that its transpose lies by columns
+
+    def gradients(grad: Tensor) -> Sequence[Tensor]:
+        first = x.get()
+        grad = grad if grad.dim() == 2 else grad.reshape(len(first), -1)
+        return (grad.t().mm(first) if by_rows else first.t().mm(grad).t(),)
+
+    return Plan((weight,), lambda w: F.linear(input, w, bias), _MM, gradients)
+
+
+def matmul(input: Tensor, other: Tensor, **more: Any) -> Plan | None:
+    """`input @ weight`, also of more than two dimensions: torch folds them into one product."""
+    if more or not isinstance(other, Tensor) or other.dim() != 2 or not _is_matrix(input):
+        return None
+    x = _rows(input)
+
+    def gradients(grad: Tensor) -> Sequence[Tensor]:
+        return (_of_second_matrix(grad, x.get(), other),)
+
+    return Plan((other,), lambda w: torch.matmul(input, w), _MM, gradients)
+
+
+def mm(input: Tensor, mat2: Tensor, **more: Any) -> Plan | None:
+    """`torch.mm(input, weight)`."""
+    return matmul(input, mat2, **more)
+
+
+def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **scales: Any) -> Plan | None:
+    """`torch.addmm(bias, input, weight)`, as in the Conv1D of `transformers`."""
+    if any(scale != 1 for scale in scales.values()) or not _is_matrix(mat1):
+        return None
+    x = Kept.of(mat1)
+
+    def gradients(grad: Tensor) -> Sequence[Tensor]:
+        return (_of_second_matrix(grad, x.get(), mat2),)
+
+    return Plan((mat2,), lambda w: torch.addmm(input, mat1, w), _MM, gradients)
+
+
+def grouped_mm(input: Tensor, mat2: Tensor, *, offs: Tensor | None = None, **more: Any) -> Plan | None:
+    """`torch._grouped_mm(input, weights, offs=...)`: each group of rows times its own matrix, as experts do."""
+    if offs is None or any(value is not None for value in more.values()) or (input.dim(), mat2.dim()) != (2, 3):
+        return None
+    x, ends = Kept.of(input), Kept.of(offs)
+
+    def gradients(grad: Tensor) -> Sequence[Tensor]:
+        first, offs = x.get(), ends.get()
+        if _is_column_major(mat2):
+            return (torch._grouped_mm(grad.transpose(-2, -1), first, offs=offs).transpose(-2, -1),)
+        return (torch._grouped_mm(first.transpose(-2, -1), grad, offs=offs),)
+
+    return Plan((mat2,), lambda w: torch._grouped_mm(input, w, offs=offs), _GROUPED_MM, gradients)
+
+
+def embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Plan | None:
+    """`F.embedding` with a dense gradient."""
+    if max_norm is not None or sparse:
+        return None
+    ids, rows = Kept.of(input), weight.shape[0]
+    padding = -1 if padding_idx is None else padding_idx % rows
+
+    def run(w: Tensor) -> Tensor:
+        return F.embedding(input, w, padding_idx, None, norm_type, scale_grad_by_freq, False)
+
+    def gradients(grad: Tensor) -> Sequence[Tensor]:
+        return (torch.ops.aten.embedding_dense_backward(grad, ids.get(), rows, padding, scale_grad_by_freq),)
+
+    return Plan((weight,), run, _EMBEDDING, gradients)
+
+
+class _Shifts(NamedTuple):
+    """Where a convolution's kernel goes, each number for one dimension."""
+
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    output_padding: Sequence[int]
+
+
+def _convolution(call: Callable[..., Tensor], dims: int, *, transposed: bool) -> Form:
+    """A form for `F.conv1d` and its like. One kernel may compute the gradients of weight and bias, so both wait."""
+
+    def plan(input: Tensor, weight: Tensor, bias: Tensor | None, shifts: _Shifts, groups: int) -> Plan | None:
+        if any(isinstance(shift, str) for shift in shifts) or input.dim() != dims + 2:
+            return None
+        shifts = _Shifts(*(_each(shift, dims) for shift in shifts))
+        x, kernel = Kept.of(input), Kept.of(weight)
+        with_bias = bias is not None and bias.requires_grad
+        bias_sizes = None if bias is None else list(bias.shape)
+
+        def run(w: Tensor, b: Tensor | None = bias) -> Tensor:
+            if transposed:
+                return call(input, w, b, shifts.stride, shifts.padding, shifts.output_padding, groups, shifts.dilation)
+            return call(input, w, b, shifts.stride, shifts.padding, shifts.dilation, groups)
+
+        def gradients(grad: Tensor) -> Sequence[Tensor]:
+            _, of_weight, of_bias = torch.ops.aten.convolution_backward(
+                grad, x.get(), kernel.get(), bias_sizes, shifts.stride, shifts.padding, shifts.dilation, transposed,
+                shifts.output_padding, groups, [False, True, with_bias],
+            )  # fmt: skip
+            return (of_weight, of_bias) if with_bias else (of_weight,)
+
+        weights = (weight, bias) if bias is not None and with_bias else (weight,)
+        return Plan(weights, run, _CONVOLUTION, gradients)
+
+    def convolution(
+        input: Tensor, weight: Tensor, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
+        groups: int = 1,
+    ) -> Plan | None:  # fmt: skip
+        return plan(input, weight, bias, _Shifts(stride, padding, dilation, 0), groups)  # type: ignore[arg-type]
+
+    def transposed_convolution(
+        input: Tensor, weight: Tensor, bias: Any = None, stride: Any = 1, padding: Any = 0, output_padding: Any = 0,
+        groups: int = 1, dilation: Any = 1,
+    ) -> Plan | None:  # fmt: skip
+        return plan(input, weight, bias, _Shifts(stride, padding, dilation, output_padding), groups)
+
+    return transposed_convolution if transposed else convolution
+
+
+def _each(shift: int | Sequence[int], dims: int) -> list[int]:
+    if isinstance(shift, int):
+        return [shift] * dims
+    return list(shift) * (dims if len(shift) == 1 else 1)
+
+
+def _is_matrix(x: Tensor) -> bool:
+    """Whether torch multiplies it as one matrix, whatever takes a gradient. (What is not contiguous it folds or not,
+    depending on whether the weight takes one.)"""
+    return x.is_floating_point() and (x.dim() == 2 or (x.dim() > 2 and x.is_contiguous()))
+
+
+def _rows(x: Tensor) -> Kept:
+    """What is kept of it, with two dimensions."""
+    kept = x.detach()
+    return Kept(kept if x.dim() == 2 else kept.view(x.shape[:-1].numel(), x.shape[-1]), x._version)
+
+
+def _of_second_matrix(grad: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """The gradient of `second` in `first @ second`: torch's `mm_mat2_grad`, which looks at strides."""
+    grad = grad if grad.dim() == 2 else grad.reshape(len(first), -1)
+    return grad.t().mm(first).t() if _is_column_major(second) else first.t().mm(grad)
+
+
+def _is_column_major(matrix: Tensor) -> bool:
+    return matrix.stride(-2) == 1 and matrix.stride(-1) == matrix.shape[-2]
+
+
+def _convolutions(*, transposed: bool) -> dict[Any, Form]:
+    calls: tuple[Any, ...] = (F.conv1d, F.conv2d, F.conv3d)
+    if transposed:
+        calls = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+    return {call: _convolution(call, dims, transposed=transposed) for dims, call in enumerate(calls, 1)}
+
+
+FORMS: Mapping[Any, Form] = {
+    F.linear: linear,
+    torch.matmul: matmul,
+    Tensor.matmul: matmul,
+    Tensor.__matmul__: matmul,
+    torch.mm: mm,
+    Tensor.mm: mm,
+    torch.addmm: addmm,
+    Tensor.addmm: addmm,
+    torch._grouped_mm: grouped_mm,
+    F.embedding: embedding,
+    **_convolutions(transposed=False),
+    **_convolutions(transposed=True),
+}
+"""By the function that is called."""

@@ -1,0 +1,264 @@
+"""Sees the calls that a stage's weights are used in, learns whose gradient can wait for W, and puts it off.
+
+While a forward runs, the matrices are of a subclass of `nn.Parameter`, whose `__torch_function__` sees their uses.
+Unlike a mode this costs nothing in calls that no weight takes part in, and nothing is left of it in backward.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from penstock.errors import PartitionError
+from penstock.runtime.exact import rules as exact
+from penstock.runtime.split_backward.weight_gradients import FORMS, Plan
+
+
+class Waiting(NamedTuple):
+    """A call whose weight gradients wait: `gradients(grad)` gives them. (`Plan.run` would keep the graph alive.)"""
+
+    weights: tuple[Tensor, ...]
+    gradients: Callable[[Tensor], Sequence[Tensor]]
+    grad: Tensor
+
+
+_OURS = (Tensor, nn.Parameter)
+
+
+class WeightUses:
+    """The uses of one stage's weights.
+
+    Attributes:
+        decided: whether it is known which weights can wait.
+        can_wait: the parameters whose gradient can wait, by id, and whether they are used through views.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.decided = False
+        self.can_wait: dict[int, bool] = {}
+        self._candidates = {id(p): p for p in parameters if _is_ordinary(p)}
+        self._watched = [p for p in self._candidates.values() if p.dim() > 1]
+        self._of_parameters = self._watching(nn.Parameter)
+        self._of_views = self._watching(Tensor)
+        self._seen: list[tuple[Tensor, ...]] | None = None
+        self._learned: list[tuple[Tensor, ...]] = []
+        self._waiting: list[Waiting] | None = None
+        self._anchor: Tensor | None = None
+        self._went_back = False  # a backward ran inside the forward that was noted, through one of its calls
+
+    @contextmanager
+    def learning(self) -> Iterator[None]:
+        """Around a forward that runs as ever: notes the calls whose weight gradient could wait."""
+        self._seen, self._went_back = [], False
+        with self._changed_classes():
+            yield
+        self._learned, self._seen = self._seen, None
+
+    @contextmanager
+    def putting_off(self, waiting: list[Waiting], anchor: Tensor) -> Iterator[None]:
+        """Around a forward: puts weight gradients off. Its backward will fill `waiting`, in its own order."""
+        self._waiting, self._anchor = waiting, anchor
+        try:
+            with self._changed_classes():
+                yield
+        finally:
+            self._waiting = self._anchor = None
+
+    def decide(self, roots: Sequence[Node]) -> None:
+        """Of the forward that was noted: a parameter can wait if all ways to it in the graph go through noted calls.
+
+        None can where that forward ran a backward of its own: the graph of gradients leads to weights by other ways,
+        through the same nodes.
+
+        Args:
+            roots: what its backward starts from.
+        """
+        noted, self._learned, self.decided = [] if self._went_back else self._learned, [], True
+        weights = [weight for call in noted for weight in call]
+        uses = Counter(id(base_of(weight)) for weight in weights)
+        ways = _ways_to_parameters(roots, {node for weight in weights for node in _view_nodes(weight)})
+        viewed = {key: {w._is_view() for w in weights if base_of(w) is self._candidates.get(key)} for key in uses}
+        can_wait = {key for key, count in uses.items() if len(viewed[key]) == 1 and ways.get(key) == count}
+        while lost := {id(base_of(w)) for call in noted if not _all_in(call, can_wait) for w in call} & can_wait:
+            can_wait -= lost  # one kernel computes the gradients of a call's weights: both wait, or none
+        self.can_wait = {key: viewed[key].pop() for key in can_wait}
+        self._watched = [p for p in self._watched if id(p) in can_wait]
+
+    def _watching(self, base: type[Tensor]) -> type[Tensor]:
+        def torch_function(cls: type, func: Any, kinds: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+            if len(kinds) > 1 and not all(kind in _OURS or "is_watched" in vars(kind) for kind in kinds):
+                return self._leave(func, args, kwargs or {})
+            with torch._C.DisableTorchFunctionSubclass():
+                if torch.compiler.is_dynamo_compiling():  # what is compiled is left alone
+                    return func(*args, **(kwargs or {}))
+                return self._call(func, args, kwargs or {})
+
+        body = {"__torch_function__": classmethod(torch_function), "is_watched": True}
+        return types.new_class(f"Watched{base.__name__}", (base,), exec_body=lambda names: names.update(body))
+
+    @contextmanager
+    def _changed_classes(self) -> Iterator[None]:
+        self._set_classes(self._of_parameters)
+        try:
+            yield
+        finally:
+            self._set_classes(nn.Parameter)
+
+    def _set_classes(self, kind: type[Tensor]) -> None:
+        for parameter in self._watched:
+            parameter.__class__ = kind  # type: ignore[assignment]
+
+    def _leave(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """A call with tensors of somebody else's class, which must not meet ours."""
+        for arg in (*args, *kwargs.values()):
+            if type(arg) is self._of_views:
+                arg.__class__ = Tensor
+        self._set_classes(nn.Parameter)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._set_classes(self._of_parameters)
+
+    def _call(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+        form = FORMS.get(func)
+        plan = form(*args, **kwargs) if form is not None else None
+        if plan is None or not _is_ordinary_call(plan.weights[0]):
+            return self._watch_views(func(*args, **kwargs))
+        if self._waiting is not None and all(map(self._waits, plan.weights)):
+            result = self._put_off(plan, self._waiting)
+            if result is not None:
+                return result
+        result = func(*args, **kwargs)
+        if self._seen is not None and (node := _node_of(result, plan)) is not None:
+            self._seen.append(plan.weights)
+            node.register_prehook(self._note_backward)
+        return result
+
+    def _note_backward(self, _: object) -> None:
+        self._went_back = self._went_back or self._seen is not None
+
+    def _waits(self, weight: Tensor) -> bool:
+        return weight.requires_grad and self.can_wait.get(id(base_of(weight))) is weight._is_view()
+
+    def _watch_views(self, result: Any) -> Any:
+        for part in result if isinstance(result, (tuple, list)) else (result,):
+            if type(part) is Tensor and part._is_view() and part.requires_grad and id(part._base) in self._candidates:
+                part.__class__ = self._of_views
+        return result
+
+    def _put_off(self, plan: Plan, waiting: list[Waiting]) -> Tensor | None:
+        """The call's result; None where autograd has not recorded what was expected."""
+        result = plan.run(*(weight.detach() for weight in plan.weights))
+        keep = partial(self._keep, waiting, plan.weights, plan.gradients)
+        if not result.requires_grad:  # nothing that comes in takes a gradient
+            box = [exact.on_memory_of(result, int(result.storage_offset()), tuple(result.shape), result.stride())]
+            tapped: Tensor = _Tap.apply(self._anchor, box, keep)  # type: ignore[no-untyped-call]
+            return tapped
+        node = _node_of(result, plan)
+        if node is None:
+            return None
+        node.register_prehook(keep)
+        return result
+
+    def _keep(
+        self,
+        waiting: list[Waiting],
+        weights: tuple[Tensor, ...],
+        gradients: Callable[[Tensor], Sequence[Tensor]],
+        grads: Sequence[Tensor | None],
+    ) -> None:
+        if self._waiting is waiting:  # the forward is not over
+            raise PartitionError(
+                "the forward runs a backward of its own, but did not in the first microbatch, from which the split of "
+                "the backward was learned; give a schedule that does not split it: penstock.schedule.merge_backward "
+                "makes one"
+            )
+        if grads[0] is not None:
+            waiting.append(Waiting(weights, gradients, grads[0]))
+
+
+def base_of(weight: Tensor) -> Tensor:
+    """The parameter that a weight is, or is a view of."""
+    return weight if weight._base is None else weight._base
+
+
+class _Tap(torch.autograd.Function):
+    """Makes autograd record a value that takes no gradient, and hands its gradient to `keep`."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, box: list[Tensor], keep: Callable[[Sequence[Tensor | None]], None]) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.keep = keep
+        return box[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[None, None, None]:
+        ctx.keep(grads)
+        return None, None, None
+
+
+def _is_ordinary(parameter: nn.Parameter) -> bool:
+    return type(parameter) is nn.Parameter and parameter.is_floating_point() and parameter.layout is torch.strided
+
+
+def _is_ordinary_call(weight: Tensor) -> bool:
+    """Autograd records the call as it is written: no cast stands before it, and it will not be run again."""
+    return (
+        torch.is_grad_enabled()
+        and not torch.is_autocast_enabled(weight.device.type)
+        and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    )
+
+
+def _node_of(result: Tensor, plan: Plan) -> Node | None:
+    """Autograd's node of a call, below the view that a product of more than two dimensions ends with."""
+    node = result.grad_fn
+    while node is not None and node.name() in ("ViewBackward0", "UnsafeViewBackward0"):
+        node = node.next_functions[0][0]
+    return node if node is not None and node.name() in plan.nodes else None
+
+
+def _view_nodes(weight: Tensor) -> Iterator[Node]:
+    """The nodes between a view and its parameter."""
+    node = weight.grad_fn
+    while node is not None and not _is_accumulator(node):
+        yield node
+        node = node.next_functions[0][0]
+
+
+def _ways_to_parameters(roots: Sequence[Node], views: Collection[Node]) -> dict[int, int]:
+    """For each parameter in a graph, by id, the number of ways that lead to it, each counted up to the first node that
+    is none of `views`."""
+    into: defaultdict[Node, list[Node]] = defaultdict(list)
+    known, stack = set(roots), list(dict.fromkeys(roots))
+    while stack:
+        node = stack.pop()
+        if "Checkpoint" in node.name():
+            return {}  # runs a backward of its own, whose uses of parameters are not in this graph
+        for child, _ in node.next_functions:
+            if child is not None:
+                into[child].append(node)
+                if child not in known:
+                    known.add(child)
+                    stack.append(child)
+
+    def ways(node: Node) -> int:
+        return roots.count(node) + sum(ways(above) if above in views else 1 for above in into[node])
+
+    return {id(node.variable): ways(node) for node in known if _is_accumulator(node)}  # type: ignore[attr-defined]
+
+
+def _is_accumulator(node: Node) -> bool:
+    return node.name() == "torch::autograd::AccumulateGrad"
+
+
+def _all_in(call: Sequence[Tensor], keys: Collection[int]) -> bool:
+    return all(id(base_of(weight)) in keys for weight in call)

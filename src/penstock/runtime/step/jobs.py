@@ -1,0 +1,206 @@
+"""Which job runs a batch: one for each kind of batch and mode, under a number by which every rank knows it.
+
+Only the first stage's rank looks at inputs. So it begins every step with an announcement: the number of the job that
+comes, or that a new one is needed, and then what the others must know of the batch to record it too. What the ranks
+must say alike in a step goes along, so that ranks that do not are told, and none waits for another in vain.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from penstock.errors import ArgumentError, ShapeError
+from penstock.partition import Partition
+from penstock.runtime.batch.microbatches import Cut
+from penstock.runtime.batch.outline import Outline, telling_rows
+from penstock.runtime.execute.engine import Engine, Job
+from penstock.runtime.model.split_model import SplitModel
+from penstock.runtime.step.outputs import words
+
+KNOWN_JOBS = 32
+"""How many jobs a pipeline keeps; the one that was not used for longest is forgotten for the next."""
+
+_NEW = -1
+
+Bind = Callable[[Sequence[Partition], bool], Job]
+"""The job of some partitions, for training or evaluation."""
+
+
+class Call(NamedTuple):
+    """What every rank must say alike in a step. All numbers, since they travel."""
+
+    training: bool
+    outputs: int
+    timeline: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A job, and for what it was made.
+
+    Attributes:
+        sizes: the rows of each microbatch.
+        mode: training or not, and what a recording depends on besides inputs.
+        kind: of the batch; None where this process does not look at inputs.
+        kept: the plain values of the batch, whose identity may be part of its kind.
+    """
+
+    number: int
+    job: Job
+    sizes: tuple[int, ...]
+    mode: Hashable
+    kind: Hashable
+    kept: Sequence[Any]
+
+
+class Jobs:
+    """The jobs of one pipeline. Every process makes the same calls in the same order.
+
+    Args:
+        bind: makes a job of partitions.
+        source_rank: the rank that announces: the first stage's.
+    """
+
+    def __init__(self, engine: Engine, split: SplitModel, bind: Bind, source_rank: int) -> None:
+        self._engine = engine
+        self._split = split
+        self._bind = bind
+        self._source = source_rank
+        self._announcer = engine.world.names[source_rank]
+        self._announces = source_rank in engine.ranks
+        self._known: OrderedDict[int, Known] = OrderedDict()
+        self._made = 0
+        self._digest: tuple[Hashable, int] = (None, 0)
+
+    def __iter__(self) -> Iterator[Job]:
+        """The jobs, the one that was used last at the end."""
+        return iter([known.job for known in self._known.values()])
+
+    def add(self, cut: Cut | None, outline: Outline, *, training: bool) -> Known:
+        """Records microbatches, and binds their job. `cut` is None on ranks that do not look at inputs."""
+        with telling_rows(outline.sizes):
+            partitions = self._split.partitions(training=training, examples=outline.fill())
+        plain = [] if cut is None else [leaf for piece in cut.pieces for leaf in piece.leaves]
+        known = Known(
+            number=self._made,
+            job=self._bind(partitions, training),
+            sizes=outline.sizes,
+            mode=(training, *self._split.signature()),
+            kind=None if cut is None else cut.kind,
+            kept=[leaf for leaf in plain if not isinstance(leaf, Tensor)],
+        )
+        self._made += 1
+        self._known[known.number] = known
+        if len(self._known) > KNOWN_JOBS:
+            _, oldest = self._known.popitem(last=False)
+            self._engine.release(oldest.job)
+            if self._made == KNOWN_JOBS + 1:
+                warnings.warn(_MANY, stacklevel=5)
+        return known
+
+    def next(self, cut: Cut | None, call: Call) -> Known:
+        """The job of this step.
+
+        Args:
+            cut: the batch; None on ranks that do not look at inputs.
+
+        Raises:
+            ArgumentError: this rank calls for something else than the announcing one.
+            PartitionError: the batch is of a new kind, and cannot be recorded.
+        """
+        self._split.refuse_other_parameters()
+        signature = self._split.signature()
+        mode = (call.training, *signature)
+        found = self._find(cut, mode) if cut is not None and self._announces else None
+        number = self._announced(_NEW if found is None else found.number, call, signature[:-1])
+        if number == _NEW:
+            mine = Outline.of(cut) if cut is not None and self._announces else None
+            outline = self._engine.control.give(mine, self._source)
+            assert outline is not None
+            try:
+                return self.add(cut, outline, training=call.training)
+            except Exception as error:
+                error.add_note(f"penstock: while the model was recorded for a batch of a new kind: {outline.text}")
+                raise
+        known = self._known[number]
+        if known.mode != mode:
+            raise ArgumentError(
+                "a plain attribute of the model has changed on this rank, but not on the one that has the inputs; "
+                "change it on every rank alike"
+            )
+        self._known.move_to_end(number)
+        return known
+
+    def settings(self) -> int:
+        """A number for the modes, requires_grad flags and autocast of this process."""
+        return self._digest_of(self._split.signature()[:-1])
+
+    def inputs(self, known: Known, cut: Cut) -> list[list[Tensor]]:
+        """The tensors that the first stage receives, in its order, of each microbatch.
+
+        Raises:
+            ShapeError: another rank, which has inputs as well, announced a batch of another kind.
+        """
+        if self._announces:  # the job was chosen for this batch
+            pairs = zip(known.job.partitions, cut.pieces, strict=True)
+            return [partition.arrange(piece.leaves) for partition, piece in pairs]
+        if cut.sizes != known.sizes:
+            raise ShapeError(
+                f"the inputs are microbatches of {list(cut.sizes)} rows on rank {self._engine.world.name}, and of "
+                f"{list(known.sizes)} on rank {self._announcer}; give both the same batch"
+            )
+        return [partition.take(piece) for partition, piece in zip(known.job.partitions, cut.pieces, strict=True)]
+
+    def _find(self, cut: Cut, mode: Hashable) -> Known | None:
+        for known in reversed(self._known.values()):
+            if known.kind == cut.kind and known.mode == mode and _holds(known.job, cut):
+                return known
+        return None
+
+    def _announced(self, number: int, call: Call, settings: Hashable) -> int:
+        """The number that is announced. Raises ArgumentError if this rank does not call for the same."""
+        mine = [*map(int, call), self._digest_of(settings)]
+        number, *said = self._engine.announce([number, *mine], self._source)
+        if said == mine:
+            return number
+        differing = next(index for index, pair in enumerate(zip(mine, said, strict=True)) if len(set(pair)) > 1)
+        theirs, own = (_WORDS[differing](values[differing]) for values in (said, mine))
+        raise ArgumentError(
+            f"rank {self._announcer} runs {theirs}, this rank ({self._engine.world.name}) {own}; every rank must make "
+            "the same calls, with the same outputs= and timeline=, and set train(), eval(), requires_grad_() and "
+            "autocast alike"
+        )
+
+    def _digest_of(self, settings: Hashable) -> int:
+        """A number for what all processes must have set alike, so small that sums of it are exact as float64."""
+        if self._digest[0] != settings:
+            digest = hashlib.blake2b(repr(settings).encode(), digest_size=5).digest()
+            self._digest = settings, int.from_bytes(digest, "little")
+        return self._digest[1]
+
+
+def _holds(job: Job, cut: Cut) -> bool:
+    """Whether the forward reads from the values of these inputs what it read when it was recorded."""
+    pairs = zip(job.partitions, cut.pieces, strict=True)
+    return all(partition.holds(piece.leaves) for partition, piece in pairs)
+
+
+_WORDS: tuple[Callable[[int], str], ...] = (
+    lambda training: "a training step" if training else "an evaluation",
+    lambda outputs: f"with {words(outputs)}",
+    lambda timeline: "with a timeline" if timeline else "without a timeline",
+    lambda _: "with modes, requires_grad flags or an autocast of its own",
+)
+
+_MANY = (
+    f"penstock: more than {KNOWN_JOBS} kinds of batches. Each new kind (a shape, a dtype, a plain value that changes) "
+    "is recorded, which takes longer than a step, and the kind that was not used for longest is forgotten. Pad batches "
+    "to a few shapes, and pass numbers that change as 0-dimensional tensors"
+)

@@ -1,0 +1,125 @@
+"""A loss, tried before anything runs: on an output that is made up, with the target of a real microbatch.
+
+Its values mean nothing, so an error counts only if it does not depend on them: if fake tensors, which have no values,
+raise it as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from copy import copy
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ArgumentError, PenstockError
+from penstock.partition._compat import FakeTensorMode, fake_mode
+from penstock.partition.loan import map_tensors
+from penstock.runtime.execute.engine import Job
+from penstock.runtime.loss.loss import no_gradient
+from penstock.stages import Output, needs_backward
+from penstock.words import in_a_line
+
+LARGE = 2**28
+"""Bytes of an output of which no real one is made up."""
+
+_SAID = 20
+"""Characters of a message that are compared."""
+
+_FILLING = 0.5
+"""A probability, a logit and a distance: few losses refuse it."""
+
+
+def try_loss(job: Job, target: Any, weight: float, loss: object) -> str | None:
+    """Calls the loss for the first microbatch. What it changes of itself, if it is a module, is put back.
+
+    Args:
+        target: of that microbatch.
+        weight: of its loss in the batch's.
+        loss: the user's.
+
+    Returns:
+        why nothing can be said of this loss; None if something can, and all is well.
+
+    Raises:
+        ArgumentError: it raises whatever the values, or it does not return a scalar that takes a gradient.
+    """
+    metas = job.partitions[0].stages[-1].meta.outputs
+    small = sum(prod(o.meta.shape) * _dtype(o).itemsize for o in metas) <= LARGE
+    real = None if not small else _attempt(job, metas, target, weight, loss, None)
+    if small and real is None:
+        return None
+    fake = _attempt(job, metas, target, weight, loss, fake_mode())
+    if fake is None:
+        return None
+    if real is not None and _same(real, fake) and not job.partitions[0].leaves_here:
+        raise ArgumentError(f"the loss raised {in_a_line(real)}") from real
+    return f"the loss could not be tried without real values ({in_a_line(fake)})"
+
+
+def _attempt(
+    job: Job, metas: Sequence[Output], target: Any, weight: float, loss: object, mode: FakeTensorMode | None
+) -> Exception | None:
+    """What the loss raised. Raises ArgumentError for what it returned."""
+    head = job.head
+    try:
+        with torch.enable_grad(), _as_it_was(loss), nullcontext() if mode is None else mode:
+            given = target if mode is None else map_tensors(mode.from_tensor, target)
+            head.start([given], [weight], keep_outputs=False)
+            found = head(0, [_made_up(output, job.partitions[0].stages[-1].device) for output in metas])
+    except PenstockError:
+        raise
+    except Exception as error:
+        return error
+    finally:
+        head.start([], [], keep_outputs=False)
+    trains = any(needs_backward(stage.meta) for stage in job.partitions[0].stages)
+    if found is not None and not found.requires_grad and trains:
+        raise no_gradient()
+    return None
+
+
+def _same(one: Exception, other: Exception) -> bool:
+    """Whether two errors are one: fake tensors raise other types here and there, with the same words."""
+    return type(one) is type(other) or str(one)[:_SAID] == str(other)[:_SAID] != ""
+
+
+def _made_up(output: Output, device: torch.device) -> Tensor:
+    dtype = _dtype(output)
+    shape, stride = output.meta.shape, output.meta.stride
+    repeats = any(step == 0 and size > 1 for size, step in zip(shape, stride, strict=True))
+    if repeats:
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+    else:
+        tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    tensor.fill_(_FILLING if dtype.is_floating_point or dtype.is_complex else 0)
+    return tensor.requires_grad_(output.meta.requires_grad)
+
+
+def _dtype(output: Output) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, output.meta.dtype)
+    return dtype
+
+
+@contextmanager
+def _as_it_was(loss: object) -> Iterator[None]:
+    """Puts back what a loss that is a module keeps: attributes, and the values of its buffers."""
+    modules = list(loss.modules()) if isinstance(loss, nn.Module) else []
+    before = [{name: copy(value) if _is_holder(value) else value for name, value in vars(m).items()} for m in modules]
+    buffers = [(buffer, buffer.detach().clone()) for m in modules for buffer in m.buffers(recurse=False)]
+    try:
+        yield
+    finally:
+        for module, attributes in zip(modules, before, strict=True):
+            vars(module).clear()
+            vars(module).update(attributes)
+        with torch.no_grad():
+            for buffer, values in buffers:
+                buffer.copy_(values)
+
+
+def _is_holder(value: object) -> bool:
+    return type(value) in (dict, list, set)

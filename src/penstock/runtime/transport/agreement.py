@@ -1,0 +1,118 @@
+"""What the two ends of a channel agreed on in a program's first step: the layout of every tensor of every message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from penstock.errors import ShapeError
+from penstock.runtime.exact.rules import Layout
+from penstock.runtime.transport.protocol import Message
+from penstock.stages import Link
+
+Layouts = list[Layout | None]
+"""Of one message; None where there is no tensor."""
+
+
+class Agreement:
+    """The layouts of one channel, by microbatch. `learning`: true in the first step, and in all where a link varies."""
+
+    def __init__(self, link: Link) -> None:
+        self.learning = True
+        self._link = link
+        self._layouts: dict[int, Layouts] = {}
+
+    def __getitem__(self, microbatch: int) -> Layouts:
+        return self._layouts[microbatch]
+
+    def all(self) -> Iterable[Layouts]:
+        """The layouts of every message."""
+        return self._layouts.values()
+
+    def learn(self, microbatch: int, layouts: Layouts) -> None:
+        """Agrees on the layouts of a message."""
+        self._layouts[microbatch] = layouts
+
+    def check(self, microbatch: int, message: Message) -> Layouts:
+        """The layouts of a message that is to be sent: learned in the first step, compared with those from then on.
+
+        Raises:
+            ShapeError: one is not as agreed.
+        """
+        layouts = [None if tensor is None else Layout.of(tensor) for tensor in message]
+        if self.learning:
+            self.learn(microbatch, layouts)
+        elif not all(map(_alike, layouts, self._layouts[microbatch])):
+            raise ShapeError(self._difference(microbatch, layouts))
+        return self._layouts[microbatch]
+
+    def drop_step(self) -> None:
+        """Forgets what a first step that raised has agreed on."""
+        if self.learning:
+            self._layouts.clear()
+
+    def end_step(self) -> bool:
+        """Ends a step. True if it was the first one, in which messages were sent."""
+        ended = self.learning and bool(self._layouts) and not self._link.varies
+        self.learning = self.learning and not ended
+        return ended
+
+    def _difference(self, microbatch: int, given: Layouts) -> str:
+        changes = zip(self._link.values, given, self._layouts[microbatch], strict=True)
+        (stage, name), new, old = next(change for change in changes if not _alike(*change[1:]))
+        if new is None or old is None:
+            had, has = ("none", "one") if old is None else ("one", "none")
+            return (
+                f"the gradient of value {name!r} of stage {stage} goes from stage {self._link.source} to "
+                f"{self._link.target} in each step or in none, but there was {had} in the first step, and there is "
+                f"{has} now in microbatch {microbatch}. Nothing was sent. Where a block detaches what it returns for "
+                "some batches alone, use torch.where(condition, h, h.detach()), which always takes a gradient, or "
+                "move the cut"
+            )
+        return (
+            f"value {name!r} of stage {stage}, on its way from stage {self._link.source} to {self._link.target} in "
+            f"microbatch {microbatch}, is {describe(new)}; {describe(old)} was agreed on in the first step. "
+            "Nothing was sent. Keep shapes the same, or make a pipeline for the new ones."
+        )
+
+
+def _alike(one: Layout | None, other: Layout | None) -> bool:
+    """Whether two layouts are the same, except for the stride of a dimension of one element.
+
+    It changes between steps: autograd adds up the gradients of several uses in the memory of one or of the other. It
+    says nothing, unless torch takes the tensor for channels first with one and for channels last with the other.
+    """
+    if one is None or other is None:
+        return one is other
+    if one.stride == other.stride:
+        return one == other
+    return _without_idle_strides(one) == _without_idle_strides(other) and (
+        is_channels_last(one.shape, one.stride) == is_channels_last(other.shape, other.stride)
+    )
+
+
+def is_channels_last(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether torch takes images or volumes of these strides for channels last, and chooses its kernels accordingly.
+
+    The rule of `is_channels_last_strides_2d` and `_3d` (c10/core/MemoryFormat.h).
+    """
+    if len(shape) not in (4, 5) or stride[1] == 0:
+        return False
+    least = 0
+    for dim in (1, *range(len(shape) - 1, 1, -1), 0):
+        if shape[dim] == 0 or stride[dim] < least or (dim == 0 and least == stride[1]):
+            return False
+        least = stride[dim] * max(shape[dim], 1)
+    return True
+
+
+def _without_idle_strides(layout: Layout) -> Layout:
+    pairs = zip(layout.shape, layout.stride, strict=True)
+    return layout._replace(stride=tuple(0 if size == 1 else step for size, step in pairs))
+
+
+def describe(layout: Layout | None) -> str:
+    """A layout in words."""
+    if layout is None:
+        return "absent"
+    dtype = str(layout.dtype).removeprefix("torch.")
+    return f"{dtype}{list(layout.shape)} with strides {list(layout.stride)}"

@@ -1,0 +1,363 @@
+"""The transport over `torch.distributed` point-to-point: gloo on CPU, NCCL on GPUs.
+
+In a program's first step each message is preceded by a header with its layout, and a receive starts when it, or one
+that was posted behind it, is waited for. From the second step on layouts are known: receives are posted ahead into
+fresh memory, nothing but payload travels, and a sender whose tensor is not as agreed raises before anything leaves.
+
+Messages keep to what NCCL asks for, on gloo as well, so that what is tested on one holds on the other. Nothing has a
+tag: what one rank sends another matches what that one receives in order (`Way`). The first operation of two ranks,
+which waits for the other one's, is `connect`. What travels is bytes, since NCCL has no type for some of torch's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.errors import ClosedError, ShapeError
+from penstock.runtime.exact import rules as exact
+from penstock.runtime.exact.rules import Layout
+from penstock.runtime.processes.shares import SHARES_IN_FLIGHT
+from penstock.runtime.processes.world import World
+from penstock.runtime.transport.agreement import Agreement, Layouts, describe
+from penstock.runtime.transport.protocol import Message, Pending
+from penstock.runtime.transport.ways import Way
+from penstock.stages import Link
+
+SENDS_IN_FLIGHT = 2
+"""A channel's sends that may be under way at once; the third waits for the first, so that its memory is given back."""
+
+MAX_DIMS = 8
+_FIELDS = 5 + 2 * MAX_DIMS
+_DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+    torch.uint16, torch.uint32, torch.uint64, torch.complex32,
+)  # fmt: skip
+
+
+class Groups:
+    """The process groups of one pipeline. Made by all processes of its mesh together.
+
+    NCCL runs what two ranks exchange within a group one after the other, in both directions, so each direction has a
+    group of its own (`way`). Control values (the loss) travel over gloo.
+
+    Where the mesh takes all processes of the job, each of them takes part in making every group, as torch wants it.
+    Where it does not, only the members do. Torch then names a group by its ranks and the number of groups that there
+    are, and finds the addresses of an earlier group of that name: so none is destroyed, and ranks of a pipeline have
+    as many.
+
+    A group of gloo has threads that wake up a hundred times a second, and end with the last reference to it. Nothing
+    else keeps one, so that `close` ends them: who uses a group asks for it here each time. After `close` that raises
+    ClosedError.
+    """
+
+    def __init__(self, world: World, backend: str) -> None:
+        assert world.rank is not None
+        self._rank = world.rank
+        self.members = world.members
+        self.backend = backend
+        self._lines = world.lines
+        self._local = len(world.everyone) < dist.get_world_size()
+        self._own: list[dist.ProcessGroup] = []
+        self._roles: dict[str | tuple[int, ...], dist.ProcessGroup] = {}
+        roles = self._roles
+        roles["up"] = self._one_of(world.lines, backend)
+        roles["down"] = self._one_of(world.lines, backend)
+        roles["control"] = self._one_of(world.lines, "gloo")
+        alone = world.everyone == world.members
+        roles["everyone"] = roles["control"] if alone else self._one_of([world.everyone], "gloo")
+        if len(world.replicas) > 1:
+            roles["replicas"] = roles["column"] = self._one_of(world.replica_sets, backend)
+            roles["weights"] = self._one_of(world.replica_sets, "gloo")
+        if len(world.column) > len(world.replicas):
+            roles["column"] = self._one_of(world.columns, backend)
+        self._made: set[tuple[int, ...]] = set()
+
+    @property
+    def control(self) -> dist.ProcessGroup:
+        """Of the pipeline's ranks, over gloo."""
+        return self._role("control")
+
+    @property
+    def everyone(self) -> dist.ProcessGroup:
+        """Of the whole mesh, over gloo."""
+        return self._role("everyone")
+
+    @property
+    def replicas(self) -> dist.ProcessGroup:
+        """Of those that hold the same and train on other data, where there are any."""
+        return self._role("replicas")
+
+    @property
+    def weights(self) -> dist.ProcessGroup:
+        """Of the same, over gloo."""
+        return self._role("weights")
+
+    @property
+    def column(self) -> dist.ProcessGroup:
+        """Of those that run the same stages, where there are any but this one."""
+        return self._role("column")
+
+    def way(self, source_rank: int, target_rank: int) -> dist.ProcessGroup:
+        """The group in which one rank of the pipeline sends to another. No other message of the two is in it."""
+        return self._role("up" if source_rank < target_rank else "down")
+
+    def of(self, holders: Sequence[int]) -> dist.ProcessGroup:
+        """A group that `make` has made; this rank is one of `holders`."""
+        return self._role(tuple(sorted(holders)))
+
+    def make(self, holders: Sequence[int]) -> None:
+        """Makes the group of some of the pipeline's ranks. Called by all ranks of the pipeline, in the same order."""
+        key = tuple(sorted(holders))
+        if key in self._made:
+            return
+        self._made.add(key)
+        if self._rank in key:
+            self._roles[key] = self._one_of([[line[rank] for rank in key] for line in self._lines], self.backend)
+        elif self._local:
+            self._one_of([[dist.get_rank()]], "gloo")
+        else:
+            for line in self._lines:
+                dist.new_group([line[rank] for rank in key], backend=self.backend)
+
+    def close(self) -> None:
+        """Destroys the groups, and their threads with them."""
+        self._roles.clear()
+        while self._own:
+            group = self._own.pop()
+            if not self._local:
+                dist.destroy_process_group(group)
+
+    def _role(self, role: str | tuple[int, ...]) -> dist.ProcessGroup:
+        if not self._own:
+            raise ClosedError("this pipeline was closed; make a new one")
+        return self._roles[role]
+
+    def _one_of(self, parts: Sequence[Sequence[int]], backend: str) -> dist.ProcessGroup:
+        """Makes a group of each of these sets of global ranks, as far as this process takes part; its own."""
+        own: dist.ProcessGroup | None = None
+        for members in parts:
+            here = dist.get_rank() in members
+            if here or not self._local:
+                group = dist.new_group(list(members), backend=backend, use_local_synchronization=self._local)
+                own = group if here else own
+        assert own is not None
+        self._own.append(own)
+        return own
+
+
+class DistributedTransport:
+    """One rank's side. `rank` counts within the pipeline; `groups.members` are the global ranks."""
+
+    def __init__(self, rank: int, groups: Groups, device: torch.device) -> None:
+        self.rank = rank
+        self.ranks = len(groups.members)
+        self.device = device
+        self._groups = groups
+        self._channels: dict[int, list[DistributedChannel]] = {}
+        self._ways: dict[tuple[int, int], Way[DistributedChannel]] = {}
+        self._shared: deque[_Shared] = deque()
+
+    def connect(self, source_rank: int, target_rank: int) -> None:
+        group, token = self._groups.way(source_rank, target_rank), torch.zeros(1, dtype=torch.uint8, device=self.device)
+        if self.rank == source_rank:
+            work = dist.isend(token, group=group, group_dst=target_rank)
+        else:
+            work = dist.irecv(token, group=group, group_src=source_rank)
+        if work is not None:
+            work.wait()
+
+    def channel(
+        self, program: int, link: Link, source_rank: int, target_rank: int, *, backward: bool
+    ) -> DistributedChannel:
+        way = self._ways.setdefault((source_rank, target_rank), Way())
+        peer = target_rank if source_rank == self.rank else source_rank
+        group = partial(self._groups.way, source_rank, target_rank)
+        channel = DistributedChannel(link, group, peer, way, self.device)
+        self._channels.setdefault(program, []).append(channel)
+        return channel
+
+    def reduce(self, group: int, holders: Sequence[int], tensors: Sequence[Tensor]) -> Pending:
+        return all_reduce(tensors, self._groups.of(holders))
+
+    def share(self, value: Tensor, source_rank: int) -> Pending:
+        while len(self._shared) >= SHARES_IN_FLIGHT:
+            self._shared.popleft().wait()  # long done; but work that is under way must not be dropped
+        self._shared.append(_Shared(value, source_rank, self._groups.control))
+        return self._shared[-1]
+
+    def release(self, program: int) -> None:
+        for channel in self._channels.pop(program, ()):
+            channel.drain()
+
+    def drop_step(self) -> None:
+        """Nothing to do: where one rank has failed, no other goes on."""
+
+    def end_step(self) -> None:
+        for channels in self._channels.values():
+            for channel in channels:
+                channel.end_step()
+
+    def close(self) -> None:
+        for program in list(self._channels):
+            self.release(program)
+        while self._shared:
+            self._shared.popleft().wait()
+
+
+class DistributedChannel:
+    """One link's messages to, or from, one other rank."""
+
+    def __init__(
+        self,
+        link: Link,
+        group: Callable[[], dist.ProcessGroup],
+        peer: int,
+        way: Way[DistributedChannel],
+        device: torch.device,
+    ) -> None:
+        self._link = link
+        self._group = group
+        self._peer = peer
+        self._way = way
+        self._device = device
+        self.agreement = Agreement(link)
+        self._sends: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
+        self._posted: dict[int, tuple[list[exact.Buffer | None], list[dist.Work]]] = {}
+
+    def send(self, microbatch: int, message: Message) -> None:
+        layouts = self.agreement.check(microbatch, message)
+        if self.agreement.learning:
+            self._start_send([_header(layouts, self._link).to(self._device)])
+        self._start_send([exact.pack(t).view(torch.uint8) for t in message if t is not None and t.numel()])
+        if not self.agreement.learning:
+            while len(self._sends) > SENDS_IN_FLIGHT:
+                self._finish_send()
+
+    def post(self, microbatch: int) -> None:
+        self._way.post(self, microbatch)
+
+    def receive(self, microbatch: int) -> list[Tensor | None]:
+        self._way.start_until(self, microbatch)
+        buffers, works = self._posted.pop(microbatch)
+        for work in works:
+            work.wait()
+        return [None if buffer is None else exact.unpack(buffer) for buffer in buffers]
+
+    @property
+    def can_start(self) -> bool:
+        """Whether a receive can start without waiting: its layouts are known."""
+        return not self.agreement.learning
+
+    def has_started(self, microbatch: int) -> bool:
+        """Whether a receive was started."""
+        return microbatch in self._posted
+
+    def start(self, microbatch: int) -> None:
+        """Starts a receive. Called in the order in which the other rank sends."""
+        if self.agreement.learning:
+            self.agreement.learn(microbatch, self._receive_header())
+        self._posted[microbatch] = self._start_receive(self.agreement[microbatch])
+
+    def end_step(self) -> None:
+        if self.agreement.end_step():
+            self.drain()
+
+    def drain(self) -> None:
+        """Waits until every send has arrived."""
+        while self._sends:
+            self._finish_send()
+
+    def _start_send(self, tensors: list[Tensor]) -> None:
+        works = [dist.isend(t, group=self._group(), group_dst=self._peer) for t in tensors]
+        self._sends.append(([work for work in works if work is not None], tensors))
+
+    def _finish_send(self) -> None:
+        works, _ = self._sends[0]
+        for work in works:
+            work.wait()
+        self._sends.popleft()
+
+    def _start_receive(self, layouts: Layouts) -> tuple[list[exact.Buffer | None], list[dist.Work]]:
+        buffers = [None if layout is None else exact.allocate(layout, self._device) for layout in layouts]
+        works = [
+            dist.irecv(buffer.flat.view(torch.uint8), group=self._group(), group_src=self._peer)
+            for buffer in buffers
+            if buffer is not None and buffer.flat.numel()
+        ]
+        return buffers, [work for work in works if work is not None]
+
+    def _receive_header(self) -> Layouts:
+        header = torch.empty(len(self._link.values) * _FIELDS, dtype=torch.int64, device=self._device)
+        work = dist.irecv(header, group=self._group(), group_src=self._peer)
+        if work is not None:
+            work.wait()
+        return _layouts(header.tolist())
+
+
+def all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Pending:
+    """Starts to sum each tensor, in place, over a group."""
+    return _Sum(tensors, group)
+
+
+class _Sum:
+    """All-reduces that are under way."""
+
+    def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+        self._works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
+
+    def wait(self) -> None:
+        for work in self._works:
+            if work is not None:
+                work.wait()
+        self._works.clear()
+
+
+class _Shared:
+    """A broadcast of a small value."""
+
+    def __init__(self, buffer: Tensor, source: int, group: dist.ProcessGroup) -> None:
+        self._work: dist.Work | None = dist.broadcast(buffer, group=group, group_src=source, async_op=True)
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+
+def _header(layouts: Sequence[Layout | None], link: Link) -> Tensor:
+    """Layouts of a link's values as integers: present, requires_grad, dtype, misalignment, dims, shape, stride."""
+    rows: list[int] = []
+    for (stage, name), layout in zip(link.values, layouts, strict=True):
+        if layout is None:
+            rows += [0] * _FIELDS
+            continue
+        if len(layout.shape) > MAX_DIMS or layout.dtype not in _DTYPES:
+            raise ShapeError(
+                f"cannot send value {name!r} of stage {stage}, which is {describe(layout)}, between ranks; "
+                f"at most {MAX_DIMS} dimensions and one of torch's dense dtypes can be sent: move the cut"
+            )
+        pad = [0] * (MAX_DIMS - len(layout.shape))
+        rows += [1, int(layout.requires_grad), _DTYPES.index(layout.dtype), layout.misalignment, len(layout.shape)]
+        rows += [*layout.shape, *pad, *layout.stride, *pad]
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+def _layouts(rows: list[int]) -> Layouts:
+    """The inverse of `_header`."""
+    layouts: Layouts = []
+    for start in range(0, len(rows), _FIELDS):
+        present, requires_grad, dtype, misalignment, dims, *sizes = rows[start : start + _FIELDS]
+        if not present:
+            layouts.append(None)
+            continue
+        shape, stride = tuple(sizes[:dims]), tuple(sizes[MAX_DIMS : MAX_DIMS + dims])
+        layouts.append(Layout(shape, stride, _DTYPES[dtype], misalignment, bool(requires_grad)))
+    return layouts

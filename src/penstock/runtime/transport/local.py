@@ -1,0 +1,137 @@
+"""The in-process transport: one process drives all ranks, in an order that respects dependencies.
+
+For notebooks, tests, and several devices in one process. A message is copied, as it would be between processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from penstock.runtime.exact import rules as exact
+from penstock.runtime.transport.agreement import Agreement
+from penstock.runtime.transport.protocol import Message
+from penstock.stages import Link
+
+
+class LocalHub:
+    """What the local transports of one pipeline share: the channels, and the collectives under way."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.devices = tuple(devices)
+        self.channels: dict[tuple[int, Link, bool], LocalChannel] = {}
+        self.sums: dict[int, _Sum] = {}
+        self.share = _Share()
+
+
+class LocalChannel:
+    """One link's mailbox; sender and receiver hold the same object."""
+
+    def __init__(self, link: Link, device: torch.device) -> None:
+        self.agreement = Agreement(link)
+        self._device = device
+        self._mail: dict[int, list[Tensor | None]] = {}
+
+    def send(self, microbatch: int, message: Message) -> None:
+        layouts = self.agreement.check(microbatch, message)
+        self._mail[microbatch] = [
+            None if tensor is None or layout is None else exact.copy_as(layout, tensor, self._device)
+            for layout, tensor in zip(layouts, message, strict=True)
+        ]
+
+    def post(self, microbatch: int) -> None:
+        """Nothing to do: the sender copies."""
+
+    def receive(self, microbatch: int) -> list[Tensor | None]:
+        return self._mail.pop(microbatch)
+
+    def drop_step(self) -> None:
+        self.agreement.drop_step()
+        self._mail.clear()
+
+
+class LocalTransport:
+    """One rank's side of a `LocalHub`."""
+
+    def __init__(self, rank: int, hub: LocalHub) -> None:
+        self.rank = rank
+        self.ranks = len(hub.devices)
+        self._hub = hub
+
+    def connect(self, source_rank: int, target_rank: int) -> None:
+        """Nothing to do: nobody waits."""
+
+    def channel(self, program: int, link: Link, source_rank: int, target_rank: int, *, backward: bool) -> LocalChannel:
+        key = (program, link, backward)
+        if key not in self._hub.channels:
+            self._hub.channels[key] = LocalChannel(link, self._hub.devices[target_rank])
+        return self._hub.channels[key]
+
+    def reduce(self, group: int, holders: Sequence[int], tensors: Sequence[Tensor]) -> _Sum:
+        total = self._hub.sums.setdefault(group, _Sum(len(holders)))
+        total.add(tensors)
+        if total.missing == 0:
+            del self._hub.sums[group]
+        return total
+
+    def share(self, value: Tensor, source_rank: int) -> _Share:
+        share = self._hub.share
+        if len(share.buffers) == self.ranks:
+            share = self._hub.share = _Share()
+        share.buffers.append(value)
+        if self.rank == source_rank:
+            share.source = value
+        return share
+
+    def release(self, program: int) -> None:
+        for key in [key for key in self._hub.channels if key[0] == program]:
+            del self._hub.channels[key]
+
+    def end_step(self) -> None:
+        for channel in self._hub.channels.values():
+            channel.agreement.end_step()
+
+    def drop_step(self) -> None:
+        for channel in self._hub.channels.values():
+            channel.drop_step()
+        self._hub.sums.clear()
+        self._hub.share = _Share()
+
+    def close(self) -> None:
+        self._hub.channels.clear()
+
+
+class _Sum:
+    """A sum that is complete when every holder has added its terms."""
+
+    def __init__(self, holders: int) -> None:
+        self.missing = holders
+        self._terms: list[Sequence[Tensor]] = []
+
+    def add(self, tensors: Sequence[Tensor]) -> None:
+        self._terms.append(tensors)
+        self.missing -= 1
+
+    def wait(self) -> None:
+        terms, self._terms = self._terms, []
+        for column in zip(*terms, strict=True):
+            total = column[0].clone()
+            for term in column[1:]:
+                total += term.to(total.device)
+            for term in column:
+                term.copy_(total)
+
+
+class _Share:
+    """A value that every rank has a buffer for."""
+
+    def __init__(self) -> None:
+        self.buffers: list[Tensor] = []
+        self.source: Tensor | None = None
+
+    def wait(self) -> None:
+        if self.source is not None:
+            for buffer in self.buffers:
+                buffer.copy_(self.source)

@@ -1,0 +1,333 @@
+"""A faster transport for CPU ranks of one machine: messages through shared memory, wake-ups through a socket.
+
+gloo takes several wake-ups of its own threads for a message; here the sender copies into memory that both processes
+map, and four bytes wake the receiver. The first step, in which layouts are agreed on, and reductions go over gloo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.runtime.exact import rules as exact
+from penstock.runtime.exact.rules import Layout
+from penstock.runtime.processes.board import Process
+from penstock.runtime.processes.shares import Shares, receive_exactly
+from penstock.runtime.transport.agreement import Agreement, Layouts
+from penstock.runtime.transport.distributed import DistributedChannel, DistributedTransport
+from penstock.runtime.transport.protocol import Channel, Message, Pending
+from penstock.schedule.communication import BUFFERS_PER_LINK
+from penstock.stages import Link
+
+SLOTS = BUFFERS_PER_LINK
+"""Messages of a channel that may be in shared memory at once; the next waits until the first was taken out.
+
+A lowered schedule keeps at most as many receives posted and not yet used, so that a send waits here no longer than in
+the check, where it waits until its receive is posted.
+"""
+
+JOIN_SECONDS = 60.0
+"""How long the ranks of one machine may take to connect with each other."""
+
+_ALIGN = 64
+_KEY = struct.Struct("<5i")  # program, source stage, target stage, backward, bytes of a slot
+_MESSAGE = struct.Struct("<i")  # microbatch
+_HELLO = struct.Struct("<2i")  # rank, kind of connection
+
+Gather = Callable[[Any], list[Any]]
+"""Gives every rank each rank's object; all of them call it."""
+
+
+class Neighbours:
+    """Connections to the ranks of this machine, over which channels hand over their memory.
+
+    Made on all ranks of a pipeline together. `ranks` are those that can be reached, this one left out.
+    """
+
+    def __init__(self, rank: int, gather: Gather) -> None:
+        self._rank = rank
+        self._connections: dict[int, socket.socket] = {}
+        self.lines: dict[int, socket.socket] = {}
+        """A second socket to each of them, for `Shares`."""
+        self._arrived: dict[tuple[int, bytes], tuple[int, socket.socket]] = {}
+        token = gather(secrets.token_hex(16))[0]
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
+            door.settimeout(JOIN_SECONDS)
+            # An abstract name: visible in this network namespace only, and gone with the socket.
+            door.bind(f"\0penstock-{token}-{rank}")
+            door.listen()
+            machines = gather(Process.here().machine)  # also a barrier: everyone listens
+            near = [peer for peer, machine in enumerate(machines) if machine == machines[rank] and peer != rank]
+            kinds = (self._connections, self.lines)
+            for peer in near:
+                for kind, sockets in enumerate(kinds if peer < rank else ()):
+                    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                    connection.connect(f"\0penstock-{token}-{peer}")
+                    connection.sendall(_HELLO.pack(rank, kind))
+                    sockets[peer] = connection
+            for _ in range(len(kinds) * sum(peer > rank for peer in near)):
+                connection, _ = door.accept()
+                connection.settimeout(JOIN_SECONDS)
+                peer, kind = _HELLO.unpack(receive_exactly(connection, _HELLO.size))
+                connection.settimeout(None)
+                kinds[kind][peer] = connection
+
+    @staticmethod
+    def supported() -> bool:
+        """Whether this system has what is needed (Linux does)."""
+        return hasattr(os, "memfd_create") and hasattr(socket, "send_fds")
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """The other ranks of this machine."""
+        return frozenset(self._connections)
+
+    def hand_over(self, peer: int, key: bytes, memory: int, bell: socket.socket) -> None:
+        """Gives a neighbour the memory (a file descriptor) and the socket of a channel."""
+        socket.send_fds(self._connections[peer], [key], [memory, bell.fileno()])
+
+    def take_over(self, peer: int, prefix: bytes) -> tuple[bytes, int, socket.socket]:
+        """Waits for what a neighbour hands over under a key that begins with `prefix`."""
+        while True:
+            for (sender, key), (memory, bell) in list(self._arrived.items()):
+                if sender == peer and key.startswith(prefix):
+                    del self._arrived[sender, key]
+                    return key, memory, bell
+            key, descriptors, _, _ = socket.recv_fds(self._connections[peer], _KEY.size, 2)
+            if len(key) < _KEY.size or len(descriptors) < 2:
+                raise ConnectionError(f"rank {peer} closed its connection")
+            self._arrived[peer, key] = descriptors[0], socket.socket(fileno=descriptors[1])
+
+    def close(self) -> None:
+        """Closes the connections."""
+        for memory, bell in self._arrived.values():
+            os.close(memory)
+            bell.close()
+        for connection in (*self._connections.values(), *self.lines.values()):
+            connection.close()
+
+
+class SharedMemoryTransport:
+    """A `DistributedTransport` whose channels to ranks of this machine go through shared memory."""
+
+    def __init__(self, inner: DistributedTransport, neighbours: Neighbours) -> None:
+        self.rank = inner.rank
+        self.ranks = inner.ranks
+        self._inner = inner
+        self._neighbours = neighbours
+        one_machine = len(neighbours.ranks) == self.ranks - 1
+        self._shares = Shares(self.rank, neighbours.lines) if one_machine else None
+        self._channels: dict[int, list[SharedMemoryChannel]] = {}
+
+    def connect(self, source_rank: int, target_rank: int) -> None:
+        self._inner.connect(source_rank, target_rank)
+
+    def channel(self, program: int, link: Link, source_rank: int, target_rank: int, *, backward: bool) -> Channel:
+        inner = self._inner.channel(program, link, source_rank, target_rank, backward=backward)
+        peer = target_rank if source_rank == self.rank else source_rank
+        if peer not in self._neighbours.ranks:
+            return inner
+        channel = SharedMemoryChannel(inner, self._neighbours, peer, (program, link, backward))
+        self._channels.setdefault(program, []).append(channel)
+        return channel
+
+    def reduce(self, group: int, holders: Sequence[int], tensors: Sequence[Tensor]) -> Pending:
+        return self._inner.reduce(group, holders, tensors)
+
+    def share(self, value: Tensor, source_rank: int) -> Pending:
+        return (self._shares.start if self._shares else self._inner.share)(value, source_rank)
+
+    def release(self, program: int) -> None:
+        self._inner.release(program)
+        for channel in self._channels.pop(program, ()):
+            channel.close()
+
+    def drop_step(self) -> None:
+        """Nothing to do: where one rank has failed, no other goes on."""
+
+    def end_step(self) -> None:
+        self._inner.end_step()
+
+    def close(self) -> None:
+        self._inner.close()
+        if self._shares:
+            self._shares.close()
+        for program in list(self._channels):
+            self.release(program)
+        self._neighbours.close()
+
+
+class SharedMemoryChannel:
+    """One link's messages to, or from, a rank of this machine."""
+
+    def __init__(
+        self,
+        inner: DistributedChannel,
+        neighbours: Neighbours,
+        peer: int,
+        key: tuple[int, Link, bool],
+    ) -> None:
+        self._inner = inner
+        self._neighbours = neighbours
+        self._peer = peer
+        program, link, backward = key
+        self._key = (program, link.source, link.target, int(backward))
+        self._lane: _Lane | None = None
+
+    @property
+    def agreement(self) -> Agreement:
+        return self._inner.agreement
+
+    def send(self, microbatch: int, message: Message) -> None:
+        if self.agreement.learning:
+            self._inner.send(microbatch, message)
+            return
+        self.agreement.check(microbatch, message)
+        if self._lane is None:
+            self._lane = self._open()
+        self._lane.put(microbatch, message)
+
+    def post(self, microbatch: int) -> None:
+        """In the first step only: what is sent later waits in shared memory."""
+        if self.agreement.learning:
+            self._inner.post(microbatch)
+
+    def receive(self, microbatch: int) -> list[Tensor | None]:
+        if self.agreement.learning:
+            return self._inner.receive(microbatch)
+        if self._lane is None:
+            prefix = _KEY.pack(*self._key, 0)[:-4]
+            key, memory, bell = self._neighbours.take_over(self._peer, prefix)
+            self._lane = _Lane(memory, bell, _KEY.unpack(key)[4], self.agreement)
+        return self._lane.take(microbatch)
+
+    def _open(self) -> _Lane:
+        """In the second step the sender makes the memory and hands it over: a program that runs once needs none."""
+        size = max(_Lane.size_of(layouts) for layouts in self.agreement.all())
+        memory = os.memfd_create("penstock")
+        os.ftruncate(memory, max(1, size) * SLOTS)
+        mine, other = socket.socketpair()
+        with other, contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a receiver may have closed already
+            self._neighbours.hand_over(self._peer, _KEY.pack(*self._key, size), memory, other)
+        return _Lane(memory, mine, size, self.agreement)
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        if self._lane is not None:
+            self._lane.close()
+            self._lane = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a tensor of a message lies in a slot, in bytes. `plain`: its own memory is copied as it is."""
+
+    layout: Layout
+    offset: int
+    size: int
+    plain: bool
+
+
+class _Lane:
+    """Slots of shared memory, used in turn, and the socket that says which is full and which is free again.
+
+    Bytes are copied by `memmove`: a small message costs less than two calls of torch would.
+    """
+
+    def __init__(self, memory: int, bell: socket.socket, size: int, agreement: Agreement) -> None:
+        self._map = mmap.mmap(memory, max(1, size) * SLOTS)
+        os.close(memory)
+        self._start: ctypes.c_char | None = ctypes.c_char.from_buffer(self._map)
+        self._address = ctypes.addressof(self._start)
+        self._bell = bell
+        self._size = size
+        self._agreement = agreement
+        self._places: dict[int, list[_Place | None]] = {}
+        self._turn = 0
+        self._full = 0
+        self._early: dict[int, list[Tensor | None]] = {}
+
+    @staticmethod
+    def size_of(layouts: Layouts) -> int:
+        """Bytes of a slot for a message."""
+        return sum(_padded(exact.flat_bytes(layout)) for layout in layouts if layout is not None)
+
+    def put(self, microbatch: int, message: Message) -> None:
+        """Copies a message into the next slot; waits for one to become free."""
+        while self._full == SLOTS:
+            self._full -= len(self._heard(SLOTS))
+        slot = self._next_slot()
+        for place, tensor in zip(self._places_of(microbatch), message, strict=True):
+            if place is not None and tensor is not None:
+                source = tensor if place.plain else exact.pack(tensor)
+                ctypes.memmove(slot + place.offset, source.data_ptr(), place.size)
+        self._full += 1
+        self._bell.sendall(_MESSAGE.pack(microbatch))
+
+    def take(self, microbatch: int) -> list[Tensor | None]:
+        """Waits for a message and copies it out."""
+        while microbatch not in self._early:
+            (arrived,) = _MESSAGE.unpack(self._heard(_MESSAGE.size))
+            slot = self._next_slot()
+            self._early[arrived] = [self._copied(slot, place) for place in self._places_of(arrived)]
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a sender may end before its receiver
+                self._bell.sendall(b"\0")
+        return self._early.pop(microbatch)
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self._start = None
+        self._bell.close()
+        self._map.close()
+
+    def _heard(self, most: int) -> bytes:
+        data = self._bell.recv(most)
+        if not data:
+            raise ConnectionError("the other rank closed its connection")
+        return data
+
+    def _next_slot(self) -> int:
+        """The address of the slot whose turn it is."""
+        turn, self._turn = self._turn, (self._turn + 1) % SLOTS
+        return self._address + turn * self._size
+
+    def _copied(self, slot: int, place: _Place | None) -> Tensor | None:
+        if place is None:
+            return None
+        layout = place.layout
+        if place.plain and not layout.misalignment:
+            tensor = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype)
+            ctypes.memmove(tensor.data_ptr(), slot + place.offset, place.size)
+            return tensor
+        buffer = exact.allocate(layout, torch.device("cpu"))
+        ctypes.memmove(buffer.flat.data_ptr(), slot + place.offset, place.size)
+        return exact.unpack(buffer)
+
+    def _places_of(self, microbatch: int) -> list[_Place | None]:
+        places = self._places.get(microbatch)
+        if places is None:
+            places, offset = [], 0
+            for layout in self._agreement[microbatch]:
+                if layout is None:
+                    places.append(None)
+                    continue
+                size = exact.flat_bytes(layout)
+                places.append(_Place(layout, offset, size, exact.is_dense(layout.shape, layout.stride)))
+                offset += _padded(size)
+            self._places[microbatch] = places
+        return places
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN

@@ -1,0 +1,230 @@
+"""What a model's training step sends, as a workload for `penstock.fabric`: from its layers, stages and schedule.
+
+layers.py    the layers, in the order in which the forward uses them
+gradients.py what replicas of them send each other
+pipeline.py  the messages of a pipeline, from its schedule
+tensor.py    what hosts send that divide each layer
+measure.py   how long layers and stages compute on this machine
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
+
+from torch import nn
+
+from penstock.errors import ArgumentError
+from penstock.fabric.workload import Transfer, Workload
+from penstock.partition import Balance
+from penstock.partition.chain import as_module
+from penstock.schedule import Schedule
+from penstock.schedule.lowering import order_of
+from penstock.stages import MODEL_INPUT
+from penstock.traffic import gradients, measure, pipeline, tensor
+from penstock.traffic.layers import DDP_BUCKET_BYTES, Recorded, record
+from penstock.words import counted
+
+__all__ = ["DDP_BUCKET_BYTES", "Compute", "Traffic", "from_model"]
+
+Traffic = Literal["gradients", "pipeline", "tensor", "sharded"]
+"""What is sent: each layer's gradients, as data-parallel training does; all that a pipeline and its replicas do; each
+layer's activations, as tensor parallelism does; or each layer's parameters and gradients, as sharding does."""
+
+Compute = Literal["none", "measure"] | float
+"""No time; measured here; or the seconds of a stage's forward of one microbatch, of which backward takes twice."""
+
+
+def from_model(
+    model: nn.Module | Sequence[nn.Module],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    hosts: int,
+    ranks: int = 1,
+    replicas: int | None = None,
+    traffic: Traffic = "gradients",
+    schedule: str | Schedule = "1f1b",
+    microbatches: int | None = None,
+    chunks: int | None = None,
+    cuts: Sequence[str] | None = None,
+    leaves: Sequence[str] | None = None,
+    opens: Sequence[str] | None = None,
+    balance: Balance = "flops",
+    sharded: bool = False,
+    bucket_bytes: int | None = None,
+    compute: Compute = "none",
+) -> Workload:
+    """The transfers of one training step of a model, in order. Nothing is computed, except to measure.
+
+    "gradients": replicas of the whole model (or, with `ranks`, of its stages) sum each layer's gradients, in the order
+    in which backward ends with them. A layer is a module that holds parameters itself; frozen parameters are left out,
+    and tied ones sent once. Sharded: each layer's parameters are gathered for the forward, and again for the backward,
+    which scatters its gradients.
+
+    "pipeline": activations and their gradients from stage to stage as the schedule has it, sums of tied parameters'
+    gradients among the ranks that hold them, and sums of each stage's gradients over the replicas after its last
+    backward. Sharded: a stage's parameters are gathered before its first forward, its gradients scattered in its last
+    backward.
+
+    "tensor": all hosts divide each layer's matrix, and put activations and their gradients together; see `tensor`.
+
+    "sharded": "gradients" with `sharded=True`.
+
+    Args:
+        model, args, kwargs: a module, or a list of layers, and the inputs of one microbatch.
+        hosts: ranks * replicas. Replica d has the hosts d * ranks to (d + 1) * ranks - 1, as a mesh (dp, pp) has them.
+        ranks: of each pipeline.
+        replicas: None: hosts / ranks.
+        schedule, microbatches, chunks, cuts, leaves, opens, balance: as `penstock.pipeline` takes them. Without a
+            pipeline, microbatches (1 by default) are those whose gradients are accumulated before they are sent.
+        sharded: the replicas divide parameters among themselves, as FSDP2 does (`fully_shard`).
+        bucket_bytes: the most that is summed over replicas at once. "gradients": None sends layer by layer,
+            `DDP_BUCKET_BYTES` as DistributedDataParallel does. "pipeline": None is 25 MiB.
+        compute: what is put in front of the transfers; see `Compute`.
+
+    Raises:
+        ArgumentError: an argument is wrong by itself, or nothing would be sent.
+        PartitionError: the model cannot be recorded or cut.
+        ScheduleError: the schedule cannot be run.
+    """
+    if traffic not in get_args(Traffic):
+        raise ArgumentError(f"traffic={traffic!r}: expected one of {', '.join(map(repr, get_args(Traffic)))}")
+    if traffic == "sharded":
+        traffic, sharded = "gradients", True
+    if traffic == "tensor":
+        _check_tensor(hosts, ranks, sharded, compute)
+        ranks = hosts  # of one group; there are no replicas
+    _check(hosts, ranks, replicas, sharded, bucket_bytes)
+    _check_compute(compute)
+    whole = as_module(model)
+    if traffic == "tensor":
+        return _tensor(whole, args, kwargs, hosts, microbatches or 1, compute, leaves)
+    order = order_of(schedule, ranks, microbatches, chunks)
+    options = {"cuts": cuts, "leaves": leaves, "opens": opens, "balance": balance}
+    recorded = record(whole, args, kwargs, order.placement.depth, **options)
+    if traffic == "pipeline":
+        job = pipeline.Job(recorded.partition, order, hosts, sharded, bucket_bytes or DDP_BUCKET_BYTES)
+        seconds = _stage_seconds(compute, whole, args, kwargs or {}, order.placement.depth, options)
+        made, after = pipeline.transfers(job, seconds)
+    else:
+        replicated = gradients.Replicated(recorded, order.placement, hosts, sharded, bucket_bytes)
+        made, after = _timed(replicated, compute, whole, args, kwargs or {}, microbatches or 1), 0.0
+    what = f"parameters and {traffic}" if sharded and traffic == "gradients" else traffic
+    return _workload(whole, recorded, order, hosts, traffic, what, made, after)
+
+
+def _check_tensor(hosts: int, ranks: int, sharded: bool, compute: Compute) -> None:
+    if ranks != 1 or sharded or hosts < 2:
+        raise ArgumentError(
+            f"traffic='tensor' with hosts={hosts}, ranks={ranks}, sharded={sharded}: all hosts divide each layer, so "
+            "give 2 or more, and neither ranks nor sharded"
+        )
+    if compute == "measure":
+        raise ArgumentError("traffic='tensor' cannot measure divided layers here: give compute='none', or seconds")
+
+
+def _tensor(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    hosts: int,
+    microbatches: int,
+    compute: Compute,
+    leaves: Sequence[str] | None,
+) -> Workload:
+    recorded = record(model, args, kwargs, 1, leaves=leaves)
+    seconds = 0.0 if compute == "none" else float(compute)
+    made = tensor.transfers(recorded.products, microbatches, seconds)
+    if not made:
+        raise ArgumentError("traffic='tensor': the forward multiplies by no layer's matrix, so that nothing is divided")
+    sizes = [parameter.element_size() for _, parameter in recorded.used]
+    name = f"tensor of {type(model).__name__}, {counted(hosts, 'host')}, {counted(microbatches, 'microbatch')}"
+    said = (*recorded.partition.notes, *tensor.notes(recorded.products))
+    return Workload(name, tuple(made), hosts, min(sizes), 0.0, said)
+
+
+def _check(hosts: int, ranks: int, replicas: int | None, sharded: bool, bucket_bytes: int | None) -> None:
+    replicas = hosts // max(ranks, 1) if replicas is None else replicas
+    if min(ranks, replicas) < 1 or ranks * replicas != hosts:
+        raise ArgumentError(
+            f"hosts={hosts}, ranks={ranks}, replicas={replicas}: hosts are ranks * replicas, with 1 or more of each"
+        )
+    if sharded and replicas == 1:
+        raise ArgumentError("sharded=True divides parameters among replicas, of which there is one: give more hosts")
+    if bucket_bytes is not None and (bucket_bytes < 1 or sharded):
+        raise ArgumentError(
+            f"bucket_bytes={bucket_bytes}: give 1 or more; and none with sharded=True, which sends by layer or stage"
+        )
+
+
+def _check_compute(compute: Compute) -> None:
+    number = isinstance(compute, (int, float)) and not isinstance(compute, bool)
+    if compute not in ("none", "measure") and not (number and 0 <= float(compute) < float("inf")):
+        raise ArgumentError(f"compute={compute!r}: expected 'none', 'measure', or the seconds of a stage's forward")
+
+
+def _stage_seconds(
+    compute: Compute,
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    stages: int,
+    options: Mapping[str, Any],
+) -> list[pipeline.Seconds] | None:
+    if compute == "none":
+        return None
+    if compute == "measure":
+        return measure.stage_seconds(model, args, kwargs, stages, **options)
+    return [(float(compute), 2 * float(compute))] * stages
+
+
+def _timed(
+    job: gradients.Replicated,
+    compute: Compute,
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    microbatches: int,
+) -> list[Transfer]:
+    made = gradients.transfers(job)
+    if compute == "none" or not made:
+        return [ready.transfer for ready in made]
+    if compute == "measure":
+        forward, backward = measure.layer_seconds(model, job.backward, args, kwargs)
+    else:
+        forward = float(compute) * job.placement.depth
+        backward = tuple(gradients.shares(job, 2 * forward))
+    before = microbatches * forward + (microbatches - 1) * sum(backward)  # the last microbatch's gradients are sent
+    return gradients.with_compute(job, made, before, backward)
+
+
+def _workload(
+    model: nn.Module,
+    recorded: Recorded,
+    order: Schedule,
+    hosts: int,
+    traffic: Traffic,
+    what: str,
+    transfers: Sequence[Transfer],
+    after: float,
+) -> Workload:
+    if not transfers:
+        raise ArgumentError(
+            f"traffic={traffic!r} of {counted(order.ranks, 'rank')} on {counted(hosts, 'host')} sends nothing: "
+            "replicas send gradients, so give more hosts than ranks; or give two or more ranks, and traffic='pipeline'"
+        )
+    made = f"{what} of {type(model).__name__}, {hosts // order.ranks} x {order.ranks} hosts"
+    notes = list(recorded.partition.notes)
+    if traffic == "pipeline":
+        made += f", {order.name}, {counted(order.microbatches, 'microbatch')}"
+    if recorded.unused:
+        notes.append(f"without gradients, since the forward does not use them: {', '.join(recorded.unused)}")
+    if traffic == "gradients" and order.ranks > 1:
+        notes.append("gradients between replicas alone: what the stages of a pipeline send each other is left out")
+    used = [parameter for _, parameter in recorded.used]
+    crossing = [i.meta for stage in recorded.partition.stages for i in stage.meta.inputs if i.source != MODEL_INPUT]
+    sizes = [parameter.element_size() for parameter in used]
+    if traffic == "pipeline":
+        sizes += [pipeline.element_bytes(meta) for meta in crossing]
+    return Workload(made, tuple(transfers), hosts, min(sizes), after, tuple(notes))

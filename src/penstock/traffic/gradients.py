@@ -1,0 +1,139 @@
+"""What replicas of a model send each other: every layer's gradients, in the order in which backward makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from penstock.fabric.workload import Transfer
+from penstock.schedule import Placement
+from penstock.traffic.layers import Layer, Recorded, buckets, bytes_of, sharded_bytes
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """A model of which several replicas are trained together.
+
+    Attributes:
+        recorded: the model, cut into the stages of one replica.
+        placement: of the stages on the ranks of one replica.
+        hosts: of all replicas: replica d has the hosts d * ranks to (d + 1) * ranks - 1.
+        sharded: replicas divide the parameters among themselves.
+        bucket_bytes: as in DistributedDataParallel; None: layer by layer.
+    """
+
+    recorded: Recorded
+    placement: Placement
+    hosts: int
+    sharded: bool
+    bucket_bytes: int | None
+
+    @property
+    def backward(self) -> tuple[Layer, ...]:
+        """The layers in the order in which backward ends with them."""
+        return tuple(reversed(self.recorded.layers))
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A transfer, and after how many layers of the backward it can begin; -1: in the forward."""
+
+    transfer: Transfer
+    layers: int
+
+
+def transfers(job: Replicated) -> list[Ready]:
+    """Those of a step, in order; none where there is one replica."""
+    if job.hosts == job.placement.ranks:
+        return []
+    return _sharded(job) if job.sharded else sorted(_summed(job), key=lambda ready: ready.layers)
+
+
+def with_compute(job: Replicated, made: Sequence[Ready], forward: float, backward: Sequence[float]) -> list[Transfer]:
+    """The transfers with the computation between them.
+
+    Args:
+        forward: seconds of all that is computed before the backward whose gradients are sent.
+        backward: seconds by layer, in backward order.
+    """
+    result, done = [], -1
+    for ready in made:
+        seconds = forward if done < 0 <= ready.layers else 0.0
+        seconds += sum(backward[max(done, 0) : max(ready.layers, 0)])
+        done = max(done, ready.layers)
+        result.append(replace(ready.transfer, compute_seconds=seconds))
+    return result
+
+
+def shares(job: Replicated, seconds: float) -> list[float]:
+    """A backward's seconds divided among the layers by what they have to train."""
+    sizes = [bytes_of(layer.trained) for layer in job.backward]
+    return [seconds * size / max(sum(sizes), 1) for size in sizes]
+
+
+def _holders(job: Replicated) -> dict[int, set[int]]:
+    """By `id` of a parameter: the ranks of a replica that hold it."""
+    found: dict[int, set[int]] = {}
+    for copy in range(job.placement.pipelines):
+        for index, stage in enumerate(job.recorded.partition.stages):
+            rank = job.placement.rank_of[copy * job.placement.depth + index]
+            for parameter in stage.parameters.values():
+                found.setdefault(id(parameter), set()).add(rank)
+    return found
+
+
+def _by_rank(job: Replicated, layer: Layer) -> Iterator[tuple[int, str, list[nn.Parameter]]]:
+    """A layer's parameters by the rank that holds them, with what tells names apart: nothing where one rank does."""
+    holders = _holders(job)
+    ranks = sorted(set().union(*(holders.get(id(parameter), set()) for parameter in layer.parameters)))
+    for rank in ranks:
+        held = [parameter for parameter in layer.parameters if rank in holders.get(id(parameter), ())]
+        yield rank, f" on rank {rank}" if len(ranks) > 1 else "", held
+
+
+def _group(job: Replicated, rank: int) -> tuple[int, ...]:
+    """The hosts that are this rank of their replicas; empty where those are all."""
+    return tuple(range(rank, job.hosts, job.placement.ranks)) if job.placement.ranks > 1 else ()
+
+
+def _summed(job: Replicated) -> Iterator[Ready]:
+    arriving: dict[int, list[tuple[nn.Parameter, int]]] = {}
+    for place, layer in enumerate(job.backward, start=1):
+        for rank, suffix, held in _by_rank(job, layer):
+            trained = [parameter for parameter in reversed(held) if parameter.requires_grad]
+            arriving.setdefault(rank, []).extend((parameter, place) for parameter in trained)
+            if trained and job.bucket_bytes is None:
+                name = layer.name + suffix
+                yield Ready(Transfer(name, bytes_of(trained), "all_reduce", _group(job, rank)), place)
+    for rank, parameters in arriving.items() if job.bucket_bytes is not None else ():
+        places = {id(parameter): place for parameter, place in parameters}
+        suffix = f" of rank {rank}" if job.placement.ranks > 1 else ""
+        for number, bucket in enumerate(buckets([parameter for parameter, _ in parameters], job.bucket_bytes or 0)):
+            ready = max(places[id(parameter)] for parameter in bucket)
+            name = f"bucket {number}{suffix}"
+            yield Ready(Transfer(name, bytes_of(bucket), "all_reduce", _group(job, rank)), ready)
+
+
+def _sharded(job: Replicated) -> list[Ready]:
+    """Parameters are gathered for a layer's forward, and again for its backward; a frozen layer's too."""
+    replicas = job.hosts // job.placement.ranks
+    made: list[Ready] = []
+
+    def gather(layer: Layer, way: str, behind: int) -> None:
+        for rank, suffix, held in _by_rank(job, layer):
+            name = f"{layer.name}{suffix}, {way}"
+            size = sharded_bytes(held, replicas)
+            made.append(Ready(Transfer(name, size, "all_gather", _group(job, rank), 0.0, "parameters"), behind))
+
+    for layer in job.recorded.layers:
+        gather(layer, "forward", -1)
+    for place, layer in enumerate(job.backward, start=1):
+        gather(layer, "backward", place - 1)
+        for rank, suffix, held in _by_rank(job, layer):
+            size = sharded_bytes([parameter for parameter in held if parameter.requires_grad], replicas)
+            if size:
+                name = f"{layer.name}{suffix}, gradients"
+                made.append(Ready(Transfer(name, size, "reduce_scatter", _group(job, rank)), place))
+    return made
