@@ -201,6 +201,7 @@ def inspect(
     )
     with torch.enable_grad(), build(model, example, World(order.ranks), order, options, sees_saved=True) as pipe:
         untried = pipe.rehearse(*example, target, loss=loss is not ...)
+        assert isinstance(pipe.partition, Partition)  # what was recorded, which `build` does unless told otherwise
         partition = _one_copy(pipe.partition, order)
         notes = [note for note in (untried, _refused_in_processes(partition, order)) if note is not None]
         found = _described(model, pipe, partition, order.microbatches)

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from penstock.errors import ArgumentError, ClosedError
-from penstock.partition import Partition
-from penstock.partition.chance.aliases import crosses_twice
 from penstock.pipe.groups import OptionsOf, parameter_groups
 from penstock.pipe.options import Options
 from penstock.pipe.result import StepResult
@@ -26,6 +24,7 @@ from penstock.runtime.features import compiled
 from penstock.runtime.features.deferred_norm import DeferredNorms
 from penstock.runtime.features.per_stage import notes as offload_notes
 from penstock.runtime.features.per_stage import offload_by_stage
+from penstock.runtime.front_end import Partition
 from penstock.runtime.gradients.distribution import local, whole
 from penstock.runtime.loss.loss import checked_scale
 from penstock.runtime.model.split_model import SplitModel
@@ -335,7 +334,7 @@ class Pipeline:
     @property
     def reorders_gradients(self) -> bool:
         """Whether gradients of stages may be added in another order than in the unsplit model, beside those of ties."""
-        return any(crosses_twice(partition.stages) for partition in self._split.partitions(training=True))
+        return any(partition.reorders_gradients for partition in self._split.partitions(training=True))
 
     @property
     def drawing_modules(self) -> dict[str, nn.Module]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.errors import ArgumentError
 from penstock.partition._compat import storage_of
 from penstock.partition.memory import ANYWHERE, bytes_of, overlap
-from penstock.partition.stage import Stage
+from penstock.runtime.front_end import Stage
 
 
 class _Entry(NamedTuple):
