@@ -25,6 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh
 import penstock
 from penstock.runtime.execute.program import Entry
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from support.tcp import sockets
+
 STAGES = 3
 LIMIT_SECONDS = 60.0
 
@@ -71,7 +74,7 @@ def train(rank: int, folder: Path, case: dict[str, Any]) -> None:
         cuts=["blocks.1", "blocks.2"],
         microbatches=4,
         schedule=case.get("schedule", "1f1b"),
-        transport=case.get("transport", "auto"),
+        transport=sockets if case.get("transport") == "tcp" else case.get("transport", "auto"),
         mesh=mesh,
     )
     target = target.view(4, 5)

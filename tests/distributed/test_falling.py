@@ -58,12 +58,13 @@ def run() -> Iterator[Callable[[Path, list[dict[str, Any]]], dict[str, Any]]]:
         ("stop", {}),
         ("raise", {}),
         ("kill", {"transport": "distributed"}),
+        ("kill", {"transport": "tcp"}),
         ("stop", {"schedule": "zb-h1"}),
         ("raise", {"schedule": "zb-h1"}),
         ("kill", {"replicas": 2}),
         ("raise", {"replicas": 2}),
     ],
-    ids=["kill", "stop", "raise", "kill-gloo", "stop-split", "raise-split", "kill-mesh", "raise-mesh"],
+    ids=["kill", "stop", "raise", "kill-gloo", "kill-own", "stop-split", "raise-split", "kill-mesh", "raise-mesh"],
 )
 def test_trap_11_the_others_end_and_name_the_rank_that_fell(
     run: Callable[[Path, list[dict[str, Any]]], dict[str, Any]], tmp_path: Path, how: str, options: dict[str, Any]
