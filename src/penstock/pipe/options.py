@@ -12,7 +12,7 @@ import torch
 from penstock.errors import ArgumentError
 from penstock.partition import Balance
 from penstock.runtime.batch.cutting import Cutting
-from penstock.runtime.execute.engine import TransportChoice
+from penstock.runtime.execute.transports import TransportChoice, TransportName
 from penstock.runtime.features.compiled import Compile, arguments_of
 from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice
 from penstock.runtime.loss.loss import Loss, Reduction
@@ -56,9 +56,12 @@ class Options:
         for name, value in {"cuts": self.cuts, "leaves": self.leaves, "opens": self.opens}.items():
             if isinstance(value, str):
                 raise ArgumentError(f"{name}={value!r}: expected a list of names, such as [{value!r}]")
-        transports = get_args(TransportChoice)
-        if self.transport not in transports:
-            raise ArgumentError(f"transport={self.transport!r}: expected one of {', '.join(map(repr, transports))}")
+        transports = get_args(TransportName)
+        if self.transport not in transports and not callable(self.transport):
+            raise ArgumentError(
+                f"transport={self.transport!r}: expected one of {', '.join(map(repr, transports))}, or a function of a "
+                "penstock.runtime.transport.Endpoint that makes a transport"
+            )
         if not isinstance(self.check_finite, bool):
             raise ArgumentError(f"check_finite={self.check_finite!r}: expected True or False")
         if self.lost_after is not None and not _is_wait(self.lost_after):
