@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from penstock.partition import Flat, RandomSource
+from penstock.partition import RandomSource
 from penstock.stages import MODEL_INPUT, Input, Output, StageMeta, TensorMeta
+from penstock.trees import Flat
 
 
 class Returns(nn.Module):

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PartitionError
-from penstock.partition import Flat, Left, Origin, RandomSource, Remembered, Surroundings, Trace
+from penstock.partition import Left, Origin, RandomSource, Remembered, Surroundings, Trace
 from penstock.stages import MODEL_INPUT, StageMeta
+from penstock.trees import Flat
 
 
 class Stage(Protocol):

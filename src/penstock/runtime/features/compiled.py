@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from penstock.errors import ArgumentError
-from penstock.partition.modes import enter_autocast, leave_autocast
+from penstock.partition.recording.modes import enter_autocast, leave_autocast
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature, Forward
 from penstock.runtime.front_end import Stage

@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase  # the public class
 from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import ArgumentError
-from penstock.partition.loan import same_bits
+from penstock.partition.values.memory import same_bits
 from penstock.runtime.features.feature import Feature
 from penstock.runtime.front_end import Partition, Stage
 from penstock.runtime.split_backward.backward import is_compiled

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from penstock.errors import PartitionError
-from penstock.partition.loan import same_bits
+from penstock.partition.values.memory import same_bits
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature, Start
 from penstock.runtime.front_end import Stage

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from torch import nn
 
+from penstock.compat import has_accumulation_hooks, has_gradient_hooks
 from penstock.errors import PartitionError
-from penstock.partition._compat import has_accumulation_hooks, has_gradient_hooks
 from penstock.runtime.front_end import Stage
 from penstock.stages import ties
 

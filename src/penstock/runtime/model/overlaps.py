@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from penstock.compat import storage_of
 from penstock.errors import ArgumentError
-from penstock.partition._compat import storage_of
-from penstock.partition.memory import ANYWHERE, bytes_of, overlap
+from penstock.partition.values.memory import ANYWHERE, bytes_of, overlap
 from penstock.runtime.front_end import Stage
 
 
