@@ -1,9 +1,9 @@
 """Forks the ranks of a real pipeline, lets one fall at a chosen action of its second step, and reports how each ended.
 
-Usage: falling.py FOLDER, then a JSON list of cases on standard input: {"name", "victim", "op", "how"}, and, if
-it is not the default, {"schedule", "transport", "replicas"}. All run at the same time, since they mostly wait. Writes
-FOLDER/NAME.RANK.log, and prints one JSON line a case: the seconds from the fall until each rank's end, and its exit
-status.
+Reads JSON lines, {"folder", "cases"}. A case is {"name", "victim", "op", "how"}, and, if it is not the default,
+{"schedule", "transport", "replicas"}. Those of a line run at the same time, since they mostly wait. Writes
+FOLDER/NAME.RANK.log, and answers with a line, a list that has for each case its name, the seconds from the fall until
+each rank's end, and its exit status.
 """
 
 import atexit
@@ -18,11 +18,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import warm
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import penstock
 from penstock.runtime.execute.program import Entry
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from support.tcp import sockets
 
 STAGES = 3
 LIMIT_SECONDS = 60.0
@@ -70,7 +74,7 @@ def train(rank: int, folder: Path, case: dict[str, Any]) -> None:
         cuts=["blocks.1", "blocks.2"],
         microbatches=4,
         schedule=case.get("schedule", "1f1b"),
-        transport=case.get("transport", "auto"),
+        transport=sockets if case.get("transport") == "tcp" else case.get("transport", "auto"),
         mesh=mesh,
     )
     target = target.view(4, 5)
@@ -112,16 +116,15 @@ def child(rank: int, folder: Path, case: dict[str, Any]) -> None:
     ended.append(True)
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    cases = json.loads(sys.stdin.read())
+def run(folder: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """What became of each case; nothing in a rank, which is at its end."""
     children: dict[int, tuple[int, int]] = {}
     for number, case in enumerate(cases):
         for rank in range(ranks_of(case)):
             pid = os.fork()
             if pid == 0:
                 child(rank, folder, case)
-                return
+                return None
             children[pid] = (number, rank)
     ends: list[dict[int, tuple[float, int]]] = [{} for _ in cases]
     deadline = time.monotonic() + LIMIT_SECONDS
@@ -137,11 +140,24 @@ def main() -> None:
                 del children[pid]
                 ends[number][rank] = (time.time(), os.waitstatus_to_exitcode(status))
         time.sleep(0.02)
-    for case, end in zip(cases, ends, strict=True):
-        mark = folder / f"{case['name']}.fell"
-        fell = float(mark.read_text()) if mark.exists() else None
-        seconds = {rank: None if fell is None else at - fell for rank, (at, _) in end.items()}
-        print(json.dumps({"name": case["name"], "seconds": seconds, "status": {r: s for r, (_, s) in end.items()}}))
+    return [told(folder, case, end) for case, end in zip(cases, ends, strict=True)]
+
+
+def told(folder: Path, case: dict[str, Any], end: dict[int, tuple[float, int]]) -> dict[str, Any]:
+    mark = folder / f"{case['name']}.fell"
+    fell = float(mark.read_text()) if mark.exists() else None
+    seconds = {rank: None if fell is None else at - fell for rank, (at, _) in end.items()}
+    return {"name": case["name"], "seconds": seconds, "status": {rank: status for rank, (_, status) in end.items()}}
+
+
+def main() -> None:
+    warm.up()
+    for line in iter(sys.stdin.readline, ""):
+        asked = json.loads(line)
+        ends = run(Path(asked["folder"]), asked["cases"])
+        if ends is None:
+            return
+        print(json.dumps(ends), flush=True)
 
 
 if __name__ == "__main__":

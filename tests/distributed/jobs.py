@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import penstock
 from models import GPT, ConvNet, InPlace, SkipsTwice, squared_error, token_error
-from penstock.runtime.execute.engine import TransportChoice
+from penstock.runtime.execute.transports import TransportChoice
 
 ROWS = 12
 
@@ -267,6 +267,8 @@ def conform(rank: int, choice: TransportChoice) -> tuple[str, list[str]]:
     from penstock.testing import check_transport
 
     engine = Engine(World(2, rank, (0, 1)), [torch.device("cpu")] * 2, 0, choice)
+    assert engine.control.groups is not None
+    engine.control.groups.make((0, 1))  # as for a parameter that both hold
     checked = check_transport({rank: engine.transports[rank]})
     engine.close()
     return type(engine.transports[rank]).__name__, checked

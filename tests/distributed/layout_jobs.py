@@ -45,8 +45,11 @@ def replicas(rank: int) -> tuple[bool, str]:
     mine = slice(7 * mesh.get_local_rank("dp"), 7 * (mesh.get_local_rank("dp") + 1))
     x, state = args[0][:, mine], tuple(s[:, mine] for s in args[1])
     report = penstock.verify(
-        *(recurrent, (x, state), target[:, mine], entropy),
-        kwargs=kwargs,
+        recurrent,
+        (x, state),
+        target=kwargs,
+        target=target[:, mine],
+        loss_fn=entropy,
         batch_dims=DIMS,
         microbatches=3,
         mesh=mesh,

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import warm
 from torch import Tensor, nn
 
 import penstock
@@ -83,6 +84,7 @@ def child(rank: int, ranks: int, case: str, folder: Path) -> None:
 
 
 def main() -> None:
+    warm.up()
     folder, ranks, cases = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     children: dict[int, tuple[str, int]] = {}
     for case in cases:

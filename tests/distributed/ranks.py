@@ -1,7 +1,8 @@
 """A pool of processes that form a gloo group over loopback, for tests that need real ranks.
 
-The processes are forked from one server that has imported torch, which takes seconds, once for the whole session. They
-are started at the first job, and anew after a job that failed, since its ranks may still wait for each other.
+The processes are forked from one server that has imported what a step needs, which takes seconds, once for the whole
+session. They are started at the first job, and anew after a job that failed, since its ranks may still wait for each
+other.
 """
 
 import contextlib
@@ -17,6 +18,11 @@ from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from typing import Any
+
+from distributed import warm
+
+LIBRARIES = ("transformers.models.llama.modeling_llama",)
+"""What most models of `transformers` share."""
 
 GRACE_SECONDS = 5.0
 """What the other ranks may still take once one has failed: their errors may tell more."""
@@ -76,7 +82,7 @@ class Ranks:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed"])
+        context.set_forkserver_preload([*warm.MODULES, *LIBRARIES])
         self._folder = tempfile.TemporaryDirectory(prefix="ranks")
         for rank in range(self.n):
             ours, theirs = context.Pipe()

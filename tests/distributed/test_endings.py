@@ -10,7 +10,7 @@ import torch
 
 from distributed import endings_jobs, jobs
 from distributed.ranks import Ranks
-from penstock.runtime.execute.engine import TransportChoice
+from penstock.runtime.execute.transports import TransportChoice
 
 pytestmark = pytest.mark.distributed
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,26 @@ def cases(how: str, **options: Any) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.fixture(scope="module")
+def run() -> Iterator[Callable[[Path, list[dict[str, Any]]], dict[str, Any]]]:
+    """Runs cases and says how each ended, by name. One process forks the ranks of all tests."""
+    command = [sys.executable, str(Path(__file__).with_name("falling.py"))]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdin
+        assert process.stdout
+
+        def ask(folder: Path, planned: list[dict[str, Any]]) -> dict[str, Any]:
+            print(json.dumps({"folder": str(folder), "cases": planned}), file=process.stdin, flush=True)
+            return {end["name"]: end for end in json.loads(process.stdout.readline())}
+
+        yield ask
+        process.stdin.close()
+        assert process.wait(30) == 0
+
+
 @pytest.mark.parametrize(
     ("how", "options"),
     [
@@ -37,27 +58,19 @@ def cases(how: str, **options: Any) -> list[dict[str, Any]]:
         ("stop", {}),
         ("raise", {}),
         ("kill", {"transport": "distributed"}),
+        ("kill", {"transport": "tcp"}),
         ("stop", {"schedule": "zb-h1"}),
         ("raise", {"schedule": "zb-h1"}),
         ("kill", {"replicas": 2}),
         ("raise", {"replicas": 2}),
     ],
-    ids=["kill", "stop", "raise", "kill-gloo", "stop-split", "raise-split", "kill-mesh", "raise-mesh"],
+    ids=["kill", "stop", "raise", "kill-gloo", "kill-own", "stop-split", "raise-split", "kill-mesh", "raise-mesh"],
 )
-def test_trap_11_the_others_end_and_name_the_rank_that_fell(tmp_path: Path, how: str, options: dict[str, Any]) -> None:
+def test_trap_11_the_others_end_and_name_the_rank_that_fell(
+    run: Callable[[Path, list[dict[str, Any]]], dict[str, Any]], tmp_path: Path, how: str, options: dict[str, Any]
+) -> None:
     planned = cases(how, **options)
-    script = Path(__file__).with_name("falling.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path)],
-        input=json.dumps(planned),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    ends = {end["name"]: end for end in map(json.loads, done.stdout.splitlines())}
+    ends = run(tmp_path, planned)
     for case in planned:
         end, victim = ends[case["name"]], case["victim"]
         for rank in set(range(3 * case.get("replicas", 1))) - {victim}:

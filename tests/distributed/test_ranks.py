@@ -2,11 +2,13 @@
 
 import os
 import signal
+import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from distributed import warm
 from distributed.ranks import Ranks, RanksError
 
 pytestmark = pytest.mark.distributed
@@ -25,6 +27,10 @@ def fall(rank: int, how: str) -> None:
         if how == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         signal.pause()
+
+
+def missing(rank: int) -> list[str]:
+    return [name for name in warm.MODULES if name not in sys.modules]
 
 
 def draw(rank: int) -> list[float]:
@@ -55,6 +61,10 @@ def test_failed_job_says_why_and_the_pool_starts_anew(ranks2: Ranks, how: str, s
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
     assert ranks2.run(add_up, torch.ones(1))[0][1] == 3.0
+
+
+def test_ranks_start_with_what_a_step_imports(ranks2: Ranks) -> None:
+    assert ranks2.run(missing) == [[], []]
 
 
 def test_seed_is_the_same_for_each_job(ranks2: Ranks) -> None:

@@ -195,7 +195,10 @@ def test_received_tensors_at_another_address(break_in_step: Break, lie: Callable
         model = Product(lambda x: lie(x, len(x), inner), inner + 3, inner, outer)
         x, y = torch.randn(rows * MICROBATCHES, 7), torch.randn(rows * MICROBATCHES, outer)
         return penstock.verify(
-            *(model, (x,), y, squared_error),
+            model,
+            (x,),
+            target=y,
+            loss_fn=squared_error,
             ranks=2,
             cuts=["second"],
             microbatches=MICROBATCHES,

@@ -21,7 +21,8 @@ from penstock.runtime.batch import microbatches as batches
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, Merge, Split
 from penstock.runtime.batch.outline import Outline
-from penstock.runtime.execute.engine import Engine, TransportChoice
+from penstock.runtime.execute.engine import Engine
+from penstock.runtime.execute.transports import TransportChoice
 from penstock.runtime.features.compiled import Compile
 from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice
 from penstock.runtime.loss.loss import Loss, Reduction
@@ -108,7 +109,8 @@ def pipeline(
             for replicas that train on other data; "tp" for layers that `parallelize` divides. None: all, one pipeline.
         devices: see `penstock.runtime.processes.world.device_of`.
         transport: what carries values between processes, where there are several: "auto" takes shared memory between
-            CPU ranks of one machine and `torch.distributed` otherwise; "distributed" always the latter.
+            CPU ranks of one machine and `torch.distributed` otherwise; "distributed" always the latter. Or a function
+            that makes one of your own; see `penstock.runtime.transport.Endpoint`.
         share_loss: give the loss to every rank, not only to that of the last stage.
         materialize: `materialize(name, module)` sets the values of a module that was built on the meta device;
             None: its `reset_parameters()`.

@@ -14,7 +14,7 @@ from penstock.errors import ArgumentError
 from penstock.partition import Balance
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, Merge, Split
-from penstock.runtime.execute.engine import TransportChoice
+from penstock.runtime.execute.transports import TransportChoice, TransportName
 from penstock.runtime.features.compiled import Compile, arguments_of
 from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice
 from penstock.runtime.loss.functions import checked_loss
@@ -73,9 +73,12 @@ class Options:
         for name, value in {"cuts": self.cuts, "leaves": self.leaves, "opens": self.opens}.items():
             if isinstance(value, str):
                 raise ArgumentError(f"{name}={value!r}: expected a list of names, such as [{value!r}]")
-        transports = get_args(TransportChoice)
-        if self.transport not in transports:
-            raise ArgumentError(f"transport={self.transport!r}: expected one of {', '.join(map(repr, transports))}")
+        transports = get_args(TransportName)
+        if self.transport not in transports and not callable(self.transport):
+            raise ArgumentError(
+                f"transport={self.transport!r}: expected one of {', '.join(map(repr, transports))}, or a function of a "
+                "penstock.runtime.transport.Endpoint that makes a transport"
+            )
         for name in ("share_loss", "deferred_batch_norm", "check_finite"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name}={getattr(self, name)!r}: expected True or False")

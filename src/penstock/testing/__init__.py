@@ -1,6 +1,7 @@
 """For those who build on Penstock, the checks and the surroundings that its own tests use.
 
-check_transport   conformance of a transport of your own
+check_factory     conformance of a transport of your own, in one process
+check_transport   likewise of made ones, in one process or in two
 nccl_rules        NCCL's rules imposed on gloo: what GPUs would make of the messages that processes exchange
 bad_network       hosts joined by links with delay, jitter, loss and stalls, to run jobs of torchrun over (no torch)
 
@@ -18,9 +19,11 @@ if TYPE_CHECKING:
     from penstock.testing.network import Finished as Finished
     from penstock.testing.network import bad_network as bad_network
     from penstock.testing.network import why_no_bad_network as why_no_bad_network
+    from penstock.testing.transports import check_factory as check_factory
     from penstock.testing.transports import check_transport as check_transport
 
 _HOMES = {
+    "check_factory": "transports",
     "check_transport": "transports",
     "nccl_rules": "nccl",
     "BadNetwork": "network",

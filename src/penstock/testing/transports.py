@@ -1,22 +1,36 @@
 """What every transport must do, as scripts: steps of two ranks in an order that respects dependencies.
 
-A process runs the steps of the ranks that it drives: all of them in one process, or one in each of two.
+A process runs the steps of the ranks that it drives: all of them in one process, or one in each of two. Scripts with
+collectives are for transports that have them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from multiprocessing.pool import ThreadPool
+from threading import Barrier
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from penstock.errors import ShapeError
-from penstock.runtime.transport.protocol import Channel, Pending, Transport
+from penstock.runtime.transport.protocol import (
+    Channel,
+    Endpoint,
+    Pending,
+    PointToPoint,
+    Transport,
+    TransportFactory,
+    has_collectives,
+)
 from penstock.stages import Link
 
 LINK = Link(0, 1, ((0, "a"), (0, "b")))
 MICROBATCHES = 3
+WAIT_SECONDS = 60.0
+"""How long `check_factory` waits for the other rank."""
 
 
 @dataclass(slots=True)
@@ -38,19 +52,56 @@ Step = tuple[int, Callable[[_Rank], None]]
 Script = Callable[[], Iterator[Step]]
 
 
-def check_transport(transports: Mapping[int, Transport]) -> list[str]:
+def check_transport(transports: Mapping[int, PointToPoint]) -> list[str]:
     """Runs every script on the ranks (of 0 and 1) whose transports are given. Both ranks must call it alike.
 
-    Returns the names of the scripts. Raises AssertionError where a transport does not keep its promise.
+    Returns the names of the scripts: those of `COLLECTIVE_SCRIPTS` are left out where the transports have no
+    collectives. Raises AssertionError where a transport does not keep its promise.
     """
     names = []
-    for program, script in enumerate(SCRIPTS):
-        ranks = {rank: _Rank(transport, program) for rank, transport in transports.items()}
+    both = all(map(has_collectives, transports.values()))
+    for program, script in enumerate(SCRIPTS if both else POINT_TO_POINT_SCRIPTS):
+        ranks = {rank: _Rank(cast(Transport, transport), program) for rank, transport in transports.items()}
         for rank, step in script():
             if rank in ranks:
                 step(ranks[rank])
         names.append(script.__name__)
     return names
+
+
+def check_factory(factory: TransportFactory) -> list[str]:
+    """Runs every script on what a factory makes for two ranks on the CPU, each a thread of this process.
+
+    Returns the names of the scripts. Raises AssertionError where a transport does not keep its promise.
+    """
+    said: list[Any] = [None, None]
+    barrier = Barrier(2)
+
+    def check(rank: int) -> list[str]:
+        def gather(value: Any) -> list[Any]:
+            said[rank] = value
+            barrier.wait(WAIT_SECONDS)
+            everyone = list(said)
+            barrier.wait(WAIT_SECONDS)
+            return everyone
+
+        try:
+            made = factory(Endpoint(rank, (0, 1), torch.device("cpu"), gather))
+        except BaseException:
+            barrier.abort()
+            raise
+        names = check_transport({rank: made})
+        made.close()
+        return names
+
+    with ThreadPool(2) as threads:
+        ends = [threads.apply_async(check, (rank,)) for rank in (0, 1)]
+        while not all(end.ready() for end in ends):
+            for end in ends:
+                end.wait(0.05)
+                if end.ready():
+                    end.get()  # what one raises need not wait for the other, which may wait for ever
+        return ends[0].get()
 
 
 def message(step: int, microbatch: int) -> list[Tensor]:
@@ -308,7 +359,33 @@ def every_dtype_travels() -> Iterator[Step]:
         yield 1, lambda rank: rank.transport.end_step()
 
 
-SCRIPTS: tuple[Script, ...] = (
+def sums_have_the_same_bits_everywhere() -> Iterator[Step]:
+    """Also where a second one starts before the first is waited for."""
+    for _ in range(2):
+        for group in (0, 1):
+            for r in (0, 1):
+
+                def start(rank: _Rank, r: int = r, group: int = group) -> None:
+                    if group == 0:
+                        rank.tensors, rank.pending = [], []
+                    tensors = [tensor + r for tensor in message(group, 0)]
+                    rank.tensors += tensors
+                    rank.pending.append(rank.transport.reduce(group, (0, 1), tensors))
+
+                yield r, start
+        for r in (0, 1):
+
+            def read(rank: _Rank) -> None:
+                for pending in rank.pending:
+                    pending.wait()
+                terms = [tensor for group in (0, 1) for tensor in message(group, 0)]
+                for got, term in zip(rank.tensors, terms, strict=True):
+                    assert torch.equal(got, term + (term + 1)), "a sum is not that of both ranks' terms"
+
+            yield r, read
+
+
+POINT_TO_POINT_SCRIPTS: tuple[Script, ...] = (
     ranks_connect_before_they_talk,
     values_keep_bits_strides_and_alignment,
     sends_run_ahead_of_receives,
@@ -316,8 +393,12 @@ SCRIPTS: tuple[Script, ...] = (
     what_arrives_is_memory_of_its_own,
     another_layout_is_refused_by_the_sender,
     a_released_program_makes_room_for_another,
-    a_loss_reaches_every_rank,
-    values_of_several_ranks_cross_each_other,
     links_of_two_ranks_do_not_mix,
     every_dtype_travels,
 )
+COLLECTIVE_SCRIPTS: tuple[Script, ...] = (
+    a_loss_reaches_every_rank,
+    values_of_several_ranks_cross_each_other,
+    sums_have_the_same_bits_everywhere,
+)
+SCRIPTS = (*POINT_TO_POINT_SCRIPTS, *COLLECTIVE_SCRIPTS)

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from penstock.runtime.execute.clock import clock_of
 from penstock.runtime.execute.control import Control
 from penstock.runtime.execute.program import Entry, Feed, Moment, Program, run, run_timed
 from penstock.runtime.execute.ranges import is_profiling, ranged
+from penstock.runtime.execute.transports import TransportChoice, transport_of
 from penstock.runtime.features.context import Binding
 from penstock.runtime.gradients.replicas import Average, Replicas
 from penstock.runtime.gradients.tied_hooks import Tied, refuse_hooks, tied_among
@@ -27,17 +28,12 @@ from penstock.runtime.loss.loss import LossHead
 from penstock.runtime.processes.board import Patience
 from penstock.runtime.processes.failure import OUTSIDE, Position
 from penstock.runtime.processes.world import World
-from penstock.runtime.transport.distributed import DistributedTransport, Groups
 from penstock.runtime.transport.local import LocalHub, LocalTransport
 from penstock.runtime.transport.protocol import Transport
-from penstock.runtime.transport.shared_memory import Neighbours, SharedMemoryTransport
 from penstock.schedule import Placement, Schedule, linearize
 from penstock.schedule.communication import ways
 
 T = TypeVar("T")
-
-TransportChoice = Literal["auto", "distributed"]
-"""What carries values between processes: "auto" takes shared memory between CPU ranks of one machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,20 +87,17 @@ class Engine:
             hub = LocalHub(devices)
             self.transports = {rank: LocalTransport(rank, hub) for rank in self.ranks}
         else:
-            self.transports = {rank: self._transport(rank, groups, device, transport) for rank in self.ranks}
+            try:
+                self.transports = {r: transport_of(transport, r, device, self.control, groups) for r in self.ranks}
+            except BaseException as error:
+                cause = self.control.fail(error)
+                self.streams.close()
+                self.control.close()
+                if cause is error:
+                    raise
+                raise cause from error
             atexit.register(self.close)  # what was sent must arrive, also from a script that does not close
         self.replicas = Replicas(world, groups) if groups is not None and len(world.replicas) > 1 else None
-
-    def _transport(
-        self, rank: int, groups: Groups, device: torch.device, choice: TransportChoice
-    ) -> DistributedTransport | SharedMemoryTransport:
-        """Shared memory between CPU ranks of one machine, `torch.distributed` otherwise."""
-        plain = DistributedTransport(rank, groups, device)
-        possible = device.type == "cpu" and Neighbours.supported()
-        if not all(self.control.gather_line(possible and choice == "auto")):
-            return plain
-        neighbours = Neighbours(rank, self.control.gather_line)
-        return SharedMemoryTransport(plain, neighbours) if neighbours.ranks else plain
 
     def tie(self, groups: Sequence[TieGroup], parameter: Callable[[str], nn.Parameter]) -> None:
         """Makes the copies of tied parameters equal, and ready to be reduced."""

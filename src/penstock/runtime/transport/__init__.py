@@ -1,1 +1,31 @@
-"""How values travel between ranks: a protocol, three transports, and what both ends of a channel know."""
+"""How values travel between ranks: the protocols, three transports, and what both ends of a channel know.
+
+A transport of one's own needs nothing but the names below (docs/extending.md shows one).
+"""
+
+from penstock.runtime.transport.agreement import Agreement
+from penstock.runtime.transport.payload import from_bytes, to_bytes
+from penstock.runtime.transport.protocol import (
+    Channel,
+    Collectives,
+    Endpoint,
+    Message,
+    Pending,
+    PointToPoint,
+    Transport,
+    TransportFactory,
+)
+
+__all__ = [
+    "Agreement",
+    "Channel",
+    "Collectives",
+    "Endpoint",
+    "Message",
+    "Pending",
+    "PointToPoint",
+    "Transport",
+    "TransportFactory",
+    "from_bytes",
+    "to_bytes",
+]

@@ -1,14 +1,20 @@
-"""The protocol between the executor and whatever moves tensors from rank to rank.
+"""The protocols between the executor and whatever moves tensors from rank to rank.
 
+`PointToPoint` carries messages between stages, `Collectives` what several ranks do together, and a `Transport` is both.
 A channel carries one link's messages in one direction, one message for each microbatch. The implementations are
 interchangeable; `penstock.testing.check_transport` holds each against the same tests.
+
+A transport of one's own is a factory (`pipeline(transport=...)`), which makes one side of it from an `Endpoint`. Where
+that side is a `PointToPoint` only, `torch.distributed` does the collectives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeGuard
 
+import torch
 from torch import Tensor
 
 from penstock.stages import Link
@@ -18,7 +24,11 @@ Message = Sequence[Tensor | None]
 
 
 class Channel(Protocol):
-    """One link's messages in one direction, seen from one of its two ranks."""
+    """One link's messages in one direction, seen from one of its two ranks.
+
+    Where the other rank is gone, a method raises OSError or RuntimeError, or waits for ever: a watchdog of ours sees
+    either, and ends the run with its cause.
+    """
 
     def send(self, microbatch: int, message: Message) -> None:
         """Starts sending. The tensors belong to the channel from here on: they may be read, never written.
@@ -44,11 +54,8 @@ class Pending(Protocol):
         """Returns when the tensors that it was started with hold the result."""
 
 
-class Transport(Protocol):
-    """Moves tensors between the ranks of one pipeline; one object a rank."""
-
-    rank: int
-    ranks: int
+class PointToPoint(Protocol):
+    """Moves messages between the stages of one pipeline; one object a rank."""
 
     def connect(self, source_rank: int, target_rank: int) -> None:
         """Makes ready for messages from one rank to another, before the first of them. May wait for the other rank.
@@ -58,15 +65,6 @@ class Transport(Protocol):
 
     def channel(self, program: int, link: Link, source_rank: int, target_rank: int, *, backward: bool) -> Channel:
         """The channel of a link within one program. Each of its two ranks asks for it once."""
-
-    def reduce(self, group: int, holders: Sequence[int], tensors: Sequence[Tensor]) -> Pending:
-        """Starts to sum each tensor, in place, over the ranks `holders`: the same bits on each of them.
-
-        Every holder gives tensors of the same shapes, and starts its reductions in ascending order of `group`.
-        """
-
-    def share(self, value: Tensor, source_rank: int) -> Pending:
-        """Starts to copy a small float64 tensor on the CPU, in place, from one rank to all. Never blocks."""
 
     def release(self, program: int) -> None:
         """Gives back what the channels of a program hold. Both ends call it between the same two steps, and use these
@@ -80,4 +78,71 @@ class Transport(Protocol):
         """Forgets what a step that raised has left, if there can be another one after it."""
 
     def close(self) -> None:
+        """Has everything that was sent arrive, and gives everything back. Others may close later, or have closed."""
+
+
+class Collectives(Protocol):
+    """What several ranks of one pipeline do together; one object a rank."""
+
+    def reduce(self, group: int, holders: Sequence[int], tensors: Sequence[Tensor]) -> Pending:
+        """Starts to sum each tensor, in place, over the ranks `holders`: the same bits on each of them.
+
+        Every holder gives tensors of the same shapes, and starts its reductions in ascending order of `group`.
+        """
+
+    def share(self, value: Tensor, source_rank: int) -> Pending:
+        """Starts to copy a small float64 tensor on the CPU, in place, from one rank to all. Never blocks."""
+
+    def close(self) -> None:
         """Waits for what is under way and gives everything back."""
+
+
+class Transport(PointToPoint, Collectives, Protocol):
+    """Everything that travels between the ranks of one pipeline; one object a rank, which knows its own."""
+
+    rank: int
+    ranks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """The rank that a factory makes its side of a transport for.
+
+    Attributes:
+        rank: counted within the pipeline, as all ranks that a transport is given.
+        members: each rank's global rank in `torch.distributed`.
+        device: where the tensors are that this rank sends, and must be that it receives.
+        gather: gives every rank each rank's object, by rank, to tell addresses; every rank calls it as often.
+    """
+
+    rank: int
+    members: tuple[int, ...]
+    device: torch.device
+    gather: Callable[[Any], list[Any]]
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the pipeline has."""
+        return len(self.members)
+
+
+TransportFactory = Callable[[Endpoint], PointToPoint]
+"""Makes one rank's side of a transport. Every rank's process calls the same one, once for each pipeline."""
+
+POINT_TO_POINT = ("connect", "channel", "release", "end_step", "drop_step", "close")
+COLLECTIVES = ("reduce", "share", "close")
+"""The methods of the two protocols, by which an object without a base class is known."""
+
+
+def missing(given: object, methods: Sequence[str]) -> list[str]:
+    """Which of these methods an object lacks."""
+    return [name for name in methods if not callable(getattr(given, name, None))]
+
+
+def has_collectives(given: PointToPoint) -> TypeGuard[_Both]:
+    """Whether it carries collectives, too."""
+    return not missing(given, COLLECTIVES)
+
+
+class _Both(PointToPoint, Collectives, Protocol):
+    """What a factory may make."""

@@ -1,0 +1,113 @@
+"""Which transport carries what the ranks of this process send: those that Penstock has, or one of the user's own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+
+from penstock.errors import ArgumentError
+from penstock.runtime.execute.control import Control
+from penstock.runtime.transport.distributed import DistributedTransport, Groups
+from penstock.runtime.transport.paired import Paired
+from penstock.runtime.transport.protocol import (
+    COLLECTIVES,
+    POINT_TO_POINT,
+    Endpoint,
+    PointToPoint,
+    Transport,
+    TransportFactory,
+    has_collectives,
+    missing,
+)
+from penstock.runtime.transport.shared_memory import Neighbours, SharedMemoryTransport
+
+TransportName = Literal["auto", "distributed"]
+TransportChoice = TransportName | TransportFactory
+"""What carries values between processes: "auto" takes shared memory between CPU ranks of one machine, "distributed"
+`torch.distributed`; a factory makes a transport of the user's own."""
+
+
+def transport_of(
+    choice: TransportChoice, rank: int, device: torch.device, control: Control, groups: Groups
+) -> Transport:
+    """This rank's side of the transport that all ranks have chosen. All of them call it.
+
+    Raises:
+        ArgumentError: they have not chosen the same one, or their factory has made something else.
+        Exception: whatever the factory raised.
+    """
+    possible = choice == "auto" and device.type == "cpu" and Neighbours.supported()
+    said: list[tuple[str, bool]] = control.gather((_name_of(choice), possible))
+    with control.agreed():
+        _check_same([name for name, _ in said], control.world.name)
+    plain = DistributedTransport(rank, groups, device)
+    if callable(choice):
+        made = _made(choice, rank, device, control)
+        return Paired(rank, plain.ranks, made, made if has_collectives(made) else plain)
+    if not all(said[name][1] for name in control.world.names):
+        return plain
+    neighbours = Neighbours(rank, control.gather_line)
+    return SharedMemoryTransport(plain, neighbours) if neighbours.ranks else plain
+
+
+def _name_of(choice: TransportChoice) -> str:
+    """What all ranks can compare: a factory's code by its name."""
+    if isinstance(choice, str):
+        return repr(choice)
+    function = choice.func if isinstance(choice, partial) else choice
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def _check_same(names: Sequence[str], here: int) -> None:
+    """Raises ArgumentError where one rank has a factory and another something else."""
+    own = names[here]
+    other = next((rank for rank, name in enumerate(names) if name != own), None)
+    if other is None or {own, names[other]} <= {repr(name) for name in get_args(TransportName)}:
+        return
+    raise ArgumentError(
+        f"transport: rank {here} has {own}, and rank {other} {names[other]}; every rank must give the same"
+    )
+
+
+def _made(factory: TransportFactory, rank: int, device: torch.device, control: Control) -> PointToPoint:
+    """What a factory makes for this rank; given back if another rank's is refused."""
+    world = control.world
+
+    def gather(value: Any) -> list[Any]:
+        everyone = control.gather(value)
+        return [everyone[name] for name in world.names]
+
+    made: PointToPoint | None = None
+    try:
+        # It may wait for other ranks, so that what it raises by itself ends the run at once.
+        with control.agreed(ArgumentError), control.working("the making of its transport"):
+            made = factory(Endpoint(rank, world.members, device, gather))
+            _check_made(made, _name_of(factory))
+    except BaseException:
+        with contextlib.suppress(Exception):
+            if made is not None:
+                made.close()
+        raise
+    return made
+
+
+def _check_made(made: object, name: str) -> None:
+    lacking = missing(made, POINT_TO_POINT)
+    some = [method for method in COLLECTIVES if method not in missing(made, COLLECTIVES)]
+    if not lacking and some not in (list(COLLECTIVES), ["close"]):
+        lacking = missing(made, COLLECTIVES)
+    if lacking:
+        raise ArgumentError(
+            f"transport={name} made {_said(made)}, which lacks {', '.join(lacking)}; expected an object with the "
+            f"methods of penstock.runtime.transport.PointToPoint ({', '.join(POINT_TO_POINT)}) and, if it is to do the "
+            "collectives as well, reduce and share: have the factory return one"
+        )
+
+
+def _said(made: object) -> str:
+    return "nothing (None)" if made is None else f"an object of {type(made).__name__}"

@@ -1,0 +1,105 @@
+"""`transport=` takes a factory: sockets of an example's own carry what is exact, refused and ended as over our own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from distributed import factory_jobs, jobs
+from distributed.ranks import Ranks, RanksError
+from penstock import ArgumentError, pipeline
+from penstock.testing import check_factory
+from penstock.testing.transports import POINT_TO_POINT_SCRIPTS, SCRIPTS
+from small import batch, mlp
+from support.tcp import EXAMPLE, EXAMPLES_OWN, sockets
+
+pytestmark = pytest.mark.distributed
+
+
+def test_conformance_of_two_threads() -> None:
+    assert check_factory(sockets) == [script.__name__ for script in POINT_TO_POINT_SCRIPTS]
+
+
+def test_the_kit_sees_a_transport_that_loses_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+    pack = EXAMPLES_OWN.Agreement.check
+
+    def check(self: object, microbatch: int, message: list[object]) -> object:
+        layouts = pack(self, microbatch, message)
+        return [layout and layout._replace(stride=tuple(sorted(layout.stride)[::-1])) for layout in layouts]
+
+    monkeypatch.setattr(EXAMPLES_OWN.Agreement, "check", check)
+    with pytest.raises(AssertionError, match=r"a tensor arrived with other values|strides .* became"):
+        check_factory(sockets)
+
+
+def test_conformance_with_the_collectives_of_torch(ranks2: Ranks) -> None:
+    assert ranks2.run(jobs.conform, sockets) == [("Paired", [script.__name__ for script in SCRIPTS])] * 2
+
+
+@pytest.mark.parametrize(("name", "schedule"), [("skips", "zb-h1"), ("tied_gpt", "interleaved-1f1b")])
+def test_verified_over_sockets(ranks3: Ranks, name: str, schedule: str) -> None:
+    options = {"schedule": schedule, "microbatches": 6, "transport": sockets}
+    if schedule == "interleaved-1f1b":
+        options["chunks"] = 2
+    for ok, summary, _ in ranks3.run(jobs.verify, name, options):
+        assert ok, summary
+
+
+@pytest.mark.parametrize("share_loss", [True, False])
+def test_a_rank_that_is_done_first_fails_nobody(ranks3: Ranks, share_loss: bool) -> None:
+    assert ranks3.run(jobs.end_early, sockets, share_loss) == [3, 3, 3]
+
+
+def test_what_is_wrong_is_refused_on_every_rank(ranks2: Ranks) -> None:
+    first, second = ranks2.run(factory_jobs.refused)
+    other = "and rank 1 'auto'; every rank must give the same"
+    assert first["another"] == f"ArgumentError: transport: rank 0 has support.tcp.sockets, {other}"
+    assert "transport: rank 1 has 'auto', and rank 0 support.tcp.sockets" in second["another"]
+    assert "rank 1 distributed.factory_jobs.only_on" in first["other factories"]
+    for said in (first, second):
+        assert "made an object of Half, which lacks reduce; expected an object with the methods" in said["half"]
+    assert (first["closed"], second["closed"]) == ("[0]", "[1]")
+    assert "factory_jobs.only_on made nothing (None), which lacks connect, channel," in second["nothing on rank 1"]
+    assert first["nothing on rank 1"].startswith("PipelineFailure: rank 0 stops: rank 1 failed")
+    assert "made nothing (None)" in first["nothing on rank 1"]
+    assert all("equal to the bit" in said["then"] for said in (first, second))
+
+
+def test_a_factory_that_raises_ends_the_run(ranks2: Ranks) -> None:
+    with pytest.raises(RanksError) as error:
+        ranks2.run(factory_jobs.fail, seconds=30)
+    assert "OSError: no such network" in str(error.value)
+    assert "did not end" not in str(error.value)
+
+
+def test_one_process_needs_no_transport() -> None:
+    x, y = batch()
+
+    def refuses(_: object) -> None:
+        raise AssertionError
+
+    with pipeline(mlp(), (x,), ranks=2, loss=lambda a, b: (a - b).square().mean(), transport=refuses) as pipe:
+        pipe.step(x, target=y)
+    with pytest.raises(ArgumentError, match="transport=3: expected one of 'auto', 'distributed', or a function of a"):
+        pipeline(mlp(), (x,), ranks=2, transport=3)
+
+
+def test_the_example_trains_as_one_process_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [sys.executable, "-c", "from penstock.cli import main; main()", "run", "--ranks", "2", str(EXAMPLE)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE)])
+    EXAMPLES_OWN.main()
+    alone = capsys.readouterr().out
+    assert len(alone.splitlines()) == 5
+    assert done.stdout == alone
+
+
+def test_the_example_is_short() -> None:
+    assert len(EXAMPLE.read_text().splitlines()) < 150
