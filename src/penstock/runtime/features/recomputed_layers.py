@@ -18,8 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import ArgumentError, PartitionError
 from penstock.partition import INPUT_OVERWRITTEN, OVERWRITTEN_BY, Stage
-from penstock.partition._compat import flatten, unflatten
-from penstock.partition.loan import map_tensors
 from penstock.partition.state.reach import Trace
 from penstock.partition.state.remembered import refuse_again
 from penstock.runtime.exact import rules as exact
@@ -27,6 +25,7 @@ from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature
 from penstock.runtime.features.forward_state import ContainerCopies
 from penstock.runtime.features.recompute import BufferCopies, Buffers, updated_buffers
+from penstock.trees import flatten, map_tensors, unflatten
 
 
 class RecomputedLayers(Feature):
