@@ -235,7 +235,7 @@ def test_an_argument_by_its_second_name(second: str) -> None:
 
 def test_what_was_verifys_third_argument_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"kwargs is a Tensor; .* target=\.\.\., the loss as loss_fn="):
-        verify(mlp(), (X,), target=Y)  # type: ignore[arg-type]
+        verify(mlp(), (X,), Y)  # type: ignore[arg-type]
 
 
 def test_arguments_of_another_kind_are_refused() -> None:

@@ -47,7 +47,7 @@ def replicas(rank: int) -> tuple[bool, str]:
     report = penstock.verify(
         recurrent,
         (x, state),
-        target=kwargs,
+        kwargs,
         target=target[:, mine],
         loss_fn=entropy,
         batch_dims=DIMS,

@@ -22,6 +22,8 @@ from penstock.fabric.emulation.signals import enough
 from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.workload import Workload
 
+pytestmark = pytest.mark.alone
+
 MARGIN_NS = 30_000_000
 
 
