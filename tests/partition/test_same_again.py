@@ -64,7 +64,13 @@ def test_sizes_for_which_values_have_other_numbers() -> None:
     torch.manual_seed(0)
     target = torch.randn(5, 6)
     report = verify(
-        CallsMore(), (torch.randn(5, 6),), target, nn.functional.mse_loss, ranks=2, microbatches=4, schedule="gpipe"
+        CallsMore(),
+        (torch.randn(5, 6),),
+        target=target,
+        loss_fn=nn.functional.mse_loss,
+        ranks=2,
+        microbatches=4,
+        schedule="gpipe",
     )
     assert report.ok, report.summary()
 
