@@ -8,7 +8,6 @@ from typing import Any
 import jobs
 
 import penstock
-from penstock.runtime.execute.transports import TransportChoice
 from penstock.runtime.transport import Endpoint, PointToPoint
 from support.tcp import sockets
 
@@ -51,7 +50,7 @@ def refused(rank: int) -> dict[str, str]:
 
     def attempt(name: str, transport: Any) -> None:
         try:
-            penstock.pipeline(task.model, task.args, loss=task.loss, transport=transport)
+            penstock.pipeline(task.model, task.args, loss_fn=task.loss, transport=transport)
         except penstock.PenstockError as error:
             said[name] = f"{type(error).__name__}: {error}"
 
@@ -66,11 +65,4 @@ def refused(rank: int) -> dict[str, str]:
 
 def fail(rank: int) -> None:
     task = jobs.mlp()
-    penstock.pipeline(task.model, task.args, loss=task.loss, transport=partial(raises_on, 1))
-
-
-def choices(rank: int, transport: TransportChoice) -> str:
-    """Of what class this rank's transport is."""
-    task = jobs.mlp()
-    with penstock.pipeline(task.model, task.args, loss=task.loss, transport=transport) as pipe:
-        return type(pipe._engine.transports[rank]).__name__
+    penstock.pipeline(task.model, task.args, loss_fn=task.loss, transport=partial(raises_on, 1))

@@ -95,7 +95,7 @@ def test_a_step_has_these_frames(names: dict[str, Any]) -> None:
     expected = [tuple(line.split()) for line in drawn.text.splitlines()]
     seen: list[list[tuple[str, str]]] = []
     x = names["x"]
-    with penstock.pipeline(names["model"], (x,), ranks=2, microbatches=2, loss=mse_loss) as pipe:
+    with penstock.pipeline(names["model"], (x,), ranks=2, microbatches=2, loss_fn=mse_loss) as pipe:
         hook = names["model"][0].register_forward_pre_hook(lambda *_: seen.append(list(_frames())))
         pipe.step(x, target=names["y"])
         hook.remove()

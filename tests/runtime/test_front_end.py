@@ -39,7 +39,7 @@ def batch() -> tuple[Tensor, Tensor]:
 def made(modules: list[nn.Module], schedule: str, world: World | None = None, **options: Any) -> penstock.Pipeline:
     order = order_of(schedule, 2, MICROBATCHES, len(modules) // 2)
     x, _ = batch()
-    given = Options(loss=squared_error, **options)
+    given = Options(loss_fn=squared_error, **options)
     return build(modules, ((x,), {}), world or World(2), order, given, front_end=ReadyMade)
 
 
@@ -47,7 +47,7 @@ def trained(modules: list[nn.Module], schedule: str, world: World | None = None)
     """The gradients of two steps, and the last one's losses."""
     x, y = batch()
     with made(modules, schedule, world) as pipe:
-        assert not any(isinstance(stage.module, fx.GraphModule) for stage in pipe.partition.stages)
+        assert not any(isinstance(stage.module, fx.GraphModule) for stage in pipe.session.partition.stages)
         for _ in range(2):
             result = pipe.step(x, target=y)
         if schedule.startswith("zb"):

@@ -147,8 +147,13 @@ class _Call:
         self._has_run = False
 
     def checkpointed(self, kept: Sequence[Any]) -> Any:
-        """The first run, and what it takes to run again on what is kept."""
-        results = checkpoint(self, *kept, use_reentrant=False, context_fn=lambda: (nullcontext(), _AsBefore(self)))
+        """The first run, and what it takes to run again on what is kept.
+
+        The second run goes on to its end, though the last activation comes sooner: what a layer does after that in
+        Python (`self.busy = False`, `handle.remove()`) is there in the next microbatch.
+        """
+        contexts = nullcontext(), _AsBefore(self)
+        results = checkpoint(self, *kept, use_reentrant=False, context_fn=lambda: contexts, early_stop=False)
         self._has_run = True
         return results
 

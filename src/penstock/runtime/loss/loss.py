@@ -67,8 +67,8 @@ def weights(
 def no_loss(output: object) -> ArgumentError:
     """What to raise where there is neither a loss function nor a loss of the model's own."""
     return ArgumentError(
-        f"loss=None, and the model's output ({type(output).__name__}) holds no scalar loss; "
-        "pass loss=..., or give the model what it needs to compute its own (labels=...)"
+        f"loss_fn=None, and the model's output ({type(output).__name__}) holds no scalar loss; "
+        "pass loss_fn=..., or give the model what it needs to compute its own (labels=...)"
     )
 
 
