@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 import penstock
+from model_kinds import EXAMPLES
 from models import TRANSFORMERS as TINY
 from models import squared_error
 from penstock.pipe.pipeline import Pipeline
 from penstock.schedule import Action, Op, Overlap, Schedule, check, generate, names, reduce_ties, split_backward
 from small import WIDTH, batch, mlp
-from test_verify_matrix import EXAMPLES
 
 MICROBATCHES = 3
 

@@ -16,7 +16,7 @@ from penstock.compat import fake_mode, storage_of
 from penstock.partition.run.known import Known, Restart
 from penstock.partition.watch.observer import Observer
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 
 
 def fresh_storages(count: int = 200) -> list[int]:
