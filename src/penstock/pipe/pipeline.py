@@ -64,7 +64,7 @@ class Pipeline:
             outputs: keep the model's outputs, for `result.outputs`: True where the last stage is, "all" on every rank,
                 a number on the rank of that number. Every rank says the same, or True and False.
             timeline: note what every rank does when, for `result.timeline`; on every rank alike.
-            loss_scale: gradients are multiplied with it, the loss that is reported is not; see `penstock.GradScaler`.
+            loss_scale: gradients are multiplied by it, the reported loss is not; see `penstock.GradScaler`.
 
         Raises:
             ShapeError: tensors disagree on the number of rows.

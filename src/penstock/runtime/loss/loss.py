@@ -33,7 +33,7 @@ def weights(
     replicas: int = 1,
     mean: Callable[[float], float] = float,
 ) -> list[float]:
-    """What each microbatch's loss is multiplied with, so that the sum is the loss of the whole batch.
+    """What each microbatch's loss is multiplied by, so that the sum is the loss of the whole batch.
 
     Where several replicas have a part of the batch each, the mean over them of that sum is.
 
@@ -232,7 +232,7 @@ def root_of(loss: Tensor, weight: float, leaves: Sequence[Tensor]) -> Tensor:
 
 
 def checked_scale(scale: float) -> float:
-    """What the loss of a step is multiplied with. Raises ArgumentError unless it is a positive, finite number."""
+    """What the loss of a step is multiplied by. Raises ArgumentError unless it is a positive, finite number."""
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
         raise ArgumentError(
             f"loss_scale={scale!r}: expected a positive, finite number, such as scaler.get_scale() of a "
