@@ -20,14 +20,12 @@ if TYPE_CHECKING:
     from penstock.fabric.emulation.spec import Spec
     from penstock.fabric.grouped import Group
 
-_HEADS = (("", "buffer", "", "buffers", "busiest"), ("transfer", "bytes", "times", "in all", "host sends"))
+_HEADS = (("", "buffer", "", "buffers", "busiest"), ("transfer", "bytes", "times", "in all", "port"))
 _NARROWEST = 12
 """Name."""
 
-_NOTE = (
-    "Buffers are nccl-tests' sizes: of a rank's largest buffer. The busiest host sends so many bytes in all through "
-    "its port, by the algorithm."
-)
+_BUFFERS, _GIVEN = "of a rank's largest buffer", "of an uneven all_to_all, of what each rank gives"
+_PORT = "Through the busiest port of a host so many bytes go in all, out of it or into it, by the algorithm."
 
 
 def show_traffic(spec: Spec, folder: Path | None, files: Sequence[Path], *, as_json: bool) -> None:
@@ -41,14 +39,16 @@ def show_traffic(spec: Spec, folder: Path | None, files: Sequence[Path], *, as_j
         rows = traffic(spec, groups(spec.workload))
         made = {"version": 1, "workload": spec.workload.name, "hosts": spec.hosts, "transfers": rows}
         written = {"folder": None if folder is None else str(folder), "files": [path.name for path in files]}
-        print(json.dumps({**made, "sent_bytes": _busiest(spec, range(len(spec.workload.transfers))), **written}))
+        made |= {"iterations": spec.iterations, **_busiest(spec, range(len(spec.workload.transfers)))}
+        print(json.dumps({**made, **written}))
         return
     console = Console(highlight=False)
     console.print(Text(f"{spec.workload.name}: what a trial on {spec.hosts} hosts would send", "bold"))
     for line in _table(spec, console.width):
         console.print(line, soft_wrap=True)
     console.print()
-    for note in (*spec.workload.notes, _NOTE):
+    buffers = "; ".join([_BUFFERS, *([_GIVEN] if any(one.shares for one in spec.workload.transfers) else [])])
+    for note in (*spec.workload.notes, f"Buffers are nccl-tests' sizes: {buffers}. {_PORT}"):
         console.print(Text(note, "dim"))
     if folder is not None:
         said = f"written: {', '.join(path.name for path in files)}" if files else "a run would be written there"
@@ -56,7 +56,7 @@ def show_traffic(spec: Spec, folder: Path | None, files: Sequence[Path], *, as_j
 
 
 def traffic(spec: Spec, grouped: Iterable[Group]) -> list[dict[str, Any]]:
-    """The rows. `sent_bytes`: by the host that sends most, in all; None of the engine, whose ways are its own."""
+    """The rows. `times`: in a trial, all iterations of all of a group; more as in `_busiest`."""
     made = []
     for group in grouped:
         first = spec.workload.transfers[group.places[0]]
@@ -69,36 +69,49 @@ def traffic(spec: Spec, grouped: Iterable[Group]) -> list[dict[str, Any]]:
                 "ranks": len(first.ranks) or spec.hosts,
                 "shares": list(first.shares),
                 "bytes": first.bytes,
-                "times": len(group.places),
-                "sent_bytes": _busiest(spec, group.places),
+                "times": len(group.places) * spec.iterations,
+                **_busiest(spec, group.places),
             }
         )
     return made
 
 
-def _busiest(spec: Spec, places: Iterable[int]) -> int | None:
-    """What the host sends that sends most of some transfers."""
+def _busiest(spec: Spec, places: Iterable[int]) -> dict[str, int | None]:
+    """Of some transfers, in a trial.
+
+    Returns:
+        `sent_bytes`, by the host that sends most, and `port_bytes`, through the busiest port, out or in; None of the
+        engine, whose ways are its own.
+    """
     sent: Counter[int] = Counter()
+    received: Counter[int] = Counter()
     for place in places:
         one, algorithm = spec.workload.transfers[place], spec.algorithm_of(place)
         if algorithm == ENGINE:
-            return None
+            return {"sent_bytes": None, "port_bytes": None}
         ranks = one.ranks or tuple(range(spec.hosts))
-        chunks, slots = _slots(one.collective, algorithm, len(ranks), one.shares)
+        chunks, leaving, arriving = _slots(one.collective, algorithm, len(ranks), one.shares)
         elements = -(-one.bytes // spec.workload.element_bytes)
-        for rank, count in slots.items():
-            sent[ranks[rank]] += count * -(-elements // chunks) * spec.workload.element_bytes
-    return max(sent.values(), default=0)
+        slot_bytes = -(-elements // chunks) * spec.workload.element_bytes * spec.iterations
+        for passed, slots in ((sent, leaving), (received, arriving)):
+            for rank, count in slots.items():
+                passed[ranks[rank]] += count * slot_bytes
+    most = max(sent.values(), default=0)
+    return {"sent_bytes": most, "port_bytes": max(most, *received.values())}
 
 
 @cache
-def _slots(collective: str, algorithm: str, ranks: int, shares: tuple[int, ...]) -> tuple[int, Counter[int]]:
-    """Into how many pieces a buffer is cut, and how many of them each rank sends."""
+def _slots(
+    collective: str, algorithm: str, ranks: int, shares: tuple[int, ...]
+) -> tuple[int, Counter[int], Counter[int]]:
+    """Into how many pieces a buffer is cut, and how many of them each rank sends, and receives."""
     steps = generate(collective, algorithm, ranks, **({"shares": shares} if shares else {}))
-    slots: Counter[int] = Counter()
+    sent: Counter[int] = Counter()
+    received: Counter[int] = Counter()
     for move in (move for moves in steps.rounds for move in moves):
-        slots[move.source] += move.count
-    return steps.chunks, slots
+        sent[move.source] += move.count
+        received[move.target] += move.count
+    return steps.chunks, sent, received
 
 
 # -- in a terminal ----------------------------------------------------------------------------------------------------
@@ -110,11 +123,12 @@ def _table(spec: Spec, width: int) -> Iterator[Text]:
     sections: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         sections.setdefault(_section(row), []).append(row)
-    last = _cells("step", None, len(spec.workload.transfers), sum(row["bytes"] * row["times"] for row in rows))
-    last.append(_number(_busiest(spec, range(len(spec.workload.transfers)))))
+    places = range(len(spec.workload.transfers))
+    last = _cells("step", None, len(places) * spec.iterations, sum(row["bytes"] * row["times"] for row in rows))
+    last.append(_number(_busiest(spec, places)["port_bytes"]))
     cells = {
         name: [
-            [*_cells(row["name"], row["bytes"], row["times"], row["bytes"] * row["times"]), _number(row["sent_bytes"])]
+            [*_cells(row["name"], row["bytes"], row["times"], row["bytes"] * row["times"]), _number(row["port_bytes"])]
             for row in some
         ]
         for name, some in sections.items()

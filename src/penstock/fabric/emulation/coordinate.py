@@ -195,7 +195,8 @@ def _cause(folder: Path, first: int, agents: Sequence[subprocess.Popen[bytes]], 
     """Why the run failed, from what host 0 or the first that failed has said."""
     try:
         trials = (folder / SAMPLES).read_bytes().rsplit(b"\n", 2)[-2].split(b",")[0]
-        saved = f"{int(trials) + 1} trials are in {folder}" if trials.isdigit() else "no trial had ended"
+        ended = int(trials) + 1 if trials.isdigit() else 0
+        saved = f"{ended} {'trial is' if ended == 1 else 'trials are'} in {folder}" if ended else "no trial had ended"
     except (OSError, IndexError):
         saved = "no trial had ended"
     status = agents[first].returncode
