@@ -12,7 +12,7 @@ WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -q
 TOGETHER := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-all check format bench clean
+.PHONY: demo test test-part test-all check format bench clean
 
 demo: $(READY)
 	$(BIN)/penstock demo
@@ -20,6 +20,10 @@ demo: $(READY)
 test: $(READY)
 	$(PYTEST) -m "not long and not alone" $(TOGETHER)
 	$(PYTEST) -m "not long and alone"
+
+# The long tests whose turn it is: see tests/rotation.py.
+test-part: $(READY)
+	$(BIN)/python tests/rotation.py $(TOGETHER)
 
 test-all: $(READY)
 	$(PYTEST) -m "not alone" $(TOGETHER)

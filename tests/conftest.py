@@ -15,17 +15,6 @@ settings.register_profile("untimed", deadline=None, suppress_health_check=[Healt
 settings.load_profile("untimed")
 
 
-ALONE = ("tests/fabric/", "test_fabric", "test_bad_network")
-"""Parts of the paths of tests that measure a network, which others would disturb."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests that run by themselves."""
-    for item in items:
-        if any(part in item.path.as_posix() for part in ALONE):
-            item.add_marker(pytest.mark.alone)
-
-
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """As the ranks of a pool have it: bits depend on the number of threads."""

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from models import squared_error
 from penstock import pipeline
-from penstock.partition._compat import FakeTensor
+from penstock.compat import FakeTensor
 from small import batch
 
 ROWS, WIDTH = 11, 9

@@ -17,7 +17,7 @@ from torch.nn import functional
 from by_hand import assert_same_gradients, step_by_hand
 from models import squared_error
 from penstock import PartitionError, pipeline
-from penstock.partition import real
+from penstock.partition.run import real
 
 WIDTH = 6
 X = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from models import squared_error
 from penstock import pipeline, verify
 from penstock.errors import PartitionError
-from penstock.partition._compat import flatten
 from penstock.runtime.exact.streams import key_of, mix
+from penstock.trees import flatten
 from test_layer_drop import Dropping, check
 
 SEED = 3

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import penstock
 from by_hand import assert_same_gradients, step_by_hand
-from penstock.schedule import from_csv
+from penstock.schedule import Schedule, from_csv
 from small import batch, mlp
 
 
@@ -240,3 +240,24 @@ def test_a_schedule_of_ones_own_may_call_it_in_any_order() -> None:
         pytest.raises(penstock.ArgumentError, match=r"'center'.* does not call it in order of microbatch"),
     ):
         pipe.step(x, target=y)
+
+
+def test_a_split_is_learned_without_a_second_call_of_the_loss() -> None:
+    """Where I does not follow on F at once, the last stage runs again, too."""
+    calls: list[int] = []
+
+    def counted(output: Tensor, target: Tensor) -> Tensor:
+        calls.append(len(calls))
+        return (output - target).square().mean() * len(calls)
+
+    rows = [" ".join(f"{rank}{op}{k}" for op in "FIW" for k in range(3)) for rank in range(2)]
+    order = Schedule.parse(f"split: 3 microbatches, stages on ranks 0 1\nrank 0: {rows[0]}\nrank 1: {rows[1]}")
+    model, reference, (x, y) = mlp(), mlp(), batch()
+    with penstock.pipeline(model, (x,), ranks=2, schedule=order, loss=counted, recompute="always") as pipe:
+        for _ in range(2):
+            pipe.step(x, target=y)
+    assert len(calls) == 6
+    calls.clear()
+    for _ in range(2):
+        step_by_hand(reference, (x,), y, counted, 3)
+    assert_same_gradients(model, reference)

@@ -19,6 +19,7 @@ from models import GPT, Case, SkipsTwice, squared_error, token_error
 from penstock.errors import ArgumentError, PartitionError
 from penstock.schedule import Schedule, generate, generator, generators
 from penstock.schedule.generators import Numbers
+from representatives import representatives
 from zoo.shared import Shared
 
 ROWS = 11
@@ -135,11 +136,10 @@ def schedules_of(name: str, ranks: int) -> list[Schedule]:
 CLASSIC = ("naive", "gpipe", "1f1b")
 RUNNABLE = [entry.name for entry in generators() if entry.slices == 1]
 CASES = [
-    (example, name, ranks)
-    for example in EXAMPLES
-    for name in RUNNABLE
-    for ranks in ([1, 2, 3, 4] if name in CLASSIC else [2, 4])
-    if ranks * generator(name).chunks <= DEPTHS[example]
+    case
+    for names, ranks in ((CLASSIC, [1, 2, 3, 4]), ([name for name in RUNNABLE if name not in CLASSIC], [2, 4]))
+    for case in representatives(4, list(EXAMPLES), names, ranks)
+    if case.values[2] * generator(case.values[1]).chunks <= DEPTHS[case.values[0]]
 ]
 
 
@@ -166,15 +166,22 @@ def test_bits_of_one_device(example: str, name: str, ranks: int) -> None:
         assert {row.name for row in report.rows if row.kind == "buffer"} == buffers
 
 
+def test_the_short_cases_have_every_schedule_and_every_example() -> None:
+    short = [case.values for case in CASES if not case.marks]
+    assert {name for _, name, _ in short} == set(RUNNABLE)
+    assert {example for example, _, _ in short} == set(EXAMPLES)
+
+
 def test_slices_are_not_run() -> None:
     with pytest.raises(ArgumentError, match="'seq1f1b' cuts microbatches into 2 slices of the sequence"):
         penstock.pipeline(nn.Linear(2, 2), (torch.randn(4, 2),), ranks=1, schedule="seq1f1b", microbatches=2)
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
-@pytest.mark.parametrize(("ranks", "chunks"), [(1, 3), (2, 2), (2, 3)])
-@pytest.mark.parametrize("name", ["naive", "gpipe"])
-def test_several_chunks_a_rank(example: str, name: str, ranks: int, chunks: int) -> None:
+@pytest.mark.parametrize(
+    ("example", "name", "split"), representatives(3, list(EXAMPLES), ["naive", "gpipe"], [(1, 3), (2, 2), (2, 3)])
+)
+def test_several_chunks_a_rank(example: str, name: str, split: tuple[int, int]) -> None:
+    ranks, chunks = split
     report = shared(example).verify(generate(name, ranks, 3, chunks))
     assert report.stages == ranks * chunks
     assert report.ok, report.summary()

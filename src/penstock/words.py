@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 
 def counted(number: int, what: str) -> str:
     """`1 stage`, `1,024 stages`, `3 microbatches`."""
     plural = "" if number == 1 else "es" if what.endswith("ch") else "s"
     return f"{number:,} {what}{plural}"
+
+
+def shortened(names: Collection[str], most: int = 4) -> str:
+    """Names as a message lists them."""
+    shown = ", ".join(map(repr, list(names)[:most]))
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
 
 
 def in_ranges(names: Iterable[str]) -> list[str]:

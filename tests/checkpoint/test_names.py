@@ -9,7 +9,7 @@ from torch import nn
 
 import penstock
 from models import squared_error
-from penstock.partition.chain import known_names
+from penstock.partition.units.chain import known_names
 
 
 class Tied(nn.Module):

@@ -200,9 +200,9 @@ def test_a_dry_run_asks_what_shapes_the_links(monkeypatch: pytest.MonkeyPatch) -
 def test_a_dry_run_writes_traces_and_nothing_else(folder: Path) -> None:
     said = output("fabric", *SIZES, "--hosts", "2", "--dry-run", "--chakra", "--out", "traces/of")
     assert sorted(path.name for path in (folder / "traces/of").iterdir()) == [
-        "penstock.0.et", "penstock.1.et", "penstock.pipe.groups.json",
+        "penstock.0.et", "penstock.1.et", "penstock.groups.json",
     ]  # fmt: skip
-    assert "traces/of: written: penstock.0.et, penstock.1.et, penstock.pipe.groups.json" in said
+    assert "traces/of: written: penstock.0.et, penstock.1.et, penstock.groups.json" in said
     assert "somewhere/else: a run would be written there" in output(
         "fabric", *SIZES, "--dry-run", "--out", "somewhere/else"
     )

@@ -47,6 +47,7 @@ def losses(folder: Path, ranks: int, *, fails: bool = False, **environment: str)
     return {int(number): loss for number, loss in map(str.split, done.stdout.splitlines())}
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 def test_killed_on_two_ranks_goes_on_on_four(tmp_path: Path) -> None:
     for name in ("whole", "killed"):

@@ -13,8 +13,9 @@ import torch
 from click.testing import Result
 from typer.testing import CliRunner
 
+from distributed.ranks import Ranks
 from penstock.cli import app
-from penstock.cli.verify import Line, block, fold
+from penstock.cli.verify import Line, block, fold, rank_main
 from penstock.errors import ArgumentError
 from penstock.launch.target import load
 
@@ -37,6 +38,9 @@ def uneven():
     widths = (5, 400, 8, 8, 4)
     layers = nn.Sequential(*(nn.Linear(*pair) for pair in itertools.pairwise(widths)))
     return layers, (torch.randn(12, 5),), torch.randint(4, (12,)), loss_of
+
+def odd():
+    return mlp(), (torch.randn(11, 5),), torch.randint(4, (11,)), loss_of
 
 def deep():
     return mlp(layers=12), (torch.randn(12, 5),), torch.randint(4, (12,)), loss_of
@@ -115,6 +119,27 @@ def in_process(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "from penstock.cli import main; main()", "verify", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+
+
+def rank_of_pool(rank: int, folder: str, here: str) -> int:
+    """What a rank of the command does, but for its start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(here)
+        patch.setenv("RANK", str(rank))
+        return rank_main(Path(folder))
+
+
+@pytest.fixture
+def in_pool(ranks2: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command's two ranks are the pool's."""
+
+    def launch(arguments: list[str], ranks: int, threads: int | None) -> int:
+        *module, folder = arguments
+        assert (module, ranks, threads) == (["-m", "penstock.cli.verify"], 2, None)
+        return max(ranks2.run(rank_of_pool, folder, os.getcwd()))
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(sys.modules["penstock.cli.verify"], "launch", launch)
 
 
 def last_line(text: str) -> str:
@@ -326,10 +351,10 @@ def test_error_of_one_process_is_the_last_line() -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.usefixtures("in_pool")
 def test_replicas_take_equal_parts_of_the_batch() -> None:
-    options = ("cases.py:good", "--ranks", "1", "--replicas", "2", "--microbatches", "3")
-    done = in_process(*options, "--json")
-    assert done.returncode == 0, done.stderr
+    done = verify("cases.py:good", "--ranks", "1", "--replicas", "2", "--microbatches", "3", "--json")
+    assert done.exit_code == 0, done.stderr
     report = json.loads(done.stdout)
     assert (report["ok"], report["replicas"], report["ranks"], report["microbatches"]) == (True, 2, 1, 3)
     parts = [row["name"] for row in report["rows"] if row["kind"] == "output"]
@@ -337,10 +362,11 @@ def test_replicas_take_equal_parts_of_the_batch() -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.usefixtures("in_pool")
 def test_a_batch_that_does_not_make_equal_parts() -> None:
-    done = in_process("cases.py:good", "--ranks", "1", "--replicas", "5")
-    assert done.returncode == 2
-    assert "the batch's 12 rows do not make 5 equal parts" in done.stderr
+    done = verify("cases.py:odd", "--ranks", "1", "--replicas", "2")
+    assert done.exit_code == 2
+    assert "the batch's 11 rows do not make 2 equal parts" in done.stderr
 
 
 def test_balance_is_what_the_stages_share() -> None:

@@ -10,15 +10,17 @@ import torch
 
 import penstock.runtime.step.jobs
 from distributed.ranks import Ranks, RanksError
+from representatives import representatives
 
 pytestmark = pytest.mark.distributed
 
 TRANSPORTS = ["auto", "distributed"]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("p", [2, 4])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved-1f1b"])
+@pytest.mark.parametrize(
+    ("schedule", "p", "transport"),
+    representatives(3, ["1f1b", "zb-h1", "interleaved-1f1b"], [2, 4], TRANSPORTS),
+)
 def test_traps_5_7_12_21_batches_that_change_have_the_bits_of_one_device(
     schedule: str, p: int, transport: str, request: pytest.FixtureRequest
 ) -> None:

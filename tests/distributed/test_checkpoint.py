@@ -14,6 +14,7 @@ from checkpoint_jobs import Trained
 
 from distributed.ranks import Ranks
 from penstock import checkpoint
+from representatives import representatives
 
 pytestmark = pytest.mark.distributed
 
@@ -44,19 +45,23 @@ def train(ranks2: Ranks, ranks4: Ranks) -> Callable[..., Trained]:
     return run
 
 
-@pytest.mark.parametrize("name", ["dropout", "convnet", "tied_gpt_with_dropout"])
 @pytest.mark.parametrize(
-    ("saves", "loads"),
-    [
-        ("four ranks", "one device"),
-        ("one device", "four ranks"),
-        ("four ranks", "two ranks"),
-        ("two ranks", "two ranks"),
-        ("two ranks, interleaved", "two ranks, zero-bubble V"),
-        ("two ranks, zero-bubble V", "four ranks in one process"),
-    ],
+    ("name", "change"),
+    representatives(
+        3,
+        ["dropout", "convnet", "tied_gpt_with_dropout"],
+        [
+            ("four ranks", "one device"),
+            ("one device", "four ranks"),
+            ("four ranks", "two ranks"),
+            ("two ranks", "two ranks"),
+            ("two ranks, interleaved", "two ranks, zero-bubble V"),
+            ("two ranks, zero-bubble V", "four ranks in one process"),
+        ],
+    ),
 )
-def test_training_goes_on(train: Callable[..., Trained], tmp_path: Path, name: str, saves: str, loads: str) -> None:
+def test_training_goes_on(train: Callable[..., Trained], tmp_path: Path, name: str, change: tuple[str, str]) -> None:
+    saves, loads = change
     whole, held = train(loads, name, STEPS)
     first, _ = train(saves, name, SAVED, tmp_path, SAVED)
     then, again = train(loads, name, STEPS, tmp_path)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from distributed.ranks import Ranks, RanksError
+from representatives import representatives
 
 pytestmark = pytest.mark.distributed
 
@@ -23,17 +24,21 @@ def test_sharded_replicas_gather_in_one_order_whatever_their_rows(ranks4: Ranks,
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"offload": True},
-        {"offload": True, "recompute": "except_last", "schedule": "zb-h1"},
-        {"offload": True, "recompute": 1},
-        {"check_finite": True, "recompute": "always", "schedule": "zb-h1"},
-    ],
+    ("divided", "options"),
+    representatives(
+        2,
+        [("every_block", DP), ("by_sequence", TP)],
+        [
+            {"offload": True},
+            {"offload": True, "recompute": "except_last", "schedule": "zb-h1"},
+            {"offload": True, "recompute": 1},
+            {"check_finite": True, "recompute": "always", "schedule": "zb-h1"},
+        ],
+    ),
     ids=str,
 )
-@pytest.mark.parametrize(("how", "mesh"), [("every_block", DP), ("by_sequence", TP)], ids=["fsdp", "tp"])
-def test_memory_of_divided_stages(ranks4: Ranks, how: str, mesh: Any, options: dict[str, Any]) -> None:
+def test_memory_of_divided_stages(ranks4: Ranks, divided: tuple[str, Any], options: dict[str, Any]) -> None:
+    how, mesh = divided
     sizes = [[8, 8], [4, 8]] if how == "every_block" else [[16], [16]]
     for rank in ranks4.run(combined_jobs.train, how, *mesh, sizes, {"microbatches": 4, **options}):
         assert rank.weights < 1e-6

@@ -15,6 +15,7 @@ from by_hand import step_by_hand
 from distributed.ranks import Ranks, RanksError
 from penstock.schedule import Op, generators
 from penstock.testing.transports import SCRIPTS
+from representatives import representatives
 
 pytestmark = pytest.mark.distributed
 
@@ -31,8 +32,11 @@ def ranks(request: pytest.FixtureRequest) -> Ranks:
 # -- the proof --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", CLASSIC)
-@pytest.mark.parametrize("name", ["tied_gpt_with_dropout", "skips", "llama", "in_place"])
+@pytest.mark.parametrize(
+    ("ranks", "name", "schedule"),
+    representatives(3, [2, 3, 4], ["tied_gpt_with_dropout", "skips", "llama", "in_place"], CLASSIC),
+    indirect=["ranks"],
+)
 def test_bits_of_one_device(ranks: Ranks, name: str, schedule: str) -> None:
     reports = ranks.run(jobs.verify, name, {"schedule": schedule, "microbatches": 4})
     assert len(set(map(str, reports))) == 1, "each rank has the same report"
@@ -41,9 +45,10 @@ def test_bits_of_one_device(ranks: Ranks, name: str, schedule: str) -> None:
     assert kinds == (["buffer"] if name == "llama" else []) + ["gradient", "loss", "output"]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("p", [2, 4])
-@pytest.mark.parametrize("schedule", [g.name for g in generators() if g.slices == 1 and g.name not in CLASSIC])
+@pytest.mark.parametrize(
+    ("schedule", "p", "transport"),
+    representatives(3, [g.name for g in generators() if g.slices == 1 and g.name not in CLASSIC], [2, 4], TRANSPORTS),
+)
 def test_every_schedule_gives_the_bits_of_one_device(
     schedule: str, p: int, transport: str, request: pytest.FixtureRequest
 ) -> None:
@@ -104,9 +109,10 @@ def train_by_hand(
     return dict(model.named_parameters()), dict(model.named_buffers()), losses
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("schedule", CLASSIC)
-@pytest.mark.parametrize("name", ["mlp", "skips", "convnet", "frozen_first_stage"])
+@pytest.mark.parametrize(
+    ("name", "schedule", "transport"),
+    representatives(3, ["mlp", "skips", "convnet", "frozen_first_stage"], CLASSIC, TRANSPORTS),
+)
 def test_five_steps_are_those_of_one_device(ranks3: Ranks, name: str, schedule: str, transport: str) -> None:
     options = {"schedule": schedule, "microbatches": 5, "transport": transport}
     trained = ranks3.run(jobs.train_here, name, 5, options)
@@ -122,7 +128,7 @@ def test_five_steps_are_those_of_one_device(ranks3: Ranks, name: str, schedule: 
     assert float(trained[0].losses[-1]) < float(trained[0].losses[0])
 
 
-@pytest.mark.parametrize("schedule", CLASSIC)
+@pytest.mark.parametrize(("ranks", "schedule"), representatives(3, [2, 3, 4], CLASSIC), indirect=["ranks"])
 def test_five_steps_with_tied_weights(ranks: Ranks, schedule: str) -> None:
     trained = ranks.run(jobs.train_here, "tied_gpt", 5, {"schedule": schedule, "microbatches": 4})
     weights, _, losses = train_by_hand("tied_gpt", 5, 4)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from distributed.ranks import Ranks
+from representatives import representatives
 
 pytestmark = pytest.mark.distributed
 
@@ -40,9 +41,7 @@ def test_changing_batches_are_those_of_one_process(ranks3: Ranks, job: object) -
             assert found[6] == ((True, True), (False, False), (True, True))[rank]
 
 
-@pytest.mark.parametrize("on", [0, 1])
-@pytest.mark.parametrize("step", [1, 2])
-@pytest.mark.parametrize("transport", ["auto", "distributed"])
+@pytest.mark.parametrize(("on", "step", "transport"), representatives(2, [0, 1], [1, 2], ["auto", "distributed"]))
 def test_one_rank_that_is_wrong_in_one_step_is_found(ranks2: Ranks, on: int, step: int, transport: str) -> None:
     for ok, summary, steps in ranks2.run(layout_jobs.spoiled, on, step, transport):
         assert not ok

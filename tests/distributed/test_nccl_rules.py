@@ -12,6 +12,7 @@ from distributed.ranks import Ranks, RanksError
 from penstock.schedule import generator, generators
 from penstock.schedule.generators import Numbers
 from penstock.testing.transports import SCRIPTS
+from representatives import representatives
 
 pytestmark = pytest.mark.distributed
 
@@ -29,7 +30,8 @@ def cells(schedule: str, ranks: int) -> Iterator[Cell]:
                 yield Cell(schedule, model, ranks * chunks, chunks, (timed, not timed))
 
 
-CASES = [(g.name, p) for p in RANKS for g in generators() if g.slices == 1 and any(cells(g.name, p))]
+RUN = [g.name for g in generators() if g.slices == 1]
+CASES = [case for case in representatives(3, RUN, RANKS) if any(cells(*case.values))]
 
 
 @pytest.mark.parametrize(("schedule", "p"), CASES)
@@ -37,6 +39,10 @@ def test_every_step_is_that_of_one_device(schedule: str, p: int, request: pytest
     ranks: Ranks = request.getfixturevalue(f"ranks{p}")
     for cell in cells(schedule, p):
         assert ranks.run(nccl_jobs.train, cell, seconds=SECONDS) == [[]] * p, cell
+
+
+def test_the_short_cases_have_every_schedule() -> None:
+    assert {case.values[0] for case in CASES if not case.marks} == set(RUN)
 
 
 def test_layouts_are_learned_under_the_rules_beside_shared_memory(ranks4: Ranks) -> None:

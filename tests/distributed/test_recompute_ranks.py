@@ -9,6 +9,7 @@ import recompute_jobs
 import torch
 
 from distributed.ranks import Ranks
+from representatives import representatives
 
 pytestmark = pytest.mark.distributed
 
@@ -50,15 +51,21 @@ def test_recomputation_changes_no_bit_of_a_curve() -> None:
         assert all(torch.equal(held[name], tensor) for name, tensor in expected[2].items())
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-v"])
-def test_bits_of_one_device(ranks2: Ranks, schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    representatives(
+        3,
+        ["gpipe", "1f1b", "zb-h1", "zb-v"],
+        [
+            {"recompute": "always"},
+            {"recompute": {0: 2, 1: "except_last"}, "transport": "distributed"},
+            {"recompute": "always", "offload": True, "deferred_batch_norm": True},
+        ],
+    ),
+    ids=str,
+)
+def test_bits_of_one_device(ranks2: Ranks, schedule: str, options: dict[str, Any]) -> None:
     """The weight that is used at both ends is summed over ranks, and close."""
-    for options in (
-        {"recompute": "always"},
-        {"recompute": {0: 2, 1: "except_last"}, "transport": "distributed"},
-        {"recompute": "always", "offload": True, "deferred_batch_norm": True},
-    ):
-        for ok, summary in ranks2.run(
-            recompute_jobs.verify_everything, {"schedule": schedule, "microbatches": 5, "exact": True, **options}
-        ):
-            assert ok, summary
+    asked = {"schedule": schedule, "microbatches": 5, "exact": True, **options}
+    for ok, summary in ranks2.run(recompute_jobs.verify_everything, asked):
+        assert ok, summary

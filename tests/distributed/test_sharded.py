@@ -12,6 +12,7 @@ from torch import Tensor
 
 from distributed.ranks import Ranks, RanksError
 from penstock.schedule import Op, check, generate, generators, whole_last_backward
+from representatives import representatives
 
 pytestmark = pytest.mark.distributed
 
@@ -31,8 +32,10 @@ def run(ranks: Ranks, mesh: Any, how: str, steps: int = 1, **options: Any) -> li
     return ranks.run(shard_jobs.train, *mesh, how, steps, {"microbatches": 3, **options})
 
 
-@pytest.mark.parametrize("how", ["every_block", "whole_stage"])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "interleaved-1f1b", "zb-v"])
+@pytest.mark.parametrize(
+    ("schedule", "how"),
+    representatives(2, ["1f1b", "gpipe", "zb-h1", "interleaved-1f1b", "zb-v"], ["every_block", "whole_stage"]),
+)
 def test_fsdp_gives_the_gradients_of_replicas(ranks4: Ranks, schedule: str, how: str) -> None:
     options = {"schedule": schedule, "microbatches": 6}
     plain, sharded = run(ranks4, DP, "", **options), run(ranks4, DP, how, **options)

@@ -8,15 +8,16 @@ import pytest
 
 from distributed.ranks import Ranks
 from support import cell_jobs
-from support.features import FAMILIES, FEATURES, cells, refusal, splits_nothing
+from support.features import FAMILIES, FEATURES, cells, refusal, sampled, splits_nothing
 from support.page import page
 
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.parametrize("of_sample", [True, pytest.param(False, marks=pytest.mark.long)], ids=["sample", "rest"])
 @pytest.mark.parametrize("feature", [feature.name for feature in FEATURES])
-def test_each_cell_works_or_is_refused(ranks4: Ranks, feature: str) -> None:
-    mine = [cell for cell in cells() if cell[1] == feature]
+def test_each_cell_works_or_is_refused(ranks4: Ranks, feature: str, of_sample: bool) -> None:
+    mine = [cell for cell in cells() if cell[1] == feature and sampled(cell) == of_sample]
     assert mine
     for rank, seen in enumerate(ranks4.run(cell_jobs.run, mine, seconds=280)):
         for cell, result in zip(mine, seen, strict=True):
@@ -27,6 +28,12 @@ def test_each_cell_works_or_is_refused(ranks4: Ranks, feature: str) -> None:
             family = next(family for family in FAMILIES if family.name == cell[0])
             waits = family.splits and not expected and not splits_nothing(cell)
             assert (result.waits > 0) == waits, f"{cell}, rank {rank}: {result.waits} waits for W"
+
+
+def test_the_sample_has_each_family_each_feature_and_each_pair() -> None:
+    tried = {cell for cell in cells() if sampled(cell)}
+    assert {cell[0] for cell in tried} == {family.name for family in FAMILIES}
+    assert {cell[1:] for cell in tried} == {cell[1:] for cell in cells()}
 
 
 def test_the_documents_say_so() -> None:

@@ -114,7 +114,7 @@ def test_files_are_read(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", spoken_names())
 def test_dotted_names_exist(name: str) -> None:
-    if name != "penstock.pipe.groups.json":  # a file
+    if name != "penstock.groups.json":  # a file
         assert _is_there(name)
 
 

@@ -23,6 +23,8 @@ from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.presets import preset
 from penstock.fabric.workload import Workload
 
+pytestmark = pytest.mark.alone
+
 MARGIN_NS = 30_000_000
 
 

@@ -123,6 +123,7 @@ def test_several_neighbours_come_in_order_and_in_parts() -> None:
     assert 0 < len(other) < len(at_ns)
 
 
+@pytest.mark.alone
 def test_neighbours_come_from_the_moment_on_that_they_were_ordered() -> None:
     t = tables(Topology(parse_link("1gbit")), [-1, -1], 0)
     began = time.monotonic_ns()

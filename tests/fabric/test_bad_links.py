@@ -20,6 +20,7 @@ _MISSING = why_not() or why_no_switch()
 pytestmark = [
     pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING)),
     pytest.mark.distributed,
+    pytest.mark.alone,
 ]
 
 CHANGES = """

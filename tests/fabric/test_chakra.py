@@ -70,7 +70,7 @@ def attributes(message: dict[int, list[int | bytes]]) -> dict[bytes, tuple[int, 
 
 def test_a_file_a_rank_that_is_read_back(tmp_path):
     files = chakra.write_chakra(presets.preset("mlp"), tmp_path / "new", 4)
-    assert [file.name for file in files] == [*(f"penstock.{rank}.et" for rank in range(4)), "penstock.pipe.groups.json"]
+    assert [file.name for file in files] == [*(f"penstock.{rank}.et" for rank in range(4)), "penstock.groups.json"]
     trace = chakra.read_chakra(files[2])
     assert trace.version == "0.0.4"
     assert [(node.name, node.type, node.data_deps) for node in trace.nodes] == [

@@ -134,6 +134,7 @@ def test_a_lost_move_is_found(ranks3: Ranks, collective: str, algorithm: str) ->
 # -- the wire that delays ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.alone
 @pytest.mark.distributed
 def test_a_delayed_message_takes_no_less_than_the_link_and_two_queue_up(ranks3: Ranks) -> None:
     size, rate = 50_000, 1e6
@@ -235,6 +236,7 @@ def test_what_waited_meanwhile_is_not_delayed_again(monkeypatch: pytest.MonkeyPa
 # -- clocks -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.alone
 @pytest.mark.distributed
 @pytest.mark.parametrize("ahead_ns", [0, 1_000_000_007, -5_000_000_000])
 def test_the_offset_of_a_clock_is_within_its_uncertainty(ranks3: Ranks, ahead_ns: int) -> None:
@@ -247,6 +249,7 @@ def test_the_offset_of_a_clock_is_within_its_uncertainty(ranks3: Ranks, ahead_ns
         assert offset["estimated_ns"] == offset["offset_ns"]
 
 
+@pytest.mark.alone
 @pytest.mark.distributed
 def test_hosts_of_one_kernel_have_one_clock(ranks2: Ranks) -> None:
     for offset in ranks2.run(jobs.clocks, 0, True):
@@ -260,6 +263,7 @@ def _spec(workload: Workload, hosts: int, **more: Any) -> Spec:
     return Spec(workload, hosts, trials=3, measures_links=False, **more)
 
 
+@pytest.mark.alone
 @pytest.mark.distributed
 @pytest.mark.parametrize("algorithm", ["ring", ENGINE])
 def test_pipelines_of_subsets_do_not_wait_for_each_other(ranks4: Ranks, algorithm: str) -> None:

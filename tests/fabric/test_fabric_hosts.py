@@ -23,7 +23,11 @@ from penstock.network.machines import Machines
 from penstock.network.parse import parse_link
 
 _MISSING = why_not()
-pytestmark = [pytest.mark.distributed, pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))]
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.alone,
+    pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING)),
+]
 
 TIMES = {"min", "p50", "p90", "p99", "p999", "max", "mean"}
 OF_A_TRANSFER = {

@@ -20,6 +20,8 @@ from penstock.network.checks import why_not
 from penstock.network.holdback import LEAST_SHARE, GroupsV1, GroupsV2, Means, Signals, quota
 from penstock.network.machines import Machines, clean
 
+pytestmark = pytest.mark.alone
+
 _MISSING = why_not()
 hosts_needed = pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))
 every_means = pytest.mark.parametrize("means", [GroupsV2, GroupsV1, Signals], indirect=True)

@@ -20,6 +20,8 @@ from penstock.network.inside import within
 from penstock.network.machines import Machines, clean
 from penstock.network.parse import parse_link
 
+pytestmark = pytest.mark.alone
+
 _MISSING = why_not()
 hosts_needed = pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))
 

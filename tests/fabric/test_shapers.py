@@ -98,6 +98,7 @@ def test_a_tc_that_does_nothing_is_noticed(asked: str, tmp_path: Path, monkeypat
         pass
 
 
+@pytest.mark.alone
 @hosts_needed
 @pytest.mark.skipif(_MISSING is None and shapers.why_no_netem() is not None, reason="the kernel has no netem")
 def test_a_delay_by_netem_is_found_on_the_wire() -> None:
@@ -338,6 +339,7 @@ def test_a_kernel_without_netem_is_told_apart_from_one_with_it() -> None:
     assert missing is None or "modprobe sch_netem" in missing
 
 
+@pytest.mark.alone
 @hosts_needed
 @pytest.mark.parametrize("keeps_seeds", [True, False])
 def test_a_network_by_netem(keeps_seeds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

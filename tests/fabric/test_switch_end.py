@@ -22,7 +22,7 @@ from penstock.network.shapers import why_no_switch
 from penstock.network.switch import client
 
 _MISSING = why_not() or why_no_switch()
-pytestmark = pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))
+pytestmark = [pytest.mark.alone, pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))]
 
 MAKER = """
 import signal, subprocess, sys, time

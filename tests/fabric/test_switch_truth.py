@@ -39,7 +39,7 @@ from penstock.network.shapers import why_no_switch
 from penstock.network.topology import Topology
 
 _MISSING = why_not() or why_no_switch()
-pytestmark = pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))
+pytestmark = [pytest.mark.alone, pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))]
 
 T = TypeVar("T")
 SEED = 7

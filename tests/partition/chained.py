@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from models import Case
 from penstock.partition import Partition, default_kwargs
-from penstock.partition._compat import flatten
-from penstock.partition.loan import map_tensors
 from penstock.stages import MODEL_INPUT
+from penstock.trees import flatten, map_tensors
 
 
 class NoStreams:

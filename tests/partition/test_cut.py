@@ -14,7 +14,7 @@ from torch import nn
 from models import gpt, mlp
 from penstock.errors import PartitionError
 from penstock.partition import Partitioner
-from penstock.partition.cut import linear_partition
+from penstock.partition.cut.balance import linear_partition
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.data())

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock import PartitionError, inspect, verify
-from penstock.partition.attempts import record
-from penstock.partition.units import find_units
+from penstock.partition.record.attempts import record
+from penstock.partition.units.units import find_units
 
 WIDTH = 6
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import PartitionError, inspect, verify
-from penstock.partition._compat import FakeTensor
-from penstock.partition.attempts import record
-from penstock.partition.state.sideways import Sideways
+from penstock.compat import FakeTensor
+from penstock.partition.record.attempts import record
+from penstock.partition.run.sideways import Sideways
 
 WIDTH = 6
 LOSSES: list[Tensor] = []

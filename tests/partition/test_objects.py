@@ -19,7 +19,7 @@ from torch.utils import _pytree
 from models import Case, llama
 from penstock.errors import PartitionError
 from penstock.partition import Partitioner
-from penstock.partition._compat import flatten, unflatten
+from penstock.trees import flatten, unflatten
 
 WIDTH = 6
 

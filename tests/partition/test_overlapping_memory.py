@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.partition import memory
-from penstock.partition.memory import bytes_of, extent, overlap
+from penstock.partition.values import memory
+from penstock.partition.values.memory import bytes_of, extent, overlap
 
 MEMORY = torch.arange(60)
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.partition._compat import fake_mode
-from penstock.partition.loan import Loan
+from penstock.compat import fake_mode
+from penstock.partition.run.loan import Loan
 from penstock.partition.state.reach import PART, Reach
 
 

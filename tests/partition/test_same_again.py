@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock import verify
-from penstock.partition._compat import fake_mode, storage_of
-from penstock.partition.known import Known, Restart
-from penstock.partition.observer import Observer
+from penstock.compat import fake_mode, storage_of
+from penstock.partition.run.known import Known, Restart
+from penstock.partition.watch.observer import Observer
 
 TESTS = Path(__file__).parents[1]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from penstock import PartitionError, inspect, verify
 from penstock.partition import Partitioner, partitioner
-from penstock.partition.state.sideways import Sideways
+from penstock.partition.run.sideways import Sideways
 
 WIDTH = 6
 LEFT: list[Tensor] = []
@@ -233,7 +233,7 @@ def test_modules_among_the_constants_of_the_models_own_call_are_refused() -> Non
 
 def test_a_parameter_that_no_stage_has_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the watch on each call gone, what the whole recording must satisfy still holds it."""
-    monkeypatch.setattr("penstock.partition.state.sideways.Sideways.check_call", lambda self, call: None)
+    monkeypatch.setattr("penstock.partition.run.sideways.Sideways.check_call", lambda self, call: None)
     with pytest.raises(PartitionError, match=r"uses 'body.layers.0.weight', .*no recorded call does.*leaves="):
         Partitioner(Stack(), 2, streams=None)((torch.randn(5, WIDTH),))  # type: ignore[arg-type]
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock import PartitionError, inspect, pipeline, verify
-from penstock.partition._compat import storage_of
-from penstock.partition.recording import Fact
-from penstock.partition.state.unseen import Saved
+from penstock.compat import storage_of
+from penstock.partition.recording.facts import Fact
+from penstock.partition.watch.unseen import Saved
 
 WIDTH = 6
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from models import gpt
 from penstock import inspect, pipeline
 from penstock.partition import Balance, Partitioner
-from penstock.partition.attempts import record
-from penstock.partition.work import OPERATIONS_PER_BYTE as PER_BYTE
+from penstock.partition.record.attempts import record
+from penstock.partition.watch.work import OPERATIONS_PER_BYTE as PER_BYTE
 
 
 def work(model: nn.Module, *args: Tensor) -> int:

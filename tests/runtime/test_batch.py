@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ShapeError
-from penstock.partition._compat import flatten
 from penstock.runtime.batch.microbatches import Microbatches, kind_of, rows_of, sizes_of, split
 from penstock.runtime.exact.rules import CACHE_LINE_BYTES
+from penstock.trees import flatten
 
 
 @given(st.integers(1, 200), st.integers(1, 200))

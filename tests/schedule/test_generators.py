@@ -39,10 +39,13 @@ def test_every_generator_is_legal_and_exact(schedule: Schedule) -> None:
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 7, 16, 33, 64])
 def test_every_generator_is_legal_at_the_corners(name: str, ranks: int, microbatches: int) -> None:
     entry = generator(name)
-    if entry.broken(Numbers(ranks, microbatches, entry.chunks, entry.slices)) is None:
-        schedule = generate(name, ranks, microbatches)
-        assert [v for v in check(schedule) if v.fatal] == []
-        assert (schedule.name, schedule.ranks, schedule.microbatches) == (name, ranks, microbatches)
+    if (rule := entry.broken(Numbers(ranks, microbatches, entry.chunks, entry.slices))) is not None:
+        with pytest.raises(ArgumentError, match=f"{name} works with {re.escape(rule.text)}"):
+            generate(name, ranks, microbatches)
+        return
+    schedule = generate(name, ranks, microbatches)
+    assert [v for v in check(schedule) if v.fatal] == []
+    assert (schedule.name, schedule.ranks, schedule.microbatches) == (name, ranks, microbatches)
 
 
 @given(generated(max_ranks=8, max_microbatches=24))

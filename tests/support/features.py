@@ -86,6 +86,14 @@ def cells() -> list[Cell]:
     return [*alone, *((family, *pair) for pair in pairs() for family in PAIRED)]
 
 
+def sampled(cell: Cell) -> bool:
+    """Whether every run of the tests tries it: what is refused, and half of what works."""
+    family, *features = cell
+    families = [each.name for each in FAMILIES] if len(features) == 1 else list(PAIRED)
+    place = families.index(family) + sum(list(BY_NAME).index(feature) for feature in features)
+    return bool(refusal(cell)) or place % 2 == 0
+
+
 def splits_nothing(cell: Cell) -> bool:
     """Whether a cell that works has a schedule that splits the backward, and nothing waits for W."""
     family = next(family for family in FAMILIES if family.name == cell[0])

@@ -11,11 +11,11 @@ from torch import nn
 import penstock
 from models import Case
 from penstock.partition import partitioner
-from penstock.partition._compat import flatten
-from penstock.partition.chain import Chain
-from penstock.partition.partition import describe
+from penstock.partition.stages.partition import describe
+from penstock.partition.units.chain import Chain
 from penstock.proof import verify as verification
 from penstock.schedule import Schedule
+from penstock.trees import flatten
 
 
 class Shared:

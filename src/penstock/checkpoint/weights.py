@@ -10,7 +10,7 @@ from torch import nn
 from penstock.checkpoint.agreement import together
 from penstock.checkpoint.sources import Source, source_of
 from penstock.errors import ArgumentError
-from penstock.partition.chain import as_module, known_names
+from penstock.partition.units.chain import as_module, known_names
 from penstock.pipe.pipeline import Pipeline
 from penstock.runtime.model.materialize import Materialize
 

@@ -136,9 +136,9 @@ class TrafficOptions:
                 raise ArgumentError(f"--{flag} belongs to {' or '.join(owners)}, and {way} was given: leave it out")
 
     def _of_model(self, target: str, hosts: int) -> Workload:
-        from penstock.partition._compat import unflatten
         from penstock.runtime.batch.cutting import Cutting
         from penstock.traffic import from_model
+        from penstock.trees import unflatten
 
         ranks = self._ranks(hosts)
         compute = self._compute()

@@ -220,8 +220,8 @@ def _mesh(case: Case, given: Target) -> DeviceMesh:
 
 def _part(given: Target, replicas: int, replica: int) -> Microbatch:
     """A replica's part of the batch, cut by the rule by which a pipeline cuts its own."""
-    from penstock.partition._compat import unflatten
     from penstock.runtime.batch.cutting import Cutting, Microbatch
+    from penstock.trees import unflatten
 
     cutting, kwargs = Cutting.of(given.cutting.get("batch_dims"), given.cutting.get("split")), dict(given.kwargs)
     divided = cutting.divide(given.args, kwargs, given.target, replicas, "batch", 1)

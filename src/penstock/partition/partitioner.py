@@ -11,25 +11,26 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, fx, nn
 
+from penstock.compat import autocast_state
 from penstock.errors import ArgumentError, PartitionError
-from penstock.partition._compat import autocast_state, flatten
-from penstock.partition.attempts import record
-from penstock.partition.chain import as_module, known_names
-from penstock.partition.complete import check_complete, unused_note
-from penstock.partition.cut import Balance, balanced_cuts, candidates, cut_positions
-from penstock.partition.hierarchy import more_to_open, opening_for
-from penstock.partition.inseparable import joined, spans, too_few
-from penstock.partition.objects import input_path
+from penstock.partition.cut.balance import Balance, balanced_cuts, candidates, cut_positions
+from penstock.partition.cut.hierarchy import more_to_open, opening_for
+from penstock.partition.cut.inseparable import joined, spans, too_few
 from penstock.partition.obstacle import Obstacle
-from penstock.partition.opening import Opening
-from penstock.partition.partition import Origin, Partition, describe
-from penstock.partition.recording import RandomSource, Recording
+from penstock.partition.record.attempts import record
+from penstock.partition.recording.recording import RandomSource, Recording
 from penstock.partition.remedies import explained
-from penstock.partition.split import Split
-from penstock.partition.stage import Stage, build_stage
+from penstock.partition.stages.complete import check_complete, unused_note
+from penstock.partition.stages.partition import Origin, Partition, describe
+from penstock.partition.stages.split import Split
+from penstock.partition.stages.stage import Stage, build_stage
 from penstock.partition.state.given import Attributes, Given
-from penstock.partition.state.unseen import UnwatchableError
-from penstock.partition.units import Grain, find_units, refuse_compiled, refuse_lazy
+from penstock.partition.units.chain import as_module, known_names
+from penstock.partition.units.opening import Opening
+from penstock.partition.units.units import Grain, find_units, refuse_compiled, refuse_lazy
+from penstock.partition.values.objects import input_path
+from penstock.partition.watch.unseen import UnwatchableError
+from penstock.trees import flatten
 
 Division = tuple[tuple[str, ...], Opening]
 """Where a model is cut, and what is opened for that."""

@@ -16,10 +16,10 @@ from typing import Any
 
 from torch import nn
 
-from penstock.partition.cut import candidates
+from penstock.partition.cut.balance import candidates
 from penstock.partition.obstacle import Obstacle, Rate
-from penstock.partition.recording import Recording
-from penstock.partition.units import has_forward
+from penstock.partition.recording.recording import Recording
+from penstock.partition.units.units import has_forward
 from penstock.words import counted
 
 TRIALS = 12

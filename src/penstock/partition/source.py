@@ -11,7 +11,12 @@ from types import FrameType
 
 import torch
 
-OURS = tuple(str(folder) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parent))
+from penstock import compat, trees
+
+OURS = (
+    *(str(folder) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parent)),
+    *(compat.__file__, trees.__file__),
+)
 """With the separator: packages whose names begin with "torch" are the user's."""
 
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from penstock.errors import ArgumentError, PenstockError
 from penstock.partition import Balance, Partition
-from penstock.partition.chain import as_module
 from penstock.partition.chance.gate import Gate
+from penstock.partition.units.chain import as_module
 from penstock.pipe.build import build
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from penstock.errors import ArgumentError, ClosedError
 from penstock.partition import Partition
-from penstock.partition.chance.aliases import crosses_twice
+from penstock.partition.stages.aliases import crosses_twice
 from penstock.pipe.groups import OptionsOf, parameter_groups
 from penstock.pipe.options import Options
 from penstock.pipe.result import StepResult

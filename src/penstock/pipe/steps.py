@@ -12,7 +12,6 @@ from torch import Tensor
 
 from penstock.launch.step_file import announcer
 from penstock.partition import Partition
-from penstock.partition._compat import unflatten
 from penstock.pipe.options import Options
 from penstock.pipe.result import SharedLoss, StepResult
 from penstock.runtime.batch import microbatches as batches
@@ -35,6 +34,7 @@ from penstock.runtime.step.rehearsal import try_loss
 from penstock.schedule import Schedule, first_microbatches
 from penstock.schedule.lowering import lower_evaluation, lower_training
 from penstock.schedule.timeline import Timeline
+from penstock.trees import unflatten
 
 
 class Steps:

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from penstock.compat import has_accumulation_hooks, has_gradient_hooks, storage_of
 from penstock.errors import ArgumentError
-from penstock.partition._compat import has_accumulation_hooks, has_gradient_hooks, storage_of
-from penstock.partition.loan import same_bits
-from penstock.partition.units import refuse_lazy
+from penstock.partition.units.units import refuse_lazy
+from penstock.partition.values.memory import same_bits
 from penstock.words import in_a_line
 
 Model = nn.Module | Sequence[nn.Module]

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
-from penstock.partition._compat import flatten
 from penstock.pipe.build import build, pipeline
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
@@ -42,6 +41,7 @@ from penstock.runtime.processes.world import World
 from penstock.runtime.step.example import is_whole
 from penstock.schedule import Schedule, generate
 from penstock.stages import needs_backward, ties
+from penstock.trees import flatten
 
 STEPS = 2
 """The first agrees on layouts, and its messages take another way than all others: both are compared."""

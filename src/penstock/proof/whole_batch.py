@@ -18,8 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from penstock.partition._compat import flatten, unflatten
-from penstock.partition.complete import shortened
 from penstock.partition.state.reach import Reach
 from penstock.pipe.pipeline import Pipeline
 from penstock.proof.comparison import WholeBatch
@@ -27,6 +25,8 @@ from penstock.runtime.batch.batch_dims import Dims
 from penstock.runtime.batch.cutting import Cutting, Microbatch
 from penstock.runtime.batch.microbatches import Microbatches, split
 from penstock.runtime.loss.loss import Loss, Reduction, no_loss, own_loss, weighted_sum, weights
+from penstock.trees import flatten, unflatten
+from penstock.words import shortened
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5}
 """By how much losses may differ through rounding, over the largest of them; 2e-2 in half precision."""

@@ -17,7 +17,7 @@ from torch import nn
 from penstock.errors import ArgumentError
 from penstock.fabric.workload import Transfer, Workload
 from penstock.partition import Balance
-from penstock.partition.chain import as_module
+from penstock.partition.units.chain import as_module
 from penstock.schedule import Schedule
 from penstock.schedule.lowering import order_of
 from penstock.stages import MODEL_INPUT

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from penstock.compat import FakeTensor
 from penstock.partition import Partition, Partitioner
-from penstock.partition._compat import FakeTensor, flatten
+from penstock.trees import flatten
 
 Named = tuple[str, nn.Parameter]
 """A parameter with its name in the model; tied ones once, by their first name."""

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
 from penstock.partition import Stage
-from penstock.partition._compat import flatten
 from penstock.stages import MODEL_INPUT
 from penstock.traffic.layers import Layer, record
+from penstock.trees import flatten
 
 REPETITIONS = 5
 """After one that is not counted, in which memory is taken and kernels are chosen."""

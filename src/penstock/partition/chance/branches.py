@@ -10,7 +10,8 @@ from torch import fx
 
 from penstock.partition.chance.ways import Found, UnlikeError, explore
 from penstock.partition.obstacle import Obstacle
-from penstock.partition.recording import Branch, Fact, Recording
+from penstock.partition.recording.facts import Branch, Fact
+from penstock.partition.recording.recording import Recording
 
 
 def with_branches(first: Recording, record: Callable[[Mapping[int, bool]], Recording]) -> Recording:

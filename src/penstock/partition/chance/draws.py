@@ -13,43 +13,28 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
+from penstock.compat import FakeTensor
 from penstock.errors import PartitionError
 from penstock.partition import source
-from penstock.partition._compat import FakeTensor
 from penstock.partition.chance import foreign
 from penstock.partition.chance.foreign import States
-from penstock.partition.obstacle import Rate, rates_here
-from penstock.partition.trees import Leaf
-
-if TYPE_CHECKING:
-    from penstock.partition.recorder import Recorder
+from penstock.partition.obstacle import rates_here
+from penstock.partition.recording.facts import Fact
+from penstock.partition.recording.recording import Ask
+from penstock.partition.watch.observer import Observer
+from penstock.trees import Leaf
 
 REMEDY = (
     "Draw it with torch (torch.rand) and keep it a tensor, do it inside of a module that leaves=[...] names, or switch "
     "it off"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """The forward asked for an outcome: that of `node`, before the node `index` was recorded, at a line of its code.
-
-    `rates`: what the module `scope`, whose code it is, reads there.
-    """
-
-    node: fx.Node
-    index: int
-    source_line: str
-    scope: str = ""
-    rates: tuple[Rate, ...] = ()
 
 
 class Drawn(Leaf):
@@ -142,17 +127,62 @@ class DrawnArray(Leaf):
     __array_ufunc__ = __array_function__ = _refuse
 
 
+class Book(Protocol):
+    """The recording that is being written, as far as chance reads it and writes in it; see `record.recorder`."""
+
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def observer(self) -> Observer: ...
+    @property
+    def facts(self) -> Mapping[fx.Node, Fact]: ...
+    @property
+    def is_paused(self) -> bool:
+        """Whether a recorded call is running, what is inside of which is not recorded."""
+
+    @property
+    def scope(self) -> str:
+        """The name of the module whose forward is running."""
+
+    def here(self) -> str:
+        """The line that runs, and its module."""
+
+    def is_seen(self, tensor: Tensor) -> bool:
+        """Whether a node stands for a tensor."""
+
+    def node_of(self, tensor: Tensor) -> fx.Node:
+        """That node."""
+
+    def argument(self, value: Any) -> Any:
+        """A value as an argument of a node."""
+
+    def arguments(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A call's arguments as those of a node."""
+
+    def write_number(
+        self, op: str, target: Any, args: tuple[Any, ...], kwargs: Any = None, *, draws: bool = False
+    ) -> fx.Node:
+        """A call that gives a number or an array by chance."""
+
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Makes a call and records it."""
+
+    def run_known(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The result of a function that draws, run for real."""
+
+
 class Chance:
     """What one recording knows of the numbers that are drawn outside of its units.
 
     Args:
+        book: where they are recorded.
         choices: by number of the question, the answer to give; False for those that are not in it.
     """
 
-    def __init__(self, recorder: Recorder, choices: Mapping[int, bool]) -> None:
-        self._recorder, self._choices = recorder, choices
+    def __init__(self, book: Book, choices: Mapping[int, bool]) -> None:
+        self._book, self._choices = book, choices
         self._thread = threading.get_ident()
-        self._generators = States(recorder.model)
+        self._generators = States(book.model)
         self._noted = False
         self._answers: dict[fx.Node, bool] = {}
         self.asks: list[Ask] = []
@@ -166,9 +196,9 @@ class Chance:
         name = getattr(function, "__name__", "")
         if name not in ("__bool__", "item", "equal", "is_nonzero") or not any(isinstance(a, FakeTensor) for a in args):
             return False, None
-        if not all(isinstance(a, Tensor) and self._recorder.is_seen(a) for a in args):
+        if not all(isinstance(a, Tensor) and self._book.is_seen(a) for a in args):
             return False, None
-        nodes = [self._recorder.node_of(t) for t in args]
+        nodes = [self._book.node_of(t) for t in args]
         if not self.is_chance(*nodes):
             return False, None
         if name == "__bool__":
@@ -182,7 +212,7 @@ class Chance:
 
     def is_chance(self, *nodes: fx.Node) -> bool:
         """Whether values follow from draws alone: not from inputs, parameters or what blocks compute."""
-        facts, draws, stack, seen = self._recorder.facts, False, [*nodes], {*nodes}
+        facts, draws, stack, seen = self._book.facts, False, [*nodes], {*nodes}
         while stack:
             one = stack.pop()
             fact = facts[one]
@@ -195,28 +225,28 @@ class Chance:
 
     def decide(self, node: fx.Node) -> bool:
         """The outcome that this recording is to follow."""
-        if self._recorder.is_paused:
+        if self._book.is_paused:
             self.refuse(f"a random number, {node.name!r}, inside of a module that runs as a whole")
         if node not in self._answers:
             self._answers[node] = self._choices.get(len(self.asks), False)
-            recorder = self._recorder
+            book = self._book
             line = source.current_line()
-            self.asks.append(Ask(node, recorder.observer.position, line, recorder.scope, rates_here()))
+            self.asks.append(Ask(node, book.observer.position, line, book.scope, rates_here()))
         return self._answers[node]
 
     def calculate(self, function: Callable[..., Any], *args: Any) -> Drawn:
-        if self._recorder.is_paused:
+        if self._book.is_paused:
             self.refuse("a random number inside of a module that runs as a whole")
         return self._number("call_function", function, tuple(a.node if isinstance(a, Drawn) else a for a in args))
 
     def of_array(self, array: DrawnArray, method: str, dtype: Any) -> DrawnArray:
         """What a method gives of an array."""
-        node = self._recorder.write_number("call_method", method, (array.node, self._recorder.argument(dtype)))
+        node = self._book.write_number("call_method", method, (array.node, self._book.argument(dtype)))
         return DrawnArray(self, node, sys.modules["numpy"].empty(array.shape, dtype))
 
     def _number(self, op: str, target: Any, args: tuple[Any, ...]) -> Drawn:
         self.held = True
-        return Drawn(self, self._recorder.write_number(op, target, args))
+        return Drawn(self, self._book.write_number(op, target, args))
 
     # -- Python's and numpy's random numbers ------------------------------------------------------------------------
 
@@ -226,14 +256,14 @@ class Chance:
 
         def from_numpy(array: Any) -> Any:
             if isinstance(array, DrawnArray):
-                return self._recorder.call(real, (array,), {})
+                return self._book.call(real, (array,), {})
             return real(array)
 
         real = torch.from_numpy
         functions = {function: partial(self._call_whole, function) for function in whole}
         own: str | None = None
         try:
-            with foreign.replaced(self._recorder.model, self._draw, functions, from_numpy):
+            with foreign.replaced(self._book.model, self._draw, functions, from_numpy):
                 yield
             self.check_generators()
         finally:
@@ -250,7 +280,7 @@ class Chance:
         if self._generators.moved():
             raise PartitionError(
                 f"the forward seeds Python's or numpy's random numbers, or draws from them in a way that was not seen, "
-                f"before {self._recorder.here()} which a recording would freeze. Draw them as random.f or "
+                f"before {self._book.here()} which a recording would freeze. Draw them as random.f or "
                 "numpy.random.f, or with torch (torch.rand), inside of a block if they are seeded; or switch it off"
             )
 
@@ -269,8 +299,8 @@ class Chance:
             return function(*args, **kwargs)  # has a seed of its own
         if name == foreign.FRESH:
             self.refuse("a generator that has no seed (numpy.random.default_rng())")
-        if self._recorder.is_paused:
-            self._recorder.observer.draw()
+        if self._book.is_paused:
+            self._book.observer.draw()
             self._noted = True
             return function(*args, **kwargs)
         self.check_generators()
@@ -281,14 +311,14 @@ class Chance:
         return self._stand_in(value, "call_function", foreign.draw, (name, *args), kwargs, *_range(name, args, kwargs))
 
     def _call_whole(self, function: FunctionType, *args: Any, **kwargs: Any) -> Any:
-        recorder = self._recorder
-        if threading.get_ident() != self._thread or recorder.is_paused:
+        book = self._book
+        if threading.get_ident() != self._thread or book.is_paused:
             return function(*args, **kwargs)
         self.check_generators()
         if holds_drawn((args, kwargs)):
             self.refuse(f"a random number as an argument of {function.__name__}")
-        given, named = recorder.arguments(args, kwargs)
-        value = recorder.run_known(function, args, kwargs)
+        given, named = book.arguments(args, kwargs)
+        value = book.run_known(function, args, kwargs)
         self._generators.accept()
         return self._stand_in(value, "call_function", function, given, named)
 
@@ -309,15 +339,15 @@ class Chance:
             if value.dtype.kind not in "biufc":
                 self.refuse("a random choice among objects")
             if target is foreign.draw and (function := foreign.enclosing_function()) is not None:
-                raise foreign.WholeFunction(function, f"{self._recorder.here()} draws an array")
-            return DrawnArray(self, self._recorder.write_number(op, target, args, kwargs, draws=True), value)
+                raise foreign.WholeFunction(function, f"{self._book.here()} draws an array")
+            return DrawnArray(self, self._book.write_number(op, target, args, kwargs, draws=True), value)
         if isinstance(value, (bool, int, float)) or (numpy and isinstance(value, numpy.generic)):
-            return Drawn(self, self._recorder.write_number(op, target, args, kwargs, draws=True), low, high)
+            return Drawn(self, self._book.write_number(op, target, args, kwargs, draws=True), low, high)
         return self.refuse(f"{getattr(target, '__name__', target)}, which gives something else than random numbers")
 
     def refuse(self, what: str) -> NoReturn:
-        refusal = f"{self._recorder.here()} uses {what}, which a recording cannot follow. {REMEDY}"
-        if (function := foreign.enclosing_function()) is not None and not self._recorder.is_paused:
+        refusal = f"{self._book.here()} uses {what}, which a recording cannot follow. {REMEDY}"
+        if (function := foreign.enclosing_function()) is not None and not self._book.is_paused:
             raise foreign.WholeFunction(function, refusal)
         raise PartitionError(refusal)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from penstock.partition.recording import RandomSource
+from penstock.partition.recording.recording import RandomSource
 
 
 class Gate(nn.Module):

@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from penstock.partition.recording import Fact, Recording
+from penstock.partition.recording.facts import Fact
+from penstock.partition.recording.recording import Recording
 
 
 class UnlikeError(Exception):

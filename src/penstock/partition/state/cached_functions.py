@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from penstock.partition.objects import hides_tensors
 from penstock.partition.state.names_in_classes import CACHED
+from penstock.partition.values.objects import hides_tensors
 
 
 class CachedFunctions:

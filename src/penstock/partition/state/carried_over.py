@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from penstock.partition.objects import tensors_in
 from penstock.partition.state.provenance import Provenance
 from penstock.partition.state.reach import Place, Reach
+from penstock.partition.values.objects import tensors_in
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PartitionError
-from penstock.partition.objects import CONSTANTS, tensors_in
 from penstock.partition.state.provenance import Provenance
 from penstock.partition.state.reach import INTERNAL, Place, Reach, is_below, is_of_others, slots_of
-from penstock.partition.units import Grain, Regroup, Unit
+from penstock.partition.units.units import Grain, Regroup, Unit
+from penstock.partition.values.objects import CONSTANTS, tensors_in
 
 SMALL = 1024
 """The most elements of a value that is carried to the last stage in case the loss function reads it."""

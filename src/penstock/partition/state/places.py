@@ -19,11 +19,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.partition.objects import CONSTANTS
 from penstock.partition.state.cells import EMPTY, contents
 from penstock.partition.state.containers import is_container, refill
 from penstock.partition.state.library import OF_TORCH, is_library
 from penstock.partition.state.reach import DEPTH, LARGEST, LARGEST_ARRAY, Trace, is_of_others, slots_of
+from penstock.partition.values.objects import CONSTANTS
 
 MISSING = object()
 """What is read where nothing is."""

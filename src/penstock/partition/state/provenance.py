@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.partition._compat import WeakStorage, storage_of, unset_fake_temporarily
+from penstock.compat import WeakStorage, storage_of, unset_fake_temporarily
 from penstock.partition.source import is_ours
 
 HOOKS = -2

@@ -17,7 +17,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.partition.objects import CONSTANTS
 from penstock.partition.state.cached_functions import CachedFunctions
 from penstock.partition.state.cells import EMPTY, contents
 from penstock.partition.state.class_data import ClassData, SlotData
@@ -25,6 +24,7 @@ from penstock.partition.state.containers import is_container, refill
 from penstock.partition.state.glance import Glance
 from penstock.partition.state.library import OF_TORCH, is_library, package_of
 from penstock.partition.state.names_in_classes import named_by
+from penstock.partition.values.objects import CONSTANTS
 
 DICTS = (dict, ClassData)
 LARGEST = 1000

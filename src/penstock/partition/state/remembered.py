@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
+from penstock.compat import storage_of
 from penstock.errors import PartitionError
-from penstock.partition._compat import storage_of
 from penstock.partition.state.provenance import Provenance, Stray
 from penstock.partition.state.reach import DICTS, Place, Reach
 

@@ -1,7 +1,7 @@
 """What a block leaves in attributes of its own modules and others read: an auxiliary loss, `self.l_aux = ...`.
 
-Most such blocks are opened, so that nothing is left anywhere (`sideways.py`). One that depends on values must run as a
-whole: its value is taken out of the attribute right after the call, and from then on is a value like any other.
+Most such blocks are opened, so that nothing is left anywhere (`run/sideways.py`). One that depends on values must run
+as a whole: its value is taken out of the attribute right after the call, and from then on is a value like any other.
 """
 
 from __future__ import annotations

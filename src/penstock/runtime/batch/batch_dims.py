@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 from torch import Tensor
 
 from penstock.errors import ArgumentError, ShapeError
-from penstock.partition._compat import flatten
+from penstock.trees import flatten
 
 Dim = int | str | None
 """A dimension (from the end where negative); None: the leaf goes whole to each microbatch. Of outputs also how values

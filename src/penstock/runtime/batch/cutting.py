@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.errors import ArgumentError, ShapeError
-from penstock.partition._compat import flatten
 from penstock.runtime.batch import microbatches as batches
 from penstock.runtime.batch.batch_dims import BatchDims, Dim, Dims, parse
 from penstock.runtime.batch.merging import join, refuse_missing
 from penstock.runtime.batch.microbatches import Cut, Microbatches
 from penstock.schedule import MICROBATCHES
+from penstock.trees import flatten
 
 
 class Microbatch(NamedTuple):

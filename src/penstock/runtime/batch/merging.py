@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ArgumentError, ShapeError
-from penstock.partition._compat import flatten, unflatten
 from penstock.runtime.batch.batch_dims import Dim, Dims, checked
 from penstock.runtime.exact import rules as exact
+from penstock.trees import flatten, unflatten
 
 _FIRST = Dims("output")
 

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ArgumentError, ShapeError
-from penstock.partition._compat import Flat, flatten, unflatten
-from penstock.partition.partition import describe
-from penstock.partition.trees import Leaf
+from penstock.partition.stages.partition import describe
 from penstock.runtime.batch.batch_dims import FIRST, Dims
 from penstock.runtime.exact import rules as exact
+from penstock.trees import Flat, Leaf, flatten, unflatten
 from penstock.words import counted
 
 

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ArgumentError, PartitionError
-from penstock.partition._compat import Flat, flatten, unflatten
-from penstock.partition.guards import is_integer
-from penstock.partition.loan import map_tensors
-from penstock.partition.objects import input_path
+from penstock.partition.recording.guards import is_integer
+from penstock.partition.values.objects import input_path
 from penstock.runtime.batch.microbatches import Cut
+from penstock.trees import Flat, flatten, map_tensors, unflatten
 from penstock.words import counted
 
 ONE_VALUE = "Expected more than 1 value per channel"

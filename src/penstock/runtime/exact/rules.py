@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from penstock.partition.memory import extent
+from penstock.partition.values.memory import extent
 
 CACHE_LINE_BYTES = 64
 

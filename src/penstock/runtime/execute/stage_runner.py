@@ -116,7 +116,7 @@ class StageRunner:
         """Runs the stage; keeps what backward starts from; hands the outputs on."""
         microbatch = number(action)
         with self.features.around(action):
-            rerun = self.features.keep(microbatch, args)
+            rerun = None if self._learns_from_loss(microbatch) else self.features.keep(microbatch, args)
             with self.features.forward(microbatch, runs_again=rerun is not None):
                 saved, outputs = self._run(microbatch, args, runs_again=rerun is not None)
             if rerun is not None:
@@ -149,13 +149,12 @@ class StageRunner:
         if self._training:
             self._check_untracked(outputs)
         if self._head is not None:
-            # One that runs again has its loss from then alone: a loss may count, or write into its target. But from
-            # its graph a split is learned.
-            root = None if runs_again and split is None else self._head(microbatch, outputs)
+            # One that runs again has its loss from then alone: a loss may count, or write into its target.
+            root = None if runs_again else self._head(microbatch, outputs)
             roots = [self._loss_edge(root)] if root is not None else []
         else:
             roots = [_edge(outputs[position]) for position in self._root_outputs]
-        if split is not None:
+        if split is not None and not (runs_again and self._head is not None):
             split.learn(roots)
         return _Saved([*roots, *passed_on], slots), outputs
 
@@ -213,6 +212,12 @@ class StageRunner:
 
     def _split_of(self, microbatch: int) -> SplitBackward | None:
         return self.split if self.split is not None and microbatch in self.split.microbatches else None
+
+    def _learns_from_loss(self, microbatch: int) -> bool:
+        """Whether a split is learned from the graph of this microbatch's loss, so that it is not run again: that would
+        call the loss twice."""
+        split = self._split_of(microbatch) if self._head is not None else None
+        return split is not None and not split.decided
 
     def _loss_edge(self, loss: Tensor) -> GradientEdge | None:
         if loss.requires_grad:

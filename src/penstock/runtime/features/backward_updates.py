@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.compat import accumulation_hooks, storage_of
 from penstock.errors import PartitionError
 from penstock.partition import Stage
-from penstock.partition._compat import accumulation_hooks, storage_of
-from penstock.partition.loan import same_bits
-from penstock.partition.observer import RUNNING, argument_names, written_arguments
+from penstock.partition.values.memory import same_bits
+from penstock.partition.watch.observer import RUNNING, argument_names, written_arguments
 from penstock.runtime.features.compiled import any_compiled
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature, Start

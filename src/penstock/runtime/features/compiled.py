@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from penstock.errors import ArgumentError
 from penstock.partition import Stage
-from penstock.partition.modes import enter_autocast, leave_autocast
+from penstock.partition.recording.modes import enter_autocast, leave_autocast
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature, Forward
 from penstock.runtime.split_backward.backward import is_compiled

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import ArgumentError
 from penstock.partition import Partition, Stage
-from penstock.partition.loan import same_bits
+from penstock.partition.values.memory import same_bits
 from penstock.runtime.features.feature import Feature
 from penstock.runtime.split_backward.backward import is_compiled
 from penstock.stages import StageMeta

@@ -17,11 +17,11 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from penstock.errors import NonFiniteError
 from penstock.partition import Partition, Stage
-from penstock.partition._compat import flatten
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature, Forward, Start
 from penstock.runtime.loss.loss import LossHead
 from penstock.schedule import Action, Op
+from penstock.trees import flatten
 
 NAN, INF = "NaN", "Inf"
 

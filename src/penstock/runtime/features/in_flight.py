@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.errors import PartitionError
 from penstock.partition import Stage
-from penstock.partition.loan import same_bits
+from penstock.partition.values.memory import same_bits
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature, Start
 from penstock.schedule import Action, Op

@@ -18,8 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import ArgumentError, PartitionError
 from penstock.partition import INPUT_OVERWRITTEN, OVERWRITTEN_BY, Stage
-from penstock.partition._compat import flatten, unflatten
-from penstock.partition.loan import map_tensors
 from penstock.partition.state.reach import Trace
 from penstock.partition.state.remembered import refuse_again
 from penstock.runtime.exact import rules as exact
@@ -27,6 +25,7 @@ from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature
 from penstock.runtime.features.forward_state import ContainerCopies
 from penstock.runtime.features.recompute import BufferCopies, Buffers, updated_buffers
+from penstock.trees import flatten, map_tensors, unflatten
 
 
 class RecomputedLayers(Feature):
@@ -145,8 +144,13 @@ class _Call:
         self._has_run = False
 
     def checkpointed(self, kept: Sequence[Any]) -> Any:
-        """The first run, and what it takes to run again on what is kept."""
-        results = checkpoint(self, *kept, use_reentrant=False, context_fn=lambda: (nullcontext(), _AsBefore(self)))
+        """The first run, and what it takes to run again on what is kept.
+
+        The second run goes on to its end, though the last activation comes sooner: what a layer does after that in
+        Python (`self.busy = False`, `handle.remove()`) is there in the next microbatch.
+        """
+        contexts = nullcontext(), _AsBefore(self)
+        results = checkpoint(self, *kept, use_reentrant=False, context_fn=lambda: contexts, early_stop=False)
         self._has_run = True
         return results
 

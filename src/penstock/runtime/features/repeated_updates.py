@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from penstock.compat import storage_of
 from penstock.errors import PartitionError
 from penstock.partition import RUNS_AGAIN, Stage
-from penstock.partition._compat import storage_of
-from penstock.partition.loan import same_bits
-from penstock.partition.objects import tensors_in
+from penstock.partition.values.memory import same_bits
+from penstock.partition.values.objects import tensors_in
 from penstock.runtime.exact.kept import Kept
 from penstock.runtime.features.backward_updates import LOOKS, Reads
 from penstock.runtime.features.compiled import any_compiled

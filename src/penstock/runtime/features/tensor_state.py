@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from penstock.compat import storage_of
 from penstock.errors import PartitionError
-from penstock.partition._compat import storage_of
-from penstock.partition.loan import same_bits
 from penstock.partition.state.places import Survey, named_by_code
+from penstock.partition.values.memory import same_bits
 from penstock.runtime.features.backward_updates import Reads
 from penstock.runtime.features.compiled import any_compiled
 from penstock.runtime.features.context import StageContext

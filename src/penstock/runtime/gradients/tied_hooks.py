@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from torch import nn
 
+from penstock.compat import has_accumulation_hooks, has_gradient_hooks
 from penstock.errors import PartitionError
 from penstock.partition import Stage
-from penstock.partition._compat import has_accumulation_hooks, has_gradient_hooks
 from penstock.stages import ties
 
 

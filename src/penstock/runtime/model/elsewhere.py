@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.compat import plain_tensors
 from penstock.errors import ArgumentError
 from penstock.partition import tensors_in
-from penstock.partition._compat import plain_tensors
 
 
 class Elsewhere(Tensor):

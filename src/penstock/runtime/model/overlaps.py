@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from penstock.compat import storage_of
 from penstock.errors import ArgumentError
-from penstock.partition._compat import storage_of
-from penstock.partition.memory import ANYWHERE, bytes_of, overlap
-from penstock.partition.stage import Stage
+from penstock.partition.stages.stage import Stage
+from penstock.partition.values.memory import ANYWHERE, bytes_of, overlap
 
 
 class _Entry(NamedTuple):

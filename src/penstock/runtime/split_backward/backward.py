@@ -72,6 +72,11 @@ class SplitBackward:
         waiting = sum(p.numel() for p in self._parameters if id(p) in self._uses.can_wait)
         return waiting / total if total else 0.0
 
+    @property
+    def decided(self) -> bool:
+        """Whether it is known which parameters can wait."""
+        return self._uses.decided
+
     def begin_step(self) -> None:
         """Drops what a step that raised may have left."""
         self._unsplit.clear()

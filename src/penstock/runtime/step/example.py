@@ -7,11 +7,11 @@ from typing import Any
 from torch import Tensor
 
 from penstock.errors import ArgumentError
-from penstock.partition._compat import flatten
-from penstock.partition.objects import input_path
+from penstock.partition.values.objects import input_path
 from penstock.runtime.batch.microbatches import Microbatches
 from penstock.runtime.batch.outline import Example, Outline
 from penstock.runtime.execute.control import Control
+from penstock.trees import flatten
 
 
 def is_whole(example: Example) -> bool:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ArgumentError
-from penstock.partition.loan import map_tensors
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.rules import Layout
 from penstock.runtime.execute.engine import Engine
 from penstock.schedule import Schedule
+from penstock.trees import map_tensors
 
 Wanted = bool | int | Literal["all"]
 """Who gets a step's outputs: True, where the last stage is; "all" ranks; or the rank of that number."""

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.compat import FakeTensorMode, fake_mode
 from penstock.errors import ArgumentError, PenstockError
-from penstock.partition._compat import FakeTensorMode, fake_mode
-from penstock.partition.loan import map_tensors
 from penstock.runtime.execute.engine import Job
 from penstock.runtime.loss.loss import no_gradient
 from penstock.stages import Output, needs_backward
+from penstock.trees import map_tensors
 from penstock.words import in_a_line
 
 LARGE = 2**28

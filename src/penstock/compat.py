@@ -1,0 +1,193 @@
+"""The one place that names private parts of torch (2.11 to 2.15): fake tensors and pytrees have no public home yet.
+
+`tests/test_compat.py` uses each name, so that a torch that moves one fails there and says which.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
+from torch.autograd.graph import Node
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+
+__all__ = [
+    "DATA_DEPENDENT",
+    "UNSUPPORTED",
+    "FakeTensor",
+    "FakeTensorMode",
+    "WeakStorage",
+    "fake_mode",
+    "packed_by",
+    "quiet",
+    "size_of",
+    "storage_of",
+    "unset_fake_temporarily",
+]
+
+DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
+"""What a fake tensor raises where the program asks for its values."""
+
+UNSUPPORTED = (UnsupportedOperatorException, UnsupportedFakeTensorException, NotImplementedError)
+"""What a fake tensor raises for an operator whose result it cannot describe."""
+
+
+def fake_mode() -> FakeTensorMode:
+    """Fake tensors with static shapes, beside which stray real tensors are allowed."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep torch from logging the traceback of a fake kernel that fails; the caller has a remedy."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+class Opened(NamedTuple):
+    """What torch's pytrees know of a value: its children, how Python writes the way to each, and what puts it together.
+
+    That is `rebuild(children, context)`.
+    """
+
+    children: Sequence[Any]
+    keys: Sequence[str]
+    context: Any
+    rebuild: Callable[[Sequence[Any], Any], Any]
+
+
+def opened(value: Any) -> Opened | None:
+    """A value as torch's pytrees open it: named tuples, torch's own results, what libraries registered."""
+    plain_tuple = type(value).__bases__ == (tuple,) and pytree.is_namedtuple_instance(value)
+    kind: Any = collections.namedtuple if plain_tuple else type(value)
+    node = pytree.SUPPORTED_NODES.get(kind)
+    if node is None:
+        return None
+    children, context = node.flatten_fn(value)
+    if node.flatten_with_keys_fn is None:
+        keys = [f"[{index}]" for index in range(len(children))]
+    else:
+        keys = [str(key) for key, _ in node.flatten_with_keys_fn(value)[0]]
+    return Opened(children, keys, context, node.unflatten_fn)
+
+
+def storage_of(tensor: Tensor) -> int:
+    """The identity of the memory behind a tensor, which views of one another share, while it lives."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse tensors have no storage
+        return id(tensor)
+
+
+def size_of(tensor: Tensor) -> int:
+    """The bytes of the memory behind a tensor, of which it may be a part; of a sparse tensor, those of its values."""
+    try:
+        return tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):
+        return tensor._nnz() * tensor.element_size() if tensor.layout == torch.sparse_coo else 0
+
+
+def packed_by(node: Node) -> list[object] | None:
+    """What a node of an autograd graph has saved: what the hooks on saved tensors have made of it, or the tensors.
+
+    None if the node does not tell: a function of an extension in C++, or of another torch. To unpack what was saved is
+    public, but would run a checkpoint again.
+    """
+    if "CppNode" in node.name():
+        return None
+    found: list[object] = []
+    is_training = getattr(node, "_saved_training", False)
+    for name in _raw_names(type(node)):
+        if is_training and name.startswith("_raw_saved_running_"):
+            continue  # batch norm takes the statistics of the batch then
+        raw = getattr(node, name)
+        for saved in raw if isinstance(raw, tuple) else (raw,):
+            try:
+                found.append(saved.data)
+            except RuntimeError:  # freed by a backward inside the forward
+                continue
+            except AttributeError:
+                return None
+    return found
+
+
+@cache
+def _raw_names(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+class WeakStorage:
+    """Keeps the number that `storage_of` gives from being given again, but not the memory."""
+
+    __slots__ = ("_reference", "number")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.number = storage_of(tensor)
+        self._reference: object
+        try:
+            self._reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        except (NotImplementedError, RuntimeError):  # a sparse tensor has none: its number is that of the object
+            self._reference = tensor
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether any tensor has that memory."""
+        return isinstance(self._reference, StorageWeakRef) and not self._reference.expired()  # type: ignore[no-untyped-call]
+
+
+def autocast_state(device: torch.device) -> tuple[bool, torch.dtype]:
+    """Whether autocast is on for the device, and to which dtype."""
+    return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+
+
+def has_global_backward_hooks() -> bool:
+    """Whether hooks on the gradients of all modules are registered (`register_module_full_backward_hook`)."""
+    hooks = torch.nn.modules.module
+    return bool(hooks._global_backward_hooks or hooks._global_backward_pre_hooks)
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Whether hooks on the gradient of each backward are registered (`register_hook`)."""
+    return bool(parameter._backward_hooks)
+
+
+def has_accumulation_hooks(parameter: Tensor) -> bool:
+    """Whether hooks on the accumulated gradient are registered (`register_post_accumulate_grad_hook`)."""
+    return bool(accumulation_hooks(parameter))
+
+
+def accumulation_hooks(parameter: Tensor) -> list[object]:
+    """The hooks on the accumulated gradient."""
+    return [*(parameter._post_accumulate_grad_hooks or {}).values()]
+
+
+def plain_tensors() -> AbstractContextManager[None]:
+    """Within it, `__torch_function__` of tensors' classes is not called."""
+    guard: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return guard
+
+
+def in_checkpoint() -> bool:
+    """Whether what runs now will be run again in backward by torch's checkpointing (`use_reentrant=False`)."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"

@@ -1,0 +1,1 @@
+"""Where to cut: by name, for balance, and where not."""

@@ -1,0 +1,120 @@
+"""Finds the modules that are to be opened: for `opens=`, for cuts that lie inside, and for balance."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from torch import nn
+
+from penstock.errors import PartitionError
+from penstock.partition.cut.balance import Balance, candidates, linear_partition
+from penstock.partition.recording.recording import Recording
+from penstock.partition.units.opening import Opening
+from penstock.partition.units.units import LISTS, Unit, canonical_names, find_units, resolve
+
+WORTHWHILE = 0.95
+"""Modules are opened if that makes the largest stage smaller than this part of what it was."""
+
+
+def opening_for(
+    model: nn.Module, leaves: Sequence[str], opens: Sequence[str], cuts: Sequence[str] | None, stages: int
+) -> Opening:
+    """What is opened before anything is recorded. Raises PartitionError for names that cannot be opened.
+
+    Where cuts are to be found, the number of repeated blocks stands for the work that is not known yet.
+    """
+    names = canonical_names(model)
+    whole = {names[id(resolve(model, name, "leaves"))] for name in leaves}
+    asked = {names[id(resolve(model, name, "opens"))] for name in opens}
+    inside = {names[id(resolve(model, name, "cuts"))] for name in cuts or ()}
+    for argument, wanted in (("opens", asked), ("cuts", {name.rpartition(".")[0] for name in inside})):
+        for name in wanted:
+            leaf = next((leaf for leaf in whole if f"{name}.".startswith(f"{leaf}.")), None)
+            if leaf is not None:
+                raise PartitionError(
+                    f"{argument}: {name!r} is to be opened, but leaves=[{leaf!r}] says that it runs as a whole"
+                )
+    found = Opening(frozenset(n for name in asked for n in (*_enclosing(name), name)))
+    units = {unit.name for unit in find_units(model, leaves, apart=found.names).values()}
+    within = {n for name in inside for n in _enclosing(name)}
+    found = replace(
+        found, for_cuts=frozenset(n for n in within if any(f"{n}.".startswith(f"{unit}.") for unit in units))
+    )
+    while cuts is None:
+        order = list(find_units(model, leaves, apart=found.names).values())
+        weights = [blocks_in(unit.module) if unit.block else 0 for unit in order]
+        worth = frozenset(_worth_opening(order, weights, stages, whole))
+        if not worth:
+            break
+        found = replace(found, tried=found.tried | worth)
+    return found
+
+
+def more_to_open(
+    recording: Recording, model: nn.Module, leaves: Sequence[str], stages: int, balance: Balance
+) -> Opening:
+    """What is to be opened, now that weights are known: the recording's own opening, if nothing else is worth it."""
+    opening = recording.opening
+    units = {unit.name: unit for unit in find_units(model, leaves, recording.grain, opening.names).values()}
+    found = candidates(recording, model, balance)
+    order = [units.get(one.name) or Unit(one.name, model.get_submodule(one.name), block=False) for one in found]
+    names = canonical_names(model)
+    whole = opening.whole | {names[id(resolve(model, name, "leaves"))] for name in leaves}
+    worth = _worth_opening(order, [one.weight for one in found], stages, whole)
+    return replace(opening, tried=opening.tried | frozenset(worth))
+
+
+def _worth_opening(units: Sequence[Unit], weights: Sequence[int], stages: int, whole: Collection[str]) -> Iterator[str]:
+    """The modules inside which the best cuts would fall, if that is worthwhile; none of those that stay whole.
+
+    Taken to be: as if each of a module's repeated blocks weighed the same.
+    """
+    counts = [blocks_in(unit.module) if unit.name not in whole and _may_open(unit.module) else 1 for unit in units]
+    if max(counts, default=1) == 1 or stages == 1:
+        return
+    pieces = [weight // count for weight, count in zip(weights, counts, strict=True) for _ in range(count)]
+    if stages > len(pieces):
+        return
+    starts = linear_partition(pieces, stages)
+    if stages <= len(units):
+        before = _largest(weights, linear_partition(weights, stages))
+        if _largest(pieces, starts) > WORTHWHILE * before:
+            return
+    ends = list(accumulate(counts))
+    for unit, end, count in zip(units, ends, counts, strict=True):
+        if any(end - count < start < end for start in starts):
+            yield unit.name
+
+
+def _largest(weights: Sequence[int], starts: Sequence[int]) -> int:
+    return max(sum(weights[a:b]) for a, b in zip(starts, (*starts[1:], len(weights)), strict=True))
+
+
+def _may_open(module: nn.Module) -> bool:
+    """Whether nothing is hooked to what would be recorded call by call: a hook would run that once, and never again."""
+    lists = (child for child in module.children() if isinstance(child, (*LISTS, nn.Sequential)))
+    return not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in (module, *lists))
+
+
+def blocks_in(module: nn.Module) -> int:
+    """Into how many repeated blocks a module can be opened, down to those that hold none; 1 if it holds none."""
+    total = 0
+    for child in module.children():
+        inner = sum(blocks_in(block) for block in child.children()) if _repeats(child) else blocks_in(child)
+        total += inner if inner > 1 else 0
+    return max(1, total)
+
+
+def _repeats(module: nn.Module) -> bool:
+    """Whether this is a list of blocks of one kind."""
+    kinds = Counter(type(child) for child in module.children() if not type(child).__module__.startswith("torch.nn"))
+    return isinstance(module, (*LISTS, nn.Sequential)) and any(count > 1 for count in kinds.values())
+
+
+def _enclosing(name: str) -> list[str]:
+    """The names of the modules around a module, but for the model itself."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]

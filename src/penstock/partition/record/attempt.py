@@ -1,0 +1,341 @@
+"""Runs a model's own forward once on fake tensors and returns what it called.
+
+No symbolic tracing and no compiler: Python runs as it is, so any control flow that does not depend on the values of
+tensors is followed. The model, its buffers and the random generators are left as they were.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from penstock.compat import DATA_DEPENDENT, UNSUPPORTED, fake_mode, quiet
+from penstock.errors import PartitionError
+from penstock.partition.chance.draws import node_of_drawn
+from penstock.partition.chance.foreign import WholeFunction
+from penstock.partition.obstacle import Obstacle, rates_read
+from penstock.partition.record.backward_hooks import refuse_backward_hooks
+from penstock.partition.record.functions import autograd_functions
+from penstock.partition.record.recorder import Recorder
+from penstock.partition.record.validation import without_validation
+from penstock.partition.recording.guards import is_integer
+from penstock.partition.recording.modes import Entry
+from penstock.partition.recording.recording import Constant, Recording
+from penstock.partition.run.known import Restart
+from penstock.partition.run.loan import Loan, Snapshot, fake_like, fake_value, untouched_generators
+from penstock.partition.source import raising_line
+from penstock.partition.state.carried_over import carried_over, same
+from penstock.partition.state.left_behind import Behind, gather
+from penstock.partition.state.reach import Reach
+from penstock.partition.state.remembered import Remembered, draws_alone, iterators_stopped, strays
+from penstock.partition.units.chain import Chain
+from penstock.partition.units.opening import Opening, StayWhole
+from penstock.partition.units.units import Grain, Leak, Regroup, Unit, canonical_names, intercepted
+from penstock.partition.values.leaves import leaves_of
+from penstock.partition.values.objects import hides_tensors, holds_tensors, input_path
+from penstock.partition.watch.unseen import Watch, may_overwrite
+from penstock.trees import Flat, flatten, unflatten
+from penstock.words import shortened
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt to record `model(*args, **kwargs)`.
+
+    Attributes:
+        units: the modules that run as a whole, by their `id`.
+        opening, grain: what led to these units.
+        functions: functions that are one call each, since they draw random numbers by Python's or numpy's generators.
+        sees_saved: look at what is saved for backward, whether or not the forward updates any of that.
+    """
+
+    model: nn.Module
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    units: dict[int, Unit]
+    opening: Opening
+    grain: Grain
+    functions: frozenset[FunctionType]
+    sees_saved: bool
+
+    def way(self, choices: Mapping[int, bool]) -> Recording:
+        """The way that the forward takes with these answers where it branches by chance."""
+        fake_calls, watches = frozenset[int](), self.sees_saved
+        while True:
+            try:
+                return _record(self, choices, fake_calls, watches)
+            except Restart as restart:
+                fake_calls = restart.fake_calls  # calls are numbered anew in each way
+            except Watch:
+                watches = True
+
+
+def _record(attempt: Attempt, choices: Mapping[int, bool], fake_calls: frozenset[int], watches: bool) -> Recording:
+    """Runs the forward once.
+
+    Args:
+        fake_calls: the numbers of calls whose results are not taken to be known.
+        watches: whether what is saved for backward is looked at. If it has to be and is not, Watch is raised.
+    """
+    model, units, opening = attempt.model, attempt.units, attempt.opening
+    given = flatten((tuple(attempt.args), dict(attempt.kwargs)))
+    device = next((x.device for x in given.leaves if isinstance(x, Tensor)), torch.device("cpu"))
+    names = canonical_names(model)
+    mode, snapshot, reach = fake_mode(), Snapshot(model), None
+    try:
+        with untouched_generators(), ExitStack() as stack:
+            refuse_backward_hooks(model, units)
+            loan = Loan(model, mode, device)
+            reach = Reach(model)
+            stack.enter_context(iterators_stopped(reach))
+            new = partial(Recorder, model, units, loan, Entry(device), names, mode, fake_calls, reach, choices, opening)
+            new = partial(new, taken=attempt.grain.taken)
+            recorder = new(once=attempt.grain.once, watches_saved=watches)
+            provenance = recorder.observer.provenance
+            stack.callback(provenance.restore)
+            stack.callback(recorder.observer.saved.release)
+            inputs = _inputs(recorder, mode, given)
+            with _staying_whole(recorder):
+                result = _run_checked(recorder, mode, inputs, given.structure, attempt.functions)
+                _check_leftovers(snapshot, loan, recorder, names)
+                left = gather(
+                    *(reach, recorder.seen, loan.names, provenance, attempt.grain, units.values(), recorder.real),
+                    gone=recorder.observer.gone,
+                )
+                recording = replace(_finish(recorder, loan, result, left, attempt.grain), traces=reach.traces())
+                changed = carried_over(reach, provenance, [u.name for u in units.values()])
+                if changed:
+                    second = new(once=True)
+                    stack.callback(second.observer.provenance.restore)
+                    _check_stateless(recorder, second, mode, given, attempt.functions, changed)
+                if not watches and may_overwrite(recording, recorder.observer.mere_statistics):
+                    raise Watch
+                return recording
+    finally:
+        if reach is not None:
+            reach.restore()
+        snapshot.restore()
+
+
+def _run_checked(
+    recorder: Recorder, mode: Any, inputs: list[Any], structure: Any, functions: frozenset[FunctionType]
+) -> Any:
+    """The forward's result, once no block is found to have read or changed anything behind the recording's back."""
+    try:
+        with recorder.chance.replaced(functions):
+            result = _run(recorder, mode, inputs, structure)
+    except (PartitionError, Leak, Regroup):
+        recorder.sideways.check_units(recorder.on_memory)  # which may be why
+        raise
+    recorder.sideways.check_units(recorder.on_memory)
+    recorder.fixed.check()
+    return result
+
+
+def _inputs(recorder: Recorder, mode: Any, given: Flat) -> list[Any]:
+    """The leaves of (args, kwargs) with fakes for tensors whose values are not taken to be known."""
+    inputs = list(given.leaves)
+    for index, leaf in enumerate(given.leaves):
+        if isinstance(leaf, Tensor):
+            inputs[index] = leaf.clone() if is_integer(leaf) else None
+            if inputs[index] is None or not recorder.known.assume(inputs[index], index):
+                inputs[index] = (fake_like if leaf.is_leaf else fake_value)(leaf, mode, leaf.device)
+            recorder.add_input(_input_name(recorder.model, given.paths[index]), inputs[index], index)
+        elif hides_tensors(leaf):
+            raise PartitionError(
+                f"the model's input {input_path(given.paths[index])} is a {type(leaf).__name__}, which holds "
+                "tensors that cannot be taken out of it. Pass tensors, or tuples, lists, dicts or plain "
+                "objects of tensors"
+            )
+    return inputs
+
+
+def _check_stateless(
+    recorder: Recorder,
+    second: Recorder,
+    mode: Any,
+    given: Flat,
+    functions: frozenset[FunctionType],
+    changed: Sequence[str],
+) -> None:
+    """Raises Obstacle if the forward does something else when it starts from what the recorded one has left."""
+    inputs = _inputs(second, mode, given)
+    try:
+        with second.chance.replaced(functions):
+            _run(second, mode, inputs, given.structure)
+        alike = same(recorder.graph, second.graph, (recorder.constants, second.constants))
+    except (Exception, Leak, Regroup, Restart, StayWhole, WholeFunction):  # it reads what cannot be known
+        alike = False
+    if not alike:
+        raise Obstacle(
+            f"the forward changes {shortened(changed)}, and does something else the next time, which a recording "
+            "cannot follow. Keep such state in a block, whose own code runs for every microbatch",
+            "",
+        )
+
+
+@contextmanager
+def _staying_whole(recorder: Recorder) -> Iterator[None]:
+    """A module that was opened for balance, or for a cut, is to blame for what is raised inside it."""
+    opening = recorder.opening
+    try:
+        yield
+    except Exception as error:
+        if opening.tried:
+            raise StayWhole(opening.around(recorder.scope)) from error
+        name = opening.cut_inside(recorder.scope)
+        if name and isinstance(error, PartitionError):
+            why = error.why if isinstance(error, Obstacle) else str(error)
+            raise PartitionError(opening.refusal(name, why)) from error
+        raise
+
+
+def _run(recorder: Recorder, mode: Any, inputs: list[Any], structure: Any) -> Any:
+    args, kwargs = unflatten(inputs, structure)
+    observer = recorder.observer
+    modules = [u.module for u in recorder.units.values()]
+    try:
+        with mode, observer, observer.following_modules(), autograd_functions(recorder), _quiet_about_hooks(), quiet():
+            with without_validation(recorder.note_unchecked), intercepted(modules, recorder.call_unit), recorder:
+                with observer.saved.watching():
+                    return recorder.model(*args, **kwargs)
+    except DATA_DEPENDENT as error:
+        raise _depends_on_values(recorder, error) from error
+    except UNSUPPORTED as error:
+        why = f"{raising_line(error)} in {_module(recorder)} cannot run on fake tensors: {error}"
+        raise Obstacle(why, recorder.scope) from error
+    except RuntimeError as error:
+        if "subclasses" in str(error) or "fake tensor" in str(error).lower():  # .numpy(), .data_ptr()
+            raise _depends_on_values(recorder, error) from error
+        raise
+
+
+@contextmanager
+def _quiet_about_hooks() -> Iterator[None]:
+    """Blocks that went through `torch.compile` warn about the hooks that follow modules."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
+        yield
+
+
+def _depends_on_values(recorder: Recorder, error: Exception) -> Obstacle:
+    where = f"the forward depends on the values of a tensor at {raising_line(error)} in {_module(recorder)}"
+    return Obstacle(f"{where}, which a recording cannot follow", recorder.scope, rates_read(error))
+
+
+def _module(recorder: Recorder) -> str:
+    return f"module {recorder.scope!r}" if recorder.scope else "the model's own forward"
+
+
+def _remembered_by(recorder: Recorder) -> tuple[Remembered, ...]:
+    """What the recorded forward carries over to the next one."""
+    found = [draws_alone(unit) for _, unit in recorder.seeds.users.values()]
+    return *strays(recorder.observer.provenance, recorder.reach), *recorder.sideways.remembered.values(), *found
+
+
+def _check_leftovers(snapshot: Snapshot, loan: Loan, recorder: Recorder, names: Mapping[int, str]) -> None:
+    """Refuse buffers that were replaced; note tensors and numbers that the forward leaves in attributes."""
+    for name, new in loan.rebound():
+        if _is_cache(recorder, name, new):
+            continue
+        raise PartitionError(
+            f"the forward replaces {name!r} by a new tensor, which a stage cannot replay. Update it in place: "
+            f"self.{name.rpartition('.')[2]}.copy_(...); if it is a cache of constants, register it with "
+            "persistent=False"
+        )
+    inside = {id(m) for unit in recorder.units.values() for m in unit.module.modules()}
+    for module, attribute, value in snapshot.changed():
+        path = f"{names[id(module)]}.{attribute}".lstrip(".")
+        if id(module) not in inside and (name := recorder.opening.around(names[id(module)])):
+            raise StayWhole(name)
+        if id(module) not in inside and not attribute.startswith("_") and attribute != "training":
+            if holds_tensors(value, fake_only=True):
+                recorder.notes.append(f"the forward leaves a tensor in {path}; a stage does not set it")
+            elif isinstance(value, (int, float)):
+                recorder.notes.append(f"the forward changes {path}; a stage keeps the value it had when recorded")
+
+
+def _is_cache(recorder: Recorder, name: str, value: Tensor | None) -> bool:
+    """Whether a replaced buffer holds only what every forward makes the same, such as a table of positions."""
+    path, _, field = name.rpartition(".")
+    module = recorder.model.get_submodule(path)
+    saved = field not in module._non_persistent_buffers_set
+    return value is not None and not saved and recorder.observer.provenance.is_fixed(value)
+
+
+def _finish(recorder: Recorder, loan: Loan, result: Any, left: Sequence[Behind], grain: Grain) -> Recording:
+    flat = flatten(result)
+    outputs: dict[fx.Node, int] = {}
+    leaves: list[int | Constant] = []
+    for leaf, path in zip(flat.leaves, flat.paths, strict=True):
+        if isinstance(leaf, Tensor):
+            leaves.append(outputs.setdefault(recorder.node_of(leaf), len(outputs)))
+        elif (drawn := node_of_drawn(leaf)) is not None:
+            recorder.chance.refuse(f"a random number, {drawn.name!r}, as the model's result{path},")
+        elif hides_tensors(leaf, fake_only=True):
+            raise PartitionError(
+                f"the model's result{path} is a {type(leaf).__name__}, which holds tensors that cannot be taken out of "
+                "it. Return tensors, or tuples, lists, dicts or plain objects of tensors"
+            )
+        else:
+            leaves.append(Constant(leaf))
+    recorder.returned.settle(recorder.facts)
+    tensors = [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
+    carried = [entry.to_carry(lambda t: outputs.setdefault(recorder.node_of(t), len(outputs))) for entry in left]
+    tensors += [t for entry in left for t in entry.small]
+    recorder.observer.saved.follow(tensors)
+    recorder.observer.saved.settle()
+    texts = frozenset(entry.text for entry in left if entry.small)
+    needed = [loan.names[id(t)] for t in leaves_of(tensors) if id(t) in loan.names]
+    drawing = recorder.drawing
+    called: dict[int, list[int]] = {id(m): [] for m in drawing.values()}
+    for module, position in recorder.observer.calls:
+        if id(module) in called:
+            called[id(module)].append(position)
+    return Recording(
+        graph=recorder.graph,
+        facts=recorder.facts,
+        inputs=recorder.inputs,
+        outputs=tuple(outputs),
+        result_leaves=tuple(leaves),
+        result_structure=flat.structure,
+        constants=recorder.constants,
+        blocks=frozenset(u.name for u in recorder.units.values() if u.block),
+        held={name: loan.originals[id(fake)] for name, fake in loan.fakes.items()},
+        memory=dict(recorder.observer.provenance.held),
+        drawing=dict(sorted(drawing.items())),
+        calls={name: tuple(called[id(m)]) for name, m in drawing.items()},
+        device=recorder.entry.device,
+        guards=tuple(recorder.guards),
+        notes=recorder.all_notes,
+        grain=replace(grain, carried=grain.carried | texts, taken=frozenset(recorder.taken)),
+        left=tuple(carried),
+        asks=tuple(recorder.chance.asks),
+        is_foreign=recorder.chance.is_foreign,
+        needed=frozenset(needed),
+        borrowed={unit: frozenset(found) for unit, found in recorder.observer.provenance.borrowed.items()},
+        touched=frozenset(recorder.observer.provenance.touched),
+        remembered=_remembered_by(recorder),
+    )
+
+
+def _input_name(model: nn.Module, path: str) -> str:
+    """A readable name for a leaf of (args, kwargs), such as `input_ids`, from its path, such as `[1]['input_ids']`."""
+    first, *rest = re.findall(r"\w+", path)
+    owner = next(iter(model.children())) if isinstance(model, (Chain, nn.Sequential)) and len(model._modules) else model
+    if first == "0":
+        parameters = inspect.signature(owner.forward).parameters.values()
+        names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        position = int(rest[0])
+        rest[0] = names[position] if position < len(names) else f"input_{position}"
+    return "_".join(rest)

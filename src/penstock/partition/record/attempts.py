@@ -1,0 +1,113 @@
+"""Records a model's forward, as often as it takes.
+
+An attempt may show that a module has to be opened, or to stay whole, or that a function has to be one call. The next
+attempt starts from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+from penstock.errors import PartitionError
+from penstock.partition.chance.branches import with_branches
+from penstock.partition.chance.foreign import WholeFunction
+from penstock.partition.obstacle import Obstacle
+from penstock.partition.record.attempt import Attempt
+from penstock.partition.recording.recording import Recording
+from penstock.partition.state.left_behind import EVERY
+from penstock.partition.units.opening import NOTHING, Opening, StayWhole
+from penstock.partition.units.units import NO_GRAIN, Grain, Leak, LeavesTraces, Regroup, find_units
+
+
+def record(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    leaves: Sequence[str] = (),
+    grain: Grain = NO_GRAIN,
+    opening: Opening = NOTHING,
+    *,
+    sees_saved: bool = False,
+) -> Recording:
+    """Record `model(*args, **kwargs)`. Parameters may be on `meta`: they are taken to be where the first input is.
+
+    `leaves`, `grain` and `opening`: see `find_units`. What else the forward taught, and what was opened, is in the
+    recording. `sees_saved`: look at what is saved for backward.
+
+    Raises PartitionError, with the line of the user's code, for what a stage could not replay.
+    """
+    reason, taught, functions = "", False, frozenset[FunctionType]()  # reason: why modules were opened, for messages
+    without: Grain | None = None  # to go back to if opening modules that did not have to be opened does not help
+    while True:
+        units = find_units(model, leaves, grain, opening.names)
+        attempt = Attempt(model, args, kwargs, units, opening, grain, functions, sees_saved)
+        try:
+            found = attempt.way({})
+            if found.asks and any(entry.is_carried for entry in found.left):
+                grain, without, reason = replace(without or grain, shut=grain.shut | {EVERY}), None, ""
+                continue  # where chance leaves a module out, there is no value to carry
+            return replace(with_branches(found, attempt.way) if found.asks else found, opening=opening)
+        except WholeFunction as whole:
+            if whole.function in functions:
+                raise PartitionError(whole.refusal) from None
+            functions |= {whole.function}
+        except LeavesTraces:
+            grain, without, reason = replace(grain, once=True), None, ""
+        except StayWhole as refusal:
+            opening = opening.without(_alike(model, refusal.name, opening.tried))
+        except (Leak, Regroup) as wish:
+            if opening.names == opening.asked:
+                if isinstance(wish, Regroup) and not wish.needed:
+                    without = replace(without or grain, shut=grain.shut | wish.opened)
+                try:
+                    reason, grain = wish.refusal, _regrouped(grain, wish, leaves)
+                except PartitionError:
+                    if without is None:
+                        raise
+                    grain, without, reason = without, None, ""
+            elif not taught:  # what is learned of a model must not depend on where it is cut
+                grain, taught = record(model, args, kwargs, leaves, grain, Opening(opening.asked)).grain, True
+            elif opening.tried:
+                opening = opening.without(opening.tried)
+            else:
+                raise PartitionError(opening.refusal(sorted(opening.for_cuts)[0], wish.refusal)) from None
+        except Exception as error:
+            if without is not None:
+                grain, without, reason = without, None, ""
+            elif not reason or not isinstance(error, PartitionError):
+                raise
+            elif isinstance(error, Obstacle):
+                raise error.because(reason) from error
+            else:
+                raise PartitionError(f"{reason}. Recording it call by call does not help: {error}") from error
+
+
+def _regrouped(grain: Grain, wish: Leak | Regroup, leaves: Sequence[str]) -> Grain:
+    """The grain with more modules opened, or whole. Raises PartitionError if the user asked for the opposite."""
+    if isinstance(wish, Leak):
+        if wish.kind in grain.exposed:
+            raise PartitionError(wish.refusal)
+        return replace(grain, exposed=grain.exposed | {wish.kind})
+    opened, whole = grain.opened | wish.opened, grain.whole | wish.whole
+    kept = sorted(wish.opened & {*leaves})
+    if kept:
+        raise PartitionError(f"{wish.refusal}; or leave {kept} out of leaves, so that it can be recorded call by call")
+    if opened & whole or (whole <= grain.whole and opened <= grain.opened):
+        raise PartitionError(f"{wish.refusal}{_NOT_ENOUGH if wish.whole else ''}")
+    return replace(grain, opened=opened, whole=whole)
+
+
+_NOT_ENOUGH = (
+    ", which is not enough. Name the module whose forward this call is part of (one that calls torch.func, say) in "
+    "leaves=[...], so that it runs as a whole; if it is the model itself, give this part a module of its own"
+)
+
+
+def _alike(model: nn.Module, name: str, tried: Collection[str]) -> Collection[str]:
+    """What cannot be recorded call by call either: modules of the named one's class; all, if none is named."""
+    return [n for n in tried if not name or type(model.get_submodule(n)) is type(model.get_submodule(name))]

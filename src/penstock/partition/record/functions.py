@@ -1,0 +1,47 @@
+"""Autograd functions while a forward is recorded: each call of `Function.apply` is one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointFunction
+
+from penstock.partition.record.recorder import Recorder
+from penstock.partition.record.reentrant import Reentrant
+
+
+@contextmanager
+def autograd_functions(recorder: Recorder) -> Iterator[None]:
+    """Send `Function.apply` to the recorder, so that a custom function is one call."""
+    own = torch.autograd.Function.__dict__["apply"]
+    reentrant = Reentrant(recorder)
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls is CheckpointFunction and not recorder.is_paused:
+            return reentrant.run(*args)
+        return recorder.call_autograd_function(own.__get__(None, cls), cls, args, kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+    bound = list(_bound(own.__func__, recorder))
+    for names, name, method in bound:
+        names[name] = MethodType(apply, method.__self__)
+    try:
+        yield
+        reentrant.check()
+    finally:
+        torch.autograd.Function.apply = own  # type: ignore[method-assign]
+        for names, name, method in bound:
+            names[name] = method
+
+
+def _bound(function: Any, recorder: Recorder) -> Iterator[tuple[dict[str, Any], str, MethodType]]:
+    """Where a method was taken from its class beforehand: `swish = Swish.apply` in a file, or in a module."""
+    attributes = (vars(module) for module in recorder.model.modules())
+    for names in (*attributes, *(value for value in recorder.reach.named if type(value) is dict)):
+        for name, value in list(names.items()):
+            if type(value) is MethodType and value.__func__ is function:
+                yield names, name, value

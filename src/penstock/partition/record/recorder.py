@@ -1,0 +1,320 @@
+"""Writes what a running forward calls into a graph.
+
+A mode sees every torch call, the classes of the units send their calls here, and an observer below says which memory
+each call wrote and whether it drew random numbers. `record` sets the stage for it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from penstock.compat import FakeTensorMode, quiet, storage_of, unset_fake_temporarily
+from penstock.errors import PartitionError
+from penstock.partition import source
+from penstock.partition.chance.draws import Chance, holds_drawn, stand_ins
+from penstock.partition.obstacle import Obstacle
+from penstock.partition.record.writer import Writer
+from penstock.partition.recording import calls
+from penstock.partition.recording.facts import Fact
+from penstock.partition.recording.guards import Guard, make_guard
+from penstock.partition.recording.modes import Entry
+from penstock.partition.recording.returned import Returned
+from penstock.partition.run.fixed import Fixed
+from penstock.partition.run.gradient_hooks import Hook
+from penstock.partition.run.known import Known
+from penstock.partition.run.loan import Loan
+from penstock.partition.run.real import may_draw, run_for_real
+from penstock.partition.run.sideways import Sideways
+from penstock.partition.state.provenance import Call as Running
+from penstock.partition.state.reach import Reach
+from penstock.partition.state.taken import attributes_of, taken
+from penstock.partition.units.opening import Opening
+from penstock.partition.units.units import Call, Regroup, Unit
+from penstock.partition.values.objects import holds_tensors, tensors_in
+from penstock.partition.values.passed import Passed
+from penstock.partition.watch.observer import Observer
+from penstock.partition.watch.seeds import Seeds
+from penstock.trees import flatten
+from penstock.words import in_ranges
+
+SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+"""What `tensor.data = other` calls."""
+
+
+class Recorder(Writer, TorchFunctionMode):
+    """Writes the calls of one forward. Use `record`."""
+
+    READS: ClassVar[frozenset[str]] = frozenset(
+        {"shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout"}
+    )
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: dict[int, Unit],
+        loan: Loan,
+        entry: Entry,
+        names: dict[int, str],
+        mode: FakeTensorMode,
+        fake_calls: frozenset[int],
+        reach: Reach,
+        choices: Mapping[int, bool],
+        opening: Opening,
+        *,
+        once: bool = False,
+        watches_saved: bool = False,
+        taken: Collection[str] = (),
+    ) -> None:
+        self.seeds = Seeds()
+        observer = Observer(names, self.seeds, watches_saved=watches_saved)
+        observer.provenance.held = {storage_of(fake): name for name, fake in loan.fakes.items()}
+        observer.provenance.themselves = loan.names
+        observer.provenance.own = frozenset(map(storage_of, loan.originals.values()))
+        sideways = Sideways(model, units, reach, observer, once=once)
+        super().__init__(model, loan, entry, names, opening, observer, sideways)
+        self.units, self.reach = units, reach
+        self.known = Known(self.observer, mode, fake_calls)
+        self.chance = Chance(self, choices)
+        self.notes: list[str] = []
+        self.guards: list[Guard] = []
+        self.drawing: dict[str, nn.Module] = {}
+        self.real: set[str] = set()  # units that ran for real, on made-up inputs
+        self.taken = set(taken)  # names of attributes that are read behind the calls of such units
+        self._why_real: dict[str, list[str]] = {}  # reason -> their names
+        self.returned = Returned(opening)
+        self.fixed = Fixed(lambda: {*names, *self._kept, *(id(place.entries) for place in reach.places)})
+        self._thread = threading.get_ident()
+        self._paused = False
+        self._numbers = count()
+
+    # -- what torch, the units and autograd functions call ----------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._paused:
+            if func is Tensor.register_hook:
+                self.sideways.note_hook(Hook.of(*args, **kwargs))
+            elif func == SET_DATA and id(args[0]) in self.loan.names:
+                with self.observer.exchanging(args[0]):
+                    return func(*args, **kwargs)
+            return func(*args, **kwargs)
+        if calls.name_of(func) == "__iter__":  # else the mode would be off while the caller iterates
+            return iter(self._call(torch.Tensor.unbind, args, {}))
+        return self._call(func, args, kwargs)
+
+    def _call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        is_answer, answer = self.chance.read(function, args)
+        if is_answer:
+            return answer
+        with self._pause():
+            if getattr(function, "__name__", "") == "__get__" and calls.name_of(function) in self.READS:
+                self._shapes_read(args, kwargs)
+                return function(*args, **kwargs)
+            why = calls.refusal(function, args, kwargs)
+            if why is not None and function == SET_DATA and (name := self.loan.names.get(id(args[0]))) is not None:
+                raise Obstacle(
+                    f"{self._here()} assigns to `.data` of {name!r}, which cannot be replayed on a stage. Update it in "
+                    "place: .data.copy_(...), .data.mul_(...)",
+                    self.scope,
+                )
+            if why is not None:
+                raise Obstacle(f"{self._here()} {why}, which cannot be replayed on a stage", self.scope)
+            if calls.gradient_wanted(function, args, kwargs) is not None:
+                return self._take_gradient(function, args, kwargs)
+            stale = self._stale_gradient(args, kwargs)
+            by_chance = self.chance.held and holds_drawn((args, kwargs))
+            plain = stand_ins((args, kwargs)) if by_chance else (args, kwargs)
+            with self._running(args, kwargs) as call:
+                result, drew, writes, reads_inputs = self.known.run(function, *plain, is_unknown=by_chance)
+            if not isinstance(result, Tensor):
+                self._shapes_read(args, kwargs)
+            self.seeds.check(drew, self._here(), self.scope)
+            self.sideways.check_call(call)
+            target = calls.target_of(function, args, kwargs)
+            if by_chance and not holds_tensors(result):
+                self.chance.refuse("a random number in a call that gives no tensor")
+            if writes or holds_tensors(result):
+                if stale:
+                    raise PartitionError(stale)
+                self._write(target, "call", result, bool(drew), writes)
+            elif reads_inputs:
+                target = calls.Target(*target[:2], *self._arguments(*target[2:]))
+                self.guards.append(make_guard(target, result, self.facts, self.inputs, source.current_line()))
+            return result
+
+    def _take_gradient(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An activation shall take a gradient from here on: a value of its own, which the same tensor stands for."""
+        tensor, before = args[0], args[0].requires_grad
+        if not before and id(tensor) not in self._seen:  # a parameter or buffer, or what only the forward holds
+            raise Obstacle(f"{self._here()} {calls.REFUSED['requires_grad_']}", self.scope)
+        result = function(*args, **kwargs)
+        if tensor.requires_grad != before:
+            old = self._seen[id(tensor)][1]
+            node = self.graph.call_function(calls.taking_gradient, (old,))
+            self._fact(node, "call", tensor)
+            self._see(tensor, node)
+        return result
+
+    def call_unit(self, original: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A module's `__call__` during the recording: a unit becomes one node."""
+        unit = self.units.get(id(module))
+        if unit is None or self._paused or threading.get_ident() != self._thread:
+            return original(module, *args, **kwargs)
+        if self.chance.held and holds_drawn((args, kwargs)):
+            self.chance.refuse(f"a random number as an argument of {unit.name!r}, which runs as a whole,")
+        with self._pause():
+            stale = self._stale_gradient(args, kwargs)
+            if stale:
+                raise PartitionError(stale)
+            leaves = flatten((args, kwargs)).leaves
+            for leaf in leaves:
+                if (refusal := self._hidden(leaf)) is not None:
+                    raise Regroup(refusal, opened=[unit.name])
+            self.known.expose(leaf for leaf in leaves if isinstance(leaf, Tensor))
+            given = Passed(args, kwargs, self._kept)
+            self.chance.check_generators()
+            seeded, first_call = self.seeds.were_set, len(self.observer.calls)
+            fixed = self.fixed.give(given.opaque, unit.name, self._here, self.scope)
+            with self._running(args, kwargs, unit):
+                result, drew, writes = self.sideways.run_unit(
+                    unit, args, kwargs, lambda a, k: self._run_unit(original, unit, a, k)
+                )
+                self.observer.provenance.read(list(tensors_in((result, given.containers))))
+            self.fixed.take(fixed, unit.name)
+            if self.chance.after_unit():
+                drew = [*drew, module]
+            self.seeds.check(drew if seeded else (), f"{unit.name!r}", self.scope)
+            self.known.refuse_writes(writes)
+            for inner in drew:
+                inner = inner or module
+                self.drawing.setdefault(self.module_names[id(inner)], inner)
+            with self._passing(given, unit):
+                target = calls.Target("call_module", unit.name, *self._arguments(args, kwargs))
+                fact = self._write(target, "unit", result, False, writes)
+            self.observer.place_calls(first_call, fact.index)  # nodes for its arguments stand before it
+            fact.depends_on_values = unit.name in self.real
+            self.returned.note(fact, result)
+            if fact.depends_on_values:
+                self._take_out(fact, unit)
+            return result
+
+    def _take_out(self, fact: Fact, unit: Unit) -> None:
+        """Writes what takes out of attributes what a unit that cannot be opened has left there."""
+        node = next(node for node in reversed(self.facts) if self.facts[node] is fact)
+        for attribute, value in attributes_of(unit.module, unit.name, self.taken):
+            if self._is_new(value):
+                self.taken.add(attribute.name)
+                place = self._constant(attribute, attribute.key)
+                child = self.graph.call_function(taken, (node, place))
+                self._fact(child, "call", value)
+                self._bind(value, child, frozenset(), alone=True)
+
+    def call_autograd_function(self, original: Callable[..., Any], cls: type, args: Any, kwargs: Any) -> Any:
+        """`Function.apply` during the recording: outside the units it is one call."""
+        if threading.get_ident() != self._thread:
+            return original(*args, **kwargs)
+        if self._paused:
+            with self.observer.in_function():
+                return original(*args, **kwargs)
+        with self._pause(), self.observer.in_function():
+            with self._running(args, kwargs) as call:
+                result, drew, writes, _ = self.known.run(original, args, kwargs)
+            self.seeds.check(drew, self._here(), self.scope)
+            self.sideways.check_call(call)
+            self._write(calls.Target("call_method", "apply", (cls, *args), kwargs), "call", result, bool(drew), writes)
+            return result
+
+    @contextmanager
+    def _running(self, args: Any, kwargs: Any, unit: Unit | None = None) -> Iterator[Running]:
+        """Around a call that will be a node: what it reads, it must have been given."""
+        provenance = self.observer.provenance
+        given = provenance.roots(tensors_in((args, kwargs)))
+        if unit is not None:
+            given |= self.sideways.held_by(unit)
+        call = Running(next(self._numbers), self.scope if unit is None else unit.name, unit is not None, given)
+        with provenance.calling(call):
+            yield call
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def _run_unit(
+        self, original: Call, unit: Unit, args: Any, kwargs: Any
+    ) -> tuple[tuple[Any, list[Any], frozenset[int]], bool]:
+        """The unit's result, what in it drew, and what it wrote; and whether it could run on fake tensors.
+
+        One that cannot runs for real.
+        """
+        depth, called, work = len(self.observer.stack), len(self.observer.calls), self.observer.work
+        try:
+            # around a checkpoint, whose hooks would hide what a stage, which runs nothing again for it, saves
+            with quiet(), self.observer.saved.watching():
+                return (original(unit.module, *args, **kwargs), *self.observer.take()), True
+        except PartitionError:
+            raise
+        except Exception as error:  # whatever a fake kernel raises; if the unit itself is wrong it raises again
+            del self.observer.stack[depth:], self.observer.calls[called:]
+            self.observer.take()
+            self.observer.saved.forget()
+            self.reach.cached.forget()  # what it made of fakes before it failed
+            self.observer.work = work
+            result, drew, writes = run_for_real(
+                original, unit, args, kwargs, self.loan, self.entry.device, self.observer, error, self.taken
+            )
+            self.real.add(unit.name)
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
+            self._why_real.setdefault(f"{type(error).__name__}: {reason}", []).append(unit.name)
+            return (result, may_draw(unit.module, drew), writes), False
+
+    def _shapes_read(self, args: Any, kwargs: Any) -> None:
+        if self.real:
+            tensors = (self._seen.get(id(tensor)) for tensor in tensors_in((args, kwargs)))
+            where = source.current_line(), self.scope
+            self.returned.shapes_read += [(seen[1], *where) for seen in tensors if seen is not None]
+
+    call = _call
+
+    def run_known(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The result of a function that draws, run for real. Raises PartitionError if it takes values not known."""
+        with self._pause():
+            if not self.known.are_known(args, kwargs):
+                raise PartitionError(
+                    f"{self._here()} calls {function.__name__}, which draws random numbers, with a tensor whose values "
+                    "are not known when the forward is recorded. Switch it off, or do it outside of the model"
+                )
+            with unset_fake_temporarily():
+                value = function(*args, **kwargs)
+            self.observer.take(keep=False)
+            return value
+
+    @property
+    def is_paused(self) -> bool:
+        return self._paused
+
+    @property
+    def all_notes(self) -> tuple[str, ...]:
+        """What the user should know of this recording, each once."""
+        ran = [(", ".join(in_ranges(dict.fromkeys(units))), reason) for reason, units in self._why_real.items()]
+        real = [f"{which} ran once for real, on made-up inputs: fake tensors will not do ({why})" for which, why in ran]
+        return tuple(dict.fromkeys([*real, *self.notes]))
+
+    def note_unchecked(self) -> None:
+        """Tell that a distribution's arguments are not checked, where it is made outside of the units."""
+        if not self._paused:
+            self.notes.append(
+                f"the distribution at {source.current_line()} is recorded as if validate_args=False, since its checks "
+                "read values"
+            )

@@ -1,0 +1,362 @@
+"""Writes what a forward calls as nodes of a graph, and knows which node stands for each value that the forward handles.
+
+`recorder` decides what is a call; here is what is written of it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from penstock.compat import FakeTensor, in_checkpoint, storage_of
+from penstock.errors import PartitionError
+from penstock.partition import source
+from penstock.partition.chance.draws import node_of_drawn
+from penstock.partition.obstacle import Obstacle
+from penstock.partition.recording import calls
+from penstock.partition.recording.facts import Fact, Kind, tensor_meta
+from penstock.partition.recording.modes import Entry
+from penstock.partition.run.loan import Loan
+from penstock.partition.run.sideways import Sideways
+from penstock.partition.units.opening import Opening
+from penstock.partition.units.units import Leak, Unit
+from penstock.partition.values.objects import (
+    CONSTANTS,
+    OPAQUE,
+    child_items,
+    free_name,
+    hides_tensors,
+    holds_tensors,
+    is_named_tuple,
+    rebuilt,
+    tensors_in,
+)
+from penstock.partition.values.passed import Passed, kept_by
+from penstock.partition.watch.observer import Observer
+from penstock.partition.watch.unseen import Versions
+from penstock.trees import LEAF, Flat, flatten
+
+Seen = tuple[Tensor, fx.Node, bool]
+"""A tensor that the forward handles (kept alive, so that its id stays its own), its node, and its requires_grad."""
+
+
+class Writer:
+    """The graph of one recording, and what was seen of its nodes."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loan: Loan,
+        entry: Entry,
+        names: dict[int, str],
+        opening: Opening,
+        observer: Observer,
+        sideways: Sideways,
+    ) -> None:
+        super().__init__()
+        self.model, self.loan, self.entry, self.module_names = model, loan, entry, names
+        self.opening, self.observer, self.sideways = opening, observer, sideways
+        self.graph = fx.Graph()
+        self.facts: dict[fx.Node, Fact] = {}
+        self.constants: dict[str, object] = {}
+        self.inputs: dict[fx.Node, int] = {}  # placeholder -> its place among the leaves of (args, kwargs)
+        self._seen: dict[int, Seen] = {}
+        self._versions = Versions(loan.fakes.values())
+        self.on_memory: dict[int, list[int]] = {}  # storage -> ids of the tensors seen on it
+        self._attributes: dict[str, fx.Node] = {}
+        self._constants = free_name(model, "constants")
+        self._constant_ids: dict[int, str] = {}
+        self._draws: Counter[str] = Counter()
+        self._kept = kept_by(model)
+        self._passed: dict[int, fx.Node] = {}  # for the call that is being written: id of what it is given -> its node
+        self._opaque: dict[int, tuple[object, fx.Node]] = {}  # what a call made that hides tensors, by its id
+
+    # -- writing nodes ----------------------------------------------------------------------------------------------
+
+    def add_input(self, name: str, tensor: Tensor, index: int) -> None:
+        node = self.graph.placeholder(name)
+        self.inputs[node] = index
+        self._fact(node, "input", tensor)
+        self._see(tensor, node)
+        self.observer.provenance.add_input(tensor)
+
+    def _write(self, target: calls.Target, kind: Kind, result: Any, draws: bool, writes: frozenset[int]) -> Fact:
+        args, kwargs = target.args, target.kwargs
+        if kind != "unit":
+            args, kwargs = self._arguments(args, kwargs)
+        node = self.graph.create_node(target.op, target.function, args, kwargs)
+        fact = self._fact(node, kind, result)
+        fact.writes, fact.unseen, fact.draws = writes, self._unseen(writes), draws
+        if draws:
+            fact.stream = self._stream(fact)
+        if kind == "unit":
+            fact.scope, fact.runs_again = str(target.function), in_checkpoint()
+        self._bind(result, node, writes, alone=True)
+        self.observer.saved.follow(tensors_in(result))
+        self.observer.saved.belongs_to(fact, tensors_in((target.args, target.kwargs)))
+        for storage in writes:  # an update in place may make aliases take a gradient, or change their strides
+            for key in self.on_memory.get(storage, ()):
+                tensor, known, _ = self._seen[key]
+                self._seen[key] = (tensor, known, tensor.requires_grad)
+                if known is not node:
+                    self.facts[known].updates.append((fact.index, tensor_meta(tensor)))
+        return fact
+
+    def _unseen(self, writes: frozenset[int]) -> frozenset[int]:
+        """Of the memory that was written, that of tensors that have no new version."""
+        found: set[int] = set()
+        for storage in writes - self.observer.statistics:
+            tensors = [self._seen[key][0] for key in dict.fromkeys(self.on_memory.get(storage, ()))]
+            if (name := self.observer.provenance.held.get(storage)) is not None:
+                tensors.append(self.loan.fakes[name])
+            new = [self._versions.has_new(tensor) for tensor in tensors]  # of each, so that it is noted
+            if not all(new):
+                found.add(storage)
+        return frozenset(found)
+
+    def write_number(
+        self, op: str, target: Any, args: tuple[Any, ...], kwargs: Any = None, *, draws: bool = False
+    ) -> fx.Node:
+        """A call that gives a number (or an array) by chance, which every stage that needs it makes for itself."""
+        node = self.graph.create_node(op, target, args, kwargs or {})
+        fact = self._fact(node, "call", None)
+        fact.draws, fact.is_anywhere = draws, True
+        if draws:
+            fact.stream = self._stream(fact)
+        return node
+
+    def _fact(self, node: fx.Node, kind: Kind, result: Any) -> Fact:
+        tensors = [leaf for leaf in flatten(result).leaves if isinstance(leaf, Tensor)]
+        fact = self.facts[node] = Fact(
+            index=self.observer.position,
+            kind=kind,
+            scope=self.scope,
+            meta=tensor_meta(result) if isinstance(result, Tensor) else None,
+            storages=frozenset(storage_of(t) for t in tensors),
+            takes_gradient=any(t.requires_grad for t in tensors),
+            modes=self.entry.difference(),
+            source_line=source.current_line(),
+            work=self.observer.work,
+        )
+        self.observer.position += 1
+        self.observer.work = 0
+        return fact
+
+    def _stream(self, fact: Fact) -> str:
+        """The stream of a draw in a module's own forward: numbered there, so that it is the same whatever is opened."""
+        self.opening.refuse_draw(fact.scope, fact.source_line)
+        self._draws[fact.scope] += 1
+        return f"{fact.scope}()#{self._draws[fact.scope] - 1}"
+
+    def _bind(self, result: Any, node: fx.Node, writes: frozenset[int], alone: bool = False) -> None:
+        """Remember which tensors a node made; those inside its result get a node of their own.
+
+        A tensor that comes back as it went in, beside others, keeps the node that made it.
+        """
+        if isinstance(result, Tensor):
+            new = id(result) not in self._seen or storage_of(result) in writes
+            if id(result) not in self.loan.names and (alone or new):
+                self._see(result, node)
+            return
+        parts = list(child_items(result))
+        if not parts and hides_tensors(result, fake_only=True):
+            self._opaque[id(result)] = result, node
+            node.meta[OPAQUE] = type(result).__name__
+        for access, key, item in parts:
+            if holds_tensors(item):
+                child = self.graph.call_function(access, (node, key))
+                self._fact(child, "call", item)
+                self._bind(item, child, writes)
+
+    @contextmanager
+    def _passing(self, given: Passed, unit: Unit) -> Iterator[None]:
+        """Around the writing of a call, which has been made: what it was given is made for it before, and what it left
+        in that is taken out behind."""
+        changed = given.changed()
+        made, flat = given.given(changed)
+        for value in (given.containers[index] for index in changed):
+            if id(value) in self._kept:
+                raise PartitionError(
+                    f"{unit.name!r} changes an argument, a {type(value).__name__}, that the model keeps for its next "
+                    "call, which a stage cannot replay. Make a new one in each forward"
+                )
+        if made:
+            node = self._made(flat)
+            for index in made:
+                part = self.graph.call_function(operator.getitem, (node, index))
+                self._fact(part, "object", flat.leaves)
+                self._passed[id(given.containers[index])] = part
+        yield
+        for index in changed:
+            value, node = given.containers[index], self._passed.pop(id(given.containers[index]))
+            for access, key, item in child_items(value):
+                if self._is_new(item):
+                    child = self.graph.call_function(access, (node, key))
+                    self._fact(child, "call", item)
+                    self._bind(item, child, frozenset())
+        self._passed.clear()
+
+    def _is_new(self, value: Any) -> bool:
+        """Whether there is anything in a value that no recorded call has made so far."""
+        return any(
+            id(leaf) not in self._seen and id(leaf) not in self.loan.names
+            if isinstance(leaf, Tensor)
+            else id(leaf) not in self._opaque and hides_tensors(leaf, fake_only=True)
+            for leaf in flatten(value).leaves
+        )
+
+    def _made(self, flat: Flat) -> fx.Node:
+        """A node that puts an object together."""
+        leaves = [self._argument(leaf) for leaf in flat.leaves]
+        structure = self._constant(flat.structure, "structure")
+        node = self.graph.call_function(rebuilt, (structure, *leaves))
+        self._fact(node, "object", flat.leaves)
+        return node
+
+    def _see(self, tensor: Tensor, node: fx.Node) -> None:
+        self._seen[id(tensor)] = (tensor, node, tensor.requires_grad)
+        self._versions.add(tensor)
+        self.on_memory.setdefault(storage_of(tensor), []).append(id(tensor))
+
+    # -- values to nodes --------------------------------------------------------------------------------------------
+
+    def _arguments(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return tuple(self._argument(a) for a in args), {k: self._argument(v) for k, v in kwargs.items()}
+
+    def _argument(self, value: Any) -> Any:
+        kind = type(value)
+        if isinstance(value, Tensor):
+            return self.node_of(value)
+        if (drawn := node_of_drawn(value)) is not None:
+            return drawn
+        if kind in CONSTANTS:
+            return value
+        if id(value) in self._passed:
+            return self._passed[id(value)]
+        if kind is torch.Size or kind is tuple:
+            return tuple(self._argument(v) for v in value)
+        if is_named_tuple(value):
+            return kind(*(self._argument(v) for v in value))
+        if kind is list:
+            return [self._argument(v) for v in value]
+        if kind is dict:
+            return {k: self._argument(v) for k, v in value.items()}
+        if kind is slice:
+            return slice(self._argument(value.start), self._argument(value.stop), self._argument(value.step))
+        flat = flatten(value)
+        if flat.structure != LEAF:
+            return self._made(flat)
+        if id(value) in self._opaque:
+            return self._opaque[id(value)][1]
+        if (refusal := self._hidden(value)) is not None:
+            raise Obstacle(refusal, self.scope)
+        return self._constant(value, kind.__name__ if not isinstance(value, type) else value.__name__)
+
+    def seen(self, tensor: Tensor) -> bool:
+        """Whether a node stands for a tensor."""
+        return id(tensor) in self._seen
+
+    def _hidden(self, value: Any) -> str | None:
+        """Why a leaf cannot be passed on, if it is no plain value and no recorded call returned it: a closure."""
+        if isinstance(value, Tensor) or type(value) in CONSTANTS or id(value) in self._opaque:
+            return None
+        if not hasattr(type(value), "__next__") and not hides_tensors(value, fake_only=True):
+            return None
+        return f"{self._here()} passes on a {type(value).__name__}, from which tensors cannot be taken out"
+
+    def node_of(self, tensor: Tensor) -> fx.Node:
+        """The node that stands for a tensor. Raises PartitionError for one whose origin was not recorded."""
+        seen = self._seen.get(id(tensor))
+        if seen is not None:
+            return seen[1]
+        name = self.loan.names.get(id(tensor))
+        if name is not None:
+            return self._attribute(name, "parameter" if isinstance(tensor, nn.Parameter) else "buffer", tensor)
+        if isinstance(tensor, FakeTensor):
+            refusal = (
+                f"{self._here()} uses a tensor of shape {tuple(tensor.shape)} that no recorded call made: "
+                f"{self._holder_of(tensor) or 'a block left it in an attribute, or compiled code made it'}. "
+                "Return it from the block"
+            )
+            if id(tensor) in self.observer.returned:
+                raise Leak(type(self.observer.returned[id(tensor)][1]), refusal)
+            self.sideways.open_maker(tensor, refusal)
+            raise Obstacle(refusal, self.scope)
+        made = self.observer.provenance.maker(tensor)
+        if made is not None and made.unit:  # it ran for real
+            refusal = (
+                f"{self._here()} uses a tensor of shape {tuple(tensor.shape)} that {made.unit!r} made and left beside "
+                "its result. Return it from there"
+            )
+            self.sideways.open_maker(tensor, refusal)
+            raise Obstacle(refusal, self.scope)
+        if tensor.requires_grad:
+            raise PartitionError(
+                f"{self._here()} uses a tensor of shape {tuple(tensor.shape)} that requires a gradient but is no "
+                f"parameter{': ' + held if (held := self._holder_of(tensor)) else ''}. Register it as an nn.Parameter"
+            )
+        return self._constant(tensor, (self._holder_of(tensor) or "tensor").rpartition(".")[2])
+
+    def _constant(self, value: object, hint: str) -> fx.Node:
+        name = self._constant_ids.get(id(value))
+        if name is None:
+            hint = "".join(c if c.isalnum() else "_" for c in hint)
+            name, count = f"{self._constants}.{hint}", 1
+            while name in self.constants:
+                name, count = f"{self._constants}.{hint}_{count}", count + 1
+            self._constant_ids[id(value)], self.constants[name] = name, value
+        return self._attribute(name, "constant", value)
+
+    def _attribute(self, path: str, kind: Kind, value: object) -> fx.Node:
+        if path not in self._attributes:
+            self._attributes[path] = node = self.graph.create_node("get_attr", path)
+            self._fact(node, kind, value if isinstance(value, Tensor) else None)
+        return self._attributes[path]
+
+    def arguments(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A call's arguments as those of a node."""
+        return self._arguments(args, kwargs)
+
+    def argument(self, value: Any) -> Any:
+        return self._argument(value)
+
+    def is_seen(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._seen
+
+    # -- messages ---------------------------------------------------------------------------------------------------
+
+    @property
+    def scope(self) -> str:
+        """The name of the innermost running module that is the model's: a forward may make others."""
+        registered = (self.module_names.get(id(module)) for module in reversed(self.observer.stack))
+        return next((name for name in registered if name is not None), "")
+
+    def _here(self) -> str:
+        return f"{source.current_line()}, in {f'module {self.scope!r}' if self.scope else 'the model'},"
+
+    def _holder_of(self, tensor: Tensor) -> str:
+        for name, module in self.model.named_modules():
+            for attribute, value in module.__dict__.items():
+                if value is tensor:
+                    return f"{name}.{attribute}" if name else attribute
+        return ""
+
+    def _stale_gradient(self, args: Any, kwargs: Any) -> str | None:
+        for leaf in flatten((args, kwargs)).leaves:
+            seen = self._seen.get(id(leaf)) if isinstance(leaf, Tensor) else None
+            if seen is not None and seen[2] != leaf.requires_grad:
+                return (
+                    f"{self._here()} uses {seen[1].name}, whose requires_grad was {seen[2]} when it was made and is "
+                    f"now {leaf.requires_grad}. A stage cannot replay that: use .detach() instead"
+                )
+        return None
+
+    def here(self) -> str:
+        """The line that runs, and its module."""
+        return self._here()

@@ -1,0 +1,121 @@
+"""What was seen of each node of a recording when it ran."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+
+from penstock.stages import TensorMeta
+
+Kind = Literal["input", "parameter", "buffer", "constant", "object", "call", "unit"]
+
+Pattern = tuple[Any, ...]
+"""`("tensor", shape or None)`, `("value", v)`, `("text", text of a value)`, `("any",)`, `("items", patterns)`,
+`("keys", keys or a text, patterns)`, or, for an object, `("leaves", patterns)`, `("fields", patterns)` if it holds no
+tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Modes:
+    """The modes that a call ran in, where they differ from those at the forward's entry; None means the same."""
+
+    grad_enabled: bool | None = None
+    autocast: tuple[bool, torch.dtype] | None = None
+
+
+@dataclass(slots=True)
+class Fact:
+    """What was seen of one node.
+
+    Attributes:
+        index: its place in program order.
+        kind: an input of the model, something the model holds, an object that is put together for a call, a torch call,
+            or a module that ran as a unit.
+        scope: the qualified name of the innermost module that it ran in; for a unit, its own.
+        meta: of the result, where that is one tensor.
+        storages: the memory behind its result's tensors. Equal numbers mean shared memory.
+        writes: the memory that it updated in place.
+        unseen: of that, what autograd does not know to be updated: it was written through `.data`.
+        saved: the memory that it saved for backward; empty if that was not looked at.
+        saved_sizes: of that memory, the bytes; one number for each.
+        takes_gradient: whether any tensor of its result requires a gradient.
+        draws: a torch call outside the units that draws random numbers.
+        stream: the name of the stream that it draws from.
+        modes: see `Modes`.
+        source_line: `file:line` of the call in the user's code, for messages.
+        is_anywhere: a number by chance, or what a decision rests on: every stage that needs it makes it for itself.
+        branch: what runs only if a decision says so; see `Branch`.
+        work: how much work it is, its backward included; see `work_of`.
+        runs_again: a unit that checkpointing around it would run again in backward, which a stage does not.
+        updates: the index of each node that updated the result in place, and its meta from then on.
+        depends_on_values: a unit that ran for real: what it writes and draws may be something else in other calls.
+        returned: of a unit, what its results must look like; None where there is nothing to check.
+        read_at: of such a unit, the line that rests on a shape of its results, and that line's module.
+    """
+
+    index: int
+    kind: Kind
+    scope: str
+    meta: TensorMeta | None = None
+    storages: frozenset[int] = frozenset()
+    writes: frozenset[int] = frozenset()
+    unseen: frozenset[int] = frozenset()
+    saved: frozenset[int] = frozenset()
+    saved_sizes: Mapping[int, int] = field(default_factory=dict)
+    takes_gradient: bool = False
+    draws: bool = False
+    stream: str = ""
+    modes: Modes = Modes()
+    source_line: str = ""
+    is_anywhere: bool = False
+    branch: Branch | None = None
+    work: int = 0
+    runs_again: bool = False
+    updates: list[tuple[int, TensorMeta]] = field(default_factory=list)
+    depends_on_values: bool = False
+    returned: Pattern | None = None
+    read_at: tuple[str, str] = ("", "")
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The modules that run as a whole in it."""
+        if self.branch is not None:
+            return self.branch.units
+        return (self.scope,) if self.kind == "unit" else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """Part of a recording that runs only if chance says so: layers that are dropped. One node stands for all of it.
+
+    The node's arguments: the decision, then for each output what is passed on where the branch does not run, then
+    what the branch needs. Its result is the tuple of the outputs.
+
+    Attributes:
+        nodes: what runs, in program order, and what was seen of each (`facts`).
+        inputs, outputs: values that it needs, and values that are used behind it.
+        runs_if: the decision with which it runs.
+        units: names of the units among the nodes.
+        calls: how often it calls each module that draws.
+        source_line: where the forward asks.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    facts: Mapping[fx.Node, Fact]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    runs_if: bool
+    units: tuple[str, ...]
+    calls: Mapping[str, int]
+    source_line: str
+
+
+def tensor_meta(tensor: Tensor) -> TensorMeta:
+    """The meta of a tensor, fake or real."""
+    return TensorMeta(
+        tuple(tensor.shape), tuple(tensor.stride()), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad
+    )

@@ -1,0 +1,71 @@
+"""What a recording found when the forward read values of its inputs: it holds for inputs that give the same again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from penstock.partition.recording.calls import Target
+from penstock.partition.recording.facts import Fact
+
+
+@dataclass(frozen=True)
+class Guard:
+    """`module`, given the leaves of (args, kwargs) at `inputs`, returned `expected` where the forward asked for it."""
+
+    module: fx.GraphModule
+    inputs: tuple[int, ...]
+    expected: object
+    source_line: str
+
+    def holds(self, leaves: Sequence[Any]) -> bool:
+        """Whether these leaves give the same. They are not written to."""
+        with torch.no_grad():
+            found = self.module(*(leaves[i].clone() for i in self.inputs))
+        return type(found) is type(self.expected) and found == self.expected
+
+
+def make_guard(
+    target: Target, result: object, facts: Mapping[fx.Node, Fact], inputs: Mapping[fx.Node, int], source_line: str
+) -> Guard:
+    """A guard for a call that is about to be left out of the graph, since its result is not a tensor."""
+    needed = _ancestors(target, facts)
+    graph = fx.Graph()
+    used = [node for node in inputs if node in needed]
+    new = {node: graph.placeholder(node.name) for node in used}
+    for node in facts:
+        if node in needed and node not in new:
+            new[node] = graph.node_copy(node, new.__getitem__)
+    args, kwargs = fx.map_arg((target.args, target.kwargs), new.__getitem__)
+    graph.output(graph.create_node(target.op, target.function, args, kwargs))
+    module = fx.GraphModule(nn.Module(), graph, "guard")
+    return Guard(module, tuple(inputs[node] for node in used), result, source_line)
+
+
+def _ancestors(target: Target, facts: Mapping[fx.Node, Fact]) -> set[fx.Node]:
+    """The nodes that the call's arguments need, with those that update them in place."""
+    needed: set[fx.Node] = set()
+    stack: list[fx.Node] = []
+    fx.map_arg((target.args, target.kwargs), stack.append)
+    while stack:
+        node = stack.pop()
+        if node in needed:
+            continue
+        needed.add(node)
+        stack += node.all_input_nodes
+        stack += [writer for writer, fact in facts.items() if fact.writes & facts[node].storages]
+    return needed
+
+
+def is_integer(leaf: object) -> bool:
+    """Whether an input's values are taken to be known: those of integers and masks, where they are at hand."""
+    return (
+        isinstance(leaf, Tensor)
+        and not (leaf.is_floating_point() or leaf.is_complex())
+        and leaf.layout == torch.strided
+        and leaf.device.type != "meta"
+    )

@@ -1,0 +1,119 @@
+"""What a recording holds: the model's forward as one graph, and for each of its nodes what was seen when it ran.
+
+`record/` writes it, `cut/` reads positions from it, `stages/` makes stages of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx, nn
+
+from penstock.partition.obstacle import Rate
+from penstock.partition.recording.facts import Fact
+from penstock.partition.recording.guards import Guard
+from penstock.partition.state.left_behind import Left
+from penstock.partition.state.reach import Trace
+from penstock.partition.state.remembered import Remembered
+from penstock.partition.units.opening import NOTHING, Opening
+from penstock.partition.units.units import NO_GRAIN, Grain
+
+
+class RandomSource(Protocol):
+    """Where the random numbers of recorded calls come from."""
+
+    def enter(self, name: str) -> None:
+        """Set the generator for the recorded call `name`, which runs next."""
+
+    def pass_by(self, calls: Mapping[str, int]) -> None:
+        """Count calls of modules that draw, by name, which were left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """The forward asked for an outcome: that of `node`, before the node `index` was recorded, at a line of its code.
+
+    `rates`: what the module `scope`, whose code it is, reads there.
+    """
+
+    node: fx.Node
+    index: int
+    source_line: str
+    scope: str = ""
+    rates: tuple[Rate, ...] = ()
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A forward, recorded.
+
+    Attributes:
+        graph: every call in program order; modules that ran as a unit are `call_module` nodes.
+        facts: for each node of the graph.
+        inputs: for each placeholder, its place among the leaves of (args, kwargs).
+        outputs: the distinct tensors of the model's result, in order of first appearance.
+        result_leaves: the leaves of the model's result; an int indexes `outputs`, `Constant` wraps anything else.
+        result_structure: the pytree structure of the result.
+        constants: objects and stray tensors, by the paths under which the graph refers to them.
+        blocks: names of the units that are repeated blocks.
+        held: qualified name of a parameter or buffer -> the tensor; canonical names only.
+        memory: the storage number of each parameter and buffer -> its canonical name.
+        drawing: qualified name -> module, of the modules in units that draw random numbers.
+        calls: for each drawing module, the index of the unit's node at each of its calls.
+        device: where the forward was recorded "as if".
+        guards: what the forward read from the values of its integer inputs; it holds where they read the same.
+        notes: things to tell the user.
+        grain: what the forward taught about which modules run as a whole.
+        left: what the forward leaves in attributes and shared objects.
+        opening: which modules were opened for the sake of cuts.
+        needed: canonical names of the parameters on which the result depends, by the autograd graph of the unsplit
+            forward.
+        touched: canonical names of the parameters and buffers that any operator took.
+        asks: where the forward asked for the outcome of something random.
+        is_foreign: it draws from Python's or numpy's generators.
+        borrowed: unit -> the memory of the model's own parameters and buffers that it takes in other tensors.
+        remembered: what units carry over from call to call; see `Remembered`.
+        traces: where it leaves something beside its result.
+    """
+
+    graph: fx.Graph
+    facts: Mapping[fx.Node, Fact]
+    inputs: Mapping[fx.Node, int]
+    outputs: tuple[fx.Node, ...]
+    result_leaves: tuple[int | Constant, ...]
+    result_structure: Any
+    constants: Mapping[str, object]
+    blocks: frozenset[str]
+    held: Mapping[str, Tensor]
+    memory: Mapping[int, str]
+    drawing: Mapping[str, nn.Module]
+    calls: Mapping[str, tuple[int, ...]]
+    device: torch.device
+    guards: tuple[Guard, ...]
+    notes: tuple[str, ...]
+    grain: Grain = NO_GRAIN
+    left: tuple[Left, ...] = ()
+    opening: Opening = NOTHING
+    needed: frozenset[str] = frozenset()
+    touched: frozenset[str] = frozenset()
+    asks: tuple[Ask, ...] = ()
+    is_foreign: bool = False
+    borrowed: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    remembered: tuple[Remembered, ...] = ()
+    traces: tuple[Trace, ...] = ()
+
+    @property
+    def overwritten(self) -> list[int]:
+        """The places, among the leaves of (args, kwargs), of tensors that the forward updates in place."""
+        written = frozenset[int]().union(*(fact.writes for fact in self.facts.values()))
+        return [place for node, place in self.inputs.items() if self.facts[node].storages & written]
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A leaf of the model's result that is no tensor."""
+
+    value: object

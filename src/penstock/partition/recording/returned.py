@@ -1,0 +1,228 @@
+"""What a unit returns beside the values of its tensors: a recording takes that as given, and stages check it.
+
+The calls between units are recorded with the numbers that they were made with: a count that a unit returns, the length
+of its list, or (where values decide about them) the shapes of its tensors. So a stage compares what a unit returns with
+what was recorded. A pattern is made of tuples and plain values only, so that it can stand in the stage's code.
+"""
+
+from __future__ import annotations
+
+import array
+import datetime
+import enum
+import hashlib
+from collections.abc import Mapping
+from numbers import Number
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+
+from penstock.errors import PartitionError
+from penstock.partition.recording.facts import Fact, Pattern
+from penstock.partition.units.opening import Opening, StayWhole
+from penstock.trees import LEAF, flatten
+
+CONTAINERS = ("items", "keys", "leaves", "fields")
+PLAIN = (bool, int, float, str, type(None))
+VALUES = (
+    *(Number, str, bytes, bytearray, range, slice, set, frozenset, enum.Enum, array.array, np.generic, np.ndarray),
+    *(datetime.date, datetime.time, datetime.timedelta, torch.Size, torch.dtype, torch.device),
+)
+"""Values, of these types and those derived from them, that cannot stand in a stage's code: their texts do."""
+
+
+def pattern_of(result: Any, *, shapes: bool) -> Pattern:
+    """What a result must look like in each call. `shapes`: those of its tensors, too."""
+    kind = type(result)
+    if isinstance(result, Tensor):
+        return "tensor", tuple(result.shape) if shapes else None
+    if kind in PLAIN:
+        return "value", result
+    if isinstance(result, VALUES):
+        return "text", _identity(result)
+    if isinstance(result, (tuple, list)):
+        return "items", tuple(pattern_of(item, shapes=shapes) for item in result)
+    if isinstance(result, dict):
+        return "keys", _keys(result), tuple(pattern_of(item, shapes=shapes) for item in result.values())
+    flat = flatten(result)
+    if flat.structure != LEAF:
+        return "leaves", tuple(pattern_of(leaf, shapes=shapes) for leaf in flat.leaves)
+    flat = flatten(result, empty=True)
+    if flat.structure == LEAF:
+        return ("any",)
+    known = [isinstance(leaf, (*PLAIN, *VALUES)) for leaf in flat.leaves]
+    pairs = zip(flat.leaves, known, strict=True)
+    return "fields", tuple(pattern_of(leaf, shapes=False) if value else ("any",) for leaf, value in pairs)
+
+
+def _identity(value: Any) -> str:
+    """What differs if two values of one type do."""
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        digest = hashlib.sha1(value.tobytes(), usedforsecurity=False).hexdigest()
+        return f"an array of {value.dtype}, {value.shape}, with the digest {digest[:16]}"
+    if isinstance(value, (set, frozenset)):
+        return f"{type(value).__name__}({sorted(map(repr, value))})"
+    return repr(value)
+
+
+def _keys(mapping: dict[Any, Any]) -> tuple[Any, ...] | str:
+    """Those of a mapping; their text where they cannot stand in a stage's code."""
+    return tuple(mapping) if all(type(key) in PLAIN for key in mapping) else str(list(mapping))
+
+
+class Returned:
+    """What the units of one recording return.
+
+    Attributes:
+        shapes_read: values whose shapes were asked for between units, or gave the number of a call's results, with the
+            line that did so and the module that it is in.
+    """
+
+    def __init__(self, opening: Opening) -> None:
+        self._opening = opening
+        self.shapes_read: list[tuple[fx.Node, str, str]] = []
+        self._ran_for_real: list[Fact] = []
+
+    def note(self, fact: Fact, result: Any) -> None:
+        """Has a unit's result checked, if it holds more than tensors or values may have decided about it."""
+        ran_for_real = fact.depends_on_values
+        pattern = pattern_of(result, shapes=ran_for_real)
+        if ran_for_real and _holds_values(pattern) and (around := self._opening.around(fact.scope)):
+            raise StayWhole(around)  # where nothing is a constant
+        if ran_for_real:
+            self._ran_for_real.append(fact)
+        if ran_for_real or _holds_values(pattern):
+            fact.returned = pattern
+
+    def settle(self, facts: Mapping[fx.Node, Fact]) -> None:
+        """At the end: shapes on which nothing rests may differ from call to call."""
+        readers = _readers(self.shapes_read) if self._ran_for_real else {}
+        nodes = {id(fact): node for node, fact in facts.items()}
+        for fact in self._ran_for_real:
+            reader = readers.get(nodes[id(fact)])
+            if reader is not None:
+                fact.read_at = reader
+            elif fact.returned is not None:
+                fact.returned = _without_shapes(fact.returned)
+
+
+def _holds_values(pattern: Pattern) -> bool:
+    """Whether anything but tensors is in it."""
+    if pattern[0] in CONTAINERS:
+        return any(map(_holds_values, pattern[-1]))
+    return pattern[0] in ("value", "text")
+
+
+def _without_shapes(pattern: Pattern) -> Pattern:
+    if pattern[0] in CONTAINERS:
+        return *pattern[:-1], tuple(map(_without_shapes, pattern[-1]))
+    return ("tensor", None) if pattern[0] == "tensor" else pattern
+
+
+def _readers(reads: list[tuple[fx.Node, str, str]]) -> dict[fx.Node, tuple[str, str]]:
+    """For each node whose shape was read, and all that these are computed from: the first line, and its module."""
+    found: dict[fx.Node, tuple[str, str]] = {}
+    for read, line, scope in reads:
+        stack = [read]
+        while stack:
+            node = stack.pop()
+            if node not in found:
+                found[node] = line, scope
+                stack += node.all_input_nodes
+    return found
+
+
+def check_returned(result: Any, unit: str, pattern: Pattern, read_at: tuple[str, str] = ("", "")) -> None:
+    """Raises PartitionError if a unit returns something else than was recorded.
+
+    `read_at`: the line that reads the shape of a result, and its module; empty where none does.
+    """
+    if _fits(result, pattern):
+        return
+    got, expected = _difference(result, pattern)
+    line, scope = read_at
+    why = (
+        "what a block returns beside the values of its tensors is a constant of a recording, since the calls that "
+        "follow were recorded with it"
+    )
+    where = f" (as at {line}, in {f'module {scope!r}' if scope else 'the model itself'})" if line else ""
+    remedy = (
+        f"Give leaves=[{scope!r}], so that it runs as a whole"
+        if scope
+        else "Return numbers as tensors, and tensors of fixed shapes; or give what uses them a module of its own and "
+        "name that in leaves=[...], so that it runs as a whole"
+    )
+    raise PartitionError(f"{unit!r} returned {got} where the recording has {expected}: {why}{where}. {remedy}")
+
+
+def versions_of(values: Any) -> list[tuple[Tensor, int]]:
+    """The tensors that are there before a call, and how often each was updated in place so far."""
+    return [(t, t._version) for t in flatten(values).leaves if isinstance(t, Tensor) and not t.is_inference()]
+
+
+def check_unchanged(before: list[tuple[Tensor, int]], unit: str) -> None:
+    """Raises PartitionError if a unit has updated values in place that it left as they were when it was recorded."""
+    if any(tensor._version != version for tensor, version in before):
+        raise PartitionError(
+            f"{unit!r} updates an input in place, which it did not when it was recorded, and a later stage takes that "
+            "from where it was made: it would have the value from before. Make the update out of place, or move the cut"
+        )
+
+
+def _fits(value: Any, pattern: Pattern) -> bool:
+    kind = pattern[0]
+    if kind == "tensor":
+        return isinstance(value, Tensor) and (pattern[1] is None or value.shape == pattern[1])
+    if kind == "value":
+        expected = pattern[1]
+        if type(value) is not type(expected):
+            return False
+        return bool(value == expected or (value != value and expected != expected))  # NaN is NaN
+    if kind == "text":
+        return isinstance(value, VALUES) and type(value) not in PLAIN and _identity(value) == pattern[1]
+    if kind == "any":
+        return not isinstance(value, Tensor)
+    inside = _inside(value, pattern)
+    return inside is not None and all(map(_fits, inside, pattern[-1]))
+
+
+def _inside(value: Any, pattern: Pattern) -> list[Any] | None:
+    """What a container holds; None if it is not of the recorded kind and length."""
+    kind = pattern[0]
+    if kind == "items":
+        items = list(value) if isinstance(value, (tuple, list)) else None
+    elif kind == "keys":
+        items = list(value.values()) if isinstance(value, dict) and _keys(value) == pattern[1] else None
+    else:
+        items = flatten(value, empty=kind == "fields").leaves
+    return items if items is not None and len(items) == len(pattern[-1]) else None
+
+
+def _difference(value: Any, pattern: Pattern) -> tuple[str, str]:
+    """In words: the first thing in a value that differs, and what was recorded in its place."""
+    if pattern[0] in CONTAINERS:
+        inside = _inside(value, pattern)
+        if inside is None:
+            return _text(value), {"items": f"{len(pattern[-1])} items", "keys": f"keys {pattern[1]}"}.get(
+                pattern[0], f"an object with {len(pattern[-1])} values in it"
+            )
+        return next(_difference(v, p) for v, p in zip(inside, pattern[-1], strict=True) if not _fits(v, p))
+    if pattern[0] == "tensor":
+        return _text(value), "a tensor" if pattern[1] is None else f"a tensor of shape {pattern[1]}"
+    if pattern[0] == "any":
+        return _text(value), "an object that is not a tensor"
+    return _text(value), pattern[1] if pattern[0] == "text" else repr(pattern[1])
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, (tuple, list)):
+        return f"{len(value)} items"
+    if isinstance(value, dict):
+        return f"keys {tuple(value)}"
+    if isinstance(value, VALUES):
+        return _identity(value)
+    return repr(value) if type(value) in PLAIN else f"a {type(value).__name__}"

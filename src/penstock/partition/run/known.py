@@ -1,0 +1,164 @@
+"""Values that the forward may branch on: kept real while the rest of the recording is fake.
+
+Some follow from the program alone, such as position ids. Without them a library that asks "is this mask trivial?" would
+take another path than it takes in training. Others follow from integer inputs, such as padding masks: a branch on those
+is recorded for the given values, with a guard that tells for which others the recording holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from penstock.compat import FakeTensorMode, quiet, storage_of, unset_fake_temporarily
+from penstock.partition.state.provenance import Call
+from penstock.partition.values.objects import holds_tensors
+from penstock.partition.watch.observer import Observer
+from penstock.trees import flatten, map_tensors
+
+
+class Restart(BaseException):
+    """A real value was overwritten with an unknown one: record again with these calls on fake tensors.
+
+    No Exception, so that the model's own `except` clauses do not take it.
+    """
+
+    def __init__(self, fake_calls: frozenset[int]) -> None:
+        super().__init__()
+        self.fake_calls = fake_calls
+
+
+class Outcome(NamedTuple):
+    """A call's result, the modules in which it drew random numbers, the memory that it wrote, and whether the result
+    depends on the values of the model's inputs although it is not a tensor.
+    """
+
+    result: Any
+    drew: list[nn.Module | None]
+    writes: frozenset[int]
+    reads_inputs: bool = False
+
+
+class Known:
+    """Runs calls: for real where all their tensors are known, else on fake tensors.
+
+    Args:
+        observer: sees what each call draws and writes.
+        mode: the recording's fake mode.
+        fake_calls: numbers of calls whose results must not be known, since unknown values are written into them later;
+            negative ones are inputs.
+    """
+
+    def __init__(self, observer: Observer, mode: FakeTensorMode, fake_calls: frozenset[int]) -> None:
+        self._observer, self._mode, self._fake_calls = observer, mode, fake_calls
+        self._calls = 0
+        self._real: dict[int, Tensor] = {}
+        self._stand_ins: dict[int, Tensor] = {}  # by id of the real one; kept, since the mode itself forgets them
+        self._from_inputs: set[int] = set()  # storages
+        self._uniform: dict[int, Tensor] = {}  # what torch.rand made
+        self._origins: dict[int, int] = {}  # storage of a real tensor -> number of the call that made it
+
+    def assume(self, value: Tensor, index: int) -> bool:
+        """Take an input's values to be known, unless the forward writes unknown ones into it."""
+        if -1 - index in self._fake_calls:
+            return False
+        self._real[id(value)] = value
+        self._from_inputs.add(storage_of(value))
+        self._origins[storage_of(value)] = -1 - index
+        return True
+
+    def run(self, function: Callable[..., Any], args: Any, kwargs: Any, *, is_unknown: bool = False) -> Outcome:
+        """Make a call. `is_unknown`: something stands in among the arguments for what is drawn."""
+        self._calls += 1
+        given = [leaf for leaf in flatten((args, kwargs)).leaves if isinstance(leaf, Tensor)]
+        self._observer.take()
+        if not is_unknown and all(id(t) in self._real for t in given) and self._calls not in self._fake_calls:
+            with unset_fake_temporarily():
+                result = function(*args, **kwargs)
+            drew, writes = self._observer.take()
+            if not drew:
+                from_inputs = any(storage_of(t) in self._from_inputs for t in given)
+                reads = from_inputs and self._reads_values(function, args, kwargs, result)
+                self._keep(result, from_inputs)
+                if from_inputs:
+                    self._from_inputs |= writes
+                return Outcome(result, drew, writes, reads)
+            self.refuse_writes(writes)  # what was drawn is not known: draw again, on fake tensors
+        self.expose(given)
+        decided = self._decided(function, args)
+        if decided is not None:
+            self._keep(decided, from_inputs=False)
+            return Outcome(decided, [], frozenset())
+        result = function(*args, **kwargs)
+        drew, writes = self._observer.take()
+        self.refuse_writes(writes)
+        if function is torch.rand:
+            self._uniform[id(result)] = result
+        return Outcome(result, drew, writes)
+
+    def are_known(self, args: Any, kwargs: Any) -> bool:
+        """Whether the values of all tensors among some arguments are known."""
+        return all(id(leaf) in self._real for leaf in flatten((args, kwargs)).leaves if isinstance(leaf, Tensor))
+
+    def _decided(self, function: Callable[..., Any], args: Any) -> Tensor | None:
+        """What comparing uniform numbers in [0, 1) with a bound gives, if that is certain: layer drop at rate 0."""
+        if len(args) != 2 or id(args[0]) not in self._uniform or not isinstance(args[1], (int, float)):
+            return None
+        below, above = ("lt", "__lt__"), ("ge", "__ge__")
+        name = getattr(function, "__name__", "")
+        if name not in (*below, *above) or 0 < args[1] < 1:
+            return None
+        with unset_fake_temporarily():
+            return torch.full(args[0].shape, (args[1] >= 1) == (name in below), device=args[0].device)
+
+    def expose(self, given: Iterable[Tensor]) -> None:
+        """To be called before known values are used beside unknown ones, where fakes stand in for them.
+
+        While a stand-in lives, the mode uses it whenever it meets the tensor.
+        """
+        for tensor in given:
+            if id(tensor) in self._real:
+                fake = self._stand_ins[id(tensor)] = self._mode.from_tensor(tensor)
+                self._observer.provenance.stands_in(fake, tensor)
+                self._origins.setdefault(storage_of(fake), self._origins[storage_of(tensor)])
+        self._observer.take()
+
+    def refuse_writes(self, writes: frozenset[int]) -> None:
+        """Raise Restart if real values were overwritten by something unknown."""
+        stale = frozenset(self._origins[s] for s in writes if s in self._origins)
+        if stale:
+            raise Restart(self._fake_calls | stale)
+
+    def _reads_values(self, function: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> bool:
+        """Whether the result depends on values, which is found out by asking for it without them.
+
+        Raises what fake tensors raise if it is a tensor whose shape depends on values.
+        """
+        fake_args, fake_kwargs = map_tensors(self._mode.from_tensor, (args, kwargs))
+        trial = Call(-1, "", False, frozenset())  # the forward neither takes nor updates these tensors
+        try:
+            with self._observer.provenance.calling(trial), quiet():
+                function(*fake_args, **fake_kwargs)
+        except Exception:
+            if holds_tensors(result) or not _is_plain(result):
+                raise
+            return True
+        finally:
+            self._observer.take()
+            self._observer.provenance.forget(trial)
+        return False
+
+    def _keep(self, result: Any, from_inputs: bool) -> None:
+        for leaf in flatten(result).leaves:
+            if isinstance(leaf, Tensor):
+                self._real[id(leaf)] = leaf
+                self._origins.setdefault(storage_of(leaf), self._calls)
+                if from_inputs:
+                    self._from_inputs.add(storage_of(leaf))
+
+
+def _is_plain(value: Any) -> bool:
+    return all(isinstance(leaf, (bool, int, float)) for leaf in flatten(value).leaves)

@@ -1,0 +1,163 @@
+"""Lends a model fake parameters and buffers while it is recorded, and takes back whatever its forward leaves."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.compat import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from penstock.partition.state.containers import is_container, refill
+from penstock.partition.state.reach import is_of_others, slots_of
+
+
+class Snapshot:
+    """The attributes of every module, one container deep, to compare with and to put back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = list(model.modules())
+        self._attributes = [dict(m.__dict__) for m in self._modules]
+        self._contents = [{k: (v, v.copy()) for k, v in m.__dict__.items() if is_container(v)} for m in self._modules]
+
+    def restore(self) -> None:
+        for module, attributes, contents in zip(self._modules, self._attributes, self._contents, strict=True):
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            for container, copy in contents.values():
+                refill(container, copy)
+
+    def restore_tensors(self, keeps: Callable[[Any], bool]) -> list[tuple[nn.Module, str]]:
+        """Puts back everything except numbers that have changed, and attributes whose new value `keeps` accepts.
+
+        Returns which attributes were set to something else.
+        """
+        now = list(self.changed())
+        changed = [(m.__dict__, name, v) for m, name, v in now if _is_plain(v) or keeps(v)]
+        gone = [(m, name) for m, name, v in now if not (_is_plain(v) or keeps(v))]
+        filled = [
+            (container, container.copy())
+            for contents in self._contents
+            for container, copy in contents.values()
+            if _is_plain(container) and container != copy
+        ]
+        self.restore()
+        for attributes, name, value in changed:
+            attributes[name] = value
+        for container, items in filled:
+            refill(container, items)
+        return gone
+
+    def changed(self) -> Iterator[tuple[nn.Module, str, object]]:
+        """Module, attribute and new value of each plain attribute that is no longer what it was."""
+        for module, attributes in zip(self._modules, self._attributes, strict=True):
+            for name, value in module.__dict__.items():
+                if name not in attributes or attributes[name] is not value:
+                    yield module, name, value
+
+
+def _is_plain(value: Any, depth: int = 4) -> bool:
+    """Whether a value is a number, text, or a container or object of these."""
+    if isinstance(value, (tuple, frozenset)) or is_container(value):
+        return all(_is_plain(item, depth) for item in (value.values() if isinstance(value, dict) else value))
+    if isinstance(value, (bool, int, float, complex, str)) or type(value).__module__ == "numpy":
+        return True
+    if depth == 0 or isinstance(value, (Tensor, nn.Module, type)) or is_of_others(type(value).__module__):
+        return False
+    held = [*getattr(value, "__dict__", {}).values(), *(getattr(value, n, None) for n in slots_of(type(value)))]
+    return bool(held) and all(_is_plain(item, depth - 1) for item in held)
+
+
+class Loan:
+    """The fake parameters and buffers that stand in for a model's own.
+
+    Attributes:
+        fakes: canonical name -> the fake, for parameters and then buffers.
+        names: `id` of a fake -> its canonical name.
+        originals: `id` of a fake -> the model's own tensor.
+    """
+
+    def __init__(self, model: nn.Module, mode: FakeTensorMode, device: torch.device) -> None:
+        self.fakes: dict[str, Tensor] = {}
+        self.names: dict[int, str] = {}
+        self.originals: dict[int, Tensor] = {}
+        self._installed: list[tuple[dict[str, Tensor | None], str, Tensor, str]] = []
+        by_original: dict[int, Tensor] = {}
+        with mode:  # entered once, since that takes as long as making a fake
+            for path, module in model.named_modules(remove_duplicate=False):
+                self._lend(path, module, by_original, mode, device)
+
+    def _lend(
+        self, path: str, module: nn.Module, by_original: dict[int, Tensor], mode: FakeTensorMode, device: torch.device
+    ) -> None:
+        held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for slots in held:
+            for name, tensor in slots.items():
+                if tensor is None or isinstance(tensor, FakeTensor):
+                    continue  # a fake: this module was met before, under another name
+                fake = by_original.get(id(tensor))
+                if fake is None:
+                    fake = by_original[id(tensor)] = fake_like(tensor, mode, device)
+                    full = f"{path}.{name}" if path else name
+                    self.fakes[full], self.names[id(fake)], self.originals[id(fake)] = fake, full, tensor
+                self._installed.append((slots, name, fake, f"{path}.{name}" if path else name))
+                slots[name] = fake
+        if isinstance(module, nn.RNNBase):  # it keeps a second list of its parameters
+            module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
+
+    def rebound(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Names of the parameters and buffers that the forward replaced by another tensor, and that tensor."""
+        for slots, name, fake, full in self._installed:
+            if slots.get(name) is not fake:
+                yield full, slots.get(name)
+
+
+def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
+    """A fake of the same shape, strides, dtype and kind on the given device; never a view, and without a history."""
+    fake = _fake_memory(tensor, mode, device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake.requires_grad_(tensor.requires_grad)
+
+
+def fake_value(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
+    """A fake of a value that a call made: like `fake_like`, but not a leaf if it requires a gradient."""
+    fake = _fake_memory(tensor, mode, device)
+    if not tensor.requires_grad:
+        return fake
+    with mode, torch.enable_grad():
+        copy = fake.requires_grad_().clone()  # unlike a view of a leaf, it may be updated in place
+        return copy if copy.stride() == fake.stride() else fake.view_as(fake)
+
+
+def _fake_memory(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
+    if tensor.layout != torch.strided:
+        with unset_fake_temporarily():
+            return mode.from_tensor(tensor.detach(), static_shapes=True)
+    with mode:
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+@contextmanager
+def untouched_generators() -> Iterator[None]:
+    """Put torch's, Python's and numpy's generators back."""
+    cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    torch_states = torch.get_rng_state(), torch.cuda.get_rng_state_all() if cuda else None
+    numpy = sys.modules.get("numpy")
+    before = random.getstate(), numpy.random.get_state() if numpy else None
+    random.seed()  # to something new, so that a forward that seeds it is seen, whatever the state was before
+    if numpy:
+        numpy.random.seed()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(torch_states[0])
+        if torch_states[1] is not None:
+            torch.cuda.set_rng_state_all(torch_states[1])
+        random.setstate(before[0])
+        if numpy:
+            numpy.random.set_state(before[1])

@@ -1,0 +1,52 @@
+"""Values of a recording that are one tensor whenever a branch is passed by."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Iterable, Iterator
+
+from torch import fx
+
+from penstock.partition.chance.gate import Gate
+from penstock.partition.stages.stage import Stage
+
+
+def crosses_twice(stages: Iterable[Stage]) -> bool:
+    """Whether a cut is crossed by two values that are one tensor where a branch is passed by.
+
+    They arrive as two, so that the gradients of what uses either are summed apart before they meet. The unsplit model
+    adds all of them to one sum, in another order.
+    """
+    known: dict[str, Hashable] = {}
+    for stage in stages:
+        inputs = stage.meta.inputs
+        arriving = [known.get(value.name, value.name) for value in inputs if value.meta.requires_grad]
+        if len(set(arriving)) < len(arriving):
+            return True
+        *_, end = stage.module.graph.nodes
+        origins = dict(_origins(stage, [known.get(value.name, value.name) for value in inputs]))
+        for value, node in zip(stage.meta.outputs, end.args[0], strict=True):
+            known[value.name] = origins.get(node, value.name)
+    return False
+
+
+def _origins(stage: Stage, arriving: list[Hashable]) -> Iterator[tuple[fx.Node, Hashable]]:
+    """Each value of a stage, and what it is if no branch is run."""
+    found: dict[fx.Node, Hashable] = {}
+    waiting = iter(arriving)
+    for node in stage.module.graph.nodes:
+        if node.op == "placeholder":
+            found[node] = next(waiting)
+        elif node.op == "call_function" and node.target is operator.getitem and (gate := _gate(stage, node.args[0])):
+            passed = node.args[0].args[1 : gate.outputs + 1][node.args[1]]
+            found[node] = found[passed]
+        else:
+            found[node] = (stage.meta.index, node)
+        yield node, found[node]
+
+
+def _gate(stage: Stage, node: object) -> Gate | None:
+    if not isinstance(node, fx.Node) or node.op != "call_module":
+        return None
+    module = stage.module.get_submodule(str(node.target))
+    return module if isinstance(module, Gate) else None

@@ -1,0 +1,188 @@
+"""A model's stages for one signature of its inputs, and the way in and out: arguments to tensors, tensors to result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.errors import PartitionError, ShapeError
+from penstock.partition.recording.guards import Guard
+from penstock.partition.recording.recording import Constant
+from penstock.partition.stages.stage import Stage
+from penstock.partition.state.given import contents_of
+from penstock.partition.state.left_behind import Left, in_place
+from penstock.partition.values.objects import input_path
+from penstock.stages import MODEL_INPUT
+from penstock.trees import Flat, flatten, unflatten
+
+Leaf = tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a value was made.
+
+    Attributes:
+        module: the qualified name of the innermost module; empty for the model itself.
+        source_line: `file:line` in the user's code; empty for what a whole module returned, and for inputs.
+    """
+
+    module: str
+    source_line: str
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A model cut into stages.
+
+    Attributes:
+        stages: in order. Stage 0 receives every input tensor that any stage uses; the last stage returns the tensors of
+            the model's result.
+        drawing_modules: qualified name -> module, of the modules inside blocks that draw random numbers.
+        draw_offsets: for each stage, how often each drawing module is called on the stages before it.
+        cuts: the names of the modules at which stages 1.. begin.
+        work: of each stage, its backward included; see `work_of`.
+        saved: of each stage, the bytes that a microbatch's forward keeps for its backward, parameters and buffers
+            aside; empty if that was not looked at, or cannot be seen.
+        notes: what the user should know about the recording.
+        origins: for each value that enters or leaves a stage, by name: where it was made.
+        is_foreign: the forward draws from Python's or numpy's generators.
+        guards: what the forward read from the values of integer inputs; the partition holds where they read the same.
+        left: what the forward leaves in attributes and shared objects, but for what the last stage itself leaves.
+        leaves_here: whether the last stage itself leaves anything.
+        elsewhere: parameters, and buffers that the forward updates, that are not on the last stage.
+    """
+
+    stages: tuple[Stage, ...]
+    drawing_modules: Mapping[str, nn.Module]
+    draw_offsets: tuple[Mapping[str, int], ...]
+    cuts: tuple[str, ...]
+    work: tuple[int, ...]
+    notes: tuple[str, ...]
+    origins: Mapping[str, Origin]
+    guards: tuple[Guard, ...]
+    is_foreign: bool
+    input_structure: Any
+    input_paths: tuple[str, ...]
+    input_leaves: tuple[Leaf, ...]
+    input_order: tuple[int, ...]
+    result_structure: Any
+    result_leaves: tuple[int | Constant, ...]
+    left: tuple[Left, ...] = ()
+    leaves_here: bool = False
+    saved: tuple[int, ...] = ()
+    elsewhere: Mapping[str, Tensor] = field(default_factory=dict)
+    overwritten: frozenset[str] = frozenset()
+    """The paths of input tensors that the forward updates in place, as `input_paths` has them."""
+    other_way: str = ""
+    """How this model can be told not to branch on masks, in brackets; empty where there is no switch."""
+
+    def flatten_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """The tensors that stage 0 receives, in its order.
+
+        Raises ShapeError, naming the leaf, if structure, shape, dtype or a constant is not as recorded, and
+        PartitionError if the forward would take another branch than the recorded one.
+        """
+        return self.take(flatten((tuple(args), dict(kwargs))))
+
+    def take(self, given: Flat) -> list[Tensor]:
+        """The tensors that stage 0 receives, from flattened (args, kwargs); raises as `flatten_inputs` does."""
+        self.check_structure(given)
+        return self.select(given.leaves)
+
+    def holds(self, leaves: Sequence[Any]) -> bool:
+        """Whether the forward reads from the values of these leaves of (args, kwargs) what it read when recorded."""
+        return all(guard.holds(leaves) for guard in self.guards)
+
+    def arrange(self, leaves: Sequence[Any]) -> list[Tensor]:
+        """The tensors that stage 0 receives, from leaves of (args, kwargs) that are known to be as recorded."""
+        return [leaves[i] for i in self.input_order]
+
+    def check_structure(self, given: Flat) -> None:
+        """Raises ShapeError unless flattened (args, kwargs) have the structure that was recorded."""
+        if given.structure != self.input_structure:
+            paths = [input_path(p) for p in given.paths]
+            missing = ", ".join(p for p in self.input_paths if p not in paths) or "nothing"
+            extra = ", ".join(p for p in paths if p not in self.input_paths) or "nothing"
+            raise ShapeError(
+                f"the arguments' structure is not the recorded one: missing {missing}, unexpected {extra}. Give the "
+                "same arguments, or call the partitioner for new ones"
+            )
+
+    def select(self, leaves: Sequence[Any]) -> list[Tensor]:
+        """The tensors that stage 0 receives, from the leaves of (args, kwargs); raises as `flatten_inputs` does."""
+        for leaf, path, expected in zip(leaves, self.input_paths, self.input_leaves, strict=True):
+            if isinstance(leaf, Tensor) and leaf.shape == expected[1] and leaf.dtype == expected[2]:
+                continue
+            if describe(leaf)[:3] != expected[:3]:
+                raise ShapeError(f"input {path} is {_text(describe(leaf))}, but {_text(expected)} was recorded")
+        for guard in self.guards:
+            if not guard.holds(leaves):
+                raise PartitionError(
+                    f"the model's forward branches on values of its inputs at {guard.source_line}: the recording holds "
+                    f"where that reads {guard.expected!r}, and this microbatch reads otherwise. Give the pipeline an "
+                    "example that takes the same branch as the batches do, make a pipeline for each kind of batch, or "
+                    f"have the model not branch{self.other_way}"
+                )
+        return self.arrange(leaves)
+
+    def build_output(self, leaves: Sequence[Tensor]) -> Any:
+        """The model's own result (a tensor, a dict, a ModelOutput) from the last stage's outputs."""
+        count = len(self.stages[-1].meta.outputs)
+        if len(leaves) != count:
+            raise ShapeError(f"the model's result is made of {count} tensors, not {len(leaves)}")
+        values = [leaf.value if isinstance(leaf, Constant) else leaves[leaf] for leaf in self.result_leaves]
+        return unflatten(values, self.result_structure)
+
+    def leaving(self, leaves: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Around the loss function: what the forward leaves is in its places, from the last stage's outputs."""
+        return in_place(self.left, leaves) if self.left else nullcontext()
+
+    @property
+    def code(self) -> str:
+        """All stages as Python text."""
+        return "\n\n".join(stage.code for stage in self.stages)
+
+
+def describe(leaf: object) -> Leaf:
+    """A leaf of the inputs as a hashable value: a tensor's shape and dtype and then the rest, or the leaf itself."""
+    if isinstance(leaf, Tensor):
+        # the stride of a dimension of one element says nothing
+        stride = tuple(s if n > 1 else 0 for s, n in zip(leaf.stride(), leaf.shape, strict=True))
+        return "tensor", tuple(leaf.shape), leaf.dtype, stride, leaf.requires_grad, leaf.device
+    try:
+        hash(leaf)
+    except TypeError:
+        return "object", type(leaf), id(leaf), contents_of(leaf)
+    return "constant", type(leaf), leaf, contents_of(leaf)
+
+
+def _text(leaf: Leaf) -> str:
+    if leaf[0] == "tensor":
+        return f"a tensor of shape {leaf[1]} and {leaf[2]}"
+    return f"the constant {leaf[2]!r}" if leaf[0] == "constant" else f"an object of {leaf[1]}"
+
+
+def check_alike(one: Partition, other: Partition) -> None:
+    """Microbatches of different sizes must give the same stages but for shapes."""
+    for index in range(len(one.stages)):
+        if _traffic(one, index) != _traffic(other, index):
+            raise PartitionError(
+                f"stage {index} is not the same for all microbatches of the batch: their sizes or values lead "
+                "the model's forward along different branches; give batches that divide evenly by the number of "
+                f"microbatches and take one branch each, or have the model not branch{one.other_way}"
+            )
+
+
+def _traffic(partition: Partition, index: int) -> tuple[list[tuple[int, object]], int]:
+    """From where a stage's inputs come, as places among what is returned there, and how many values it returns. Names
+    are numbered through the recording, so that a size for which it has a call more would change them."""
+    inputs: list[tuple[int, object]] = []
+    for value in partition.stages[index].meta.inputs:
+        sent = () if value.source == MODEL_INPUT else partition.stages[value.source].meta.outputs
+        inputs.append((value.source, [o.name for o in sent].index(value.name) if sent else value.name))
+    return inputs, len(partition.stages[index].meta.outputs)

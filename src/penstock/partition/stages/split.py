@@ -1,0 +1,401 @@
+"""A recording and the positions of its cuts -> what each stage runs, receives and returns.
+
+What is cheap to make again from the model's inputs alone (masks, position ids) is made on each stage that uses it;
+everything else is made once and travels from its maker, or from the last stage that updated it in place.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import fx, nn
+
+from penstock.errors import PartitionError
+from penstock.partition.recording.facts import Fact
+from penstock.partition.recording.recording import Recording
+from penstock.partition.state.names_in_forward import possible_data_writes
+from penstock.partition.state.remembered import Remembered
+from penstock.partition.values.objects import OPAQUE
+from penstock.stages import MODEL_INPUT, Input, Output, TensorMeta
+
+HELD = ("parameter", "buffer", "constant")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One stage: nodes to receive, nodes to run in order, nodes to return, and their metas."""
+
+    received: tuple[fx.Node, ...]
+    run: tuple[fx.Node, ...]
+    returned: tuple[fx.Node, ...]
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+
+
+class Split:
+    """The stages of a recording that is cut at the modules `cuts`, which begin at the nodes `starts`.
+
+    Raises PartitionError where a cut would separate an update in place from another view of the same memory, and for a
+    stage on which nothing would run.
+    """
+
+    def __init__(self, recording: Recording, model: nn.Module, cuts: Sequence[str], starts: Sequence[int]) -> None:
+        self.recording, self.model, self.cuts, self.starts = recording, model, cuts, list(starts)
+        self.count = len(starts) + 1
+        self.facts = recording.facts
+        self.writers = [fact for fact in self.facts.values() if fact.writes]
+        self.written = {storage for fact in self.writers for storage in fact.writes}
+
+    @cached_property
+    def plans(self) -> tuple[Plan, ...]:
+        """The stages. Raises PartitionError as the class says."""
+        for stage in range(self.count if self.count > 1 else 0):
+            if not self._own(stage):
+                raise PartitionError(
+                    f"cuts: nothing would run on stage {stage}, which lies {self._extent(stage)}, but what any stage "
+                    "can make for itself. Move or leave out a cut"
+                )
+        received, run = zip(*(self._needs(stage) for stage in range(self.count)), strict=True)
+        received[0].update(n for r in received for n in r if self.facts[n].kind == "input")
+        self._check_held(received, run)
+        self._check_views(run)
+        self._check_saved(run)
+        self._check_remembered(run)
+        plans = []
+        for stage in range(self.count):
+            mine, nodes = self._ordered(received[stage]), self._ordered(run[stage])
+            returned = list(self.recording.outputs)
+            if stage < self.count - 1:
+                later = {n for t in range(stage + 1, self.count) for n in received[t] if self.source(n, t) == stage}
+                returned = self._ordered(later)
+            inputs = tuple(self._input(n, stage, nodes) for n in mine)
+            outputs = tuple(Output(n.name, self._meta(n, self._end(stage))) for n in returned)
+            plans.append(Plan(tuple(mine), tuple(nodes), tuple(returned), inputs, outputs))
+        return tuple(plans)
+
+    def stage_of(self, index: int) -> int:
+        return bisect_right(self.starts, index)
+
+    def last_has(self, units: Collection[str]) -> bool:
+        """Whether all of some units (none is not all) run on the last stage, each for the last time."""
+        ends = {
+            unit: self.stage_of(fact.index)
+            for fact in self.facts.values()
+            if fact.kind == "unit"
+            for unit in fact.units
+        }
+        return bool(units) and all(ends.get(unit) == self.count - 1 for unit in units)
+
+    def source(self, node: fx.Node, consumer: int) -> int:
+        """The stage from which `consumer` takes a value: the last before it that updated it in place, or its maker."""
+        fact = self.facts[node]
+        if fact.kind == "input" and consumer == 0:
+            return MODEL_INPUT
+        stages = [0 if fact.kind == "input" else self.stage_of(fact.index)]
+        for writer in self.writers:
+            if writer.writes & fact.storages and writer.index > fact.index:
+                stages.append(self.stage_of(writer.index))
+        return max(s for s in stages if s < consumer)
+
+    # -- which stage runs what --------------------------------------------------------------------------------------
+
+    @cached_property
+    def live(self) -> set[fx.Node]:
+        """Nodes that the result needs, or that do something beside returning a value.
+
+        Drawing random numbers is nothing beside: each call draws from a stream of its own.
+        """
+        found: set[fx.Node] = set()
+        stack = [n for n, f in self.facts.items() if f.kind == "unit" or f.writes]
+        stack += self.recording.outputs
+        while stack:
+            node = stack.pop()
+            if node not in found:
+                found.add(node)
+                stack += node.all_input_nodes
+        return found
+
+    @cached_property
+    def remade(self) -> set[fx.Node]:
+        """Calls that any stage can make again for itself: no parameters, no randomness, no gradient, no updates."""
+        found: set[fx.Node] = set()
+        for node, fact in self.facts.items():
+            if fact.is_anywhere:
+                found.add(node)
+                continue
+            if (
+                fact.kind != "call"
+                or fact.branch
+                or fact.draws
+                or fact.writes
+                or fact.takes_gradient
+                or fact.storages & self.written
+            ):
+                continue
+            if all(self._is_remade(argument, found) for argument in node.all_input_nodes):
+                found.add(node)
+        return found
+
+    def _is_remade(self, node: fx.Node, found: set[fx.Node]) -> bool:
+        fact = self.facts[node]
+        return node in found or (fact.kind in ("input", "buffer", "constant") and not fact.storages & self.written)
+
+    def _own(self, stage: int) -> list[fx.Node]:
+        """The calls that only this stage makes."""
+        return [
+            node
+            for node, fact in self.facts.items()
+            if fact.kind in ("call", "unit")
+            and self.stage_of(fact.index) == stage
+            and node in self.live
+            and node not in self.remade
+        ]
+
+    def _extent(self, stage: int) -> str:
+        begin = f"from {self.cuts[stage - 1]!r}" if stage else "from the beginning"
+        return begin + (f" to {self.cuts[stage]!r}" if stage < len(self.cuts) else " to the end")
+
+    def _needs(self, stage: int) -> tuple[set[fx.Node], set[fx.Node]]:
+        """What a stage receives and what it runs."""
+        received: set[fx.Node] = set()
+        run: set[fx.Node] = set()
+        stack = self._own(stage)
+        if stage == self.count - 1:
+            stack += self.recording.outputs
+        while stack:
+            node = stack.pop()
+            fact = self.facts[node]
+            local = fact.kind in (*HELD, "object") or node in self.remade
+            if local or (fact.kind != "input" and self.stage_of(fact.index) == stage):
+                if node not in run:
+                    run.add(node)
+                    stack += node.all_input_nodes
+            else:
+                self._check_opaque(node, stage)
+                received.add(node)
+        return received, run
+
+    def _check_opaque(self, node: fx.Node, stage: int) -> None:
+        if OPAQUE in node.meta:
+            maker = node
+            while self.facts[maker].kind != "unit" and isinstance(maker.args[0], fx.Node):
+                maker = maker.args[0]
+            user = next(u for u in node.users if self.stage_of(self.facts[u].index) == stage)
+            raise PartitionError(
+                f"{self.name_of(self.facts[maker])} returns a {node.meta[OPAQUE]}, which holds tensors that cannot be "
+                f"taken out of it, and a cut separates it from {self.name_of(self.facts[user])}, which takes it. Move "
+                "the cut, or return the tensors themselves"
+            )
+
+    def _ordered(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        return sorted(nodes, key=lambda n: self.facts[n].index)
+
+    # -- metas ------------------------------------------------------------------------------------------------------
+
+    def _input(self, node: fx.Node, stage: int, run: Iterable[fx.Node]) -> Input:
+        begin = self.starts[stage - 1] if stage else 0
+        mutated = any(self.facts[n].writes & self.facts[node].storages for n in run)
+        return Input(node.name, self.source(node, stage), self._meta(node, begin), mutated)
+
+    def _meta(self, node: fx.Node, position: int) -> TensorMeta:
+        """A value's meta before the node at `position`: an update in place may have made it take a gradient."""
+        fact = self.facts[node]
+        assert fact.meta is not None, f"{node.name} is no tensor"
+        later = [meta for index, meta in fact.updates if index < position]
+        return later[-1] if later else fact.meta
+
+    def _end(self, stage: int) -> int:
+        return self.starts[stage] if stage < len(self.starts) else len(self.facts)
+
+    # -- what a cut must not separate -------------------------------------------------------------------------------
+
+    def _check_held(self, received: Sequence[set[fx.Node]], run: Sequence[set[fx.Node]]) -> None:
+        """Something that the model holds and the forward updates (a buffer) can live on one stage only."""
+        names = dict(self.recording.memory)
+        names.update({s: str(n.target) for n, f in self.facts.items() if f.kind == "constant" for s in f.storages})
+        stages: dict[int, set[int]] = {}
+        numbers = {name: storage for storage, name in self.recording.memory.items()}
+        for stage in range(self.count):
+            touched = {s for node in received[stage] | run[stage] for s in self.facts[node].storages}
+            touched |= {numbers[name] for node in run[stage] for name in self.held_by(node)}
+            for storage in touched:
+                stages.setdefault(storage, set()).add(stage)
+        for storage in names:
+            if len(stages.get(storage, ())) < 2:
+                continue
+            held = self.recording.held.get(names[storage])
+            if held is not None and held.requires_grad and not isinstance(held, nn.Parameter):
+                raise PartitionError(
+                    f"{names[storage]!r} is a buffer that requires a gradient, and is used on stages "
+                    f"{sorted(stages[storage])}: its gradients would not be added up. Register it as an nn.Parameter, "
+                    "or move the cut so that all its uses are on one stage"
+                )
+            if storage in self.written:
+                writer = next(f for f in self.facts.values() if storage in f.writes)
+                raise PartitionError(
+                    f"{names[storage]!r} is updated in place by {self.name_of(writer)} but used on stages "
+                    f"{sorted(stages[storage])}: copies on several stages would differ. Update it next to where it is "
+                    "used, or move the cut so that all its uses are on one stage"
+                )
+
+    def _check_remembered(self, run: Sequence[set[fx.Node]]) -> None:
+        """What units remember, and write into, can be on one stage only, as what the model holds."""
+        for each in self.recording.remembered:
+            stages = {stage for stage in range(self.count) if any(self.uses(node, each) for node in run[stage])}
+            if len(stages) > 1:
+                raise each.refusal(stages)
+
+    def uses(self, node: fx.Node, remembered: Remembered) -> bool:
+        """Whether a node uses something that is carried over from call to call."""
+        fact = self.facts[node]
+        own = fact.kind == "constant" and remembered.storage in fact.storages
+        return own or not remembered.units.isdisjoint(fact.units)
+
+    @cached_property
+    def updated(self) -> set[str]:
+        """Canonical names of the parameters and buffers that the forward updates in place."""
+        return {name for storage, name in self.recording.memory.items() if storage in self.written}
+
+    def depends_on_values(self, node: fx.Node) -> bool:
+        """Whether a call may write something else than was seen."""
+        return self.depends_on_values_of(self.facts[node])
+
+    def depends_on_values_of(self, fact: Fact) -> bool:
+        """Likewise."""
+        inside = () if fact.branch is None else fact.branch.facts.values()
+        return fact.depends_on_values or any(one.depends_on_values for one in inside)
+
+    def passed_over(self, node: fx.Node) -> list[fx.Node]:
+        """Inputs of a call that a later stage, too, takes from an earlier one.
+
+        An update of those that was not seen when the call was recorded would not reach it.
+        """
+        fact, stage = self.facts[node], self.stage_of(self.facts[node].index)
+
+        def goes_on(value: fx.Node) -> bool:
+            later = any(u in self.live and self.stage_of(self.facts[u].index) > stage for u in value.users)
+            return later or (value in self.recording.outputs and stage < self.count - 1)
+
+        past = [f.storages for n, f in self.facts.items() if self.stage_of(f.index) < stage and goes_on(n)]
+        past += [f.storages for n, f in self.facts.items() if f.kind == "input" and stage and goes_on(n)]
+        over = frozenset().union(*past) - fact.writes
+        return [a for a in node.all_input_nodes if self.facts[a].kind not in HELD and self.facts[a].storages & over]
+
+    def overwrites_input(self, node: fx.Node) -> bool:
+        """Whether an input of a call is updated in place by that call or by a later one."""
+        given = {storage for argument in node.all_input_nodes for storage in self.facts[argument].storages}
+        return any(writer.writes & given for writer in self.writers if writer.index >= self.facts[node].index)
+
+    def held_by(self, node: fx.Node) -> list[str]:
+        """Canonical names of the parameters and buffers that a node uses."""
+        fact = self.facts[node]
+        if fact.kind in ("parameter", "buffer"):
+            return [str(node.target)]
+        modules = [self.model.get_submodule(name) for name in fact.units]
+        return [self._canonical[id(t)] for module in modules for t in (*module.parameters(), *module.buffers())]
+
+    @cached_property
+    def _canonical(self) -> dict[int, str]:
+        return {id(tensor): name for name, tensor in self.recording.held.items()}
+
+    def _check_views(self, run: Sequence[set[fx.Node]]) -> None:
+        """An update in place must reach every later use of the same memory, which a cut between views would prevent."""
+        ordinary = dict.fromkeys(s for writer in self.writers for s in writer.writes if s not in self.recording.memory)
+        for storage in ordinary:
+            views = [n for n, f in self.facts.items() if storage in f.storages and f.kind != "constant"]
+            for writer, fact in self.facts.items():
+                if storage in fact.writes:
+                    stage = self.stage_of(fact.index)
+                    for view in views:
+                        self._check_view(writer, view, storage, stage)
+
+    def _check_view(self, writer: fx.Node, view: fx.Node, storage: int, stage: int) -> None:
+        index = self.facts[writer].index
+        used_later = view in self.recording.outputs or any(
+            self.facts[user].index > index and user in self.live for user in view.users
+        )
+        if self.facts[view].index >= index or not used_later:
+            return
+        roots = {self._root(a, storage, stage) for a in writer.all_input_nodes if storage in self.facts[a].storages}
+        if roots != {self._root(view, storage, stage)}:
+            raise PartitionError(
+                f"{self.name_of(self.facts[writer])} updates in place memory that {view.name!r} shares, but a cut "
+                f"separates the two, so that {view.name!r} would keep the old values. Move the cut, or make the "
+                "update out of place"
+            )
+
+    def _check_saved(self, run: Sequence[set[fx.Node]]) -> None:
+        """What autograd does not see to be updated must not be saved for the backward of an earlier stage."""
+        for stage, nodes in enumerate(run):
+            for node in nodes:
+                writer = self.overwritten_unseen(node)
+                if writer is None:
+                    continue
+                reader = self.name_of(self.facts[node])
+                what = (
+                    f"{self.name_of(writer)} updates in place, unseen by autograd (through .data), what the backward "
+                    f"of {reader} uses"
+                )
+                if self.facts[node].runs_again:
+                    raise PartitionError(
+                        f"{what} when its checkpoint runs it again, which a stage does not. Make the update out of "
+                        "place, or leave out the checkpoint"
+                    )
+                if (other := self.stage_of(writer.index)) != stage:
+                    raise PartitionError(
+                        f"{what}, but on stage {other} and not on stage {stage}, where that backward runs. Make the "
+                        "update out of place, or move the cut so that both are on one stage"
+                    )
+
+    def overwritten_unseen(self, node: fx.Node) -> Fact | None:
+        """The last later call that updates what backward of this one uses, unseen by autograd."""
+        fact = self.facts[node]
+        values = fact.saved.difference(self.recording.memory)
+        later = [writer for writer in self.writers if writer.index > fact.index and writer.unseen & values]
+        return later[-1] if later else None
+
+    def borrowed(self, nodes: Iterable[fx.Node]) -> dict[int, str]:
+        """The memory of the model's own parameters that some calls take in other tensors, and who does."""
+        found: dict[int, str] = {}
+        outside = self.recording.borrowed.get("", frozenset())
+        for node in nodes:
+            fact = self.facts[node]
+            for unit in fact.units:
+                found.update(dict.fromkeys(self.recording.borrowed.get(unit, ()), f"block {unit!r}"))
+            if fact.kind == "constant":
+                found.update(dict.fromkeys(fact.storages & outside, "the model's own forward"))
+        return found
+
+    def overwritten(self, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+        """Canonical names of the parameters and buffers that some calls update, or may, and save for their backward."""
+        facts = [self.facts[node] for node in nodes]
+        written = frozenset[int]().union(*(fact.writes for fact in facts))
+        saved = frozenset[int]().union(*(fact.saved for fact in facts))
+        modules = [self.model.get_submodule(n) for f in facts if self.depends_on_values_of(f) for n in f.units]
+        rare = {id(tensor) for module in modules for part in module.modules() for tensor in possible_data_writes(part)}
+        return tuple(
+            name
+            for storage, name in self.recording.memory.items()
+            if storage in written & saved or id(self.recording.held[name]) in rare
+        )
+
+    def overwritten_strays(self, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+        """Likewise of what some calls remember in tensors that are neither parameters nor buffers; as users know it."""
+        saved = frozenset[int]().union(*(self.facts[node].saved for node in nodes))
+        return tuple(each.text for each in self.recording.remembered if each.storage in saved)
+
+    def _root(self, node: fx.Node, storage: int, stage: int) -> fx.Node:
+        """The value as which the memory came to a stage: followed through the views that are made there."""
+        fact = self.facts[node]
+        if fact.kind == "input" or (self.stage_of(fact.index) != stage and fact.kind != "object"):
+            return node
+        for argument in node.all_input_nodes:
+            if storage in self.facts[argument].storages:
+                return self._root(argument, storage, stage)
+        return node
+
+    def name_of(self, fact: Fact) -> str:
+        return f"block {fact.scope!r}" if fact.kind == "unit" else f"the call at {fact.source_line}"

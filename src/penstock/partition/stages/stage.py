@@ -1,0 +1,281 @@
+"""A stage: its meta and a module whose code can be read, made of the user's own modules and the recorded calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import groupby
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
+
+from penstock.partition.chance.gate import Gate
+from penstock.partition.recording.facts import Branch, Fact, Modes
+from penstock.partition.recording.modes import enter_autocast, leave_autocast
+from penstock.partition.recording.recording import RandomSource
+from penstock.partition.recording.returned import check_returned, check_unchanged, versions_of
+from penstock.partition.stages.split import Plan, Split
+from penstock.partition.state.reach import Trace
+from penstock.partition.state.remembered import Remembered
+from penstock.partition.units.chain import public_names
+from penstock.partition.values.objects import free_name
+from penstock.stages import StageMeta
+
+INPUT_OVERWRITTEN = "input overwritten"
+"""In the `meta` of a stage's node that calls a module: an input of that call is updated in place by it, or later."""
+
+OVERWRITTEN_BY = "overwritten by"
+"""In the `meta` of such a node: who updates what its backward uses later, unseen by autograd; or ""."""
+
+RUNS_AGAIN = "runs again"
+"""In the `meta` of such a node: plain torch would run the module again in backward, since it is in a checkpoint."""
+
+
+class Surroundings(Protocol):
+    """What a stage's code is run in."""
+
+    def __call__(self, run: Callable[..., Sequence[Tensor]], *args: Any) -> Sequence[Tensor]:
+        """What `run(*args)` returns."""
+
+    def adopt(self, stage: Stage) -> None:
+        """Has the code of the stage use the parameters that are here."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a model.
+
+    Attributes:
+        meta: what enters, leaves and lives here.
+        module: `module(*inputs)` returns the tuple of outputs, both in the order of `meta`. Its blocks are the model's
+            own modules, not copies.
+        parameters, buffers: the model's own tensors that live here, by the names in `meta`.
+        may_update: of the buffers, those that the forward may update for some values, besides those in `meta`.
+        reads: of the buffers, those that any operator of the forward takes.
+        device: where it was recorded; calls that make tensors make them there. See `retarget`.
+        overwritten: of the parameters and buffers, those that the forward updates in place although its backward uses
+            them.
+        overwritten_strays: likewise of other tensors that its forward remembers, as users know them.
+        borrowed: the memory of the model's parameters and buffers that blocks here take in other tensors (detached
+            views), and the name of one such block.
+        remembered: what its forward carries over from one microbatch to the next; see `Remembered`.
+        traces: where the model's forward leaves something beside its result, on this stage or another one.
+        frame: called with the stage's forward and its arguments; None where nothing is to be done around it.
+    """
+
+    meta: StageMeta
+    module: fx.GraphModule
+    parameters: Mapping[str, nn.Parameter]
+    buffers: Mapping[str, Tensor]
+    device: torch.device
+    frame: Surroundings | None = None
+    may_update: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+    traces: tuple[Trace, ...] = ()
+    remembered: tuple[Remembered, ...] = ()
+    borrowed: Mapping[int, str] = field(default_factory=dict)
+    overwritten: tuple[str, ...] = ()
+    overwritten_strays: tuple[str, ...] = ()
+
+    @property
+    def forward(self) -> Callable[..., Sequence[Tensor]]:
+        """`forward(*inputs)`, the tuple of outputs."""
+        forward: Callable[..., Sequence[Tensor]] = self.module.forward
+        return forward if self.frame is None else partial(self.frame, forward)
+
+    @property
+    def code(self) -> str:
+        """The stage's forward as Python text."""
+        return (
+            f"class {self.module.__class__.__name__}:{self.module.code.replace(chr(10), chr(10) + '    ').rstrip()}\n"
+        )
+
+
+def retarget(stage: Stage, device: torch.device) -> Stage:
+    """The same stage for another device: recorded device constants and stray tensors go there.
+
+    Parameters and buffers are shared with the given stage and stay where they are.
+    """
+    old = stage.module
+
+    def moved(value: Any) -> Any:
+        return device if value == stage.device and isinstance(value, torch.device) else value
+
+    module = _changed(old, moved)
+    held = {id(t) for t in stage.buffers.values()}
+    for name, tensor in list(module.named_buffers()):
+        if id(tensor) not in held and any(n.op == "get_attr" and n.target == name for n in module.graph.nodes):
+            owner, _, field = name.rpartition(".")
+            module.get_submodule(owner)._buffers[field] = tensor.to(device)
+    _keep_persistence(old, module)
+    return replace(stage, module=module, device=device)
+
+
+def _changed(old: fx.GraphModule, change: Callable[[Any], Any]) -> fx.GraphModule:
+    """The same code with other constants, in gates too."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(old.graph, {}))
+    for node in graph.nodes:
+        node.args, node.kwargs = map_aggregate(node.args, change), map_aggregate(node.kwargs, change)
+    module = fx.GraphModule(old, graph, old.__class__.__name__)
+    for name, part in old.named_children():
+        if isinstance(part, Gate):
+            setattr(module, name, part.with_inside(_changed(part.inside, change)))
+    return module
+
+
+def build_stage(split: Split, plan: Plan, index: int, streams: RandomSource) -> Stage:
+    """Make a stage of a plan."""
+    recording, model = split.recording, split.model
+    names = sorted({name for node in plan.run for name in split.held_by(node)}, key=list(recording.held).index)
+    public = public_names(model, list(recording.held))
+    held = {name: recording.held[name] for name in names}
+    parameters = {public[n]: t for n, t in held.items() if isinstance(t, nn.Parameter)}
+    buffers = {public[n]: t for n, t in held.items() if not isinstance(t, nn.Parameter)}
+    meta = StageMeta(
+        index=index,
+        inputs=plan.inputs,
+        outputs=plan.outputs,
+        parameters=tuple(parameters),
+        buffers=tuple(buffers),
+        trainable=any(p.requires_grad for p in parameters.values()),
+        updated=tuple(public[name] for name in names if name in split.updated),
+        branches=any(split.facts[node].branch for node in plan.run),
+    )
+    streams_name = free_name(model, "streams")
+    root = _Root(model, {**recording.constants, streams_name: streams})
+    for node in plan.run:
+        if (branch := split.facts[node].branch) is not None:
+            root.add(str(node.target), _gate(branch, root, streams_name, streams, recording.device))
+    graph = _graph(split, plan, streams_name)
+    module = fx.GraphModule(root, graph, f"submod_{index}")
+    _keep_persistence(model, module)
+    uncertain = {name for node in plan.run if split.depends_on_values(node) for name in split.held_by(node)}
+    may_update = tuple(public[n] for n in names if n in uncertain and n not in split.updated and public[n] in buffers)
+    remembered = tuple(r for r in recording.remembered if any(split.uses(node, r) for node in plan.run))
+    return Stage(
+        meta,
+        module,
+        parameters,
+        buffers,
+        recording.device,
+        may_update=may_update,
+        reads=tuple(public[n] for n in names if n in recording.touched and public[n] in buffers),
+        remembered=remembered,
+        traces=recording.traces,
+        borrowed=split.borrowed(plan.run),
+        overwritten=tuple(public[name] for name in split.overwritten(plan.run)),
+        overwritten_strays=split.overwritten_strays(plan.run),
+    )
+
+
+class _Root(nn.Module):
+    """The model with the recording's constants and streams beside it: what GraphModule copies attributes from."""
+
+    def __init__(self, model: nn.Module, extra: Mapping[str, object]) -> None:
+        super().__init__()
+        self.training = model.training
+        found: dict[str, Any] = {}
+        self.__dict__["_extra"] = found
+        for path, value in extra.items():
+            first, _, rest = path.partition(".")
+            if rest:
+                setattr(found.setdefault(first, SimpleNamespace()), rest, value)
+            else:
+                found[first] = value
+        self.__dict__["_source"] = model
+
+    def add(self, name: str, value: object) -> None:
+        self.__dict__["_extra"][name] = value
+
+    def __getattr__(self, name: str) -> Any:
+        extra = self.__dict__.get("_extra", {})
+        return extra[name] if name in extra else getattr(self.__dict__["_source"], name)
+
+
+def _keep_persistence(source: nn.Module, module: fx.GraphModule) -> None:
+    """Keep out of the state what the model keeps out: GraphModule registers every tensor as a persistent buffer."""
+    for node in module.graph.nodes:
+        if node.op != "get_attr" or not isinstance(node.target, str):
+            continue
+        path, _, field = node.target.rpartition(".")
+        holder = module.get_submodule(path)
+        try:
+            owner = source.get_submodule(path)
+        except AttributeError:
+            owner = None
+        saved = owner is not None and field in owner._buffers and field not in owner._non_persistent_buffers_set
+        if owner is not holder and field in holder._buffers and not saved:
+            holder._non_persistent_buffers_set.add(field)
+
+
+def _graph(split: Split, plan: Plan, streams_name: str) -> fx.Graph:
+    """The stage's code: recorded calls in program order, each in the modes it ran in, draws from their own streams."""
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for node in plan.received}
+    _write_calls(graph, plan.run, split.facts, new, streams_name, split.recording.device)
+    for node in plan.run:
+        if split.facts[node].kind == "unit":
+            new[node].meta[INPUT_OVERWRITTEN] = split.overwrites_input(node)
+            new[node].meta[OVERWRITTEN_BY] = (writer := split.overwritten_unseen(node)) and split.name_of(writer)
+            if split.facts[node].depends_on_values and (watched := [new[a] for a in split.passed_over(node)]):
+                with graph.inserting_before(new[node]):
+                    before = graph.call_function(versions_of, (watched,))
+                with graph.inserting_after(new[node]):
+                    graph.call_function(check_unchanged, (before, split.facts[node].scope))
+            new[node].meta[RUNS_AGAIN] = split.facts[node].runs_again
+    graph.output(tuple(new[node] for node in plan.returned))
+    return graph
+
+
+def _gate(branch: Branch, root: nn.Module, streams_name: str, streams: RandomSource, device: torch.device) -> Gate:
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for node in branch.inputs}
+    _write_calls(graph, branch.nodes, branch.facts, new, streams_name, device)
+    graph.output(tuple(new[node] for node in branch.outputs))
+    inside = fx.GraphModule(root, graph, "branch")
+    return Gate(inside, len(branch.outputs), branch.runs_if, streams, branch.calls)
+
+
+def _write_calls(
+    graph: fx.Graph,
+    nodes: Iterable[fx.Node],
+    facts: Mapping[fx.Node, Fact],
+    new: dict[fx.Node, fx.Node],
+    streams_name: str,
+    device: torch.device,
+) -> None:
+    def copy(node: fx.Node) -> None:
+        if facts[node].draws:
+            streams = graph.create_node("get_attr", streams_name)
+            graph.call_method("enter", (streams, facts[node].stream))
+        args = fx.map_arg(node.args, new.__getitem__)
+        kwargs = fx.map_arg(node.kwargs, new.__getitem__)
+        new[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)
+        new[node].meta["where"] = facts[node].scope, facts[node].source_line
+        if facts[node].returned is not None:
+            fact = facts[node]
+            graph.call_function(check_returned, (new[node], fact.scope, fact.returned, fact.read_at))
+
+    for modes, group in groupby(nodes, lambda n: facts[n].modes):
+        leave = list(_enter(graph, modes, device))
+        for node in group:
+            copy(node)
+        for function, arguments in reversed(leave):
+            graph.call_function(function, arguments)
+
+
+def _enter(graph: fx.Graph, modes: Modes, device: torch.device) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Write the calls that enter the modes; yield those that leave them again."""
+    if modes.grad_enabled is not None:
+        before = graph.call_function(torch.is_grad_enabled)
+        graph.call_function(torch.set_grad_enabled, (modes.grad_enabled,))
+        yield torch.set_grad_enabled, (before,)
+    if modes.autocast is not None:
+        enabled, dtype = modes.autocast
+        context = graph.call_function(enter_autocast, (device, dtype, enabled))
+        yield leave_autocast, (context,)

@@ -1,0 +1,232 @@
+"""Which modules run as a unit: repeated blocks, torch's own layers, and those that the user names.
+
+Everything else is descended into, and its torch calls are recorded one by one. A module whose result is used outside of
+the unit that it is in (a router's logits, which a hook collects for an auxiliary loss) is a unit by itself, and what
+encloses it is opened. `opening.py` says which others are opened for the sake of cuts, and why streams do not mind.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from penstock.errors import PartitionError
+from penstock.partition.units.chain import Chain
+
+Call = Callable[..., Any]
+
+LISTS = (nn.ModuleList, nn.ModuleDict)  # have no forward: always descended into
+STACKS = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)  # torch's own, but made of repeated blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A module that runs as a whole. `block`: a child of a list or sequence of modules."""
+
+    name: str
+    module: nn.Module
+    block: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Grain:
+    """What a model's own forward taught about its units, beside what follows from its structure.
+
+    Attributes:
+        exposed: kinds of modules whose results are used outside of the block that they are in.
+        opened: names of modules that are no units, since they take or leave tensors by another way than their arguments
+            and results; what is in them is.
+        whole: names of modules that are units, since a call in them uses modules that it was given as constants.
+        shut: names of units that are not opened for what they leave behind, since they cannot be recorded call by call.
+        carried: names of the places of what is carried to the last stage for the loss function.
+        taken: names of attributes that are read behind the calls of units that depend on values; see `state/taken.py`.
+        once: no unit may run a second time to see what it reads, since that leaves traces that cannot be taken back.
+    """
+
+    exposed: frozenset[type[nn.Module]] = frozenset()
+    opened: frozenset[str] = frozenset()
+    whole: frozenset[str] = frozenset()
+    shut: frozenset[str] = frozenset()
+    carried: frozenset[str] = frozenset()
+    taken: frozenset[str] = frozenset()
+    once: bool = False
+
+
+NO_GRAIN = Grain()
+
+
+class Regroup(BaseException):
+    """Modules must be opened, or run as a whole: record again.
+
+    No Exception, so that the model's own `except` clauses do not take it.
+
+    Args:
+        refusal: what to say where that cannot be.
+        needed: whether the model is refused then; else it is recorded with these modules shut.
+    """
+
+    def __init__(
+        self, refusal: str, opened: Iterable[str] = (), whole: Iterable[str] = (), *, needed: bool = True
+    ) -> None:
+        super().__init__(refusal)
+        self.refusal, self.opened, self.whole, self.needed = refusal, frozenset(opened), frozenset(whole), needed
+
+
+class LeavesTraces(BaseException):
+    """A unit that ran a second time has left tensors where nobody can take them back: record again, without that.
+
+    No Exception, so that the model's own `except` clauses do not take it.
+    """
+
+
+class Leak(BaseException):
+    """A value that a module inside a unit made is used outside of the unit: record again with its kind exposed.
+
+    No Exception, so that the model's own `except` clauses do not take it.
+    """
+
+    def __init__(self, kind: type[nn.Module], refusal: str) -> None:
+        super().__init__(refusal)
+        self.kind, self.refusal = kind, refusal
+
+
+def find_units(
+    model: nn.Module, leaves: Sequence[str] = (), grain: Grain = NO_GRAIN, apart: Collection[str] = ()
+) -> dict[int, Unit]:
+    """The units of a model, by `id` of the module.
+
+    Args:
+        leaves: names of modules that are units whatever they hold.
+        grain: see `Grain`.
+        apart: names of more modules that are no units; see `Opening`.
+
+    Raises PartitionError for a name in `leaves` that is not a module.
+    """
+    opens = {id(model.get_submodule(name)) for name in apart}
+    named = {id(resolve(model, name, "leaves")) for name in (*leaves, *sorted(grain.whole))}
+    units: dict[int, Unit] = {}
+    seen: set[int] = {id(model)}
+
+    def descend(parent: nn.Module, prefix: str, in_block: bool = False) -> None:
+        container = isinstance(parent, (*LISTS, nn.Sequential, Chain))
+        for child_name, child in parent.named_children():
+            name = prefix + child_name
+            if id(child) in seen:
+                continue
+            seen.add(id(child))
+            of_torch = type(child).__module__.startswith("torch.nn") and not isinstance(child, STACKS)
+            whole = (in_block or container or of_torch) and not _is_opened(child, parent)
+            opened = id(child) in opens or name in grain.opened or _encloses(child, grain.exposed)
+            if id(child) in named or (whole and not opened):
+                units[id(child)] = Unit(name, child, block=container)
+            else:
+                descend(child, name + ".", in_block=whole)
+
+    descend(model, "")
+    return units
+
+
+def _encloses(module: nn.Module, kinds: Collection[type[nn.Module]]) -> bool:
+    return any(type(inner) in kinds for inner in module.modules() if inner is not module)
+
+
+def _is_opened(child: nn.Module, parent: nn.Module) -> bool:
+    """Whether to descend into a child that would be a unit by its place, since it only wraps what is repeated."""
+    if not has_forward(child):
+        return True
+    if isinstance(child, nn.Sequential):
+        return not isinstance(parent, (nn.ModuleList, Chain))
+    alone = sum(type(sibling) is type(child) for sibling in parent.children()) == 1
+    return isinstance(parent, (nn.Sequential, nn.ModuleDict)) and alone and _has_repeated_blocks(child)
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """Raises PartitionError for a module of TorchScript: its code can be neither seen nor given other parameters."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise PartitionError(
+                f"{f'{name!r}' if name else 'the model'} is a module of TorchScript, which cannot be recorded. Use the "
+                "Python module that torch.jit.script or torch.jit.trace was given; PYTORCH_JIT=0 in the environment "
+                "does so for torch.jit.script everywhere"
+            )
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """Raises PartitionError for a parameter or buffer that gets its shape from the first batch only."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise PartitionError(
+                f"{name!r} has no shape yet, since its module is lazy. Run the model once on one batch before "
+                "(model(x)), in each process alike"
+            )
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called: lists and what only holds others cannot."""
+    if "forward" in vars(module):
+        return True
+    held = (vars(kind) for kind in type(module).__mro__)  # TorchScript's cannot be had from its class
+    return next((names["forward"] for names in held if "forward" in names), None) is not nn.Module.forward
+
+
+def _has_repeated_blocks(module: nn.Module) -> bool:
+    for inner in module.modules():
+        if isinstance(inner, (nn.ModuleList, nn.Sequential)):
+            kinds = Counter(type(c) for c in inner.children() if not type(c).__module__.startswith("torch.nn"))
+            if any(count > 1 for count in kinds.values()):
+                return True
+    return False
+
+
+def canonical_names(model: nn.Module) -> dict[int, str]:
+    """The first name of each module, by its `id`."""
+    return {id(module): name for name, module in reversed(list(model.named_modules()))}
+
+
+def resolve(model: nn.Module, name: str, argument: str) -> nn.Module:
+    """The module of that name. Raises PartitionError with the nearest name if there is none."""
+    known: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
+    if name and name in known:
+        return known[name]
+    near = get_close_matches(name, [k for k in known if k], n=1, cutoff=0.0)
+    hint = f"; the nearest is {near[0]!r}" if near else ""
+    raise PartitionError(
+        f"{argument}: the model has no module named {name!r}{hint}. Names are those of named_modules()"
+    )
+
+
+@contextmanager
+def intercepted(modules: Iterable[nn.Module], handler: Callable[[Call, nn.Module, Any, Any], Any]) -> Iterator[None]:
+    """Send every call of the modules' classes through `handler(original, module, args, kwargs)`.
+
+    The classes' `__call__` is replaced, not the modules' `forward`, so that an override of `__call__` (gradient
+    checkpointing in `transformers`) and the modules' hooks stay inside the unit.
+    """
+    classes = list(dict.fromkeys(type(m) for m in modules))
+    originals = {cls: cls.__call__ for cls in classes}  # looked up before any is replaced
+    own = {cls: cls.__dict__["__call__"] for cls in classes if "__call__" in cls.__dict__}
+
+    def replacement(original: Call) -> Call:
+        def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - it stands in for the method
+            return handler(original, self, args, kwargs)
+
+        return __call__
+
+    try:
+        for cls in classes:
+            cls.__call__ = replacement(originals[cls])  # type: ignore[method-assign]
+        yield
+    finally:
+        for cls in classes:
+            if cls in own:
+                cls.__call__ = own[cls]  # type: ignore[method-assign]
+            elif "__call__" in cls.__dict__:
+                del cls.__call__

@@ -1,0 +1,27 @@
+"""Which tensors a result's gradients would reach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+
+def leaves_of(results: Iterable[Tensor], until: Iterable[Node] = ()) -> list[Tensor]:
+    """The tensors for which autograd, from these results, would accumulate gradients; what only `until` leads to is
+    left out."""
+    seen: set[Node] = set(until)
+    pending: list[Node] = [t.grad_fn for t in results if t.grad_fn is not None and t.grad_fn not in seen]
+    found = [t for t in results if t.grad_fn is None and t.requires_grad]
+    seen.update(pending)
+    while pending:
+        node = pending.pop()
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor):
+            found.append(variable)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                pending.append(following)
+    return found

@@ -1,0 +1,88 @@
+"""Where tensors lie in memory, and whether two of them overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from penstock.compat import storage_of
+
+ANYWHERE = range(2**63)
+"""The bytes of a storage of which no more is known."""
+
+
+def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """The number of elements from the first to the last, with all that lie between them. Strides are not negative."""
+    if 0 in shape:
+        return 0
+    return 1 + sum(step * (size - 1) for size, step in zip(shape, stride, strict=True))
+
+
+def bytes_of(tensor: Tensor) -> range:
+    """Those of its storage from a tensor's first to its last."""
+    if tensor.layout != torch.strided:
+        return ANYWHERE
+    first = int(tensor.storage_offset()) * tensor.itemsize
+    return range(first, first + extent(tensor.size(), tensor.stride()) * tensor.itemsize)
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether any element of the one lies where one of the other does. Columns of one tensor do not overlap."""
+    if one is other:
+        return True
+    if one.layout != torch.strided or other.layout != torch.strided:
+        return storage_of(one) == storage_of(other)
+    if one.device != other.device or one.is_meta or not (one.numel() and other.numel()):
+        return False
+    first, second = _addresses(one), _addresses(other)
+    if first.stop <= second.start or second.stop <= first.start or _are_columns(one, other):
+        return False
+    start = min(first.start, second.start)
+    touched = torch.zeros(max(first.stop, second.stop) - start, dtype=torch.bool)
+    _view(touched, one, first.start - start).fill_(True)
+    return bool(_view(touched, other, second.start - start).any())
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same values, NaNs included; True if they are on the meta device, or sparse."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if one.is_meta or other.is_meta or one.layout != torch.strided:
+        return True
+    return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
+
+
+def _addresses(tensor: Tensor) -> range:
+    size = extent(tensor.size(), tensor.stride()) * tensor.itemsize
+    return range(tensor.data_ptr(), tensor.data_ptr() + size)
+
+
+def _are_columns(one: Tensor, other: Tensor) -> bool:
+    """Whether the two are different columns of one matrix: found without a look at every element, for large ones."""
+    step = _step(one)
+    if step == 0 or step != _step(other):
+        return False
+    apart = (other.data_ptr() - one.data_ptr()) % step
+    return _width(one, step) <= apart <= step - _width(other, step)
+
+
+def _step(tensor: Tensor) -> int:
+    """The bytes from row to row."""
+    return max((s * tensor.itemsize for n, s in zip(tensor.size(), tensor.stride(), strict=True) if n > 1), default=0)
+
+
+def _width(tensor: Tensor, step: int) -> int:
+    """The bytes that a tensor takes from one row."""
+    inner = [
+        (n, s) for n, s in zip(tensor.size(), tensor.stride(), strict=True) if n > 1 and s * tensor.itemsize < step
+    ]
+    return extent([n for n, _ in inner], [s for _, s in inner]) * tensor.itemsize
+
+
+def _view(memory: Tensor, tensor: Tensor, start: int) -> Tensor:
+    """Of a memory with one element for each byte, those of a tensor."""
+    size = tensor.itemsize
+    strides = [step * size for step in tensor.stride()]
+    return torch.as_strided(memory, (*tensor.shape, size), (*strides, 1), start)

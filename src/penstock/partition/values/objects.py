@@ -1,0 +1,119 @@
+"""What a value holds: tensors inside tuples, lists, dicts and registered pytrees, and inside opaque objects."""
+
+from __future__ import annotations
+
+import gc
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import CodeType, EllipsisType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.compat import FakeTensor, FakeTensorMode
+from penstock.trees import flatten, unflatten
+
+CONSTANTS = (
+    *(type(None), bool, int, float, complex, str, EllipsisType),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+"""Types whose values a graph prints as they are."""
+
+OPAQUE = "holds tensors"
+"""In the `meta` of a node whose result is not a tensor but hides some: the name of its type."""
+
+HIDDEN = 2000
+"""How many objects are looked at inside one that cannot be taken apart."""
+
+
+def leaf(value: Any, index: int) -> Any:
+    """The leaf at `index` of a structure."""
+    return flatten(value).leaves[index]
+
+
+def rebuilt(structure: Any, *leaves: Any) -> Any:
+    """A new object of a structure, for the block that takes it."""
+    return unflatten(leaves, structure)
+
+
+def input_path(path: str) -> str:
+    """The path of a leaf of (args, kwargs) as a caller would write it: `args[0]`, `kwargs['labels']`."""
+    return path.replace("[0]", "args", 1) if path.startswith("[0]") else path.replace("[1]", "kwargs", 1)
+
+
+def free_name(model: nn.Module, name: str) -> str:
+    """The name, with underscores appended until the model has no such attribute."""
+    while hasattr(model, name):
+        name += "_"
+    return name
+
+
+def is_named_tuple(value: object) -> bool:
+    return type(value).__bases__ == (tuple,) and hasattr(value, "_fields")
+
+
+def child_items(value: Any) -> Iterator[tuple[Callable[..., Any], Any, Any]]:
+    """For each part of a structure: a function, a key and the part, where function(value, key) gives the part."""
+    if isinstance(value, Tensor) or type(value) in CONSTANTS:
+        return
+    if type(value) in (tuple, list) or is_named_tuple(value):
+        for index, item in enumerate(value):
+            yield operator.getitem, index, item
+    elif type(value) is dict:
+        for key, item in value.items():
+            yield operator.getitem, key, item
+    else:
+        leaves = flatten(value).leaves
+        if not (len(leaves) == 1 and leaves[0] is value):
+            for index, item in enumerate(leaves):
+                yield leaf, index, item
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors that a value hands over: those in its structure, and those in objects that cannot be taken apart.
+
+    Not those of closures: they are no part of a call's arguments.
+    """
+    for item in flatten(value).leaves:
+        if isinstance(item, Tensor):
+            yield item
+        elif not isinstance(item, (FunctionType, MethodType, partial)):
+            yield from hidden_tensors(item)
+
+
+def holds_tensors(value: Any, fake_only: bool = False) -> bool:
+    """Whether a value is or holds a tensor, looked for also where it cannot be taken out."""
+    return any(
+        (isinstance(x, FakeTensor) or not fake_only) if isinstance(x, Tensor) else hides_tensors(x, fake_only)
+        for x in flatten(value).leaves
+    )
+
+
+def hides_tensors(value: Any, fake_only: bool = False) -> bool:
+    """Whether a leaf is an object that cannot be taken apart but refers to a tensor: a generator, a closure."""
+    return any(isinstance(tensor, FakeTensor) or not fake_only for tensor in hidden_tensors(value))
+
+
+def hidden_tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors to which an object refers that cannot be taken apart."""
+    if type(value) in CONSTANTS:
+        return
+    stack, seen = [value], {id(value): value}
+    while stack and len(seen) < HIDDEN:
+        for item in _referents(stack.pop()):
+            if isinstance(item, Tensor):
+                yield item
+            elif id(item) not in seen and type(item) not in CONSTANTS:
+                seen[id(item)] = item
+                stack.append(item)
+
+
+def _referents(value: Any) -> Sequence[Any]:
+    """What an object refers to. Modules, types and what a function finds in its file are not part of a value."""
+    if isinstance(value, (type, nn.Module, ModuleType, CodeType, FakeTensorMode)):
+        return ()
+    if isinstance(value, FunctionType):
+        return (value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__)
+    return gc.get_referents(value)

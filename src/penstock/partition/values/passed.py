@@ -1,0 +1,98 @@
+"""Objects, lists and dicts that a block is given: as they were before its call, and whether the call changed them.
+
+They are values: a stage makes them anew for each call, of the tensors that it has, and takes out again what the call
+left in them. So a cache that every block writes into crosses cuts like any other value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.partition.values.objects import CONSTANTS
+from penstock.trees import LEAF, PLAIN, Flat, Plan, flatten, overwrite
+
+
+class Passed:
+    """The containers among a call's arguments, as they are before the call.
+
+    Attributes:
+        containers: the outermost objects, lists and dicts.
+        opaque: what lies in these or beside them and is neither a tensor nor a plain value, nor can be made anew.
+    """
+
+    def __init__(self, args: Any, kwargs: Any, kept: Collection[int] = ()) -> None:
+        """`kept`: ids of what the model keeps between calls; where that holds no tensor, it is passed on as it is."""
+        outermost = list(_outermost((*args, *kwargs.values())))
+        self.containers = tuple(value for value, is_leaf in outermost if not is_leaf)
+        self._kept = kept
+        self._shown, self._every = self._state()
+        leaves = *(value for value, is_leaf in outermost if is_leaf), *self._every.leaves
+        self.opaque = [leaf for leaf in leaves if not isinstance(leaf, Tensor) and type(leaf) not in PLAIN]
+
+    def _state(self) -> tuple[Flat, Flat]:
+        """All containers, with objects opened that hold tensors, and with all of them opened."""
+        if not self.containers:
+            return flatten(()), flatten(())
+        return flatten(self.containers), flatten(self.containers, empty=True, closed=self._kept)
+
+    def changed(self) -> list[int]:
+        """Which of the containers are not what they were."""
+        if not self.containers:
+            return []
+        before, after = _by_container(self._every), _by_container(self._state()[1])
+        return [index for index, pair in enumerate(zip(before, after, strict=True)) if not alike(*pair)]
+
+    def given(self, changed: Collection[int]) -> tuple[list[int], Flat]:
+        """Which containers must be made for the call, and what of: all containers, as they were before it."""
+        plans = self._shown.structure.children  # type: ignore[attr-defined]
+        made = [index for index, plan in enumerate(plans) if index in changed or _holds_objects(plan)]
+        return made, self._every if changed else self._shown
+
+    def write_back(self, changed: Collection[int], new: Any) -> None:
+        """Give the containers the contents of others, which went through a call in their place."""
+        for index in changed:
+            overwrite(self.containers[index], new[index])
+
+
+def kept_by(model: nn.Module) -> dict[int, object]:
+    """By id: what the model's modules hold as attributes, beside tensors and modules."""
+    values = (value for module in model.modules() for value in vars(module).values())
+    return {id(value): value for value in values if not isinstance(value, Tensor) and type(value) not in CONSTANTS}
+
+
+def _outermost(values: Any) -> Iterator[tuple[Any, bool]]:
+    """What is neither a tensor, a constant nor a tuple, and whether it cannot be opened."""
+    for value in values:
+        if isinstance(value, Tensor) or type(value) in CONSTANTS:
+            continue
+        if type(value) is tuple:
+            yield from _outermost(value)
+        else:
+            yield value, type(value) not in (list, dict) and flatten(value, empty=True).structure == LEAF
+
+
+def _by_container(flat: Flat) -> Iterator[tuple[Plan, list[Any]]]:
+    start = 0
+    for plan in flat.structure.children:  # type: ignore[attr-defined]
+        count = _leaves(plan)
+        yield plan, flat.leaves[start : start + count]
+        start += count
+
+
+def _leaves(plan: Plan) -> int:
+    return 1 if plan.op == LEAF.op else sum(map(_leaves, plan.children))
+
+
+def alike(one: tuple[Hashable, list[Any]], other: tuple[Hashable, list[Any]]) -> bool:
+    """Whether two values, as structure and leaves, hold the same objects and equal constants."""
+    if one[0] != other[0]:
+        return False
+    pairs = zip(one[1], other[1], strict=True)
+    return all(a is b or (type(a) in CONSTANTS and type(a) is type(b) and a == b) for a, b in pairs)
+
+
+def _holds_objects(plan: Plan) -> bool:
+    return plan.op in ("object", "known", "ref", "weak") or any(map(_holds_objects, plan.children))

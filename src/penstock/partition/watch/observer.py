@@ -1,0 +1,239 @@
+"""Watches the operators below torch's functions: which draw random numbers, which write, and in which module."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.compat import FakeTensor, storage_of
+from penstock.partition.state.provenance import Provenance, is_seeded, tensors_of
+from penstock.partition.watch.seeds import Seeds
+from penstock.partition.watch.unseen import Saved
+from penstock.partition.watch.work import Operation, work_of
+from penstock.trees import flatten
+
+RUNNING = ("running_mean", "running_var")
+"""Arguments of batch norm that are updated in training only, whatever the schema says."""
+
+
+class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Collects until `take` is called.
+
+    Attributes:
+        stack: the modules whose forward is running, outermost first.
+        calls: every module called so far, with the value of `position` at that time.
+        returned: for the `id` of each tensor that a module returned, the tensor and the innermost such module.
+        position: set by the owner; the index of the node that is being recorded.
+        work: of the calls since the owner last set it to 0; see `work_of`.
+        provenance: where tensors come from.
+        saved: what is saved for backward.
+        statistics: the memory of batch norms' running statistics, which get no new version when they are updated.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self, registered: Collection[int] | None = None, seeds: Seeds | None = None, *, watches_saved: bool = False
+    ) -> None:
+        """`registered`: ids of the model's modules; what is drawn in one made by the forward is its caller's.
+
+        `seeds`: is told of the generators that operators are given.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._registered, self._seeds = registered, seeds
+        self.stack: list[nn.Module] = []
+        self.calls: list[tuple[nn.Module, int]] = []
+        self.returned: dict[int, tuple[Tensor, nn.Module]] = {}
+        self.position = 0
+        self.work = 0
+        self._inside_function = False
+        self.provenance = Provenance()
+        self.saved = Saved(self.provenance.meant, is_watched=watches_saved)
+        self.statistics: set[int] = set()
+        self._taken: set[int] = set()  # by operators that do not update running statistics
+        self._log: list[Any] | None = None
+        self._drew: list[nn.Module | None] = []
+        self._written: dict[int, Any] = {}  # what holds the memory
+        self._kept: list[Any] = []
+        self.gone: list[tuple[nn.Module, str]] = []  # attributes that runs for real have set, taken out again
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":  # which asks for a device: most of all calls
+            return func(*args, **kwargs)
+        writing: list[Tensor] = []
+        is_plain, updates_statistics = isinstance(func, torch._ops.OpOverload), False
+        if is_plain and (is_seeded(func) or written_arguments(func)):
+            names = argument_names(func)
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            drops = "dropout_p" not in names or given.get("dropout_p")
+            if is_seeded(func) and drops:
+                if self._seeds is not None and (generator := given.get("generator")) is not None:
+                    self._seeds.check_generator(generator, *self.provenance.place)
+                self._drew.append(next((m for m in reversed(self.stack) if self._is_registered(m)), None))
+            for name in written_arguments(func):
+                value = given.get(name)
+                for tensor in value if isinstance(value, (list, tuple)) else [value]:
+                    if isinstance(tensor, Tensor) and (name not in RUNNING or given.get("training", True)):
+                        self._written[storage_of(tensor)] = tensor
+                        writing.append(tensor)
+                        if name in RUNNING:
+                            updates_statistics = True
+                            self.statistics.add(storage_of(tensor))
+        values = (*args, *kwargs.values())
+        if self._log is not None:
+            self._log.append((func, described(values), numbers_given(func, args)))
+        given_tensors = tensors_of(values)
+        taken = self.provenance.read(given_tensors)
+        if not updates_statistics:
+            self._taken.update(taken)
+        for tensor in writing:
+            self.provenance.writing(tensor)
+        sets = is_plain and func._opname == "set_"
+        with self.exchanging(args[0]) if sets else nullcontext():
+            result = func(*args, **kwargs)
+        made = tensors_of(result if isinstance(result, (list, tuple)) else (result,))
+        self.provenance.wrote(func, taken, made)
+        if is_plain:
+            trains = self._inside_function or torch.is_grad_enabled()
+            self.work += work_of(Operation(func, args, kwargs, result), given_tensors, made, trains)
+        return result
+
+    @contextmanager
+    def exchanging(self, tensor: Tensor) -> Iterator[None]:
+        """Around what gives a tensor other memory (`.data = ...`): that is an update in place, too."""
+        memory, root = tensor.untyped_storage(), self.provenance.root(tensor)
+        yield
+        self._written[root] = memory
+        self.provenance.exchanged(tensor, root)
+
+    @contextmanager
+    def not_counting(self) -> Iterator[None]:
+        """Meanwhile operators are not the model's."""
+        work, taken, provenance = self.work, set(self._taken), self.provenance
+        borrowed = {unit: set(found) for unit, found in provenance.borrowed.items()}
+        try:
+            yield
+        finally:
+            self.work, self._taken, provenance.borrowed = work, taken, borrowed
+
+    @property
+    def mere_statistics(self) -> set[int]:
+        """The memory of running statistics that nothing takes but the batch norms that update them."""
+        return self.statistics - self._taken
+
+    def stands_for(self, real: Tensor, fake: Tensor) -> None:
+        """What was seen of a real tensor, which a unit ran on, holds of the fake one."""
+        if storage_of(real) in self.statistics:
+            self.statistics.add(storage_of(fake))
+        if storage_of(real) in self._taken:
+            self._taken.add(storage_of(fake))
+        self.saved.stands_for(real, self.provenance.root(fake))
+
+    @contextmanager
+    def in_function(self) -> Iterator[None]:
+        """While the forward of an autograd function runs: it records no gradients, and yet has a backward."""
+        before, self._inside_function = self._inside_function, self._inside_function or torch.is_grad_enabled()
+        try:
+            yield
+        finally:
+            self._inside_function = before
+
+    def draw(self) -> None:
+        """To be called where the running module draws what is not an operator's: Python's or numpy's random numbers."""
+        self._drew.append(next((m for m in reversed(self.stack) if self._is_registered(m)), None))
+
+    def _is_registered(self, module: nn.Module) -> bool:
+        return self._registered is None or id(module) in self._registered
+
+    def take(self, keep: bool = True) -> tuple[list[nn.Module | None], frozenset[int]]:
+        """The modules that drew and the memory that was written since the last call, and forget them.
+
+        `keep`: that memory lives on, so that its number cannot become that of what is made later.
+        """
+        drew, written = self._drew, frozenset(self._written)
+        if keep:
+            self._kept += self._written.values()
+        self._drew, self._written = [], {}
+        return drew, written
+
+    def place_calls(self, first: int, position: int) -> None:
+        """Have the calls from number `first` on be made by the node of that index."""
+        self.calls[first:] = [(module, position) for module, _ in self.calls[first:]]
+
+    @contextmanager
+    def logging(self) -> Iterator[list[Any]]:
+        """Collect every operator with its arguments, those that are tensors by their shapes."""
+        log: list[Any] = []
+        self._log = log
+        try:
+            yield log
+        finally:
+            self._log = None
+
+    @contextmanager
+    def following_modules(self) -> Iterator[None]:
+        """Keep `stack` and `calls` up to date with this thread's module calls."""
+        thread = threading.get_ident()
+
+        def enter(module: nn.Module, _args: Any) -> None:
+            if threading.get_ident() == thread:
+                self.stack.append(module)
+                self.calls.append((module, self.position))
+
+        def leave(module: nn.Module, _args: Any, result: Any) -> None:
+            if threading.get_ident() == thread:
+                for leaf in (result,) if isinstance(result, Tensor) else flatten(result).leaves:
+                    if isinstance(leaf, Tensor):
+                        self.returned.setdefault(id(leaf), (leaf, module))
+                while self.stack and self.stack.pop() is not module:  # those above it left by an exception
+                    pass
+
+        handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def described(value: Any) -> Any:
+    """An argument of an operator, for comparison: of a tensor its shape and dtype."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple(map(described, value))
+    return repr(value)
+
+
+def numbers_given(func: Any, args: Any) -> Any:
+    """The numbers of which a tensor is made, for comparison."""
+    lifts = func is torch.ops.aten.lift_fresh.default and not isinstance(args[0], FakeTensor)
+    return repr(args[0].tolist()) if lifts and args[0].numel() <= 64 else None
+
+
+@functools.cache
+def argument_names(func: Any) -> tuple[str, ...]:
+    return tuple(argument.name for argument in func._schema.arguments)
+
+
+@functools.cache
+def written_arguments(func: Any) -> tuple[str, ...]:
+    """The arguments that an operator updates in place.
+
+    Batch norm's running statistics count as written although some of its operators' schemas do not say so.
+    """
+    return tuple(
+        argument.name
+        for argument in func._schema.arguments
+        if (argument.alias_info is not None and argument.alias_info.is_write)
+        or (argument.name in RUNNING and "batch_norm" in func._schema.name)
+    )

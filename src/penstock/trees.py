@@ -1,0 +1,345 @@
+"""Nested values laid out flat and put together again: tuples, lists, dicts, what torch knows of, and plain objects.
+
+An object (a dataclass, a `SimpleNamespace`, a subclass of dict) is opened where it holds a tensor, and only then. It is
+put together without its `__init__`: a new object of its class with the same fields. What an object refers to twice is
+one thing in the copy as well, and so is what refers back to it. Objects of C, which do not say what they hold, are
+leaves.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from penstock.compat import opened
+
+PLAIN = frozenset(
+    {
+        *(type(None), bool, int, float, complex, str, bytes, type(...), type, range, slice),
+        *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.Generator),
+        *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
+    }
+)
+"""Types whose values are never opened."""
+
+DEPTH, BUDGET = 24, 20_000
+"""How deep objects are looked into, and how many values are looked at in all; what lies beyond is left as it is."""
+
+HEAP_TYPE = 1 << 9
+"""The flag of a class that is no built-in."""
+
+BASES = (object, types.SimpleNamespace, tuple, list, dict, OrderedDict)
+"""The built-ins on which a class may rest. What each does is called as its own, whatever the class overrides."""
+
+
+class Leaf:
+    """A base for classes whose objects are not opened although they hold tensors."""
+
+    __slots__ = ()
+
+
+class Flat(NamedTuple):
+    """A nested structure laid out: `leaves[i]` sits at `paths[i]` (as Python writes it) of `structure`."""
+
+    leaves: list[Any]
+    paths: list[str]
+    structure: Hashable
+
+
+class Rebuild(NamedTuple):
+    """`function(children, context)` puts a node together. Two are alike if type and context are."""
+
+    kind: type
+    context: Any
+    function: Callable[[Sequence[Any], Any], Any]
+
+    def __hash__(self) -> int:
+        return hash(self.kind)  # a context need not be hashable
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Rebuild) and self.kind is other.kind and self._alike(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def _alike(self, other: Rebuild) -> bool:
+        return self.context is other.context or bool(self.context == other.context)
+
+
+class Plan(NamedTuple):
+    """The structure of one value. `op` says what it is; `context` and `children` depend on it."""
+
+    op: str
+    context: Any
+    children: tuple[Plan, ...] = ()
+
+
+LEAF = Plan("leaf", None)
+NOTHING = Plan("tuple", None)
+
+
+def flatten(value: Any, *, empty: bool = False, closed: Container[int] = ()) -> Flat:
+    """Lay a value out. `empty`: open objects that hold no tensor, too, but those with an id in `closed`."""
+    walk = _Walk(empty, closed)
+    structure = walk.visit(value, "", 0)
+    return Flat(walk.leaves, walk.paths, structure)
+
+
+def unflatten(leaves: Sequence[Any], structure: Any) -> Any:
+    """The value of a structure, with these leaves."""
+    return _build(structure, iter(leaves), [])
+
+
+def map_tensors(function: Any, tree: Any) -> Any:
+    """The tree with `function(tensor)` in place of each tensor; objects that hold tensors are made anew."""
+    flat = flatten(tree)
+    return unflatten([function(x) if isinstance(x, Tensor) else x for x in flat.leaves], flat.structure)
+
+
+class _Walk:
+    """One walk through a value."""
+
+    def __init__(self, empty: bool, closed: Container[int]) -> None:
+        self.leaves: list[Any] = []
+        self.paths: list[str] = []
+        self._empty, self._closed = empty, closed
+        self._numbers: dict[int, int] = {}  # id of an object, or of a list or dict in one -> its number
+        self._bare: dict[int, Any] = {}  # objects that hold no tensor, kept so that their ids stay their own
+        self._held = 0  # tensors met, and references back
+        self._cut = 0  # values that were too deep to be looked at
+        self._left = BUDGET
+
+    def visit(self, value: Any, path: str, depth: int) -> Plan:
+        """The structure of a value. `depth`: how many objects it lies in."""
+        kind = type(value)
+        if isinstance(value, Tensor):
+            self._held += 1
+            return self._leaf(value, path)
+        if kind in PLAIN:
+            return self._leaf(value, path)
+        if self._left <= 0:
+            return self._leaf_unseen(value, path)
+        self._left -= 1
+        if kind is tuple:
+            return Plan("tuple", None, self._items(value, path, depth))
+        if kind is list or kind is dict:
+            if depth:
+                if id(value) in self._numbers:
+                    return self._back("ref", self._numbers[id(value)])
+                self._number(value)
+            if kind is list:
+                return Plan("list", depth > 0, self._items(value, path, depth))
+            children = tuple([self.visit(v, f"{path}[{k!r}]", depth) for k, v in value.items()])
+            return Plan("dict", (depth > 0, *value), children)
+        known = opened(value)
+        if known is not None:
+            pairs = zip(known.children, known.keys, strict=True)
+            rebuild = Rebuild(kind, known.context, known.rebuild)
+            return Plan("known", rebuild, tuple([self.visit(c, path + key, depth) for c, key in pairs]))
+        if kind is weakref.ref:
+            number = self._numbers.get(id(value()))
+            return self._leaf(value, path) if number is None else self._back("weak", number)
+        return self._object(value, kind, path, depth)
+
+    def _object(self, value: Any, kind: type, path: str, depth: int) -> Plan:
+        if id(value) in self._numbers:
+            return self._back("ref", self._numbers[id(value)])
+        base = base_of(kind)
+        if base is None or id(value) in self._bare:
+            return self._leaf(value, path)
+        if depth >= DEPTH:
+            return self._leaf_unseen(value, path)
+        leaves, numbers, held, cut = len(self.leaves), len(self._numbers), self._held, self._cut
+        if base is not tuple:  # which is there only when all that it holds is there
+            self._number(value)
+        inside = (self._inside(value, base, path, depth + 1),)
+        names = tuple(fields(value))
+        children = [self.visit(v, f"{path}.{k}", depth + 1) for k, v in fields(value).items()]
+        wanted = self._empty and id(value) not in self._closed
+        if held == self._held and not wanted:  # no tensor in it: an ordinary value
+            del self.leaves[leaves:], self.paths[leaves:]
+            while len(self._numbers) > numbers:
+                self._numbers.popitem()
+            if cut == self._cut:
+                self._bare[id(value)] = value
+            return self._leaf(value, path)
+        return Plan("object", (kind, base, names), (*inside, *children))
+
+    def _inside(self, value: Any, base: type, path: str, depth: int) -> Plan:
+        """What a subclass of tuple, list or dict contains."""
+        if base in (object, types.SimpleNamespace):
+            return NOTHING
+        if base in (tuple, list):
+            return Plan("tuple", None, self._items(base.__getitem__(value, slice(None)), path, depth))
+        items = dict((OrderedDict if base is OrderedDict else dict).items(value))
+        return Plan("dict", (False, *items), tuple([self.visit(v, f"{path}[{k!r}]", depth) for k, v in items.items()]))
+
+    def _items(self, value: Sequence[Any], path: str, depth: int) -> tuple[Plan, ...]:
+        return tuple([self.visit(item, f"{path}[{index}]", depth) for index, item in enumerate(value)])
+
+    def _leaf(self, value: Any, path: str) -> Plan:
+        self.leaves.append(value)
+        self.paths.append(path)
+        return LEAF
+
+    def _leaf_unseen(self, value: Any, path: str) -> Plan:
+        self._cut += 1
+        return self._leaf(value, path)
+
+    def _number(self, value: Any) -> None:
+        self._numbers[id(value)] = len(self._numbers)
+
+    def _back(self, op: str, number: int) -> Plan:
+        self._held += 1
+        return Plan(op, number)
+
+
+def _build(plan: Plan, leaves: Iterator[Any], made: list[Any]) -> Any:
+    """`made`: objects by number, in the order in which they were met."""
+    op, context, children = plan
+    if op == "leaf":
+        return next(leaves)
+    if op == "tuple":
+        return tuple([_build(child, leaves, made) for child in children])
+    if op == "list":
+        items: list[Any] = []
+        if context:
+            made.append(items)
+        items.extend([_build(child, leaves, made) for child in children])
+        return items
+    if op == "dict":
+        numbered, *keys = context
+        mapping: dict[Any, Any] = {}
+        if numbered:
+            made.append(mapping)
+        for key, child in zip(keys, children, strict=True):
+            mapping[key] = _build(child, leaves, made)
+        return mapping
+    if op == "known":
+        assert isinstance(context, Rebuild)
+        return context.function([_build(child, leaves, made) for child in children], context.context)
+    if op in ("ref", "weak"):
+        target = made[context]
+        return target if op == "ref" else weakref.ref(target)
+    return _build_object(plan, leaves, made)
+
+
+def _build_object(plan: Plan, leaves: Iterator[Any], made: list[Any]) -> Any:
+    kind, base, names = plan.context
+    inside, *children = plan.children
+    if base is tuple:
+        value = tuple.__new__(kind, _build(inside, leaves, made))
+    else:
+        value = base.__new__(kind)
+        made.append(value)
+        if base is list:
+            list.extend(value, _build(inside, leaves, made))
+        elif base in (dict, OrderedDict):
+            for key, item in _build(inside, leaves, made).items():
+                base.__setitem__(value, key, item)
+    for name, child in zip(names, children, strict=True):
+        set_field(value, name, _build(child, leaves, made))
+    return value
+
+
+# -- objects ----------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=4096)
+def base_of(kind: type) -> type | None:
+    """The built-in on which a class rests, if its objects can be put together from that and their fields; else None.
+
+    Not those of C, those that clean up after themselves, and those that stand for themselves: modules, enumerations.
+    """
+    if kind in PLAIN or issubclass(kind, (nn.Module, enum.Enum, type, Leaf, Tensor)) or hasattr(kind, "__del__"):
+        return None
+    base = next(c for c in kind.__mro__ if not c.__flags__ & HEAP_TYPE)
+    if base not in BASES or (base is kind and kind is not types.SimpleNamespace):
+        return None
+    try:
+        base.__new__(kind)
+    except TypeError:  # "object.__new__(X) is not safe": a class of C
+        return None
+    return base
+
+
+def fields(value: Any) -> dict[str, Any]:
+    """An object's own attributes, by name: those of its `__dict__` and its slots that are set."""
+    found = dict(_attributes(value) or {})
+    kind: Any = type(value)
+    for name, slot in _slots(kind).items():
+        try:
+            found[name] = slot.__get__(value)
+        except AttributeError:  # not set
+            continue
+    return found
+
+
+def set_field(value: Any, name: str, new: Any) -> None:
+    """Set an attribute of an object, whatever its class does when one is set (frozen dataclasses refuse)."""
+    kind: Any = type(value)
+    slot = _slots(kind).get(name)
+    if slot is not None:
+        slot.__set__(value, new)
+        return
+    attributes = _attributes(value)
+    assert attributes is not None
+    attributes[name] = new
+
+
+def overwrite(old: Any, new: Any, seen: dict[int, Any] | None = None) -> None:
+    """Give an object, list or dict what another of its kind holds; what is in it likewise, where kinds agree."""
+    seen = {} if seen is None else seen
+    seen[id(old)] = old
+
+    def merged(before: Any, after: Any) -> Any:
+        kind: Any = type(before)
+        if type(before) is not type(after) or not (kind in (list, dict) or base_of(kind)):
+            return after
+        if id(before) not in seen:
+            overwrite(before, after, seen)
+        return before
+
+    if isinstance(old, list):
+        kept = [merged(a, b) for a, b in zip(old, new, strict=False)]
+        list.__setitem__(old, slice(None), [*kept, *list.__getitem__(new, slice(len(kept), None))])
+    elif isinstance(old, dict):
+        base = OrderedDict if isinstance(old, OrderedDict) else dict
+        items = {k: merged(dict.get(old, k), v) for k, v in base.items(new)}
+        base.clear(old)
+        for key, item in items.items():
+            base.__setitem__(old, key, item)
+    kind: Any = type(old)
+    if base_of(kind) is None:
+        return
+    before = fields(old)
+    for name, value in fields(new).items():
+        set_field(old, name, merged(before.get(name), value))
+
+
+def _attributes(value: Any) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _slots(kind: type) -> dict[str, Any]:
+    """The slots of a class and those that it inherits, by the attributes' names."""
+    return {
+        name: slot
+        for cls in reversed(kind.__mro__)
+        if cls.__flags__ & HEAP_TYPE
+        for name, slot in vars(cls).items()
+        if isinstance(slot, types.MemberDescriptorType)
+    }

@@ -1,0 +1,30 @@
+"""A few cases that stand for a matrix of them: the others are `long`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+
+
+def representatives(one_in: int, *axes: Sequence[Any]) -> list[Any]:
+    """The product of the axes, for `parametrize`. All are long, but those of every `one_in`-th diagonal.
+
+    Each value of each axis is in a case that is not long, and, where there are several, beside different values of the
+    other axes. Raises ValueError where there are too few for that.
+    """
+    places = list(product(*map(range, map(len, axes))))
+    short = [place for place in places if sum(place) % one_in == 0]
+    for axis, values in enumerate(axes):
+        missing = set(range(len(values))) - {place[axis] for place in short}
+        if missing:
+            raise ValueError(f"one in {one_in} leaves out {[values[index] for index in sorted(missing)]}")
+    return [
+        pytest.param(
+            *(values[index] for values, index in zip(axes, place, strict=True)),
+            marks=() if place in short else pytest.mark.long,
+        )
+        for place in places
+    ]

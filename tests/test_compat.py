@@ -1,0 +1,108 @@
+"""The private parts of torch that the recording stands on behave as it expects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from penstock import compat
+from penstock.trees import flatten, unflatten
+
+
+class Pair(NamedTuple):
+    left: object
+    right: object
+
+
+def test_fake_tensors_have_no_values() -> None:
+    with compat.fake_mode():
+        x = torch.ones(2, 3)
+        assert isinstance(x, compat.FakeTensor)
+        with pytest.raises(compat.DATA_DEPENDENT):
+            x.sum().item()
+        with pytest.raises(compat.DATA_DEPENDENT):
+            x.nonzero()
+
+
+def test_views_share_a_storage() -> None:
+    with compat.fake_mode():
+        x = torch.ones(2, 3)
+        assert compat.storage_of(x) == compat.storage_of(x[0].view(3, 1)) == compat.storage_of(x.detach())
+        assert compat.storage_of(x) != compat.storage_of(x.clone())
+
+
+def test_the_fake_mode_can_be_left() -> None:
+    with compat.fake_mode():
+        with compat.unset_fake_temporarily():
+            assert not isinstance(torch.ones(1), compat.FakeTensor)
+        assert isinstance(torch.ones(1), compat.FakeTensor)
+
+
+def test_structures() -> None:
+    tree = {"a": [1, Pair(2, (3,))], "b": None}
+    flat = flatten(tree)
+    assert flat.paths[:3] == ["['a'][0]", "['a'][1].left", "['a'][1].right[0]"]
+    assert unflatten(flat.leaves, flat.structure) == tree
+    assert flatten({"a": [1, Pair(4, (3,))], "b": None}).structure == flat.structure
+    hash(flat.structure)
+
+
+def test_a_checkpoint_is_seen_from_inside() -> None:
+    seen = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        seen.append(compat.in_checkpoint())
+        return x * 2
+
+    x = torch.ones(2, requires_grad=True)
+    forward(x)
+    checkpoint(forward, x, use_reentrant=False)
+    with torch.autograd.graph.save_on_cpu():
+        forward(x)
+    assert seen == [False, True, False]
+
+
+def test_nodes_tell_what_they_saved_without_unpacking_it() -> None:
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * 2
+
+    def unpack(_: object) -> torch.Tensor:
+        raise AssertionError("was unpacked")
+
+    x = torch.ones(3, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.sum().item(), unpack):
+        results = (x.tanh(), x * x, torch.stack([x, x]).prod(), Twice.apply(x), x + 1)
+    packed = [compat.packed_by(result.grad_fn) for result in results]
+    assert packed[1] == [3.0, 3.0]
+    assert packed[3:] == [[3.0], []]
+    assert all(packed[:4])
+    assert compat.size_of(x[1:]) == 12
+    assert compat.size_of(x.to_sparse()) == 12
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        ("register_hook", compat.has_gradient_hooks),
+        ("register_post_accumulate_grad_hook", compat.has_accumulation_hooks),
+    ],
+)
+def test_hooks_on_a_gradient_are_known_while_they_are_there(kind: str, found: Callable[[Tensor], bool]) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    assert not found(parameter)
+    handle = getattr(parameter, kind)(lambda _: None)
+    assert found(parameter)
+    handle.remove()
+    assert not found(parameter)
