@@ -389,10 +389,14 @@ def test_why_a_run_ended_in_its_warm_up_is_said(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_run_that_is_stopped_before_its_hosts_have_joined_is_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     _ends(monkeypatch, KeyboardInterrupt(), joined=False)
-    said = refusal("fabric", *SIZES, "--out", "run")
-    assert said == "stopped before all hosts had joined; run has no run"
+    done = penstock("fabric", *SIZES, "--out", "run")
+    assert (done.exit_code, done.stdout) == (130, "")
+    assert done.stderr == "penstock: error: stopped before all hosts had joined; run has no run\n"
     assert "Run it again with --out run, which replaces it" in refusal("fabric", "show", "run")
-    assert refusal("fabric", *SIZES, "--out", "run") == said, "nothing is in the way of another one"
+    again = penstock("fabric", *SIZES, "--out", "run")
+    assert again.stderr == done.stderr, "nothing is in the way of another one"
+    _ends(monkeypatch, KeyboardInterrupt(15), joined=False)
+    assert penstock("fabric", *SIZES, "--out", "run").exit_code == 143, "of another signal"
 
 
 # -- the bar ----------------------------------------------------------------------------------------------------------

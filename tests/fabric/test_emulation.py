@@ -206,7 +206,7 @@ def test_ctrl_c_takes_everything_down_and_reports(tmp_path: Path) -> None:
     with _started(folder, "--json") as process:
         process.send_signal(signal.SIGINT)
         said, errors = process.communicate(timeout=SECONDS)
-    assert process.returncode == 2
+    assert process.returncode == 128 + signal.SIGINT
     assert errors.splitlines()[-1].startswith("penstock: error: stopped")
     assert "Traceback" not in errors
     assert processes(str(folder)) == {}

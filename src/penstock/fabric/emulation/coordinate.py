@@ -54,7 +54,7 @@ def emulate(
 
     Raises:
         FabricError: a host did not join, was lost, or failed. The samples until then are in the folder.
-        KeyboardInterrupt: a signal came; all hosts have ended.
+        KeyboardInterrupt: a signal came, whose number it has; all hosts have ended.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for stale in (RUN, SAMPLES, STEPS):
@@ -84,7 +84,7 @@ def emulate(
         _add(folder, switch_qdiscs=machines.qdiscs(), switch=machines.told(), happened=happened)
     if received:
         _add(folder, f"stopped by {signal.Signals(received[0]).name}")
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(received[0])
     if ended is not None:
         text = _cause(folder, ended, agents, machines is not None)
         _add(folder, text)
