@@ -13,12 +13,14 @@ from rich.console import Console
 from rich.text import Text
 
 from penstock.fabric.algorithms import ENGINE, generate
+from penstock.fabric.algorithms.volume import received_slots, sent_slots
 from penstock.fabric.grouped import groups, of_like_layers
 from penstock.fabric.views.numbers import NONE, cut_apart
 
 if TYPE_CHECKING:
     from penstock.fabric.emulation.spec import Spec
     from penstock.fabric.grouped import Group
+    from penstock.fabric.steps import StepList
 
 _HEADS = (("", "buffer", "", "buffers", "busiest"), ("transfer", "bytes", "times", "in all", "port"))
 _NARROWEST = 12
@@ -90,28 +92,22 @@ def _busiest(spec: Spec, places: Iterable[int]) -> dict[str, int | None]:
         if algorithm == ENGINE:
             return {"sent_bytes": None, "port_bytes": None}
         ranks = one.ranks or tuple(range(spec.hosts))
-        chunks, leaving, arriving = _slots(one.collective, algorithm, len(ranks), one.shares)
-        elements = -(-one.bytes // spec.workload.element_bytes)
-        slot_bytes = -(-elements // chunks) * spec.workload.element_bytes * spec.iterations
+        steps, leaving, arriving = _steps(one.collective, algorithm, len(ranks), one.shares)
+        size = steps.slot_bytes(one.bytes, spec.workload.element_bytes) * spec.iterations
         for passed, slots in ((sent, leaving), (received, arriving)):
             for rank, count in slots.items():
-                passed[ranks[rank]] += count * slot_bytes
+                passed[ranks[rank]] += count * size
     most = max(sent.values(), default=0)
     return {"sent_bytes": most, "port_bytes": max(most, *received.values())}
 
 
 @cache
-def _slots(
+def _steps(
     collective: str, algorithm: str, ranks: int, shares: tuple[int, ...]
-) -> tuple[int, Counter[int], Counter[int]]:
-    """Into how many pieces a buffer is cut, and how many of them each rank sends, and receives."""
+) -> tuple[StepList, Counter[int], Counter[int]]:
+    """A collective, and how many pieces of its buffer each rank sends, and receives."""
     steps = generate(collective, algorithm, ranks, **({"shares": shares} if shares else {}))
-    sent: Counter[int] = Counter()
-    received: Counter[int] = Counter()
-    for move in (move for moves in steps.rounds for move in moves):
-        sent[move.source] += move.count
-        received[move.target] += move.count
-    return steps.chunks, sent, received
+    return steps, sent_slots(steps), received_slots(steps)
 
 
 # -- in a terminal ----------------------------------------------------------------------------------------------------
