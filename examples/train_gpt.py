@@ -77,7 +77,7 @@ def main():
     model = GPT()
     inputs, _ = batch(0)  # read for its shapes only
 
-    with penstock.pipeline(model, (inputs,), schedule=options.schedule, microbatches=8, loss=loss) as pipe:
+    with penstock.pipeline(model, (inputs,), schedule=options.schedule, microbatches=8, loss_fn=loss) as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=2e-3)  # of the stages that are here
         for step in range(1, options.steps + 1):
             inputs, targets = batch(step)

@@ -27,7 +27,7 @@ class Sorter(lightning.LightningModule):
     def configure_model(self):
         if not hasattr(self, "pipe"):
             torch.manual_seed(0)  # every process builds the same model
-            self.pipe = penstock.pipeline(GPT(), batch(0)[:1], microbatches=8, loss=loss)
+            self.pipe = penstock.pipeline(GPT(), batch(0)[:1], microbatches=8, loss_fn=loss)
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.pipe.parameters(), lr=2e-3)

@@ -35,7 +35,7 @@ def main():
     parser.add_argument("--folder", default="runs/resumable", help="one that all ranks see")
     options = parser.parse_args()
 
-    with penstock.pipeline(build(), batch(0)[:1], loss=F.mse_loss, microbatches=8, seed=0) as pipe:
+    with penstock.pipeline(build(), batch(0)[:1], loss_fn=F.mse_loss, microbatches=8, seed=0) as pipe:
         decay = [p for name, p in pipe.named_parameters() if name.endswith("weight")]
         rest = [p for name, p in pipe.named_parameters() if not name.endswith("weight")]
         groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 CPU_SECONDS = {
-    "tests/test_verify_matrix.py": 270,
+    "tests/proof/test_verify_matrix.py": 270,
     "tests/distributed/test_gloo.py": 200,
     "tests/distributed/test_nccl_rules.py": 130,
     "tests/distributed/test_support_matrix.py": 110,

@@ -122,4 +122,4 @@ def test_what_runs_again_in_backward_may_draw(schedule: str, restores: bool, rec
     with pipeline(model, (X,), loss=F.mse_loss, **given) as pipe:
         pipe.step(X, target=TARGET)
     if restores:
-        verify(model, (X,), TARGET, F.mse_loss, **given).check()
+        verify(model, (X,), target=TARGET, loss_fn=F.mse_loss, **given).check()

@@ -51,7 +51,7 @@ def test_a_moving_average_that_backward_updates_as_well_is_refused(recompute: An
 
 
 def test_a_moving_average_is_kept_where_each_backward_follows_its_forward() -> None:
-    verify(averages(3), (X,), TARGET, F.mse_loss, ranks=2, schedule="1f1b", microbatches=4).check()
+    verify(averages(3), (X,), target=TARGET, loss_fn=F.mse_loss, ranks=2, schedule="1f1b", microbatches=4).check()
 
 
 class Sums(nn.Module):
@@ -232,9 +232,9 @@ def counting(how: str) -> nn.Sequential:
 @pytest.mark.parametrize("how", ["function", "hook"])
 def test_a_backward_that_reads_what_later_forwards_have_updated_is_refused(how: str) -> None:
     with pytest.raises(PartitionError, match=r"backward of stage 0 reads buffer '1.calls', which forwards of other"):
-        verify(counting(how), (X,), TARGET, F.mse_loss, ranks=2, schedule="1f1b", microbatches=4)
-    verify(counting(how), (X,), TARGET, F.mse_loss, ranks=2, schedule="naive", microbatches=4).check()
-    verify(counting("clone"), (X,), TARGET, F.mse_loss, ranks=2, schedule="1f1b", microbatches=4).check()
+        verify(counting(how), (X,), target=TARGET, loss_fn=F.mse_loss, ranks=2, schedule="1f1b", microbatches=4)
+    verify(counting(how), (X,), target=TARGET, loss_fn=F.mse_loss, ranks=2, schedule="naive", microbatches=4).check()
+    verify(counting("clone"), (X,), target=TARGET, loss_fn=F.mse_loss, ranks=2, schedule="1f1b", microbatches=4).check()
 
 
 class Normalises(Averages):
@@ -255,7 +255,7 @@ class Normalises(Averages):
 def test_a_checkpoint_that_reads_averages_of_a_module_inside_is_refused() -> None:
     model = nn.Sequential(Normalises(), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
     with pytest.raises(PartitionError, match=r"backward of stage 0 reads buffer '0.norm.running_"):
-        verify(model, (X,), TARGET, F.mse_loss, ranks=2, schedule="1f1b", microbatches=4)
+        verify(model, (X,), target=TARGET, loss_fn=F.mse_loss, ranks=2, schedule="1f1b", microbatches=4)
 
 
 class AddsMean(Normalises):
@@ -329,14 +329,14 @@ def test_what_a_forward_that_runs_again_computes_from_its_averages_is_refused(
     model = CheckpointsBlocks(*made) if all_blocks else nn.Sequential(*made)
     where = "blocks.3" if all_blocks else "3"
     with pytest.raises(PartitionError, match=rf"buffer '{where}.{name}' {words}"):
-        verify(model, (X,), TARGET, F.mse_loss, ranks=ranks, schedule="1f1b", microbatches=4)
+        verify(model, (X,), target=TARGET, loss_fn=F.mse_loss, ranks=ranks, schedule="1f1b", microbatches=4)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_averages_that_only_go_into_themselves_are_those_of_one_device(schedule: str) -> None:
     """And the module may draw random numbers."""
     model = nn.Sequential(*(Around(False) for _ in range(4)))
-    verify(model, (X,), TARGET, F.mse_loss, ranks=2, schedule=schedule, microbatches=4).check()
+    verify(model, (X,), target=TARGET, loss_fn=F.mse_loss, ranks=2, schedule=schedule, microbatches=4).check()
 
 
 class Counted(nn.Module):
@@ -386,15 +386,23 @@ def counted(change: Any, state: Any) -> nn.Sequential:
 @pytest.mark.parametrize("options", [{}, {"recompute": 1}, {"recompute": "always"}, {"schedule": "zb-h1"}], ids=str)
 def test_counts_that_matter_in_backward_are_those_of_one_device(change: Any, state: Any, options: Any) -> None:
     given = {"ranks": 2, "microbatches": 4, "schedule": "gpipe", **options}
-    verify(lambda: counted(change, state), (X,), TARGET, F.mse_loss, **given).check()
+    verify(lambda: counted(change, state), (X,), target=TARGET, loss_fn=F.mse_loss, **given).check()
 
 
 @pytest.mark.parametrize(("change", "state"), COUNTS[1:3])
 def test_counts_of_backwards_are_refused_where_stages_have_copies(change: Any, state: Any) -> None:
     with pytest.raises(PartitionError, match=r"backward of stage 3 changes 'state' of a Counted .*dualpipe-v"):
-        verify(lambda: counted(change, state), (X,), TARGET, F.mse_loss, ranks=2, microbatches=4, schedule="dualpipe")
+        verify(
+            lambda: counted(change, state),
+            (X,),
+            target=TARGET,
+            loss_fn=F.mse_loss,
+            ranks=2,
+            microbatches=4,
+            schedule="dualpipe",
+        )
 
 
 def test_what_hooks_note_for_others_is_no_matter_where_stages_have_copies() -> None:
     make = partial(counted, notes, list)
-    verify(make, (X,), TARGET, F.mse_loss, ranks=2, microbatches=4, schedule="dualpipe").check()
+    verify(make, (X,), target=TARGET, loss_fn=F.mse_loss, ranks=2, microbatches=4, schedule="dualpipe").check()

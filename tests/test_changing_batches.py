@@ -167,7 +167,7 @@ def test_microbatches_that_do_not_fit_are_refused() -> None:
     two, three = Microbatches([x[:2], x[2:]]), Microbatches(torch.split(x, 2))
     with pytest.raises(ArgumentError, match=r"Microbatches\(\[\]\): expected at least one"):
         Microbatches([])
-    with pytest.raises(ArgumentError, match=r"example_args is a Microbatches.*give \(x,\)"):
+    with pytest.raises(ArgumentError, match=r"args is a Microbatches.*give \(x,\)"):
         pipeline(mlp(), two, loss=squared_error)
     with pipeline(mlp(), (two,), microbatches=2, loss=squared_error) as pipe:
         with pytest.raises(ArgumentError, match="3 microbatches were given, but the schedule is for 2; give at most"):
@@ -183,7 +183,7 @@ def test_microbatches_that_do_not_fit_are_refused() -> None:
 
 def test_a_batch_that_is_cut_already_can_be_verified() -> None:
     given = Microbatches(pieces(3, 5, 2))
-    report = verify(GPT(), (given,), given, token_error, ranks=2, microbatches=3)
+    report = verify(GPT(), (given,), target=given, loss_fn=token_error, ranks=2, microbatches=3)
     assert report.ok, report.summary()
 
 
@@ -250,7 +250,7 @@ def test_trap_14_dataclasses_and_plain_values_that_change_between_steps(ranks: i
                 terms.append(loss.detach() * (len(mine) / 11))
             assert torch.equal(result.loss, terms[0] + terms[1] + terms[2])
             assert_same_gradients(model, reference)
-        assert len(list(pipe._steps.jobs)) == 4
+        assert len(list(pipe.session.steps.jobs)) == 4
 
 
 class Branching(nn.Module):
@@ -281,7 +281,7 @@ def test_a_batch_that_takes_another_branch_is_recorded_anew() -> None:
             pipe.step(x, mask, target=y)
             step_by_hand(reference, (x, mask), y, squared_error, 3)
             assert_same_gradients(model, reference)
-        assert len(list(pipe._steps.jobs)) == 2
+        assert len(list(pipe.session.steps.jobs)) == 2
         with pytest.raises(PartitionError, match="not the same for all microbatches of the batch"):
             pipe.step(x, torch.tensor([1, 1, 1, 0, 1, 1]), target=y)
         pipe.step(x, full, target=y)
@@ -299,17 +299,17 @@ def test_kinds_are_known_again_and_the_oldest_is_forgotten(monkeypatch: pytest.M
         for _ in range(3):
             for rows in (1, 2, 3):
                 pipe.step(batch(rows)[0], target=batch(rows)[1])
-        assert len(recorded) == len(list(pipe._steps.jobs)) == 3
+        assert len(recorded) == len(list(pipe.session.steps.jobs)) == 3
         with pytest.warns(UserWarning, match="kinds of batches.*Pad batches to a few shapes") as warned:
             pipe.step(batch(4)[0], target=batch(4)[1])
         assert warned[0].filename == __file__
         pipe.step(batch(5)[0], target=batch(5)[1])  # said once
-        assert len(list(pipe._steps.jobs)) == 3
-        oldest = next(iter(pipe._steps.jobs))
+        assert len(list(pipe.session.steps.jobs)) == 3
+        oldest = next(iter(pipe.session.steps.jobs))
         for rows in (3, 6):
             pipe.step(batch(rows)[0], target=batch(rows)[1])
-        assert any(job is oldest for job in pipe._steps.jobs), "it was used after the others"
-        assert len(pipe._engine.transports[0]._hub.channels) == 0  # type: ignore[attr-defined]
+        assert any(job is oldest for job in pipe.session.steps.jobs), "it was used after the others"
+        assert len(pipe.session.engine.transports[0]._hub.channels) == 0  # type: ignore[attr-defined]
 
 
 # -- whole outputs ----------------------------------------------------------------------------------------------------

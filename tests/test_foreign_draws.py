@@ -47,7 +47,7 @@ def test_inside_of_blocks(options: dict[str, Any]) -> None:
     # Functions of ours: a copy of `np.random.rand`, as in the reference, draws from a generator of its own.
     draws = (lambda: -random.random(), lambda: -np.random.rand(), lambda: -held(), lambda: np.random.permutation(5)[0])
     given = {"ranks": 2, "microbatches": 4, "seed": SEED, **options}
-    report = verify(noises(*draws), (torch.randn(8, 7),), torch.randn(8, 7), squared_error, **given)
+    report = verify(noises(*draws), (torch.randn(8, 7),), target=torch.randn(8, 7), loss_fn=squared_error, **given)
     assert report.ok, report.summary()
 
 
@@ -72,7 +72,7 @@ def test_a_block_that_leaves_its_parameters_out_by_chance_is_to_be_taken_apart()
         takes_gradient = pipe.stages[1].inputs[0].meta.requires_grad
     with pipe, pytest.raises(PartitionError, match=r"'_0' of stage 0 .* by chance, take all .* apart with opens="):
         pipe.step(x, target=x)
-    report = verify(model, (x,), x, squared_error, opens=["0", "1", "2", "3"], **options)
+    report = verify(model, (x,), target=x, loss_fn=squared_error, opens=["0", "1", "2", "3"], **options)
     assert report.ok, report.summary()
 
 

@@ -214,7 +214,14 @@ def model_of(kind: type[Block]) -> nn.Module:
 @pytest.mark.parametrize("recompute", ["never", "always"])
 def test_each_backward_finds_what_its_own_forward_has_kept(kind: type[Block], schedule: str, recompute: Any) -> None:
     verify(
-        model_of(kind), (X,), TARGET, F.mse_loss, ranks=2, schedule=schedule, microbatches=4, recompute=recompute
+        model_of(kind),
+        (X,),
+        target=TARGET,
+        loss_fn=F.mse_loss,
+        ranks=2,
+        schedule=schedule,
+        microbatches=4,
+        recompute=recompute,
     ).check()
 
 
@@ -233,4 +240,4 @@ def test_tensors_that_backward_does_not_read_may_be_written_to() -> None:
         def get(self) -> Any:
             return 1.0
 
-    verify(model_of(Logs), (X,), TARGET, F.mse_loss, ranks=2, schedule="gpipe", microbatches=4).check()
+    verify(model_of(Logs), (X,), target=TARGET, loss_fn=F.mse_loss, ranks=2, schedule="gpipe", microbatches=4).check()

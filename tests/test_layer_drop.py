@@ -85,7 +85,7 @@ def test_layers_are_dropped_as_in_plain_torch(make: Callable[[], Any], ranks: in
                 (loss / MICROBATCHES).backward()
                 losses.append(loss.detach())
             assert torch.equal(result.loss, sum(value / MICROBATCHES for value in losses))
-            found = dict(pipe.all_parameters())
+            found = dict(pipe.session.all_parameters())
             for name, parameter in plain.named_parameters():
                 grad = found[name].grad if name in found else None
                 assert (grad is None) == (parameter.grad is None), name
@@ -142,7 +142,7 @@ def by_coin(self: Dropping, number: int, block: nn.Module, x: Tensor) -> Tensor:
 def check(way: Callable[..., Tensor], **options: Any) -> None:
     torch.manual_seed(0)
     given = {"ranks": 2, "microbatches": 4, "seed": 3, **options}
-    report = verify(Dropping(way), (torch.randn(8, 7),), torch.randn(8, 7), squared_error, **given)
+    report = verify(Dropping(way), (torch.randn(8, 7),), target=torch.randn(8, 7), loss_fn=squared_error, **given)
     assert report.ok, report.summary()
 
 
@@ -239,7 +239,7 @@ class AllStates(nn.Module):
 def test_a_tensor_that_crosses_a_cut_twice_is_added_in_another_order(cuts: list[str]) -> None:
     torch.manual_seed(0)
     model, x, y = AllStates(), torch.randn(8, 8), torch.randn(8, 8)
-    report = verify(model, (x,), y, squared_error, cuts=cuts, ranks=len(cuts) + 1, microbatches=4)
+    report = verify(model, (x,), target=y, loss_fn=squared_error, cuts=cuts, ranks=len(cuts) + 1, microbatches=4)
     assert report.ok, report.summary()
     gradients = [row for row in report.rows if row.kind == "gradient"]
     assert any(row.verdict == "close" for row in gradients)
@@ -250,4 +250,4 @@ def test_values_that_cross_once_keep_their_bits() -> None:
     torch.manual_seed(0)
     model, inputs = opt()
     with pipeline(model, (), inputs, ranks=2, microbatches=2, schedule="1f1b") as pipe:
-        assert not pipe.reorders_gradients
+        assert not pipe.session.reorders_gradients

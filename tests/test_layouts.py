@@ -65,7 +65,9 @@ def recurrent() -> Recurrent:
 def test_a_batch_in_dimension_1_is_verified(schedule: str) -> None:
     args, kwargs, target = batch()
     counts = {**M, "ranks": 2} if schedule == "chimera" else M
-    report = verify(recurrent, args, target, entropy, kwargs=kwargs, batch_dims=DIMS, schedule=schedule, **counts)
+    report = verify(
+        recurrent, args, target=target, loss_fn=entropy, kwargs=kwargs, batch_dims=DIMS, schedule=schedule, **counts
+    )
     assert report.ok, report.summary()
     assert report.whole_batch is not None
     assert report.whole_batch.verdict == "close"
@@ -132,7 +134,7 @@ def test_torchs_own_words() -> None:
         "kwargs": {"scale": _Replicate},
         "target": TensorChunkSpec(1),
     }
-    report = verify(recurrent, args, target, entropy, kwargs=kwargs, batch_dims=spec, **M)
+    report = verify(recurrent, args, target=target, loss_fn=entropy, kwargs=kwargs, batch_dims=spec, **M)
     assert report.ok, report.summary()
     assert parse({"args": (_Replicate(), TensorChunkSpec(2))})[0].stated == (("[0][0]", None), ("[0][1]", 2))
 
@@ -245,7 +247,7 @@ def graph_net() -> GraphNet:
 
 def test_graphs_are_cut_by_a_function() -> None:
     args, target = graphs()
-    report = verify(graph_net, args, target, F.cross_entropy, split=by_graphs, merge=torch.cat, **M)
+    report = verify(graph_net, args, target=target, loss_fn=F.cross_entropy, split=by_graphs, merge=torch.cat, **M)
     assert report.ok, report.summary()
     assert report.whole_batch is not None
     assert report.whole_batch.verdict == "close"
@@ -360,5 +362,5 @@ def test_a_loss_that_wants_its_target_says_so() -> None:
         pipe.step(x, target=y)
         with pytest.raises(ArgumentError, match=r"target=None, .* raised TypeError: .*; pass target=\.\.\. where"):
             pipe.step(x)
-    with pytest.raises(ArgumentError, match=r"loss takes \(a, b, c\); expected loss\(output, target\)"):
+    with pytest.raises(ArgumentError, match=r"loss_fn takes \(a, b, c\); expected loss_fn\(output, target\)"):
         pipeline(model, (x,), loss=lambda a, b, c: a, **TWO)  # type: ignore[misc,arg-type]

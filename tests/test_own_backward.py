@@ -157,7 +157,16 @@ def test_what_a_forward_keeps_is_there_in_its_own_backward(
 ) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(kind() for _ in range(4)))
-    verify(model, (X,), TARGET, F.mse_loss, ranks=ranks, schedule=schedule, microbatches=4, recompute=recompute).check()
+    verify(
+        model,
+        (X,),
+        target=TARGET,
+        loss_fn=F.mse_loss,
+        ranks=ranks,
+        schedule=schedule,
+        microbatches=4,
+        recompute=recompute,
+    ).check()
 
 
 @ORDERS
@@ -165,7 +174,16 @@ def test_what_a_forward_keeps_is_there_in_its_own_backward(
 def test_what_a_forward_keeps_may_be_anywhere_below_an_attribute(schedule: str, ranks: int, recompute: Any) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(kind() for kind in DEEPER))
-    verify(model, (X,), TARGET, F.mse_loss, ranks=ranks, schedule=schedule, microbatches=4, recompute=recompute).check()
+    verify(
+        model,
+        (X,),
+        target=TARGET,
+        loss_fn=F.mse_loss,
+        ranks=ranks,
+        schedule=schedule,
+        microbatches=4,
+        recompute=recompute,
+    ).check()
 
 
 @ORDERS
@@ -261,7 +279,9 @@ class RunsAgain(nn.Module):
 def test_batch_norm_that_runs_again_within_layers_that_run_again(schedule: str, ranks: int, every: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), *(RunsAgain() for _ in range(3)), nn.BatchNorm1d(6))
-    verify(model, (X,), TARGET, F.mse_loss, ranks=ranks, schedule=schedule, microbatches=4, recompute=every).check()
+    verify(
+        model, (X,), target=TARGET, loss_fn=F.mse_loss, ranks=ranks, schedule=schedule, microbatches=4, recompute=every
+    ).check()
 
 
 @ORDERS
@@ -271,7 +291,7 @@ def test_batch_norm_that_runs_again_in_backward_ends_with_the_statistics_of_plai
 ) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), *(RunsAgain(reentrant=reentrant) for _ in range(3)), nn.BatchNorm1d(6))
-    report = verify(model, (X,), TARGET, F.mse_loss, ranks=ranks, schedule=schedule, microbatches=4)
+    report = verify(model, (X,), target=TARGET, loss_fn=F.mse_loss, ranks=ranks, schedule=schedule, microbatches=4)
     report.check()
     assert any(row.kind == "buffer" and "num_batches" in row.name for row in report.rows)
 
@@ -294,7 +314,9 @@ class Checkpointed(nn.Module):
 @ORDERS
 def test_batch_norm_in_a_checkpoint_around_blocks(schedule: str, ranks: int) -> None:
     torch.manual_seed(0)
-    verify(Checkpointed(), (X,), TARGET, F.mse_loss, ranks=ranks, schedule=schedule, microbatches=4).check()
+    verify(
+        Checkpointed(), (X,), target=TARGET, loss_fn=F.mse_loss, ranks=ranks, schedule=schedule, microbatches=4
+    ).check()
 
 
 @ORDERS
@@ -313,14 +335,14 @@ def test_checkpoints_that_are_switched_off_are_noticed(schedule: str, ranks: int
 
 def test_batch_norm_that_runs_again_leaves_no_hooks_behind() -> None:
     model = nn.Sequential(nn.Linear(6, 6), RunsAgain(), RunsAgain())
-    verify(model, (X,), TARGET, F.mse_loss, ranks=2, schedule="gpipe", microbatches=4).check()
+    verify(model, (X,), target=TARGET, loss_fn=F.mse_loss, ranks=2, schedule="gpipe", microbatches=4).check()
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
 def test_a_norm_called_twice_in_what_runs_again_is_refused() -> None:
     model = nn.Sequential(nn.Linear(6, 6), RunsAgain(times=2), RunsAgain(times=2))
     with pytest.raises(PartitionError, match=r"BatchNorm1d that updates .* is called 2 times .* recompute='always'"):
-        verify(model, (X,), TARGET, F.mse_loss, ranks=2, schedule="gpipe", microbatches=4)
+        verify(model, (X,), target=TARGET, loss_fn=F.mse_loss, ranks=2, schedule="gpipe", microbatches=4)
 
 
 class Positions(nn.Module):
@@ -340,13 +362,13 @@ class Positions(nn.Module):
 def test_a_cache_of_constants_may_be_replaced() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(Positions() for _ in range(4)))
-    verify(model, (X,), TARGET, F.mse_loss, ranks=2, schedule="gpipe", microbatches=4).check()
+    verify(model, (X,), target=TARGET, loss_fn=F.mse_loss, ranks=2, schedule="gpipe", microbatches=4).check()
 
 
 def test_a_cache_that_is_saved_is_refused_with_the_remedy() -> None:
     model = nn.Sequential(Positions(persistent=True), Positions(persistent=True))
     with pytest.raises(PartitionError, match=r"replaces '0.table' by a new tensor.*persistent=False"):
-        verify(model, (X,), TARGET, F.mse_loss, ranks=2, microbatches=4)
+        verify(model, (X,), target=TARGET, loss_fn=F.mse_loss, ranks=2, microbatches=4)
 
 
 class Remembers(Positions):
@@ -360,7 +382,9 @@ class Remembers(Positions):
 
 def test_a_buffer_replaced_by_what_depends_on_the_batch_is_refused() -> None:
     with pytest.raises(PartitionError, match=r"replaces '0.table' by a new tensor"):
-        verify(nn.Sequential(Remembers(), Remembers()), (X,), TARGET, F.mse_loss, ranks=2, microbatches=4)
+        verify(
+            nn.Sequential(Remembers(), Remembers()), (X,), target=TARGET, loss_fn=F.mse_loss, ranks=2, microbatches=4
+        )
 
 
 class Pair:
@@ -395,7 +419,7 @@ class OfPairs(nn.Module):
 @pytest.mark.parametrize("cut", [f"blocks.{k}" for k in range(4)])
 def test_dropout_behind_an_object_that_was_taken_apart_draws_the_same_wherever_the_cut_is(cut: str) -> None:
     torch.manual_seed(0)
-    verify(OfPairs(), (X,), TARGET, F.mse_loss, ranks=2, microbatches=4, cuts=[cut]).check()
+    verify(OfPairs(), (X,), target=TARGET, loss_fn=F.mse_loss, ranks=2, microbatches=4, cuts=[cut]).check()
 
 
 class Calibrates(nn.Module):
@@ -459,4 +483,13 @@ def test_a_forward_that_runs_again_reads_the_buffers_that_it_has_updated(
 ) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(NormalisesByTheUpdated() for _ in range(4)))
-    verify(model, (X,), TARGET, F.mse_loss, ranks=ranks, schedule=schedule, microbatches=4, recompute=recompute).check()
+    verify(
+        model,
+        (X,),
+        target=TARGET,
+        loss_fn=F.mse_loss,
+        ranks=ranks,
+        schedule=schedule,
+        microbatches=4,
+        recompute=recompute,
+    ).check()

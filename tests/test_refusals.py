@@ -102,7 +102,7 @@ def test_descending_order_is_noted_as_inexact() -> None:
     [
         ({"example_args": torch.zeros(4, 5)}, r"give \(x,\)"),
         ({"model": nn.Identity}, r"a class; give an instance, Identity\(\.\.\.\)"),
-        ({"loss": "mse"}, "loss='mse': expected a function"),
+        ({"loss": "mse"}, "loss_fn='mse': expected a function"),
         ({"reduction": "median"}, "reduction='median'"),
         ({"cuts": "1"}, r"cuts='1': expected a list"),
     ],

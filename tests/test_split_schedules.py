@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 import penstock
+from model_kinds import EXAMPLES
 from models import TRANSFORMERS as TINY
 from models import squared_error
 from penstock.pipe.pipeline import Pipeline
 from penstock.schedule import Action, Op, Overlap, Schedule, check, generate, names, reduce_ties, split_backward
 from small import WIDTH, batch, mlp
-from test_verify_matrix import EXAMPLES
 
 MICROBATCHES = 3
 
@@ -57,7 +57,15 @@ def verify(name: str, schedule: Schedule) -> penstock.Report:
     if name in TINY:
         loss = None  # these compute their own
     return penstock.verify(
-        model, args, target, loss, kwargs=kwargs, ranks=schedule.ranks, schedule=schedule, seed=7, exact=True
+        model,
+        args,
+        target=target,
+        loss_fn=loss,
+        kwargs=kwargs,
+        ranks=schedule.ranks,
+        schedule=schedule,
+        seed=7,
+        exact=True,
     )
 
 
@@ -138,7 +146,7 @@ def test_a_schedule_that_splits_nothing_is_left_alone() -> None:
     with penstock.pipeline(mlp(), (x,), ranks=2, microbatches=3, loss=squared_error) as pipe:
         pipe.step(x, target=y)
         assert pipe.split_share == {}
-        runners = [runner for job in pipe._steps.jobs for p in job.programs for runner in p.runners.values()]
+        runners = [runner for job in pipe.session.steps.jobs for p in job.programs for runner in p.runners.values()]
         assert all(runner.split is None for runner in runners)
 
 
@@ -163,7 +171,7 @@ def test_frozen_stages_and_stages_without_parameters(frozen: tuple[int, ...]) ->
         layers[index].requires_grad_(False)
     x, y = batch()
     order = with_late_weights(generate("1f1b", 4, MICROBATCHES), 1)
-    report = penstock.verify(layers, (x,), y, squared_error, ranks=4, schedule=order, exact=True)
+    report = penstock.verify(layers, (x,), target=y, loss_fn=squared_error, ranks=4, schedule=order, exact=True)
     assert report.ok, report.summary()
 
 
@@ -210,7 +218,7 @@ def test_the_timeline_and_the_watchdog_name_i_and_w() -> None:
         timeline = pipe.step(x, target=y, timeline=True).timeline
         assert timeline is not None
         assert {str(span.action) for span in timeline} >= {"0I0", "0W0", "1I2", "1W2"}
-        entries = next(job for job in pipe._steps.jobs if job.training).entries
+        entries = next(job for job in pipe.session.steps.jobs if job.training).entries
         places = {str(e.action): (str(e.waiting.action), e.waiting.peers, str(e.running.action)) for e in entries}
         assert places["0I1"] == ("0RECV_B1", (1,), "0I1")
         assert places["1W1"] == ("1W1", (), "1W1")

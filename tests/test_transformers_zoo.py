@@ -154,7 +154,9 @@ def test_pictures(name: str, ranks: int) -> None:
     kind = getattr(transformers, name)
     model = kind(kind.config_class(**PICTURES[name], num_labels=5))
     inputs = {"pixel_values": torch.randn(4, 3, 32, 32)}
-    assert verify(model, (), torch.randint(5, (4,)), classified, kwargs=inputs, ranks=ranks, microbatches=2).ok
+    assert verify(
+        model, (), target=torch.randint(5, (4,)), loss_fn=classified, kwargs=inputs, ranks=ranks, microbatches=2
+    ).ok
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
@@ -238,7 +240,7 @@ def test_two_towers(name: str) -> None:
     model = kind(kind.config_class(text_config=SMALL, vision_config=VISION))
     ids = torch.randint(3, 60, (4, 8))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.randn(4, 3, 16, 16)}
-    assert verify(model, (), torch.zeros(4, 1), matched, kwargs=inputs, ranks=2, microbatches=2).ok
+    assert verify(model, (), target=torch.zeros(4, 1), loss_fn=matched, kwargs=inputs, ranks=2, microbatches=2).ok
 
 
 def test_a_head_that_asks_for_values_is_refused_and_runs_with_the_loss_outside() -> None:
@@ -247,9 +249,9 @@ def test_a_head_that_asks_for_values_is_refused_and_runs_with_the_loss_outside()
     model = transformers.DebertaV2ForSequenceClassification(transformers.DebertaV2Config(**SMALL))
     ids = torch.randint(3, SMALL["vocab_size"], (4, 8))
     given: dict[str, Any] = {"ranks": 2, "microbatches": 2}
-    with pytest.raises(PartitionError, match=r"modeling_deberta_v2.py:\d+.* Leave out labels and give loss="):
+    with pytest.raises(PartitionError, match=r"modeling_deberta_v2.py:\d+.* Leave out labels and give loss_fn="):
         verify(model, (), kwargs={"input_ids": ids, "labels": CLASSES}, **given)
-    assert verify(model, (), CLASSES, classified, kwargs={"input_ids": ids}, **given).ok
+    assert verify(model, (), target=CLASSES, loss_fn=classified, kwargs={"input_ids": ids}, **given).ok
 
 
 def test_what_changes_activations_is_replayed() -> None:
@@ -261,4 +263,4 @@ def test_what_changes_activations_is_replayed() -> None:
     )  # fmt: skip
     model = transformers.Wav2Vec2ForSequenceClassification(config)
     given: dict[str, Any] = {"kwargs": {"input_values": torch.randn(4, 800)}, "ranks": 2, "microbatches": 2}
-    verify(model, (), torch.randint(5, (4,)), classified, exact=True, **given).check()
+    verify(model, (), target=torch.randint(5, (4,)), loss_fn=classified, exact=True, **given).check()

@@ -67,7 +67,9 @@ def test_trap_19_recomputation_draws_the_same_masks(schedule: str, ranks: int) -
         block, (x, y) = Checkpointed(), batch()
         block.whole = whole
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), block, nn.Tanh(), block, Checkpointed(), nn.Linear(WIDTH, WIDTH))
-        report = verify(model, (x,), y, squared_error, ranks=ranks, microbatches=3, schedule=schedule, seed=3)
+        report = verify(
+            model, (x,), target=y, loss_fn=squared_error, ranks=ranks, microbatches=3, schedule=schedule, seed=3
+        )
         assert report.ok, report.summary()
         found.append(gradients(model))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
@@ -101,7 +103,7 @@ def test_trap_20_weights_from_the_meta_device_do_not_depend_on_the_number_of_ran
 
 def test_trap_20_a_meta_model_can_be_verified() -> None:
     ids, target = tokens()
-    assert verify(on_meta(GPT), (ids,), target, token_error, ranks=3, microbatches=3, exact=True).ok
+    assert verify(on_meta(GPT), (ids,), target=target, loss_fn=token_error, ranks=3, microbatches=3, exact=True).ok
 
 
 class TwoNames(nn.Module):
@@ -125,7 +127,7 @@ class TwoNames(nn.Module):
 def test_trap_20_two_names_in_one_module_stay_one_tensor() -> None:
     x, y = batch()
     model = on_meta(lambda: nn.Sequential(TwoNames(), nn.Linear(WIDTH, WIDTH), TwoNames()))
-    assert verify(model, (x,), y, squared_error, ranks=2, microbatches=3, exact=True).ok
+    assert verify(model, (x,), target=y, loss_fn=squared_error, ranks=2, microbatches=3, exact=True).ok
     with pipeline(model, (x,), ranks=2, microbatches=3, loss=squared_error):
         assert model[0].weight is model[0].same_weight
         assert model[0].scale is model[0].same_scale
@@ -209,7 +211,9 @@ def test_trap_3_the_loss_of_the_whole_batch(reduction: str, microbatches: int) -
 @pytest.mark.parametrize("rows", [2, 7])
 def test_trap_12_fewer_microbatches_than_ranks_and_batches_that_do_not_divide(schedule: str, rows: int) -> None:
     x, y = batch(rows)
-    report = verify(mlp(), (x,), y, squared_error, ranks=4, microbatches=2, schedule=schedule, exact=True)
+    report = verify(
+        mlp(), (x,), target=y, loss_fn=squared_error, ranks=4, microbatches=2, schedule=schedule, exact=True
+    )
     assert report.ok, report.summary()
 
 
@@ -251,7 +255,15 @@ def test_trap_21_a_microbatch_in_which_nothing_counts(schedule: str) -> None:
     whole = copy.deepcopy(model)
     masked_mean(whole(ids), target).backward()
     report = verify(
-        model, (ids,), target, masked_mean, ranks=2, microbatches=11, reduction=count, schedule=schedule, exact=True
+        model,
+        (ids,),
+        target=target,
+        loss_fn=masked_mean,
+        ranks=2,
+        microbatches=11,
+        reduction=count,
+        schedule=schedule,
+        exact=True,
     )
     assert report.ok, report.summary()
     for a, b in zip(model.parameters(), whole.parameters(), strict=True):
@@ -346,7 +358,9 @@ def test_trap_22_frozen_stages(schedule: str, frozen: str) -> None:
     model, (x, y) = mlp(3), batch()
     for layer in frozen:
         model[int(layer)].requires_grad_(False)
-    report = verify(model, (x,), y, squared_error, ranks=3, microbatches=4, schedule=schedule, exact=True)
+    report = verify(
+        model, (x,), target=y, loss_fn=squared_error, ranks=3, microbatches=4, schedule=schedule, exact=True
+    )
     assert report.ok, report.summary()
     with pipeline(model, (x,), ranks=3, microbatches=4, schedule=schedule, loss=squared_error) as pipe:
         backward = {action.stage for row in pipe.schedule.rows for action in row if action.op in (Op.B, Op.I)}
@@ -374,7 +388,7 @@ def test_trap_22_freezing_between_steps() -> None:
 def test_trap_22_a_stage_without_parameters() -> None:
     x, y = batch()
     model = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)]
-    report = verify(model, (x,), y, squared_error, ranks=3, microbatches=4, exact=True)
+    report = verify(model, (x,), target=y, loss_fn=squared_error, ranks=3, microbatches=4, exact=True)
     assert report.ok, report.summary()
     with pipeline(nn.Sequential(nn.Tanh(), nn.Tanh()), (x,), ranks=2, loss=squared_error) as pipe:
         assert not list(pipe.named_parameters())

@@ -131,7 +131,9 @@ def test_trap_10_at_most_two_receives_of_a_link_are_posted(schedule: str, monkey
 @pytest.mark.parametrize("schedule", ONE_STAGE)
 def test_trap_18_updates_in_place_of_what_was_received(schedule: str, ranks: int) -> None:
     x, y = torch.randn(ROWS, 6), torch.randn(ROWS, 6)
-    report = verify(InPlace(), (x,), y, squared_error, ranks=ranks, microbatches=3, schedule=schedule, exact=True)
+    report = verify(
+        InPlace(), (x,), target=y, loss_fn=squared_error, ranks=ranks, microbatches=3, schedule=schedule, exact=True
+    )
     assert report.ok, report.summary()
 
 
@@ -140,7 +142,15 @@ def test_trap_18_updates_in_place_of_what_a_stage_of_the_same_rank_made(chunks: 
     x, y = torch.randn(ROWS, 6), torch.randn(ROWS, 6)
     for ranks in (1, 2):
         report = verify(
-            InPlace(), (x,), y, squared_error, ranks=ranks, chunks=chunks, microbatches=3, schedule="gpipe", exact=True
+            InPlace(),
+            (x,),
+            target=y,
+            loss_fn=squared_error,
+            ranks=ranks,
+            chunks=chunks,
+            microbatches=3,
+            schedule="gpipe",
+            exact=True,
         )
         assert report.ok, report.summary()
 
@@ -198,7 +208,9 @@ def test_trap_9_illegal_schedules_are_refused(rows: list[list[Action]], words: s
 def test_trap_13_skips_over_several_cuts(schedule: str, ranks: int) -> None:
     torch.manual_seed(0)
     x, y = torch.randn(ROWS, 7), torch.randn(ROWS, 7)
-    report = verify(SkipsTwice(7), (x,), y, squared_error, ranks=ranks, microbatches=5, schedule=schedule, exact=True)
+    report = verify(
+        SkipsTwice(7), (x,), target=y, loss_fn=squared_error, ranks=ranks, microbatches=5, schedule=schedule, exact=True
+    )
     assert report.ok, report.summary()
 
 
@@ -233,8 +245,8 @@ def test_trap_14_dicts_numbers_and_text_between_stages_and_in_targets(ranks: int
         report = verify(
             [Dicts(), Dicts(), Dicts()],
             (values,),
-            target,
-            dict_loss,
+            target=target,
+            loss_fn=dict_loss,
             ranks=ranks,
             microbatches=4,
             schedule=schedule,
@@ -246,7 +258,7 @@ def test_trap_14_dicts_numbers_and_text_between_stages_and_in_targets(ranks: int
 def test_trap_15_a_pipeline_that_never_runs_backward_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = batch()
     monkeypatch.setattr("penstock.runtime.exact.rules.backward", lambda roots, grads: None)
-    report = verify(mlp(), (x,), y, squared_error, ranks=1, microbatches=2)
+    report = verify(mlp(), (x,), target=y, loss_fn=squared_error, ranks=1, microbatches=2)
     missing = [row.name for row in report.wrong if row.verdict == "missing"]
     assert missing == [name for name, _ in mlp().named_parameters()]
     with pytest.raises(VerificationError, match=r"gradient 0\.weight on stage 0: missing in the pipeline"):
@@ -263,7 +275,7 @@ def test_trap_15_one_missing_gradient_fails(monkeypatch: pytest.MonkeyPatch) -> 
         return result
 
     monkeypatch.setattr(penstock.Pipeline, "step", sabotaged)
-    report = verify(mlp(), (x,), y, squared_error, ranks=3, microbatches=2)
+    report = verify(mlp(), (x,), target=y, loss_fn=squared_error, ranks=3, microbatches=2)
     assert [(row.name, row.verdict) for row in report.wrong] == [("3.bias", "missing")]
 
 
@@ -277,7 +289,7 @@ def test_trap_15_a_gradient_that_should_not_be_there_fails(monkeypatch: pytest.M
             return self[1](self[0](x)) + 0 * self.spare.detach().sum()
 
     x, y = batch()
-    report = verify(Spare(), (x,), y, squared_error, ranks=2, microbatches=2)
+    report = verify(Spare(), (x,), target=y, loss_fn=squared_error, ranks=2, microbatches=2)
     assert report.ok
     assert "spare" in [row.name for row in report.rows]
     step = penstock.Pipeline.step
@@ -290,7 +302,7 @@ def test_trap_15_a_gradient_that_should_not_be_there_fails(monkeypatch: pytest.M
         return result
 
     monkeypatch.setattr(penstock.Pipeline, "step", sabotaged)
-    report = verify(Spare(), (x,), y, squared_error, ranks=2, microbatches=2)
+    report = verify(Spare(), (x,), target=y, loss_fn=squared_error, ranks=2, microbatches=2)
     assert [(row.name, row.verdict) for row in report.wrong] == [("spare", "unexpected")]
 
 
@@ -303,6 +315,6 @@ def test_trap_15_a_stage_whose_backward_does_nothing_fails(monkeypatch: pytest.M
 
     x, y = batch()
     monkeypatch.setattr(StageRunner, "backward", skipping)
-    report = verify(mlp(), (x,), y, squared_error, ranks=3, microbatches=2)
+    report = verify(mlp(), (x,), target=y, loss_fn=squared_error, ranks=3, microbatches=2)
     wrong = [row for row in report.wrong if row.kind == "gradient"]
     assert {row.stages for row in wrong} == {(s,) for s in range(stage + 1)}

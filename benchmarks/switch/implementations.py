@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "fabric"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "network"))
 
 import wire
 

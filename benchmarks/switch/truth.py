@@ -3,7 +3,7 @@
     sudo python benchmarks/switch/truth.py            # five minutes; wants an idle machine
     sudo python benchmarks/switch/truth.py --short    # one minute: whether it runs
 
-Frames carry the time at which they were sent, and the kernel stamps them as they come (tests/fabric/wire.py). The
+Frames carry the time at which they were sent, and the kernel stamps them as they come (tests/network/wire.py). The
 bounds: a quantile within 5% or 0.2 ms one way, a share within its 99.9% interval, a rate within 3%.
 """
 
@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "fabric"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "network"))
 
 import numpy as np
 import wire

@@ -18,6 +18,8 @@ Each also derives from the built-in that its callers would expect, so `except Va
 
 from __future__ import annotations
 
+import importlib.util
+
 
 class PenstockError(Exception):
     """The root: catches everything that Penstock raises on purpose."""
@@ -53,6 +55,13 @@ class ClosedError(PenstockError, RuntimeError):
 
 class MissingExtraError(PenstockError, ImportError):
     """A package that is no dependency is not installed. The text names it and the extra that brings it."""
+
+
+def require(extra: str, *packages: str, for_what: str) -> None:
+    """Raises MissingExtraError if one of the packages that an extra brings is not installed."""
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    if missing:
+        raise MissingExtraError(f"{for_what}: this needs {' and '.join(missing)}, pip install 'penstock[{extra}]'")
 
 
 class NonFiniteError(PenstockError, FloatingPointError):

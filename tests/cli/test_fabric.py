@@ -24,6 +24,7 @@ from penstock.fabric.samples import RUN, SAMPLES, SPEC, Run
 from penstock.fabric.views import page
 from penstock.fabric.workload import Workload
 from penstock.network import checks, machines, shapers
+from penstock.network.checks import why_not
 
 NO_ROOT = "emulated hosts need root; this is user 1000"
 
@@ -138,6 +139,34 @@ def taken(folder: Path) -> None:
 @pytest.mark.parametrize("command", WRONG)
 def test_what_is_wrong_is_said_before_anything_is_made(command: str) -> None:
     assert WRONG[command] in refusal("fabric", *command.split())
+
+
+@pytest.mark.skipif((why_not() or shapers.why_no_switch()) is not None, reason="needs a network of its own")
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--link-of", "1=1mbit"], "--link-of needs --link"),
+        (["--scenario", "none.toml"], "--scenario needs --link"),
+        (["--background", "1mbit"], "--background needs --link"),
+        (["--link", "1mbit", "--link-of", "2=1mbit"], "host 2, but the hosts are 0 to 1"),
+        (["--link", "1mbit", "--link-of", "1=1mbit", "--link-of", "1=2mbit"], "two links"),
+        (["--link", "1mbit", "--scenario", "none.toml"], "No such file"),
+        (["--link", "1mbit", "--background", "1mbit to 7"], "no host 7"),
+        (["--link", "1mbit", "--slow", "7=10%"], "host 7 is to be slow, but is not there"),
+        (["--link", "1mbit delay 5ms", "--shaper", "tbf"], "tbf keeps a rate and nothing else"),
+        (["--link", "1mbit stall 1s every 5s", "--shaper", "netem"], "netem has no stalls"),
+        (["--link", "100gbit delay 1ms"], "a rate of"),
+        (["--link", "up 1mbit"], "position 1"),
+    ],
+)
+def test_a_network_that_cannot_be_is_refused_before_anything_is_made(
+    folder: Path, options: list[str], said: str
+) -> None:
+    done = penstock("fabric", "--hosts", "2", "--out", "run", "--sizes", "4", *options)
+    assert done.exit_code == 2
+    assert said in " ".join((done.stdout + done.stderr).split())
+    assert "Traceback" not in done.stderr
+    assert not (folder / "run" / "run.json").exists()
 
 
 @pytest.mark.usefixtures("nothing_is_made")

@@ -73,7 +73,7 @@ def test_verify_and_inspect_take_pieces_that_a_batch_is_cut_into_already() -> No
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     given = (Microbatches(pieces),)
     assert penstock.inspect(model, given).microbatches == 3
-    report = penstock.verify(model, given, torch.zeros(6, 4), nn.functional.mse_loss, ranks=2)
+    report = penstock.verify(model, given, target=torch.zeros(6, 4), loss_fn=nn.functional.mse_loss, ranks=2)
     assert (report.ok, report.microbatches) == (True, 3)
 
 

@@ -28,10 +28,25 @@ def test_trains_as_on_one_device(library: str, name: str, make: Callable[[], Cas
     refusal = REFUSED.get(f"{library}-{name}")
     if refusal is not None:
         with pytest.raises(PartitionError, match=refusal):
-            verify(case.model, case.args, case.target, case.loss, kwargs=case.kwargs, ranks=4, microbatches=4)
+            verify(
+                case.model,
+                case.args,
+                target=case.target,
+                loss_fn=case.loss,
+                kwargs=case.kwargs,
+                ranks=4,
+                microbatches=4,
+            )
         return
     verify(
-        case.model, case.args, case.target, case.loss, kwargs=case.kwargs, ranks=4, schedule="gpipe", microbatches=4
+        case.model,
+        case.args,
+        target=case.target,
+        loss_fn=case.loss,
+        kwargs=case.kwargs,
+        ranks=4,
+        schedule="gpipe",
+        microbatches=4,
     ).check()
 
 

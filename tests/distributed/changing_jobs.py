@@ -147,8 +147,8 @@ def many_kinds(rank: int, kinds: int) -> tuple[int, int]:
         for rows in range(1, kinds + 1):
             for _ in range(2):
                 pipe.step(torch.ones(rows, 5), target=torch.zeros(rows, 5))
-        channels = [c for some in pipe._engine.transports[rank]._channels.values() for c in some]  # type: ignore[attr-defined]
-        return len(list(pipe._steps.jobs)), sum(channel._lane is not None for channel in channels)
+        channels = [c for some in pipe.session.engine.transports[rank]._channels.values() for c in some]  # type: ignore[attr-defined]
+        return len(list(pipe.session.steps.jobs)), sum(channel._lane is not None for channel in channels)
 
 
 class Averaged(nn.Module):

@@ -104,7 +104,7 @@ def verify(rank: int, how: str, names: tuple[str, str]) -> tuple[bool, str]:
     made, replica, replicas = setting(how, (2, 2), names)
     x, y = part(batch(12), replica, replicas)
     torch.manual_seed(0)
-    report = penstock.verify(Blocks(dropout=0.1), (x,), y, microbatches=3, **made)
+    report = penstock.verify(Blocks(dropout=0.1), (x,), target=y, microbatches=3, **made)
     return report.ok, report.summary()
 
 
@@ -114,7 +114,7 @@ def verify_deferred(rank: int, replicas: int) -> tuple[bool, str]:
     task = jobs.convnet()
     args, target = part((task.args, task.target), mesh.get_local_rank("dp"), replicas)
     options: dict[str, Any] = {"microbatches": 3, "mesh": mesh, "deferred_batch_norm": True}
-    report = penstock.verify(task.model, args, target, task.loss, **options)
+    report = penstock.verify(task.model, args, target=target, loss_fn=task.loss, **options)
     return report.ok, report.summary()
 
 

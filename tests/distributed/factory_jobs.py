@@ -60,7 +60,7 @@ def refused(rank: int) -> dict[str, str]:
     attempt("half", Half)
     said["closed"] = str(CLOSED)
     attempt("nothing on rank 1", partial(only_on, 0))
-    said["then"] = jobs.verify(rank, "mlp", {"microbatches": 3, "transport": sockets})[1]
+    said["then"] = jobs.verify(rank, "mlp", target={"microbatches": 3, "transport": sockets})[1]
     return said
 
 
@@ -73,4 +73,4 @@ def choices(rank: int, transport: TransportChoice) -> str:
     """Of what class this rank's transport is."""
     task = jobs.mlp()
     with penstock.pipeline(task.model, task.args, loss=task.loss, transport=transport) as pipe:
-        return type(pipe._engine.transports[rank]).__name__
+        return type(pipe.session.engine.transports[rank]).__name__

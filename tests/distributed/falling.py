@@ -88,7 +88,7 @@ def train(rank: int, folder: Path, case: dict[str, Any]) -> None:
 
 def plant(pipe: penstock.Pipeline, case: dict[str, Any], folder: Path) -> None:
     """Makes the second action of the kind `op` the victim's last."""
-    (known,) = pipe._steps.jobs._known.values()
+    (known,) = pipe.session.steps.jobs._known.values()
     job = known.job
     found = [index for index, entry in enumerate(job.entries) if entry.action.op.value == case["op"]]
     index = found[min(1, len(found) - 1)]
@@ -98,7 +98,7 @@ def plant(pipe: penstock.Pipeline, case: dict[str, Any], folder: Path) -> None:
 
     entries: list[Entry] = list(job.entries)
     entries[index] = replace(entries[index], run=run)
-    pipe._steps.jobs._known[known.number] = replace(known, job=replace(job, entries=tuple(entries)))
+    pipe.session.steps.jobs._known[known.number] = replace(known, job=replace(job, entries=tuple(entries)))
 
 
 def skip_teardown(ended: list[bool]) -> None:

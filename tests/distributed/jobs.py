@@ -129,7 +129,9 @@ TASKS: dict[str, Callable[[], Task]] = {
 def verify(rank: int, name: str, options: dict[str, Any]) -> tuple[bool, str, list[str]]:
     """Whether all is equal, in words, and the kinds of what was compared."""
     task = TASKS[name]()
-    report = penstock.verify(task.model, task.args, task.target, task.loss, kwargs=task.kwargs, exact=True, **options)
+    report = penstock.verify(
+        task.model, task.args, target=task.target, loss_fn=task.loss, kwargs=task.kwargs, exact=True, **options
+    )
     return report.ok, report.summary(), sorted({row.kind for row in report.rows})
 
 
@@ -140,7 +142,7 @@ def verify_zoo(rank: int, asked: list[tuple[str, dict[str, Any]]], options: dict
     found = []
     for name, own in asked:
         model, args, kwargs, target, loss = ZOO[name].case()
-        report = penstock.verify(model, args, target, loss, kwargs=kwargs, exact=True, **options, **own)
+        report = penstock.verify(model, args, target=target, loss_fn=loss, kwargs=kwargs, exact=True, **options, **own)
         found.append((report.ok, report.summary()))
     return found
 
@@ -195,7 +197,7 @@ def look(rank: int, name: str, options: dict[str, Any]) -> dict[str, Any]:
             "timeline": result.timeline,
             "schedule": pipe.schedule,
             "hash": hashlib.sha256(str(pipe.schedule).encode()).hexdigest(),
-            "transport": type(pipe._engine.transports[rank]).__name__,
+            "transport": type(pipe.session.engine.transports[rank]).__name__,
         }
         for attribute in ("loss", "outputs"):
             try:

@@ -20,12 +20,19 @@ def verify(rank: int, what: str, options: dict[str, Any]) -> tuple[bool, str, st
     if what == "graphs":
         args, target = graphs()
         report = penstock.verify(
-            graph_net, args, target, F.cross_entropy, split=by_graphs, merge=torch.cat, microbatches=4, **options
+            graph_net,
+            args,
+            target=target,
+            loss_fn=F.cross_entropy,
+            split=by_graphs,
+            merge=torch.cat,
+            microbatches=4,
+            **options,
         )
     else:
         args, kwargs, target = batch()
         report = penstock.verify(
-            recurrent, args, target, entropy, kwargs=kwargs, batch_dims=DIMS, microbatches=4, **options
+            recurrent, args, target=target, loss_fn=entropy, kwargs=kwargs, batch_dims=DIMS, microbatches=4, **options
         )
     assert report.whole_batch is not None
     return report.ok, report.summary(), report.whole_batch.verdict
@@ -38,8 +45,11 @@ def replicas(rank: int) -> tuple[bool, str]:
     mine = slice(7 * mesh.get_local_rank("dp"), 7 * (mesh.get_local_rank("dp") + 1))
     x, state = args[0][:, mine], tuple(s[:, mine] for s in args[1])
     report = penstock.verify(
-        *(recurrent, (x, state), target[:, mine], entropy),
-        kwargs=kwargs,
+        recurrent,
+        (x, state),
+        kwargs,
+        target=target[:, mine],
+        loss_fn=entropy,
         batch_dims=DIMS,
         microbatches=3,
         mesh=mesh,
@@ -91,7 +101,7 @@ def spoiled(rank: int, on: int, step: int, transport: str) -> tuple[bool, str, l
     x, y = rows()
     exact.backward, penstock.Pipeline.step = wrong, begin  # type: ignore[method-assign]
     try:
-        report = penstock.verify(mlp(), (x,), y, F.mse_loss, microbatches=4, transport=transport)
+        report = penstock.verify(mlp(), (x,), target=y, loss_fn=F.mse_loss, microbatches=4, transport=transport)
     finally:
         exact.backward, penstock.Pipeline.step = backward, run  # type: ignore[method-assign]
     return report.ok, report.summary(), sorted({row.step for row in report.wrong})

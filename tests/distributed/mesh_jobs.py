@@ -43,7 +43,9 @@ def verify(rank: int, name: str, shape: tuple[int, int], options: dict[str, Any]
     task = jobs.TASKS[name]()
     replica = mesh.get_local_rank("dp")
     args, kwargs, target = (part(tree, replica, shape[0]) for tree in (task.args, task.kwargs, task.target))
-    report = penstock.verify(task.model, args, target, task.loss, kwargs=kwargs, exact=True, mesh=mesh, **options)
+    report = penstock.verify(
+        task.model, args, target=target, loss_fn=task.loss, kwargs=kwargs, exact=True, mesh=mesh, **options
+    )
     worst = max((row.max_difference / row.max_reference for row in report.rows if row.max_reference), default=0.0)
     equal = [f"{row.kind} {row.name}" for row in report.rows if row.verdict == "equal"]
     return Verified(

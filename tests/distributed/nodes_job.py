@@ -26,7 +26,7 @@ def neighbours() -> list[int]:
     """The ranks that this one reaches through shared memory."""
     case = models.gpt()
     with penstock.pipeline(case.model, case.args, loss=case.loss, microbatches=2) as pipe:
-        (transport,) = pipe._engine.transports.values()
+        (transport,) = pipe.session.engine.transports.values()
         return sorted(transport._neighbours.ranks) if isinstance(transport, SharedMemoryTransport) else []
 
 
@@ -35,7 +35,9 @@ def prove() -> dict[str, Any]:
     for transport in ("auto", "distributed"):
         torch.manual_seed(0)
         case = models.gpt(dropout=0.1)
-        report = penstock.verify(case.model, case.args, case.target, case.loss, microbatches=2, transport=transport)
+        report = penstock.verify(
+            case.model, case.args, target=case.target, loss_fn=case.loss, microbatches=2, transport=transport
+        )
         shown[transport] = [report.ranks, report.ok, report.summary()]
         os.environ["MASTER_ADDR"] = sys.argv[3]  # rank 0 need not be there: the pipeline may be a part of the job
     return shown

@@ -48,5 +48,5 @@ def curve(rank: int, clip: float | None, options: dict[str, Any]) -> tuple[list[
 
 def verify_everything(rank: int, options: dict[str, Any]) -> tuple[bool, str]:
     model, x, y = everything()
-    report = penstock.verify(model, (x,), y, squared_error, **options)
+    report = penstock.verify(model, (x,), target=y, loss_fn=squared_error, **options)
     return report.ok, report.summary()

@@ -229,7 +229,7 @@ def test_transports(looks: list[dict[str, Any]], ranks2: Ranks) -> None:
 def test_share_loss(ranks2: Ranks) -> None:
     first, last = ranks2.run(jobs.look, "mlp", {"share_loss": False, "microbatches": 2})
     assert float(last["loss"]) > 0
-    assert first["loss"] == "result.loss: there is no loss on this rank; pass loss=..., and keep share_loss=True"
+    assert first["loss"] == "result.loss: there is no loss on this rank; pass loss_fn=..., and keep share_loss=True"
 
 
 @pytest.mark.parametrize("reader", [0, 1])

@@ -21,28 +21,30 @@ SECONDS = 60.0
 """For one cell, on a crowded machine. One takes half a second."""
 
 
-def cells(schedule: str, ranks: int) -> Iterator[Cell]:
-    """Every model, with one and two chunks where the schedule takes them; one kind of batch or the other is timed."""
+def cells(schedule: str, ranks: int, model: str) -> Iterator[Cell]:
+    """With one and two chunks where the schedule takes them; one kind of batch or the other is timed."""
     for chunks in (1, 2):
         if generator(schedule).broken(Numbers(ranks, MICROBATCHES, chunks)) is None:
-            for index, model in enumerate(MODELS):
-                timed = (index + chunks) % 2 == 0
-                yield Cell(schedule, model, ranks * chunks, chunks, (timed, not timed))
+            timed = (list(MODELS).index(model) + chunks) % 2 == 0
+            yield Cell(schedule, model, ranks * chunks, chunks, (timed, not timed))
 
 
 RUN = [g.name for g in generators() if g.slices == 1]
-CASES = [case for case in representatives(3, RUN, RANKS) if any(cells(*case.values))]
+CASES = [case for case in representatives(6, RUN, RANKS, list(MODELS)) if any(cells(*case.values))]
 
 
-@pytest.mark.parametrize(("schedule", "p"), CASES)
-def test_every_step_is_that_of_one_device(schedule: str, p: int, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(("schedule", "p", "model"), CASES)
+def test_every_step_is_that_of_one_device(schedule: str, p: int, model: str, request: pytest.FixtureRequest) -> None:
     ranks: Ranks = request.getfixturevalue(f"ranks{p}")
-    for cell in cells(schedule, p):
+    for cell in cells(schedule, p, model):
         assert ranks.run(nccl_jobs.train, cell, seconds=SECONDS) == [[]] * p, cell
 
 
-def test_the_short_cases_have_every_schedule() -> None:
-    assert {case.values[0] for case in CASES if not case.marks} == set(RUN)
+def test_the_short_cases_have_every_schedule_and_every_model() -> None:
+    short = [case.values for case in CASES if not case.marks]
+    assert {schedule for schedule, _, _ in short} == set(RUN)
+    assert {model for _, _, model in short} == set(MODELS)
+    assert {chunks for case in short for chunks in (cell.chunks for cell in cells(*case))} == {1, 2}
 
 
 def test_layouts_are_learned_under_the_rules_beside_shared_memory(ranks4: Ranks) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -14,7 +15,7 @@ from typing import Any
 import click
 import pytest
 import typer
-from blocks import Block, blocks, spoken_names
+from blocks import ROOT, Block, blocks, spoken_names
 from typer.testing import CliRunner
 from world import assert_runs
 
@@ -67,6 +68,12 @@ def test_python_runs(block: Block, folder: Path) -> None:
         compile(block.text, str(block), "exec")
     else:
         assert_runs(block.text, folder)
+
+
+def test_the_picture_is_what_the_schedules_are_now() -> None:
+    pictures = ROOT / "docs" / "pictures"
+    drawn = runpy.run_path(str(pictures / "schedules.py"))["picture"]()
+    assert drawn == (pictures / "schedules.svg").read_text(), "run python docs/pictures/schedules.py"
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.commands], ids=str)

@@ -134,29 +134,3 @@ def _is_switch(cmdline: Path, maker: subprocess.Popen[str]) -> bool:
         return b"network.switch.serve" in cmdline.read_bytes() and mark in (cmdline.parent / "environ").read_bytes()
     except OSError:
         return False
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--link-of", "1=1mbit"], "--link-of needs --link"),
-        (["--scenario", "none.toml"], "--scenario needs --link"),
-        (["--background", "1mbit"], "--background needs --link"),
-        (["--link", "1mbit", "--link-of", "2=1mbit"], "host 2, but the hosts are 0 to 1"),
-        (["--link", "1mbit", "--link-of", "1=1mbit", "--link-of", "1=2mbit"], "two links"),
-        (["--link", "1mbit", "--scenario", "none.toml"], "No such file"),
-        (["--link", "1mbit", "--background", "1mbit to 7"], "no host 7"),
-        (["--link", "1mbit", "--slow", "7=10%"], "host 7 is to be slow, but is not there"),
-        (["--link", "1mbit delay 5ms", "--shaper", "tbf"], "tbf keeps a rate and nothing else"),
-        (["--link", "1mbit stall 1s every 5s", "--shaper", "netem"], "netem has no stalls"),
-        (["--link", "100gbit delay 1ms"], "a rate of"),
-        (["--link", "up 1mbit"], "position 1"),
-    ],
-)
-def test_what_cannot_be_is_refused_before_anything_is_made(tmp_path: Path, options: list[str], said: str) -> None:
-    with _fabric(tmp_path, "--sizes", "4", *options) as process:
-        _, printed = process.communicate(timeout=60)
-        assert process.returncode == 2
-        assert said in " ".join(printed.split())
-        assert printed.count("Traceback") == 0
-    assert not (tmp_path / "run" / "run.json").exists()

@@ -33,7 +33,7 @@ from penstock.fabric.samples import HEAD, RUN, SAMPLES, STEPS, STEPS_HEAD, Run
 from penstock.fabric.steps import Collective
 from penstock.fabric.workload import Transfer, Workload
 
-pytestmark = [pytest.mark.distributed, pytest.mark.alone]
+pytestmark = pytest.mark.distributed
 
 ENDLESS = 10_000_000
 DEAF = """

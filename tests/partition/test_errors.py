@@ -308,7 +308,7 @@ def test_torchscript_is_refused_by_name() -> None:
     with pytest.raises(PartitionError, match="'1' is a module of TorchScript"):
         inspect(model, (x,), stages=2)
     with pytest.raises(PartitionError, match="'1' is a module of TorchScript"):
-        verify(model, (x,), None, lambda output: output.mean(), ranks=2, microbatches=2)
+        verify(model, (x,), target=None, loss_fn=lambda output: output.mean(), ranks=2, microbatches=2)
 
 
 def test_lazy_modules_are_refused_until_they_have_shapes() -> None:
@@ -316,7 +316,9 @@ def test_lazy_modules_are_refused_until_they_have_shapes() -> None:
     x = torch.randn(4, 4)
     for attempt in (
         lambda: inspect(model, (x,)),
-        lambda: verify(lambda: nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4)), (x,), x, nn.functional.mse_loss),
+        lambda: verify(
+            lambda: nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4)), (x,), target=x, loss_fn=nn.functional.mse_loss
+        ),
     ):
         with pytest.raises(PartitionError, match=r"'\d\.weight' has no shape yet, since its module is lazy"):
             attempt()

@@ -223,7 +223,7 @@ def test_labels_are_named_where_they_are_in_the_way() -> None:
             return x if labels is None or (x - labels).sum() > 0 else -x
 
     said = refusal(Own(), kwargs={"labels": torch.randn(2, WIDTH)})
-    assert said.endswith("Leave out labels and give loss=... (tried)")
+    assert said.endswith("Leave out labels and give loss_fn=... (tried)")
     with_value = Own()
     with_value.forward = lambda x: x if x.sum() > 0 else -x
     assert refusal(with_value).endswith("module of its own that leaves=[...] names, so that it runs as a whole")

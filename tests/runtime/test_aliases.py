@@ -64,9 +64,9 @@ def test_verify_refuses_it_as_well(schedule: str) -> None:
     x = wide()[:, :WIDTH].contiguous()
     before = x.clone()
     with pytest.raises(ArgumentError, match=r"and target shares memory with it.*x\.clone\(\)"):
-        verify(Model, (x,), x, squared_error, ranks=2, schedule=schedule, microbatches=2)
+        verify(Model, (x,), target=x, loss_fn=squared_error, ranks=2, schedule=schedule, microbatches=2)
     assert torch.equal(x, before)
-    report = verify(Model, (x,), x.clone(), squared_error, ranks=2, schedule=schedule, microbatches=2)
+    report = verify(Model, (x,), target=x.clone(), loss_fn=squared_error, ranks=2, schedule=schedule, microbatches=2)
     assert report.ok, report.summary()
 
 

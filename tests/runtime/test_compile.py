@@ -49,13 +49,13 @@ class Counting:
 def test_compiled_stages_give_the_bits_of_one_device(name: str, ranks: int, schedule: str) -> None:
     case = gpt(0.2) if name == "gpt" else CASES[name]()
     options = {"ranks": ranks, "schedule": schedule, "microbatches": 2, "compile": SAME_BITS}
-    penstock.verify(case.model, case.args, case.target, case.loss, exact=True, **options).check()
+    penstock.verify(case.model, case.args, target=case.target, loss_fn=case.loss, exact=True, **options).check()
 
 
 def test_a_compiler_may_add_in_another_order_and_verify_allows_that() -> None:
     case = CASES["skips"]()
     report = penstock.verify(
-        case.model, case.args, case.target, case.loss, ranks=4, microbatches=2, compile=SAME_BITS
+        case.model, case.args, target=case.target, loss_fn=case.loss, ranks=4, microbatches=2, compile=SAME_BITS
     ).check()
     assert not report.exact
     assert all(row.max_difference <= 1e-6 * row.max_reference for row in report.rows)
@@ -118,7 +118,15 @@ def test_gradients_that_share_memory_are_accumulated_apart(schedule: str) -> Non
     x, y = batch(4)  # a row a microbatch: more rows are summed, each gradient into memory of its own
     torch.manual_seed(0)
     penstock.verify(
-        Sliced(), (x,), y, F.mse_loss, microbatches=4, ranks=1, schedule=schedule, compile=SAME_BITS, exact=True
+        Sliced(),
+        (x,),
+        target=y,
+        loss_fn=F.mse_loss,
+        microbatches=4,
+        ranks=1,
+        schedule=schedule,
+        compile=SAME_BITS,
+        exact=True,
     ).check()
 
 
@@ -142,7 +150,14 @@ def test_autocast_in_compiled_stages(around: bool) -> None:
     torch.manual_seed(0)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=around):
         penstock.verify(
-            mlp() if around else Half(), (x,), y, F.mse_loss, microbatches=4, ranks=2, compile=SAME_BITS, exact=True
+            mlp() if around else Half(),
+            (x,),
+            target=y,
+            loss_fn=F.mse_loss,
+            microbatches=4,
+            ranks=2,
+            compile=SAME_BITS,
+            exact=True,
         ).check()
     assert not torch.is_autocast_enabled("cpu")
 
@@ -172,7 +187,14 @@ def compiled_blocks(in_place: bool) -> Case:
 def test_a_model_with_compiled_blocks_runs_unedited(in_place: bool, schedule: str) -> None:
     case = compiled_blocks(in_place)
     penstock.verify(
-        case.model, case.args, case.target, case.loss, ranks=2, microbatches=4, schedule=schedule, exact=True
+        case.model,
+        case.args,
+        target=case.target,
+        loss_fn=case.loss,
+        ranks=2,
+        microbatches=4,
+        schedule=schedule,
+        exact=True,
     ).check()
 
 
@@ -225,6 +247,6 @@ def test_masks_of_the_compilers_own_are_told(compile: Any, expected: bool) -> No
 def test_inductor_is_close_and_draws_the_same_masks(schedule: str) -> None:
     case = gpt(0.2)
     options = {"microbatches": 2, "ranks": 2, "schedule": schedule, "compile": True}
-    report = penstock.verify(case.model, case.args, case.target, case.loss, **options).check()
+    report = penstock.verify(case.model, case.args, target=case.target, loss_fn=case.loss, **options).check()
     assert not report.exact  # other masks would differ by far more than rounding
     assert all(row.max_difference <= 1e-4 * row.max_reference for row in report.rows if row.verdict == "close")

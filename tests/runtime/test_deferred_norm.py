@@ -93,7 +93,7 @@ def test_neither_schedule_nor_recomputation_changes_a_bit() -> None:
 def test_the_result_is_that_of_one_device(schedule: str, ranks: int, chunks: int) -> None:
     model, x, y = everything()
     report = verify(
-        model, (x,), y, squared_error, schedule=schedule, ranks=ranks, chunks=chunks, microbatches=5,
+        model, (x,), target=y, loss_fn=squared_error, schedule=schedule, ranks=ranks, chunks=chunks, microbatches=5,
         deferred_batch_norm=True, recompute={1: "always"}, exact=True,
     )  # fmt: skip
     assert report.ok, report.summary()

@@ -90,7 +90,9 @@ def test_a_kind_of_recomputation_is_a_class_and_a_line(monkeypatch: pytest.Monke
     monkeypatch.setitem(assembly.RECOMPUTE, "every_second", EverySecond.of)  # type: ignore[arg-type]
     x, y = batch()
     EverySecond.ran_again.clear()
-    report = verify(mlp(), (x,), y, squared_error, ranks=2, microbatches=4, schedule="1f1b", recompute="every_second")
+    report = verify(
+        mlp(), (x,), target=y, loss_fn=squared_error, ranks=2, microbatches=4, schedule="1f1b", recompute="every_second"
+    )
     assert report.ok
     stages, steps = 2, 2
     assert sorted(EverySecond.ran_again) == sorted([1, 3] * stages * steps)

@@ -30,8 +30,8 @@ SCHEDULES = [("gpipe", 4, 1), ("1f1b", 4, 1), ("interleaved-1f1b", 2, 2), ("zb-h
 def test_the_result_is_that_of_one_device(schedule: str, ranks: int, chunks: int, recompute: Any) -> None:
     model, x, y = everything()
     report = verify(
-        model, (x,), y, squared_error, schedule=schedule, ranks=ranks, chunks=chunks, microbatches=5, offload=True,
-        recompute=recompute, exact=True,
+        model, (x,), target=y, loss_fn=squared_error, schedule=schedule, ranks=ranks, chunks=chunks, microbatches=5,
+        offload=True, recompute=recompute, exact=True,
     )  # fmt: skip
     assert report.ok, report.summary()
 
@@ -123,7 +123,7 @@ def test_batch_norm_and_channels_last() -> None:
     torch.manual_seed(0)
     net = ConvNet().to(memory_format=torch.channels_last)
     x, y = torch.randn(8, 3, 6, 6).to(memory_format=torch.channels_last), torch.randn(8, 3)
-    report = verify(net, (x,), y, squared_error, ranks=2, microbatches=4, offload=True, exact=True)
+    report = verify(net, (x,), target=y, loss_fn=squared_error, ranks=2, microbatches=4, offload=True, exact=True)
     assert report.ok, report.summary()
 
 
@@ -155,12 +155,14 @@ class Mixes(nn.Module):
 
 def test_sparse_buffers_stay() -> None:
     x, y = torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(1))
-    verify([Mixes(), Mixes()], (x,), y, squared_error, ranks=2, microbatches=4, offload=True).check()
+    verify([Mixes(), Mixes()], (x,), target=y, loss_fn=squared_error, ranks=2, microbatches=4, offload=True).check()
 
 
 def test_what_draws_after_it_was_saved_is_refused() -> None:
     x, y = torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(1))
     model = [nn.Linear(WIDTH, WIDTH), nn.RReLU(), nn.Linear(WIDTH, WIDTH)]
     with pytest.raises(ArgumentError, match=r"nn.RReLU .* offload=\{0: False\}"):
-        verify(model, (x,), y, squared_error, ranks=2, cuts=["2"], microbatches=4, offload=True)
-    verify(model, (x,), y, squared_error, ranks=2, cuts=["2"], microbatches=4, offload={0: False, 1: True}).check()
+        verify(model, (x,), target=y, loss_fn=squared_error, ranks=2, cuts=["2"], microbatches=4, offload=True)
+    verify(
+        model, (x,), target=y, loss_fn=squared_error, ranks=2, cuts=["2"], microbatches=4, offload={0: False, 1: True}
+    ).check()

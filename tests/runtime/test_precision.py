@@ -36,7 +36,14 @@ def test_a_step_under_autocast_gives_the_bits_of_one_device(
     case = CASES[name]()
     with torch.autocast("cpu", dtype=dtype):
         report = penstock.verify(
-            case.model, case.args, case.target, case.loss, ranks=ranks, microbatches=2, schedule=schedule, exact=True
+            case.model,
+            case.args,
+            target=case.target,
+            loss_fn=case.loss,
+            ranks=ranks,
+            microbatches=2,
+            schedule=schedule,
+            exact=True,
         )
     report.check()
 
@@ -238,7 +245,13 @@ def test_a_scale_is_a_positive_number(scale: Any) -> None:
 def test_half_models_through_every_schedule(name: str, dtype: torch.dtype) -> None:
     x, y = batch(16)
     report = penstock.verify(
-        mlp(16).to(dtype), (x.to(dtype),), y.to(dtype), F.mse_loss, ranks=4, microbatches=8, schedule=name
+        mlp(16).to(dtype),
+        (x.to(dtype),),
+        target=y.to(dtype),
+        loss_fn=F.mse_loss,
+        ranks=4,
+        microbatches=8,
+        schedule=name,
     )
     report.check()
     copied = any(len(row.stages) > 1 for row in report.rows if row.kind == "gradient")

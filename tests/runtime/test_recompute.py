@@ -38,8 +38,8 @@ MICROBATCHES = 5
 def test_trap_19_the_result_is_that_of_one_device(schedule: str, ranks: int, chunks: int, policy: Any) -> None:
     model, x, y = everything()
     report = verify(
-        model, (x,), y, squared_error, schedule=schedule, ranks=ranks, chunks=chunks, microbatches=MICROBATCHES,
-        recompute=policy, exact=True,
+        model, (x,), target=y, loss_fn=squared_error, schedule=schedule, ranks=ranks, chunks=chunks,
+        microbatches=MICROBATCHES, recompute=policy, exact=True,
     )  # fmt: skip
     assert report.ok, report.summary()
     assert report.stages == 4
@@ -49,7 +49,16 @@ def test_trap_19_the_result_is_that_of_one_device(schedule: str, ranks: int, chu
 @pytest.mark.parametrize("schedule", ["chimera", "dualpipe"])
 def test_two_copies_of_a_model(schedule: str) -> None:
     model, x, y = everything(norm=False)
-    report = verify(model, (x,), y, squared_error, schedule=schedule, ranks=2, microbatches=4, recompute={0: "always"})
+    report = verify(
+        model,
+        (x,),
+        target=y,
+        loss_fn=squared_error,
+        schedule=schedule,
+        ranks=2,
+        microbatches=4,
+        recompute={0: "always"},
+    )
     assert report.ok, report.summary()
 
 
@@ -73,7 +82,15 @@ def test_models_that_recompute_by_themselves(schedule: str, policy: Any) -> None
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), block, nn.Tanh(), block, Checkpointed(), nn.Linear(WIDTH, WIDTH))
     for ranks in (1, 2):
         report = verify(
-            model, (x,), y, squared_error, ranks=ranks, microbatches=3, schedule=schedule, recompute=policy, exact=True
+            model,
+            (x,),
+            target=y,
+            loss_fn=squared_error,
+            ranks=ranks,
+            microbatches=3,
+            schedule=schedule,
+            recompute=policy,
+            exact=True,
         )
         assert report.ok, report.summary()
 
@@ -149,7 +166,9 @@ class Chain(nn.Module):
 @pytest.mark.parametrize("policy", ["always", 1])
 def test_a_forward_that_depends_on_buffers_it_updates(policy: Any) -> None:
     x, y = batch()
-    report = verify(Chain(), (x,), y, squared_error, schedule="gpipe", ranks=2, microbatches=3, recompute=policy)
+    report = verify(
+        Chain(), (x,), target=y, loss_fn=squared_error, schedule="gpipe", ranks=2, microbatches=3, recompute=policy
+    )
     assert report.ok, report.summary()
 
 
@@ -196,8 +215,8 @@ def test_inputs_that_are_updated_in_place_after_they_were_kept(policy: Any, chun
     torch.manual_seed(0)
     x, y = batch()
     report = verify(
-        Overwritten(), (x,), y, squared_error, schedule="gpipe", ranks=1 if chunks == 3 else 2, chunks=chunks,
-        microbatches=3, recompute=policy, exact=True,
+        Overwritten(), (x,), target=y, loss_fn=squared_error, schedule="gpipe", ranks=1 if chunks == 3 else 2,
+        chunks=chunks, microbatches=3, recompute=policy, exact=True,
     )  # fmt: skip
     assert report.ok, report.summary()
 
@@ -226,7 +245,9 @@ class Memory(nn.Module):
 def test_a_list_of_one_tensor_is_as_it_was_when_a_layer_runs_again() -> None:
     torch.manual_seed(0)
     x, y = batch()
-    report = verify(Memory(), (x,), y, squared_error, schedule="gpipe", ranks=2, microbatches=2, recompute=1)
+    report = verify(
+        Memory(), (x,), target=y, loss_fn=squared_error, schedule="gpipe", ranks=2, microbatches=2, recompute=1
+    )
     assert report.ok, report.summary()
 
 
@@ -239,7 +260,9 @@ def test_the_first_run_takes_the_kernels_of_training() -> None:
     with torch.no_grad():
         fast = frozen(x)
     assert not torch.equal(fast, frozen(x.clone().requires_grad_()))
-    report = verify(model, (x,), y, squared_error, schedule="gpipe", ranks=2, microbatches=3, recompute="always")
+    report = verify(
+        model, (x,), target=y, loss_fn=squared_error, schedule="gpipe", ranks=2, microbatches=3, recompute="always"
+    )
     assert report.ok, report.summary()
 
 
@@ -263,7 +286,9 @@ def test_a_loss_that_draws_is_drawn_again() -> None:
         return F.mse_loss(output + torch.randn_like(output), target)
 
     x, y = batch()
-    report = verify(mlp(), (x,), y, noisy, schedule="gpipe", ranks=2, microbatches=3, recompute="always", exact=True)
+    report = verify(
+        mlp(), (x,), target=y, loss_fn=noisy, schedule="gpipe", ranks=2, microbatches=3, recompute="always", exact=True
+    )
     assert report.ok, report.summary()
 
 
@@ -273,7 +298,15 @@ def test_a_frozen_beginning_is_run_once() -> None:
     calls = calls_in_a_step(model, (x, y), ranks=2, schedule="gpipe", recompute="always", microbatches=3, cuts=["3"])
     assert calls == {"0": 3, "1": 3, "2": 3, "3": 6, "4": 6, "5": 6}
     report = verify(
-        model, (x,), y, squared_error, schedule="gpipe", ranks=2, microbatches=3, recompute="always", cuts=["3"]
+        model,
+        (x,),
+        target=y,
+        loss_fn=squared_error,
+        schedule="gpipe",
+        ranks=2,
+        microbatches=3,
+        recompute="always",
+        cuts=["3"],
     )
     assert report.ok, report.summary()
 
@@ -527,15 +560,15 @@ def test_layers_that_call_autograd_themselves(policy: Any) -> None:
     x, y = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(1))
     torch.manual_seed(0)
     options: Any = {"ranks": 2, "schedule": "gpipe", "microbatches": 4, "recompute": policy, "whole_batch": False}
-    verify([Equilibrium() for _ in range(4)], (x,), y, squared_error, **options).check()
+    verify([Equilibrium() for _ in range(4)], (x,), target=y, loss_fn=squared_error, **options).check()
     descends = [Descends() for _ in range(4)]
     if policy == "always":
-        verify(descends, (x,), y, squared_error, **options).check()
+        verify(descends, (x,), target=y, loss_fn=squared_error, **options).check()
         return
     with pytest.raises(
         PartitionError, match=r"a Descends takes a gradient within its own forward .* recompute='always'"
     ):
-        verify(descends, (x,), y, squared_error, **options)
+        verify(descends, (x,), target=y, loss_fn=squared_error, **options)
 
 
 class Weight(nn.Module):

@@ -50,7 +50,7 @@ def verify_skips(**options: Any) -> penstock.Report:
     torch.manual_seed(0)
     model, x, y = SkipsTwice(WIDTH), torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
     given = {"ranks": 3, "cuts": ("layers.2", "layers.4"), "microbatches": MICROBATCHES, **options}
-    return penstock.verify(model, (x,), y, squared_error, exact=True, **given)
+    return penstock.verify(model, (x,), target=y, loss_fn=squared_error, exact=True, **given)
 
 
 def wrong_gradients(report: penstock.Report) -> list[str]:
@@ -195,7 +195,10 @@ def test_received_tensors_at_another_address(break_in_step: Break, lie: Callable
         model = Product(lambda x: lie(x, len(x), inner), inner + 3, inner, outer)
         x, y = torch.randn(rows * MICROBATCHES, 7), torch.randn(rows * MICROBATCHES, outer)
         return penstock.verify(
-            *(model, (x,), y, squared_error),
+            model,
+            (x,),
+            target=y,
+            loss_fn=squared_error,
             ranks=2,
             cuts=["second"],
             microbatches=MICROBATCHES,
@@ -218,7 +221,9 @@ def test_microbatches_that_are_slices_of_the_batch(break_in_step: Break) -> None
         torch.manual_seed(rows)
         model = nn.Sequential(nn.Linear(inner, outer), nn.Linear(outer, 3))
         x, y = torch.randn(rows * MICROBATCHES, inner), torch.randn(rows * MICROBATCHES, 3)
-        return penstock.verify(model, (x,), y, squared_error, ranks=2, microbatches=MICROBATCHES, exact=True)
+        return penstock.verify(
+            model, (x,), target=y, loss_fn=squared_error, ranks=2, microbatches=MICROBATCHES, exact=True
+        )
 
     shape = find_shape(
         lambda values, rows, width: values.flatten()[rows * width % 16 :][: rows * width].view(rows, width)
@@ -236,7 +241,9 @@ def test_received_tensors_with_other_strides(break_in_step: Break) -> None:
     def run() -> penstock.Report:
         torch.manual_seed(0)
         model, x, y = ChannelsLast(), torch.randn(ROWS, 3, 9, 9), torch.randn(ROWS, 3)
-        return penstock.verify(model, (x,), y, squared_error, ranks=3, microbatches=MICROBATCHES, exact=True)
+        return penstock.verify(
+            model, (x,), target=y, loss_fn=squared_error, ranks=3, microbatches=MICROBATCHES, exact=True
+        )
 
     assert run().ok
 
@@ -260,7 +267,9 @@ def receive_as_leaf(anchor: Tensor, buffer: Tensor) -> tuple[Tensor, list[Tensor
 def verify_in_place() -> penstock.Report:
     torch.manual_seed(0)
     x, y = torch.randn(ROWS, 6), torch.randn(ROWS, 6)
-    return penstock.verify(InPlace(), (x,), y, squared_error, ranks=3, microbatches=MICROBATCHES, exact=True)
+    return penstock.verify(
+        InPlace(), (x,), target=y, loss_fn=squared_error, ranks=3, microbatches=MICROBATCHES, exact=True
+    )
 
 
 def test_received_leaves_cannot_be_updated_in_place(break_in_step: Break) -> None:
@@ -282,7 +291,13 @@ def test_gradients_of_received_leaves_lose_their_strides(break_in_step: Break) -
         torch.manual_seed(0)
         model, x = nn.Sequential(nn.Linear(7, WIDTH), Turned(12, 5)), torch.randn(12 * MICROBATCHES, 7)
         return penstock.verify(
-            model, (x,), x, lambda y, _: y.square().mean(), ranks=2, microbatches=MICROBATCHES, exact=True
+            model,
+            (x,),
+            target=x,
+            loss_fn=lambda y, _: y.square().mean(),
+            ranks=2,
+            microbatches=MICROBATCHES,
+            exact=True,
         )
 
     assert run().ok
@@ -311,7 +326,13 @@ def verify_dropout(ranks: int = 3) -> penstock.Report:
     layers = [m for _ in range(6) for m in (nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3))]
     x, y = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
     return penstock.verify(
-        nn.Sequential(*layers), (x,), y, squared_error, ranks=ranks, microbatches=MICROBATCHES, exact=True
+        nn.Sequential(*layers),
+        (x,),
+        target=y,
+        loss_fn=squared_error,
+        ranks=ranks,
+        microbatches=MICROBATCHES,
+        exact=True,
     )
 
 

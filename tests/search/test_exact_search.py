@@ -86,7 +86,7 @@ def test_starts_from_what_the_heuristic_finds_and_says_when_it_proves_nothing() 
 
 
 def test_without_ortools_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
+    monkeypatch.setitem(sys.modules, "ortools", None)
     with pytest.raises(ImportError, match=r"pip install 'penstock\[search\]'"):
         exact(Placement.loop(2), 2, UNIT)
 

@@ -40,8 +40,8 @@ class Shared:
             return penstock.verify(
                 self.model,
                 self.case.args,
-                self.case.target,
-                self.case.loss,
+                target=self.case.target,
+                loss_fn=self.case.loss,
                 kwargs=self.case.kwargs,
                 ranks=schedule.ranks,
                 chunks=schedule.stages // schedule.ranks,

@@ -29,7 +29,7 @@ def together(pipe: Pipeline, act: Callable[[], T], fails: str) -> T:
         ArgumentError: on every rank, if `act` raised one somewhere.
         CheckpointError: on every rank, if it raised anything else.
     """
-    with pipe.working(OWN_PART):
+    with pipe.session.working(OWN_PART):
         future = attempt(act)
     for said in pipe.gather(_said(future.exception(), pipe.world.name)):
         if said is not None:

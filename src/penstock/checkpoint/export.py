@@ -68,8 +68,8 @@ def export_safetensors(path: str | Path, pipe: Pipeline, *, metadata: Mapping[st
     path = Path(path)
     own = pipe.state_dict()
     held = pipe.gather([Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in own.items()])
-    entries = in_order(held, pipe.all_names())
-    ties = {name: first for name, first in pipe.first_names().items() if name != first and first in own}
+    entries = in_order(held, pipe.session.all_names())
+    ties = {name: first for name, first in pipe.session.first_names().items() if name != first and first in own}
     notes = {name: first for part in pipe.gather(ties) for name, first in part.items()} | dict(metadata or {})
     fails = f"cannot write {path}"
     together(pipe, lambda: _check(entries, notes), fails)
@@ -81,13 +81,13 @@ def export_safetensors(path: str | Path, pipe: Pipeline, *, metadata: Mapping[st
             return
         left = iter(entries)
         try:
-            alone = partial(pipe.working, OWN_PART)
+            alone = partial(pipe.session.working, OWN_PART)
             write_file(path, entries, notes, (exchange.take(entry) for entry in left), alone)
         finally:
             for entry in left:  # of a file that could not be written: the others send all the same
                 exchange.take(entry)
 
-    with pipe.waiting("the weights"):
+    with pipe.session.waiting("the weights"):
         done = attempt(stream)
     together(pipe, done.result, fails)
     return path
@@ -127,7 +127,7 @@ class _Exchange:
     """Brings tensors from their owners to the first rank, as bytes, in the order of the file."""
 
     def __init__(self, pipe: Pipeline, own: Mapping[str, Tensor]) -> None:
-        self._group = pipe.control_group
+        self._group = pipe.session.control_group
         self._rank = 0 if self._group is None else dist.get_rank(self._group)
         self._own = own
 

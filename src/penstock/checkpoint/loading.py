@@ -98,14 +98,14 @@ def load(
             other.load_state_dict(rest.others[key])
 
     together(pipe, set_all, f"cannot load {path}")
-    pipe.restore(step_count=rest.step, seed=rest.seed)
+    pipe.session.restore(step_count=rest.step, seed=rest.seed)
     return Restored(path, rest.step, rest.extra)
 
 
 def _check_model(path: Path, pipe: Pipeline, there: Mapping[str, Tensor]) -> None:
     own = pipe.state_dict()
     missing = [name for name in own if name not in there]
-    foreign = sorted(there.keys() - set(pipe.all_names()))
+    foreign = sorted(there.keys() - set(pipe.session.all_names()))
     if missing or foreign:
         some = ", ".join((missing or foreign)[:4])
         what = f"lacks {len(missing)} of its tensors" if missing else f"has {len(foreign)} tensors that it has not"

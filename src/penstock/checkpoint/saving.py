@@ -76,7 +76,7 @@ class Background:
         """Until the thread has ended; the others are told what it does, and for whom it waits."""
         while not future.done():
             works = self.works.is_set()
-            with pipe.working(OWN_PART) if works else pipe.waiting("a checkpoint"):
+            with pipe.session.working(OWN_PART) if works else pipe.session.waiting("a checkpoint"):
                 while works == self.works.is_set() and wait_for([future], _LOOK_SECONDS).not_done:
                     pass
 
@@ -126,8 +126,16 @@ def save(
     aside = on_first(pipe, partial(folders.prepare, parent, pipe.step_count), f"cannot write checkpoints to {parent}")
     path = parent / folders.name_of(pipe.step_count)
     if wait:
-        act = partial(_write, aside, state, pipe.control_group, pipe.is_first, keep, partial(pipe.working, OWN_PART))
-        with pipe.waiting("a checkpoint"):
+        act = partial(
+            _write,
+            aside,
+            state,
+            pipe.session.control_group,
+            pipe.is_first,
+            keep,
+            partial(pipe.session.working, OWN_PART),
+        )
+        with pipe.session.waiting("a checkpoint"):
             future = attempt(act)
         together(pipe, future.result, f"cannot write {path}")
     else:
@@ -143,7 +151,7 @@ def finish(pipe: Pipeline) -> Path | None:
 
     Returns its path; None if none was under way. Raises CheckpointError, on every rank, if it could not be written.
     """
-    background: Background | None = pipe.companions.get(Background)
+    background: Background | None = pipe.session.companions.get(Background)
     if background is None or background.under_way is None:
         return None
     under_way, background.under_way = background.under_way, None
@@ -179,7 +187,7 @@ def _collect(
                 seed=pipe.seed,
                 extra=extra,
                 others={key: other.state_dict() for key, other in others.items()},
-                ties={name: first for name, first in pipe.first_names().items() if name != first},
+                ties={name: first for name, first in pipe.session.first_names().items() if name != first},
                 optimizer=None if optimizer is None else type(optimizer).__name__,
                 groups=tuple(Group(*pair) for pair in zip(groups or (), options, strict=True)),
             )
@@ -208,17 +216,19 @@ def _write(
 
 def _background(pipe: Pipeline) -> Background:
     """The pipeline's thread and group, made at its first save in the background; closed with it."""
-    background: Background | None = pipe.companions.get(Background)
+    background: Background | None = pipe.session.companions.get(Background)
     if background is None:
-        control = pipe.control_group
+        control = pipe.session.control_group
         group = None
         if control is not None:
             members = dist.get_process_group_ranks(control)
             apart = len(members) < dist.get_world_size()
             group = dist.new_group(members, backend="gloo", use_local_synchronization=apart)
-        background = pipe.companions[Background] = Background(ThreadPoolExecutor(1, "penstock-checkpoint"), group)
+        background = pipe.session.companions[Background] = Background(
+            ThreadPoolExecutor(1, "penstock-checkpoint"), group
+        )
         atexit.register(background.say_what_failed)
-        pipe.before_close(partial(_close, pipe, background))
+        pipe.session.before_close(partial(_close, pipe, background))
     return background
 
 
@@ -226,7 +236,7 @@ def _close(pipe: Pipeline, background: Background) -> None:
     try:
         finish(pipe)
     finally:
-        del pipe.companions[Background]
+        del pipe.session.companions[Background]
         atexit.unregister(background.say_what_failed)
         background.thread.shutdown()
         group = background.group

@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.checkpoint import folders
 from penstock.checkpoint.contents import model_key, model_tensors
 from penstock.checkpoint.storage import Reader
-from penstock.errors import ArgumentError, MissingExtraError
+from penstock.errors import ArgumentError, require
 from penstock.runtime.gradients.distribution import copy_into
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -87,12 +87,9 @@ class Checkpoint:
 
 
 def _opened(path: Path) -> Any:
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:
-        raise MissingExtraError(
-            f"{path}: reading it needs the package safetensors: pip install penstock[safetensors]"
-        ) from None
+    require("safetensors", "safetensors", for_what=f"reading {path}")
+    from safetensors import SafetensorError, safe_open
+
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:

@@ -13,12 +13,14 @@ from rich.console import Console
 from rich.text import Text
 
 from penstock.fabric.algorithms import ENGINE, generate
+from penstock.fabric.algorithms.volume import sent_slots
 from penstock.fabric.grouped import groups, of_like_layers
 from penstock.fabric.views.numbers import NONE, cut_apart
 
 if TYPE_CHECKING:
     from penstock.fabric.emulation.spec import Spec
     from penstock.fabric.grouped import Group
+    from penstock.fabric.steps import StepList
 
 _HEADS = (("", "buffer", "", "buffers", "busiest"), ("transfer", "bytes", "times", "in all", "host sends"))
 _NARROWEST = 12
@@ -84,21 +86,18 @@ def _busiest(spec: Spec, places: Iterable[int]) -> int | None:
         if algorithm == ENGINE:
             return None
         ranks = one.ranks or tuple(range(spec.hosts))
-        chunks, slots = _slots(one.collective, algorithm, len(ranks), one.shares)
-        elements = -(-one.bytes // spec.workload.element_bytes)
+        steps, slots = _steps(one.collective, algorithm, len(ranks), one.shares)
+        size = steps.slot_bytes(one.bytes, spec.workload.element_bytes)
         for rank, count in slots.items():
-            sent[ranks[rank]] += count * -(-elements // chunks) * spec.workload.element_bytes
+            sent[ranks[rank]] += count * size
     return max(sent.values(), default=0)
 
 
 @cache
-def _slots(collective: str, algorithm: str, ranks: int, shares: tuple[int, ...]) -> tuple[int, Counter[int]]:
-    """Into how many pieces a buffer is cut, and how many of them each rank sends."""
+def _steps(collective: str, algorithm: str, ranks: int, shares: tuple[int, ...]) -> tuple[StepList, Counter[int]]:
+    """A collective, and how many pieces of its buffer each rank sends."""
     steps = generate(collective, algorithm, ranks, **({"shares": shares} if shares else {}))
-    slots: Counter[int] = Counter()
-    for move in (move for moves in steps.rounds for move in moves):
-        slots[move.source] += move.count
-    return steps.chunks, slots
+    return steps, sent_slots(steps)
 
 
 # -- in a terminal ----------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from penstock.cli._network import NetworkOptions
 from penstock.cli._predict import predict
 from penstock.cli._spread import OUTPUT_PANEL, Json, spread
 from penstock.cli._traffic import DEFAULT_HOSTS, CountOptions, TrafficOptions
-from penstock.errors import ArgumentError, FabricError
+from penstock.errors import ArgumentError, FabricError, require
 from penstock.fabric.algorithms import ENGINE
 from penstock.fabric.emulation.spec import Spec, usual_algorithm
 from penstock.fabric.presets import preset
@@ -189,6 +189,7 @@ def fabric(
     if ctx.invoked_subcommand is not None:
         _refuse_options(ctx)
         return
+    require("fabric", "jinja2", "scipy", for_what="penstock fabric")
     by_torchrun = "RANK" in os.environ and how.hosts is None
     hosts = _started_hosts() if by_torchrun else how.number()
     if by_torchrun and asked.given():

@@ -61,7 +61,7 @@ def inspect(
             chunks=chunks,
             microbatches=microbatches,
             target=given.target,
-            loss=given.loss,
+            loss_fn=given.loss,
             recompute=recomputed(recompute),
             cuts=names(cuts),
             leaves=names(leaves),

@@ -190,8 +190,8 @@ def prove(case: Case) -> dict[str, Any]:
         return compare(
             make,
             part.args,
-            part.target,
-            kwargs=part.kwargs,
+            part.kwargs,
+            target=part.target,
             mesh=mesh,
             reduction=case.reduction,
             exact=case.exact,

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = GPT(layers=LAYERS, context=CONTEXT)
     example, _ = corpus.batch(0, ROWS, CONTEXT)
     with penstock.pipeline(
-        model, (example,), schedule=settings.schedule, microbatches=settings.microbatches, loss=loss
+        model, (example,), schedule=settings.schedule, microbatches=settings.microbatches, loss_fn=loss
     ) as pipe:
         held_out = corpus.held_out_batches(HELD_OUT_BATCHES, ROWS, CONTEXT)
         before = evaluate(pipe, held_out)
@@ -74,8 +74,8 @@ def verify(settings: Settings, corpus: Corpus) -> penstock.Report:
     return penstock.verify(
         model,
         (inputs,),
-        targets,
-        loss,
+        target=targets,
+        loss_fn=loss,
         schedule=settings.schedule,
         microbatches=settings.microbatches,
         whole_batch=False,

@@ -201,16 +201,14 @@ _VALUES = ("int32_val", "int64_val", "bool_val", "string_val")
 @functools.cache
 def _messages() -> dict[str, Any]:
     """The classes of the schema's messages. Raises MissingExtraError if protobuf is not installed."""
-    try:
+    try:  # other packages share the name `google`
         from google.protobuf import (  # type: ignore[import-untyped]
             descriptor_pb2,
             descriptor_pool,
             message_factory,
         )
     except ImportError:
-        raise MissingExtraError(
-            "Chakra traces are written with protobuf, which is not installed: pip install 'penstock[fabric]'"
-        ) from None
+        raise MissingExtraError("a Chakra trace needs protobuf: pip install 'penstock[fabric]'") from None
     file = descriptor_pb2.FileDescriptorProto(name="penstock/chakra.proto", package="ChakraProtoMsg", syntax="proto3")
     for message, fields in _SCHEMA.items():
         described = file.message_type.add(name=message)

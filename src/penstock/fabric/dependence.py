@@ -14,6 +14,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from penstock.errors import require
+
 Series = NDArray[np.float64]
 
 FEWEST = 50
@@ -26,6 +28,7 @@ _WIDER = 4.0
 
 def autocorrelation(samples: ArrayLike) -> Series:
     """Of the normal scores, by lag from 0 on, as far as it counts; of 0 alone where the samples are independent."""
+    require("fabric", "scipy", for_what="the statistics of a run")
     from scipy import special, stats  # which takes a second to import
 
     values = np.asarray(samples, float).ravel()
@@ -66,6 +69,7 @@ def effective_counts(samples: ArrayLike, quantiles: tuple[float, ...]) -> tuple[
 
 
 def _effective(time: float, count: int) -> float:
+    require("fabric", "scipy", for_what="the statistics of a run")
     from scipy import special  # which takes a second to import
 
     if time <= 1:
@@ -95,6 +99,7 @@ def _below(lags: Series, q: float) -> Series:
 def _quadrant(q: float) -> tuple[Series, Series]:
     """By the arc sine of a correlation: how much likelier two normal variables are both below their q-quantiles than
     independent ones (Sheppard's formula, integrated)."""
+    require("fabric", "scipy", for_what="the statistics of a run")
     from scipy import special  # which takes a second to import
 
     angles = np.linspace(0, math.pi / 2, 400)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, require
 from penstock.fabric.dependence import correlation_time, effective_counts
 
 Interval = tuple[float, float]
@@ -105,6 +105,7 @@ def order_interval(count: int, q: float, confidence: float = CONFIDENCE) -> tupl
     Returns:
         The two ranks; None where even the smallest or the largest sample does not bound it: q^count above 2.5 %.
     """
+    require("fabric", "scipy", for_what="the statistics of a run")
     from scipy import stats  # which takes a second to import
 
     side = (1 - confidence) / 2
@@ -139,6 +140,7 @@ def quantile_interval(ordered: NDArray[np.float64], q: float, effective: float) 
 
 def _rank(q: float, count: float, below: float) -> float:
     """Of the order statistic of `count` that is below the q-quantile so likely."""
+    require("fabric", "scipy", for_what="the statistics of a run")
     from scipy import optimize, special  # which takes a second to import
 
     def beyond(rank: float) -> float:
@@ -164,6 +166,7 @@ def mean_interval(samples: ArrayLike) -> Interval | None:
     bootstrap-t does (of 30 samples: 92 %, where plain Student-t has 88 %) at the price of three sums, and has no
     random numbers. No interval knows of a tail that the samples have not met.
     """
+    require("fabric", "scipy", for_what="the statistics of a run")
     from scipy import special  # which takes a second to import
 
     values = np.asarray(samples, float).ravel()

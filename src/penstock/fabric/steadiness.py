@@ -14,6 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from penstock.errors import require
+
 _FEWEST, _LONG = 6, 30
 """Trials that the test looks at, at least: in a run of few trials, and of many."""
 _MOST = 200
@@ -72,6 +74,7 @@ class WarmUp:
 
 def trend(samples: ArrayLike) -> float:
     """Of six samples or more, in order: above 0 where they grow, below where they fall, in standard deviations."""
+    require("fabric", "scipy", for_what="the statistics of a run")
     from scipy import stats  # which takes a second to import
 
     values = np.asarray(samples, float)

@@ -38,7 +38,7 @@ class PipelineStrategy(ParallelStrategy):
 
             def configure_model(self):
                 if not hasattr(self, "pipe"):
-                    self.pipe = penstock.pipeline(model, (example,), loss=loss)
+                    self.pipe = penstock.pipeline(model, (example,), loss_fn=loss)
 
             def configure_optimizers(self):
                 return torch.optim.AdamW(self.pipe.parameters())

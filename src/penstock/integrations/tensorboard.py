@@ -13,7 +13,7 @@ from typing import Self
 
 from torch import Tensor
 
-from penstock.errors import MissingExtraError
+from penstock.errors import require
 from penstock.pipe.result import StepResult
 
 
@@ -36,12 +36,9 @@ class StepWriter:
     """
 
     def __init__(self, folder: str | Path, *, clock: Callable[[], float] = time.perf_counter) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise MissingExtraError(
-                f"StepWriter needs the package tensorboard ({error}): pip install penstock[tensorboard]"
-            ) from error
+        require("tensorboard", "tensorboard", for_what="a StepWriter")
+        from torch.utils.tensorboard import SummaryWriter
+
         self._events = SummaryWriter(str(folder))
         self._clock = clock
         self._ended: float | None = None

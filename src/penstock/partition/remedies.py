@@ -111,7 +111,7 @@ def explained(
         and search.may_try()
         and _records(search, {k: v for k, v in kwargs.items() if k != "labels"})
     ):
-        remedies.append("leave out labels and give loss=... (tried)")
+        remedies.append("leave out labels and give loss_fn=... (tried)")
     if not remedies:
         failed = f" Tried: {search.failure.rstrip('.')}." if search.failure else ""
         return f"{text}.{failed} {error.otherwise}"

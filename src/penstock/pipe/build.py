@@ -16,6 +16,7 @@ from penstock.errors import ArgumentError, PartitionError
 from penstock.partition import Balance, Partitioner, TooFewLayersError
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
+from penstock.pipe.session import Session
 from penstock.runtime.batch import microbatches as batches
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, Merge, Split
@@ -24,7 +25,6 @@ from penstock.runtime.execute.engine import Engine
 from penstock.runtime.execute.transports import TransportChoice
 from penstock.runtime.features.compiled import Compile
 from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice
-from penstock.runtime.loss.functions import checked_loss
 from penstock.runtime.loss.loss import Loss, Reduction
 from penstock.runtime.model.materialize import Materialize
 from penstock.runtime.model.split_model import SplitModel
@@ -33,22 +33,24 @@ from penstock.runtime.processes.world import World, device_of, join
 from penstock.runtime.step.example import is_whole, shared
 from penstock.schedule import CHUNKS, Schedule
 from penstock.schedule.lowering import order_of
+from penstock.second_names import also
 from penstock.words import counted
 
 if TYPE_CHECKING:
     from penstock.runtime.features.frame import Parallelize
 
 
+@also(loss="loss_fn", stages_per_rank="chunks", example_args="args", example_kwargs="kwargs")
 def pipeline(
     model: nn.Module | Sequence[nn.Module],
-    example_args: Sequence[Any] = (),
-    example_kwargs: Mapping[str, Any] | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
     *,
     ranks: int | None = None,
     chunks: int | None = None,
     schedule: str | Schedule = "1f1b",
     microbatches: int | None = None,
-    loss: Loss | Callable[[Any], Tensor] | None = None,
+    loss_fn: Loss | Callable[[Any], Tensor] | None = None,
     reduction: Reduction = "mean",
     batch_dims: BatchDims | Dim = None,
     split: Split | None = None,
@@ -78,17 +80,18 @@ def pipeline(
 
     Args:
         model: any module; or a list of layers, or of as many modules as there are stages.
-        example_args: one batch, as the model's positional inputs: tensors with the batch in their first dimension, or
+        args: one batch, as the model's positional inputs: tensors with the batch in their first dimension, or
             `Microbatches`. Shapes are read from it, and values only where the forward branches on those of integers.
             Ranks that do not run the first stage may give tensors on the meta device, or no example at all. Later
             batches may have other shapes.
-        example_kwargs: likewise by keyword.
+        kwargs: likewise by keyword.
         ranks: the number of ranks; None: the world size under torchrun, one otherwise.
-        chunks: stages a rank; there are `ranks * chunks` stages. None: the `Schedule`'s, or 1.
+        chunks: stages a rank (also `stages_per_rank`); there are `ranks * chunks` stages. None: the `Schedule`'s, or 1.
         schedule: a name from `penstock.schedule.names()`, or a `Schedule`.
         microbatches: into how many pieces each batch is cut (fewer if it has fewer rows). None: the `Schedule`'s, or 8.
-        loss: `loss(output, target)`, a scalar, or `loss(output)`; None where the model computes its own: `output.loss`,
-            `output["loss"]`, a scalar, or the one scalar of a tuple or list that requires a gradient.
+        loss_fn: `loss_fn(output, target)`, a scalar, or `loss_fn(output)`; None where the model computes its own:
+            `output.loss`, `output["loss"]`, a scalar, or the one scalar of a tuple or list that requires a gradient.
+            Also `loss`.
         reduction: how the loss reduces a batch: "mean", "sum", or a function of the target that gives a microbatch's
             weight in the mean (for masked targets: the number of tokens that count).
         batch_dims: where the batch is not in the first dimension of a tensor: one dimension for all, or a dict of any
@@ -133,12 +136,14 @@ def pipeline(
         ScheduleError: the schedule is not legal, or could deadlock.
     """
     _check_numbers(microbatches=microbatches, chunks=chunks)
-    _check_names(example_kwargs or {})
-    _check_model(model, example_args)
+    _check_model(model)
+    example = checked_inputs(args, kwargs)
     options = Options(
-        loss=checked_loss(loss),
+        loss_fn=loss_fn,
         reduction=reduction,
-        cutting=Cutting.of(batch_dims, split, merge),
+        batch_dims=batch_dims,
+        split=split,
+        merge=merge,
         cuts=cuts,
         leaves=leaves,
         opens=opens,
@@ -159,7 +164,7 @@ def pipeline(
     kind = torch.device(devices).type if isinstance(devices, (str, torch.device)) else _device_of(model).type
     world = join(ranks, mesh, kind)
     order = order_of(schedule, world.ranks, microbatches, chunks)
-    return build(model, (tuple(example_args), dict(example_kwargs or {})), world, order, options)
+    return build(model, example, world, order, options)
 
 
 def build(
@@ -215,7 +220,7 @@ def build(
             )
         except TooFewLayersError as error:
             raise _with_chunks(error, order) from None
-        return Pipeline(engine, split, order, given, options)
+        return Pipeline(Session(engine, split, order, given, options))
     except BaseException as error:
         cause = engine.control.fail(error)
         engine.close()
@@ -257,24 +262,35 @@ def _device_of(model: nn.Module | Sequence[nn.Module]) -> torch.device:
     return next((p.device for root in roots for p in root.parameters()), torch.device("cpu"))
 
 
-def _check_model(model: object, example_args: object) -> None:
+def _check_model(model: object) -> None:
     if isinstance(model, type):
         raise ArgumentError(f"model={model.__name__}: this is a class; give an instance, {model.__name__}(...)")
     layers = [model] if isinstance(model, nn.Module) else model
     if not isinstance(layers, Sequence) or not all(isinstance(layer, nn.Module) for layer in layers):
         raise ArgumentError(f"model: expected a module or a sequence of modules, not {type(model).__name__}")
-    if isinstance(example_args, (Tensor, batches.Microbatches)):
-        kind = "a tensor" if isinstance(example_args, Tensor) else "a Microbatches"
-        raise ArgumentError(f"example_args is {kind}; expected a tuple of the model's positional inputs: give (x,)")
 
 
-def _check_names(kwargs: Mapping[str, Any]) -> None:
-    taken = sorted({"target", "outputs", "timeline", "loss_scale"} & kwargs.keys())
+def checked_inputs(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """One batch, from the user's arguments.
+
+    Raises:
+        ArgumentError: they are no sequence and no mapping, or a name is one that `Pipeline.step` takes itself.
+    """
+    if isinstance(args, (Tensor, batches.Microbatches)):
+        kind = "a tensor" if isinstance(args, Tensor) else "a Microbatches"
+        raise ArgumentError(f"args is {kind}; expected a tuple of the model's positional inputs: give (x,)")
+    if not (kwargs is None or isinstance(kwargs, Mapping)):
+        raise ArgumentError(
+            f"kwargs is a {type(kwargs).__name__}; expected the model's inputs by keyword, {{'x': x}}; what the loss "
+            "takes is given as target=..., the loss as loss_fn=..."
+        )
+    taken = sorted({"target", "outputs", "timeline", "loss_scale"} & (kwargs or {}).keys())
     if taken:
         raise ArgumentError(
-            f"example_kwargs: the model's argument {taken[0]!r} has the name of one that Pipeline.step takes itself; "
-            "pass it by position in example_args, or wrap the model in a module that names it otherwise"
+            f"kwargs: the model's argument {taken[0]!r} has the name of one that Pipeline.step takes itself; "
+            "pass it by position in args, or wrap the model in a module that names it otherwise"
         )
+    return tuple(args), dict(kwargs or {})
 
 
 def _check_numbers(**numbers: int | None) -> None:

@@ -19,18 +19,18 @@ from penstock.errors import ArgumentError, PenstockError
 from penstock.partition import Balance, Partition
 from penstock.partition.chance.gate import Gate
 from penstock.partition.units.chain import as_module
-from penstock.pipe.build import build
+from penstock.pipe.build import build, checked_inputs
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, Merge, Split
 from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice
-from penstock.runtime.loss.functions import checked_loss
 from penstock.runtime.loss.loss import Loss, Reduction
 from penstock.runtime.model.overlaps import refuse_overlaps
 from penstock.runtime.processes.world import World
 from penstock.schedule import Schedule, generator
 from penstock.schedule.lowering import order_of
+from penstock.second_names import also
 from penstock.stages import MODEL_INPUT, TensorMeta, gradient_routes, ties
 from penstock.words import counted
 
@@ -138,17 +138,18 @@ class Inspection:
         return asdict(self)
 
 
+@also(loss="loss_fn", stages_per_rank="chunks", example_args="args", example_kwargs="kwargs")
 def inspect(
     model: nn.Module | Sequence[nn.Module],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    stages: int = 2,
-    schedule: str | Schedule = "1f1b",
-    chunks: int | None = None,
-    microbatches: int | None = None,
     target: Any = None,
-    loss: Loss | Callable[[Any], Tensor] | EllipsisType | None = ...,
+    stages: int = 2,
+    chunks: int | None = None,
+    schedule: str | Schedule = "1f1b",
+    microbatches: int | None = None,
+    loss_fn: Loss | Callable[[Any], Tensor] | EllipsisType | None = ...,
     reduction: Reduction = "mean",
     batch_dims: BatchDims | Dim = None,
     split: Split | None = None,
@@ -167,11 +168,11 @@ def inspect(
     Args:
         model, args, kwargs: a module, or a list of layers, and its inputs.
         stages: how many; the ranks are so many, over the chunks that the schedule puts on each.
-        schedule, chunks: of the run that is planned.
+        chunks, schedule: of the run that is planned.
         microbatches: into how many the batch is cut. All are recorded, so that what one of them cannot do is refused,
             and the first is told of. None: the `Schedule`'s; as many as the batch is cut into already; or else
             8, or as many as it has rows, if they are fewer.
-        loss, target: as for `penstock.pipeline` and `Pipeline.step`. The loss is called once, with an output that is
+        target, loss_fn: as for `penstock.pipeline` and `Pipeline.step`. The loss is called once, with an output that is
             made up. Left out: nothing is said about the loss.
         reduction, batch_dims, split, merge, cuts, leaves, opens, balance, recompute, offload, deferred_batch_norm:
             as `penstock.pipeline` takes them.
@@ -182,14 +183,15 @@ def inspect(
         PartitionError: the model cannot be recorded or cut; the text names the module, the line and the remedy.
         ScheduleError: the schedule is not legal.
     """
-    example = tuple(args), dict(kwargs or {})
-    cutting = Cutting.of(batch_dims, split, merge)
-    order = _order(schedule, stages, chunks, microbatches, example, cutting)
+    example = checked_inputs(args, kwargs)
+    order = _order(schedule, stages, chunks, microbatches, example, Cutting.of(batch_dims, split, merge))
     on_meta = any(parameter.is_meta for parameter in as_module(model).parameters())
     options = Options(
-        loss=None if loss is ... else checked_loss(loss),
+        loss_fn=None if loss_fn is ... else loss_fn,
         reduction=reduction,
-        cutting=cutting,
+        batch_dims=batch_dims,
+        split=split,
+        merge=merge,
         cuts=cuts,
         leaves=leaves,
         opens=opens,
@@ -200,8 +202,8 @@ def inspect(
         deferred_batch_norm=deferred_batch_norm,
     )
     with torch.enable_grad(), build(model, example, World(order.ranks), order, options, sees_saved=True) as pipe:
-        untried = pipe.rehearse(*example, target, loss=loss is not ...)
-        partition = _one_copy(pipe.partition, order)
+        untried = pipe.session.rehearse(*example, target, loss=loss_fn is not ...)
+        partition = _one_copy(pipe.session.partition, order)
         notes = [note for note in (untried, _refused_in_processes(partition, order)) if note is not None]
         found = _described(model, pipe, partition, order.microbatches)
         return replace(found, notes=(*found.notes, *notes))

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
+from torch import Tensor
 
 from penstock.errors import ArgumentError
 from penstock.partition import Balance
-from penstock.runtime.batch.cutting import Cutting
+from penstock.runtime.batch.batch_dims import BatchDims, Dim
+from penstock.runtime.batch.cutting import Cutting, Merge, Split
 from penstock.runtime.execute.transports import TransportChoice, TransportName
 from penstock.runtime.features.compiled import Compile, arguments_of
 from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice
+from penstock.runtime.loss.functions import checked_loss
 from penstock.runtime.loss.loss import Loss, Reduction
 from penstock.runtime.model.materialize import Materialize
 
@@ -24,15 +27,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The arguments of `penstock.pipeline` by the same names; `cutting` is made of batch_dims, split and merge.
+    """The arguments of `penstock.pipeline` by the same names, checked.
+
+    Attributes:
+        loss: `loss_fn` as a function of output and target.
+        cutting: what batch_dims, split and merge say.
 
     Raises:
         ArgumentError: one of them is wrong by itself, or two of them exclude each other.
     """
 
-    loss: Loss | None = None
+    loss_fn: Loss | Callable[[Any], Tensor] | None = None
     reduction: Reduction = "mean"
-    cutting: Cutting = field(default_factory=lambda: Cutting.of(None))
+    batch_dims: BatchDims | Dim = None
+    split: Split | None = None
+    merge: Merge | None = None
     cuts: Sequence[str] | None = None
     leaves: Sequence[str] | None = None
     opens: Sequence[str] | None = None
@@ -49,8 +58,16 @@ class Options:
     compile: Compile = False
     check_finite: bool = False
     lost_after: float | None = None
+    loss: Loss | None = field(init=False)
+    cutting: Cutting = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "loss", checked_loss(self.loss_fn))
+        object.__setattr__(self, "cutting", Cutting.of(self.batch_dims, self.split, self.merge))
+        self._check_kinds()
+        self._check_together()
+
+    def _check_kinds(self) -> None:
         if not callable(self.reduction) and self.reduction not in ("mean", "sum"):
             raise ArgumentError(f"reduction={self.reduction!r}: expected 'mean', 'sum' or a function of the target")
         for name, value in {"cuts": self.cuts, "leaves": self.leaves, "opens": self.opens}.items():
@@ -62,10 +79,18 @@ class Options:
                 f"transport={self.transport!r}: expected one of {', '.join(map(repr, transports))}, or a function of a "
                 "penstock.runtime.transport.Endpoint that makes a transport"
             )
-        if not isinstance(self.check_finite, bool):
-            raise ArgumentError(f"check_finite={self.check_finite!r}: expected True or False")
+        for name in ("share_loss", "deferred_batch_norm", "check_finite"):
+            if not isinstance(getattr(self, name), bool):
+                raise ArgumentError(f"{name}={getattr(self, name)!r}: expected True or False")
+        for name in ("materialize", "parallelize"):
+            if not (getattr(self, name) is None or callable(getattr(self, name))):
+                raise ArgumentError(f"{name}={getattr(self, name)!r}: expected a function, or None")
+        if not (self.seed is None or (isinstance(self.seed, int) and not isinstance(self.seed, bool))):
+            raise ArgumentError(f"seed={self.seed!r}: expected a whole number, or None")
         if self.lost_after is not None and not _is_wait(self.lost_after):
             raise ArgumentError(f"lost_after={self.lost_after!r}: expected seconds, 1 or more, or None")
+
+    def _check_together(self) -> None:
         if arguments_of(self.compile) is not None and self.check_finite:
             raise ArgumentError(
                 "check_finite=True looks at every call of a stage, which compiled stages do not show; leave compile= "

@@ -78,7 +78,9 @@ class StepResult:
         """
         loss = None if self._loss is None else self._loss.read()
         if loss is None:
-            raise ArgumentError("result.loss: there is no loss on this rank; pass loss=..., and keep share_loss=True")
+            raise ArgumentError(
+                "result.loss: there is no loss on this rank; pass loss_fn=..., and keep share_loss=True"
+            )
         return loss
 
     @property

@@ -69,7 +69,7 @@ class GradScaler(torch.amp.GradScaler):
             return
         if id(optimizer) in self._found:
             raise RuntimeError("unscale_() or step() was called already for this optimizer since the last update()")
-        self._pipe.refuse_unaveraged("GradScaler")
+        self._pipe.session.refuse_unaveraged("GradScaler")
         scale = self.get_scale()
         if self._pipe.loss_scale != scale:
             raise ArgumentError(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
-from penstock.pipe.build import build, pipeline
+from penstock.pipe.build import build, checked_inputs, pipeline
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
 from penstock.proof.comparison import Report, Row, WholeBatch, compare
@@ -40,6 +40,7 @@ from penstock.runtime.loss.loss import (
 from penstock.runtime.processes.world import World
 from penstock.runtime.step.example import is_whole
 from penstock.schedule import Schedule, generate
+from penstock.second_names import also
 from penstock.stages import needs_backward, ties
 from penstock.trees import flatten
 
@@ -47,17 +48,18 @@ STEPS = 2
 """The first agrees on layouts, and its messages take another way than all others: both are compared."""
 
 
+@also(loss="loss_fn", example_args="args", example_kwargs="kwargs")
 def verify(
     model: nn.Module | Sequence[nn.Module] | Callable[[], Any],
     args: Sequence[Any] = (),
-    target: Any = None,
-    loss: Loss | Callable[[Any], Tensor] | None = None,
-    *,
     kwargs: Mapping[str, Any] | None = None,
+    *,
+    target: Any = None,
+    schedule: str | Schedule = "1f1b",
+    loss_fn: Loss | Callable[[Any], Tensor] | None = None,
     reduction: Reduction = "mean",
     exact: bool | None = None,
     whole_batch: bool = True,
-    schedule: str | Schedule = "1f1b",
     **options: Any,
 ) -> Report:
     """Runs two training steps through a pipeline and on the unsplit model, and compares everything in each.
@@ -72,7 +74,7 @@ def verify(
         model: as for `penstock.pipeline`, or a function that makes it, or a tuple of it and its loss. The function is
             called twice, from the same state of all generators. A model is copied; where that cannot be,
             give a function.
-        args, kwargs, target, loss, reduction, schedule: as for `penstock.pipeline` and `Pipeline.step`.
+        args, kwargs, target, schedule, loss_fn, reduction: as for `penstock.pipeline` and `Pipeline.step`.
         exact: demand equality to the bit; None: on CPU, in float32 or float64, without compiled stages and without
             tensor parallelism. Otherwise the tolerances of `torch.testing.assert_close` hold, scaled down for tensors
             of small values.
@@ -84,13 +86,14 @@ def verify(
     Raises:
         ArgumentError: the model cannot be made or copied so that there are two.
     """
-    kwargs = dict(kwargs or {})
-    if isinstance(schedule, str) and options.get("microbatches") is None and is_whole((tuple(args), kwargs)):
+    args, kwargs = checked_inputs(args, kwargs)
+    if isinstance(schedule, str) and options.get("microbatches") is None and is_whole((args, kwargs)):
         cutting = Cutting.of(options.get("batch_dims"), options.get("split"), options.get("merge"))
-        options["microbatches"] = cutting.usual(tuple(args), kwargs)
-    mine, other = twins(model, loss)
-    with pipeline(mine.model, args, kwargs, loss=mine.loss, reduction=reduction, schedule=schedule, **options) as pipe:
-        batch = Microbatch(tuple(args), kwargs, target)
+        options["microbatches"] = cutting.usual(args, kwargs)
+    mine, other = twins(model, loss_fn)
+    options |= {"schedule": schedule, "loss_fn": mine.loss, "reduction": reduction}
+    with pipeline(mine.model, args, kwargs, **options) as pipe:
+        batch = Microbatch(args, kwargs, target)
         reference = _reference(other, pipe, batch, reduction, options, whole_batch)
         if exact is None:
             divided = len(pipe.world.column) > len(pipe.world.replicas)  # layers, which adds in another order
@@ -150,7 +153,7 @@ def _reference(
     """
     replicas, loss = pipe.world.data_parallel, saying_what_is_missing(checked_loss(made.loss))
     given = batch if replicas == 1 else dict(pipe.gather((pipe.world.replica, batch)))[0]
-    mine = pipe.split_batch(batch.args, dict(batch.kwargs), batch.target, _uncut_device(batch))
+    mine = pipe.session.split_batch(batch.args, dict(batch.kwargs), batch.target, _uncut_device(batch))
     parts = {0: mine} if replicas == 1 else dict(pipe.gather((pipe.world.replica, mine)))
     pieces = [piece for replica in range(replicas) for piece in parts[replica]]
     alone = build(
@@ -159,9 +162,9 @@ def _reference(
         World(1),
         generate("naive", 1, len(pieces)),
         Options(
-            loss=loss,
+            loss_fn=loss,
             reduction=reduction,
-            cutting=Cutting.of(None, split=lambda *_: pieces),
+            split=lambda *_: pieces,
             leaves=options.get("leaves"),
             opens=options.get("opens"),
             devices=pipe.device,
@@ -173,7 +176,7 @@ def _reference(
     with alone:
         sizes = _term_sizes(alone, pipe)
         steps = [_step(alone, loss, reduction, replicas, sizes) for _ in range(STEPS)]
-        parameters = alone.all_parameters()
+        parameters = alone.session.all_parameters()
         exact = all(p.device.type == "cpu" and p.dtype in (torch.float32, torch.float64) for _, p in parameters)
         whole = None
         if whole_batch:
@@ -192,7 +195,7 @@ def _uncut_device(batch: Microbatch) -> torch.device:
 def _term_sizes(alone: Pipeline, pipe: Pipeline) -> TermSizes:
     """What measures the terms of the gradients that the pipeline adds up in another order."""
     reordered = _reordered(pipe)
-    trained = {name: tensor for name, tensor in _trained(alone.all_parameters(), alone) if name in reordered}
+    trained = {name: tensor for name, tensor in _trained(alone.session.all_parameters(), alone) if name in reordered}
     one_copy = pipe.stages[: len(pipe.stages) // pipe.schedule.placement.pipelines]
     return TermSizes(trained, by_use=ties(one_copy))
 
@@ -204,7 +207,7 @@ def _step(alone: Pipeline, loss: Loss | None, reduction: Reduction, replicas: in
     return _Expected(
         [[tensor.detach() for tensor in _tensors(output)] for output in outputs],
         total,
-        {name: _kept(tensor.grad) for name, tensor in _trained(alone.all_parameters(), alone)},
+        {name: _kept(tensor.grad) for name, tensor in _trained(alone.session.all_parameters(), alone)},
         {name: buffer.detach().clone() for name, buffer in alone.named_buffers()},
         terms,
     )
@@ -214,7 +217,7 @@ def _run_reference(
     alone: Pipeline, loss: Loss | None, reduction: Reduction, replicas: int, sizes: TermSizes
 ) -> tuple[list[Any], Tensor]:
     """Outputs and loss of one step."""
-    if alone.draws_in_glue:
+    if alone.session.draws_in_glue:
         if replicas > 1 and any(stage.updated for stage in alone.stages):
             raise ArgumentError(
                 "this model updates buffers, and draws random numbers outside of any module that is called; "
@@ -237,7 +240,7 @@ def _trained(parameters: Iterable[tuple[str, Tensor]], pipe: Pipeline) -> list[t
 
 
 def _forget_gradients(pipe: Pipeline) -> None:
-    for _, tensor in _trained(pipe.all_parameters(), pipe):
+    for _, tensor in _trained(pipe.session.all_parameters(), pipe):
         tensor.grad = None
 
 
@@ -245,18 +248,18 @@ def _run_unsplit(
     alone: Pipeline, loss: Loss | None, reduction: Reduction, replicas: int, sizes: TermSizes
 ) -> tuple[list[Any], Tensor]:
     """Outputs and loss of one step, after which buffers are as the first of the replicas leaves them."""
-    pieces = alone.split_batch((), {})
+    pieces = alone.session.split_batch((), {})
     weighted = weights(reduction, [piece.rows or 0 for piece in pieces], [piece.target for piece in pieces])
     outputs: list[Any] = []
     losses: list[Tensor] = []
     first: dict[str, Tensor] = {}
-    with alone.drawing() as streams, alone.deferring() as norms:
+    with alone.session.drawing() as streams, alone.session.deferring() as norms:
         for k, (args, given, target, _) in enumerate(pieces):
             kwargs = dict(given)
             streams.begin(k, {})
             first_replica = k * replicas < len(pieces)  # whose buffers count
             with nullcontext() if norms is None or not first_replica else norms.forward(k, runs_again=False):
-                output = alone.model(*args, **{**kwargs, **alone.default_kwargs(args, kwargs)})
+                output = alone.model(*args, **{**kwargs, **alone.session.default_kwargs(args, kwargs)})
             streams.begin_loss(k)
             value = checked_value(own_loss(output) if loss is None else loss(output, target), output)
             streams.begin(k, {}, again=True)
@@ -320,7 +323,7 @@ def _compare(
 def _reordered(pipe: Pipeline) -> dict[str, str]:
     """The gradients whose terms the pipeline adds up in another order than the unsplit model, and why."""
     over = "terms of several replicas, added in another order" if pipe.world.data_parallel > 1 else ""
-    if not over and pipe.reorders_gradients:
+    if not over and pipe.session.reorders_gradients:
         over = "a branch may be passed by, so that two values that cross a cut are one: terms added in another order"
     every = (
         dict.fromkeys((n for stage in pipe.stages for n in (*stage.parameters, *stage.buffers)), over) if over else {}

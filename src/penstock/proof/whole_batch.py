@@ -91,13 +91,13 @@ class Whole:
 
     @property
     def _tolerance(self) -> float:
-        return _TOLERANCES.get(next((p.dtype for _, p in self.alone.all_parameters()), torch.float32), 2e-2)
+        return _TOLERANCES.get(next((p.dtype for _, p in self.alone.session.all_parameters()), torch.float32), 2e-2)
 
     def _explain(self) -> tuple[str, str]:
-        model, drawing = self.alone.model, self.alone.drawing_modules
+        model, drawing = self.alone.model, self.alone.session.drawing_modules
         updated = [name for stage in self.alone.stages for name in stage.updated]
         norms = {n: m for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training}
-        glue = list(model.modules()) if self.alone.draws_in_glue else []
+        glue = list(model.modules()) if self.alone.session.draws_in_glue else []
         with _off([*drawing.values(), *norms.values(), *glue]):
             wide = self._widened()
             tolerance = _QUIET_TOLERANCE if wide else 10 * self._tolerance
@@ -235,10 +235,10 @@ class Whole:
         pieces = [_owned(_wide(piece) if wide else piece, alone.device) for piece in pieces]
         wanted = [piece.kwargs.get("labels") if loss is None else piece.target for piece in pieces]
         weighted = weights(self.reduction, [piece.rows or 1 for piece in pieces], wanted)
-        with alone.drawing() as streams:
+        with alone.session.drawing() as streams:
             for k, (args, kwargs, target, _) in enumerate(pieces):
                 streams.begin(stream + k, {})
-                output = alone.model(*args, **{**kwargs, **alone.default_kwargs(args, dict(kwargs))})
+                output = alone.model(*args, **{**kwargs, **alone.session.default_kwargs(args, dict(kwargs))})
                 streams.begin_loss(stream + k)
                 value = own_loss(output) if loss is None else loss(output, target)
                 if value is None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import ArgumentError, MissingExtraError, ScheduleError
+from penstock.errors import ArgumentError, ScheduleError, require
 from penstock.schedule import Placement
 from penstock.search.bounds import memory_waits
 from penstock.search.found import Found, judged
@@ -58,10 +58,9 @@ def exact(
         ArgumentError: as for `search`.
         MissingExtraError: `ortools` is not installed.
     """
-    try:
-        from ortools.sat.python import cp_model
-    except ImportError:
-        raise MissingExtraError("the exact search needs ortools: pip install 'penstock[search]'") from None
+    require("search", "ortools", for_what="the exact search")
+    from ortools.sat.python import cp_model
+
     began = time.monotonic()
     if not isinstance(workers, int) or workers < 1:
         raise ArgumentError(f"workers={workers!r}: expected a whole number of at least 1")

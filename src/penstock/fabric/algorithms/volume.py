@@ -69,5 +69,12 @@ def is_even(steps: StepList) -> bool:
 
 def sent_bytes(steps: StepList, size_bytes: int, rank: int, element_bytes: int = 1) -> int:
     """What a rank sends in all, padding included."""
-    slots = sum(move.count for moves in steps.rounds for move in moves if move.source == rank)
-    return slots * steps.slot_bytes(size_bytes, element_bytes)
+    return sent_slots(steps)[rank] * steps.slot_bytes(size_bytes, element_bytes)
+
+
+def sent_slots(steps: StepList) -> Counter[int]:
+    """How many of the pieces that a buffer is cut into each rank sends."""
+    slots: Counter[int] = Counter()
+    for move in (move for moves in steps.rounds for move in moves):
+        slots[move.source] += move.count
+    return slots

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,22 +22,6 @@ from penstock.fabric.workload import Transfer
 
 Stamp = tuple[int, int, int]
 """Round, start and end in nanoseconds of this host's clock."""
-
-
-class Part(Protocol):
-    """What a rank does in a transfer, ready to be done any number of times."""
-
-    def reset(self) -> None:
-        """Puts the payload back, outside of what is timed."""
-
-    def run(self) -> None:
-        """The transfer."""
-
-    def result(self) -> Tensor | None:
-        """What is compared with `payload.expected`; None where this rank gets nothing."""
-
-    def stamps(self) -> Sequence[Stamp]:
-        """When each of its rounds took place in the last `run`; empty if that is not known."""
 
 
 @dataclass(frozen=True, slots=True)

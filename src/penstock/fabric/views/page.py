@@ -9,7 +9,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from penstock.errors import MissingExtraError
+from penstock.errors import MissingExtraError, require
 from penstock.fabric.samples import Run
 from penstock.fabric.views.facts import TIMES, facts, headings, in_groups, mean, notes, rate_unit, warnings
 from penstock.fabric.views.numbers import NONE, digits, percent, seconds
@@ -38,6 +38,7 @@ def write_page(run: Run, results: dict[str, Any], path: Path) -> None:
 
 def page(run: Run, results: dict[str, Any]) -> str:
     """The page's text."""
+    require("fabric", "jinja2", for_what="report.html")
     from jinja2 import Environment, StrictUndefined
 
     try:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import MissingExtraError
+from penstock.errors import require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -69,10 +69,9 @@ def look() -> Iterator[None]:
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise MissingExtraError("plots need matplotlib: pip install 'penstock[fabric]'") from None
+    require("fabric", "matplotlib", for_what="a plot")
+    import matplotlib
+
     with matplotlib.rc_context(_LOOK):
         yield
 

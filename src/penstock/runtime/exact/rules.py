@@ -85,7 +85,7 @@ def outside_autocast(device_type: str) -> Iterator[None]:
 
 
 def seeds(weights: Sequence[float], total: float | None = None) -> list[float]:
-    """What each microbatch's loss is multiplied with: its weight over the sum of all, ascending by microbatch."""
+    """What each microbatch's loss is multiplied by: its weight over the sum of all, ascending by microbatch."""
     total = sum(weights) if total is None else total
     return [weight / total for weight in weights]
 

@@ -34,9 +34,9 @@ def checked_loss(loss: Loss | Callable[[Any], Tensor] | None) -> Loss | None:
     if loss is None or isinstance(loss, OutputLoss):
         return loss
     if not callable(loss):
-        raise ArgumentError(f"loss={loss!r}: expected a function of the model's output and the target, or None")
+        raise ArgumentError(f"loss_fn={loss!r}: expected a function of the model's output and the target, or None")
     if isinstance(loss, type):
-        raise ArgumentError(f"loss={loss.__name__}: this is a class; give an instance, {loss.__name__}(...)")
+        raise ArgumentError(f"loss_fn={loss.__name__}: this is a class; give an instance, {loss.__name__}(...)")
     function: Any = loss
     try:
         signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
@@ -47,7 +47,7 @@ def checked_loss(loss: Loss | Callable[[Any], Tensor] | None) -> Loss | None:
     if _takes(signature, 1):
         return OutputLoss(function)
     raise ArgumentError(
-        f"loss takes {signature}; expected loss(output, target), or loss(output) where no target is needed"
+        f"loss_fn takes {signature}; expected loss_fn(output, target), or loss_fn(output) where no target is needed"
     )
 
 

@@ -34,7 +34,7 @@ def weights(
     replicas: int = 1,
     mean: Callable[[float], float] = float,
 ) -> list[float]:
-    """What each microbatch's loss is multiplied with, so that the sum is the loss of the whole batch.
+    """What each microbatch's loss is multiplied by, so that the sum is the loss of the whole batch.
 
     Where several replicas have a part of the batch each, the mean over them of that sum is.
 
@@ -68,8 +68,8 @@ def weights(
 def no_loss(output: object) -> ArgumentError:
     """What to raise where there is neither a loss function nor a loss of the model's own."""
     return ArgumentError(
-        f"loss=None, and the model's output ({type(output).__name__}) holds no scalar loss; "
-        "pass loss=..., or give the model what it needs to compute its own (labels=...)"
+        f"loss_fn=None, and the model's output ({type(output).__name__}) holds no scalar loss; "
+        "pass loss_fn=..., or give the model what it needs to compute its own (labels=...)"
     )
 
 
@@ -249,7 +249,7 @@ def root_of(loss: Tensor, weight: float, leaves: Sequence[Tensor]) -> Tensor:
 
 
 def checked_scale(scale: float) -> float:
-    """What the loss of a step is multiplied with. Raises ArgumentError unless it is a positive, finite number."""
+    """What the loss of a step is multiplied by. Raises ArgumentError unless it is a positive, finite number."""
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
         raise ArgumentError(
             f"loss_scale={scale!r}: expected a positive, finite number, such as scaler.get_scale() of a "

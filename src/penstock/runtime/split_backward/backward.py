@@ -34,7 +34,7 @@ class SplitBackward:
     Args:
         parameters: gives the stage's, by name, once a forward begins.
         module: the stage's code.
-        microbatches: those whose backward is split; others are none of its business.
+        microbatches: those whose backward is split; the backward of others is left whole.
         in_order: F, and I or B, come in ascending order of microbatch, so that what I adds to `.grad` is added in
             that order. Otherwise it is kept until W.
         can_wait: false where nothing does: I is a whole backward, and W is empty.

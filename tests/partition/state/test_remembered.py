@@ -46,7 +46,7 @@ def model(act: Callable[[Any, Tensor], Tensor], state: Any = lambda: None, **sha
 
 def prove(act: Callable[[Any, Tensor], Tensor], state: Any = lambda: None, **options: Any) -> None:
     given = {"ranks": 2, "microbatches": 4, "schedule": "gpipe", "whole_batch": False, **options}
-    verify(lambda: model(act, state), (X,), TARGET, F.mse_loss, exact=True, **given).check()
+    verify(lambda: model(act, state), (X,), target=TARGET, loss_fn=F.mse_loss, exact=True, **given).check()
 
 
 def adds_bank(self: Any, h: Any) -> Any:
@@ -145,7 +145,9 @@ class Draws(nn.Module):
 def test_a_generator_of_a_units_own() -> None:
     def run(**options: Any) -> None:
         given = {"ranks": 2, "microbatches": 4, "whole_batch": False, **options}
-        verify(lambda: nn.Sequential(*(Draws() for _ in range(4))), (X,), TARGET, F.mse_loss, **given).check()
+        verify(
+            lambda: nn.Sequential(*(Draws() for _ in range(4))), (X,), target=TARGET, loss_fn=F.mse_loss, **given
+        ).check()
 
     run(schedule="gpipe")
     with pytest.raises(PartitionError, match=r"torch.Generator in '0' .*2 copies"):

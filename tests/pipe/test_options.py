@@ -27,9 +27,9 @@ X, Y = batch()
 
 
 def made(**options: Any) -> penstock.Pipeline:
-    given = {"ranks": 2, "microbatches": 2, "loss": squared_error, **options}
+    given = {"ranks": 2, "microbatches": 2, "loss_fn": squared_error, **options}
     model = given.pop("model", None) or mlp()
-    return pipeline(model, given.pop("example_args", (X,)), given.pop("example_kwargs", None), **given)
+    return pipeline(model, given.pop("args", (X,)), given.pop("kwargs", None), **given)
 
 
 def refused(error: type[Exception], match: str, **options: Any) -> None:
@@ -42,8 +42,8 @@ def step(**options: Any) -> penstock.StepResult:
         return pipe.step(X, target=Y)
 
 
-def shows_example_kwargs() -> None:
-    with made(example_args=(), example_kwargs={"input": X}, model=mlp(1), ranks=1) as pipe:
+def shows_kwargs() -> None:
+    with made(args=(), kwargs={"input": X}, model=mlp(1), ranks=1) as pipe:
         pipe.step(input=X, target=Y)
 
 
@@ -103,7 +103,7 @@ def shows_compiled() -> None:
 
 def shows_check_finite() -> None:
     with pytest.raises(NonFiniteError, match="the loss is NaN"):
-        step(check_finite=True, loss=lambda output, _: output.sum() * float("nan"))
+        step(check_finite=True, loss_fn=lambda output, _: output.sum() * float("nan"))
     refused(ArgumentError, "check_finite='no': expected True or False", check_finite="no")
 
 
@@ -121,7 +121,7 @@ def shows_parallelize() -> None:
 
 def shows_batch_dims() -> None:
     refused(ArgumentError, "batch_dims='rows': expected a dimension for all", batch_dims="rows")
-    with made(batch_dims=1, example_args=(X.t(),), model=Turned()) as pipe:
+    with made(batch_dims=1, args=(X.t(),), model=Turned()) as pipe:
         torch.testing.assert_close(pipe.predict(X.t()), mlp()(X).t().detach())
 
 
@@ -167,13 +167,13 @@ SHOWN: dict[str, Callable[[], None]] = {
     "split": shows_cutting,
     "merge": shows_cutting,
     "model": lambda: refused(ArgumentError, "model", model=[1, 2]),
-    "example_args": lambda: refused(ShapeError, "example: no tensor with rows", example_args=()),
-    "example_kwargs": shows_example_kwargs,
+    "args": lambda: refused(ShapeError, "example: no tensor with rows", args=()),
+    "kwargs": shows_kwargs,
     "ranks": lambda: assert_equal(made(ranks=3).world.ranks, 3),
     "chunks": lambda: assert_equal(len(made(chunks=3, schedule="gpipe").stages), 6),
     "schedule": lambda: assert_equal(made(schedule="naive").schedule.name, "naive"),
     "microbatches": lambda: assert_equal(len(step(microbatches=7).losses), 7),
-    "loss": lambda: assert_equal(float(step(loss=lambda output, _: output.sum() * 0 + 3).loss), 3.0),
+    "loss_fn": lambda: assert_equal(float(step(loss_fn=lambda output, _: output.sum() * 0 + 3).loss), 3.0),
     "reduction": lambda: refused_in(lambda: step(reduction="median"), "reduction='median'"),
     "cuts": lambda: assert_equal(made(cuts=["4"]).cuts, ("4",)),
     "leaves": shows_leaves,
@@ -211,6 +211,41 @@ def test_trap_17_no_option_is_left_out() -> None:
         pipeline(mlp(), batch()[:1], unknown_option=1)  # type: ignore[call-arg]
 
 
+SECOND_NAMES = {
+    "loss": ("loss_fn", squared_error),
+    "stages_per_rank": ("chunks", 2),
+    "example_args": ("args", (X,)),
+    "example_kwargs": ("kwargs", {}),
+}
+
+
+@pytest.mark.parametrize("second", SECOND_NAMES)
+def test_an_argument_by_its_second_name(second: str) -> None:
+    name, value = SECOND_NAMES[second]
+    given = {"args": (X,), "ranks": 2, "schedule": "gpipe", "microbatches": 2, "loss_fn": squared_error, name: value}
+    with pipeline(mlp(), **given) as pipe:  # type: ignore[arg-type]
+        expected = pipe.step(X, target=Y).loss
+        stages = len(pipe.stages)
+    del given[name]
+    with pipeline(mlp(), **given, **{second: value}) as pipe:  # type: ignore[arg-type]
+        assert (pipe.step(X, target=Y).loss, len(pipe.stages)) == (expected, stages)
+    with pytest.raises(ArgumentError, match=f"{second}= and {name}= are one argument by two names"):
+        pipeline(mlp(), **{**given, name: value, second: value})  # type: ignore[arg-type]
+
+
+def test_what_was_verifys_third_argument_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"kwargs is a Tensor; .* target=\.\.\., the loss as loss_fn="):
+        verify(mlp(), (X,), Y)  # type: ignore[arg-type]
+
+
+def test_arguments_of_another_kind_are_refused() -> None:
+    refused(ArgumentError, "share_loss='no': expected True or False", share_loss="no")
+    refused(ArgumentError, "deferred_batch_norm=1: expected True or False", deferred_batch_norm=1)
+    refused(ArgumentError, "materialize='zeros': expected a function", materialize="zeros")
+    refused(ArgumentError, "parallelize=True: expected a function", parallelize=True)
+    refused(ArgumentError, "seed='0': expected a whole number", seed="0")
+
+
 # -- random losses, and errors in the middle of a step ----------------------------------------------------------------
 
 
@@ -224,7 +259,7 @@ def test_a_loss_that_draws_has_a_stream_of_its_own(dropout: bool) -> None:
         model, (x, y) = mlp(4), batch()
         if dropout:
             model.insert(1, nn.Dropout(0.5))
-        with pipeline(model, (x,), ranks=ranks, microbatches=3, schedule=schedule, loss=noisy_loss, seed=1) as pipe:
+        with pipeline(model, (x,), ranks=ranks, microbatches=3, schedule=schedule, loss_fn=noisy_loss, seed=1) as pipe:
             return [float(loss) for _ in range(2) for loss in pipe.step(x, target=y).losses]
 
     first = losses(1, "naive")
@@ -233,7 +268,7 @@ def test_a_loss_that_draws_has_a_stream_of_its_own(dropout: bool) -> None:
         for schedule in ONE_STAGE:
             assert losses(ranks, schedule) == first
     x, y = batch()
-    assert verify(mlp(), (x,), y, noisy_loss, ranks=3, microbatches=3, exact=True).ok
+    assert verify(mlp(), (x,), target=y, loss_fn=noisy_loss, ranks=3, microbatches=3, exact=True).ok
 
 
 def test_a_step_that_raised_can_be_repeated() -> None:
@@ -248,7 +283,7 @@ def test_a_step_that_raised_can_be_repeated() -> None:
             raise ValueError("not today")
         return squared_error(output, target)
 
-    with pipeline(model, (x,), ranks=3, microbatches=3, loss=loss) as pipe:
+    with pipeline(model, (x,), ranks=3, microbatches=3, loss_fn=loss) as pipe:
         state = torch.get_rng_state()
         with pytest.raises(ValueError, match="not today") as caught:
             pipe.step(x, target=y)
@@ -310,10 +345,10 @@ def test_bad_numbers_beside_a_schedule_that_has_its_own() -> None:
     x, y = batch()
     schedule = generate("gpipe", 2, 5, 2)
     with pytest.raises(ArgumentError, match=r"microbatches=4, .*'gpipe' is for 5; leave microbatches out"):
-        pipeline(mlp(), (x,), ranks=2, microbatches=4, schedule=schedule, loss=squared_error)
+        pipeline(mlp(), (x,), ranks=2, microbatches=4, schedule=schedule, loss_fn=squared_error)
     with pytest.raises(ArgumentError, match=r"chunks=3, .*'gpipe' has 4 stages on 2 ranks; leave chunks out"):
-        pipeline(mlp(), (x,), ranks=2, chunks=3, schedule=schedule, loss=squared_error)
-    with pipeline(mlp(), (x,), ranks=2, schedule=schedule, loss=squared_error) as pipe:
+        pipeline(mlp(), (x,), ranks=2, chunks=3, schedule=schedule, loss_fn=squared_error)
+    with pipeline(mlp(), (x,), ranks=2, schedule=schedule, loss_fn=squared_error) as pipe:
         assert len(pipe.step(x, target=y).losses) == 5
 
 
@@ -327,7 +362,7 @@ def test_bad_numbers_beside_a_schedule_that_has_its_own() -> None:
 )
 def test_bad_loss(loss: Any, given: str) -> None:
     x, y = batch()
-    with pipeline(mlp(), (x,), ranks=2, microbatches=3, loss=loss) as pipe:
+    with pipeline(mlp(), (x,), ranks=2, microbatches=3, loss_fn=loss) as pipe:
         with pytest.raises(ArgumentError, match=rf"loss.* returned {given}; expected a scalar"):
             pipe.step(x, target=y)
 
@@ -335,7 +370,7 @@ def test_bad_loss(loss: Any, given: str) -> None:
 def test_bad_no_loss_at_all() -> None:
     x, y = batch()
     with pipeline(mlp(), (x,), ranks=2, microbatches=3) as pipe:
-        with pytest.raises(ArgumentError, match=r"loss=None, .*\(Tensor\) holds no scalar loss; pass loss="):
+        with pytest.raises(ArgumentError, match=r"loss_fn=None, .*\(Tensor\) holds no scalar loss; pass loss_fn="):
             pipe.step(x, target=y)
         result = pipe.evaluate(x, outputs=True)
         assert len(result.outputs) == 3
@@ -345,7 +380,7 @@ def test_bad_no_loss_at_all() -> None:
 
 def test_bad_target_missing() -> None:
     x, y = batch()
-    with pipeline(mlp(), (x,), ranks=2, microbatches=3, loss=squared_error) as pipe:
+    with pipeline(mlp(), (x,), ranks=2, microbatches=3, loss_fn=squared_error) as pipe:
         with pytest.raises(ArgumentError, match=r"target=None, .*pass target="):
             pipe.step(x)
         assert pipe.step(x, target=y).loss > 0
@@ -355,17 +390,17 @@ def test_bad_target_missing() -> None:
 
 def test_printed_it_shows_its_stages() -> None:
     x, _ = batch()
-    with pipeline(mlp(), (x,), ranks=2, microbatches=2, loss=squared_error, cuts=["2"]) as pipe:
+    with pipeline(mlp(), (x,), ranks=2, microbatches=2, loss_fn=squared_error, cuts=["2"]) as pipe:
         first, *stages = str(pipe).splitlines()
     assert first == "Pipeline of Sequential: 1f1b, 2 ranks, 2 microbatches"
     assert stages == ["  stage 0 on rank 0: from the start", "  stage 1 on rank 1: from 2"]
-    with pipeline(mlp(), (x,), ranks=2, microbatches=2, loss=squared_error, schedule="chimera", cuts=["2"]) as pipe:
+    with pipeline(mlp(), (x,), ranks=2, microbatches=2, loss_fn=squared_error, schedule="chimera", cuts=["2"]) as pipe:
         assert "stage 1 on rank 1 and rank 0: from 2" in str(pipe)
 
 
 def test_bad_closed_pipeline() -> None:
     x, y = batch()
-    with pipeline(mlp(), (x,), ranks=2, microbatches=3, loss=squared_error) as pipe:
+    with pipeline(mlp(), (x,), ranks=2, microbatches=3, loss_fn=squared_error) as pipe:
         pipe.step(x, target=y)
     for call in (pipe.step, pipe.evaluate):
         with pytest.raises(RuntimeError, match="this pipeline was closed; make a new one"):
@@ -383,26 +418,26 @@ def test_bad_names_of_model_arguments() -> None:
             return self.layer(x) + target
 
     x, y = batch()
-    with pytest.raises(ArgumentError, match=r"example_kwargs: .*'target'.*Pipeline.step.*by position"):
-        pipeline(Named(), (x,), {"target": y}, loss=squared_error)
+    with pytest.raises(ArgumentError, match=r"kwargs: .*'target'.*Pipeline.step.*by position"):
+        pipeline(Named(), (x,), {"target": y}, loss_fn=squared_error)
 
 
 def test_bad_inputs_of_a_step() -> None:
     x, y = batch()
-    with pipeline(mlp(), (x,), ranks=2, microbatches=3, loss=squared_error) as pipe:
+    with pipeline(mlp(), (x,), ranks=2, microbatches=3, loss_fn=squared_error) as pipe:
         with pytest.raises(TypeError, match="takes 2 positional arguments but 3 were given") as caught:
             pipe.step(x, x, target=y)  # as the model itself says
         assert "recorded for a batch of a new kind: args[0] [4, 9], args[1] [4, 9]" in caught.value.__notes__[0]
         with pytest.raises(ShapeError, match=r"requires a gradient.*detach"):
             pipe.step(x.clone().requires_grad_(), target=y)
         with pytest.raises(ShapeError, match="disagree on the number of rows"):
-            pipeline(nn.Bilinear(WIDTH, WIDTH, 2), (x, x[:4]), loss=squared_error)
+            pipeline(nn.Bilinear(WIDTH, WIDTH, 2), (x, x[:4]), loss_fn=squared_error)
 
 
 def test_close_leaves_no_hook_behind() -> None:
     torch.manual_seed(0)
     model, (ids, target) = GPT(dropout=0.1), tokens()
-    with pipeline(model, (ids,), ranks=2, microbatches=3, loss=token_error) as pipe:
+    with pipeline(model, (ids,), ranks=2, microbatches=3, loss_fn=token_error) as pipe:
         pipe.step(ids, target=target)
         assert any(module._forward_pre_hooks for module in model.modules())
     assert not any(module._forward_pre_hooks for module in model.modules())

@@ -151,7 +151,7 @@ def test_what_is_only_read_is_passed_on() -> None:
     torch.manual_seed(0)
     model = Model(lambda: {"all": ({1, 2}, np.ones(2), random.Random(0), Counter(), Closing())}, reads)
     x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
-    report = verify(model, (x,), y, squared_error, ranks=2, microbatches=2, schedule="gpipe")
+    report = verify(model, (x,), target=y, loss_fn=squared_error, ranks=2, microbatches=2, schedule="gpipe")
     assert report.ok, report.summary()
 
 
@@ -172,7 +172,7 @@ class Shares(Model):
 def test_what_the_model_keeps_may_be_passed_on() -> None:
     torch.manual_seed(0)
     x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
-    report = verify(Shares(), (x,), y, squared_error, ranks=2, microbatches=2, schedule="gpipe")
+    report = verify(Shares(), (x,), target=y, loss_fn=squared_error, ranks=2, microbatches=2, schedule="gpipe")
     assert report.ok, report.summary()
 
 
@@ -182,5 +182,5 @@ def test_the_generators_of_the_libraries_have_streams() -> None:
     generator = np.random.random_sample.__self__  # type: ignore[attr-defined]
     model = Model(lambda: generator, lambda given: float(given.rand()))
     x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
-    report = verify(model, (x,), y, squared_error, ranks=2, microbatches=2, schedule="gpipe")
+    report = verify(model, (x,), target=y, loss_fn=squared_error, ranks=2, microbatches=2, schedule="gpipe")
     assert report.ok, report.summary()

@@ -138,7 +138,7 @@ KINDS = [by_attribute, by_context, by_closure, by_growing_list, by_global, by_ho
 def prove(model: nn.Module, **options: Any) -> None:
     torch.manual_seed(0)
     x, y = torch.randn(5, WIDTH), torch.randn(5, WIDTH)
-    report = verify(model, (x,), y, F.mse_loss, **{"microbatches": 4, "exact": True, **options})
+    report = verify(model, (x,), target=y, loss_fn=F.mse_loss, **{"microbatches": 4, "exact": True, **options})
     assert report.ok, report.summary()
 
 
@@ -265,7 +265,7 @@ def test_without_the_watch_a_block_that_reads_past_its_arguments_is_wrong(monkey
     torch.manual_seed(0)
     x, y = torch.randn(5, WIDTH), torch.randn(5, WIDTH)
     try:
-        same = verify(by_context(), (x,), y, F.mse_loss, ranks=2, microbatches=4, schedule="gpipe").ok
+        same = verify(by_context(), (x,), target=y, loss_fn=F.mse_loss, ranks=2, microbatches=4, schedule="gpipe").ok
     except Exception:
         same = False
     assert not same

@@ -76,7 +76,7 @@ def losses(ranks: int, make: Callable[[int], nn.Module] = Stage, **options: Any)
     given = {"schedule": "1f1b", "microbatches": 2, "loss": squared_error, "seed": 3, **options}
     with pipeline(model, (x,), ranks=ranks, **given) as pipe:
         found = [pipe.step(x, target=y).loss for _ in range(2)]
-        return found, [p.grad for _, p in pipe.all_parameters() if p.grad is not None]
+        return found, [p.grad for _, p in pipe.session.all_parameters() if p.grad is not None]
 
 
 def assert_equal(one: tuple[list[Tensor], list[Tensor]], other: tuple[list[Tensor], list[Tensor]]) -> None:
@@ -113,7 +113,7 @@ def test_the_unsplit_model_draws_the_same(ranks: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(Stage(depth) for depth in (1, 6, 1)))
     x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
-    report = verify(model, (x,), y, squared_error, ranks=ranks, microbatches=2, exact=True)
+    report = verify(model, (x,), target=y, loss_fn=squared_error, ranks=ranks, microbatches=2, exact=True)
     assert report.ok, report.summary()
     assert any(".blocks." in name for name in cuts_of(model, 4))
 
@@ -221,7 +221,7 @@ def test_lists_of_experts_and_of_heads(make: Callable[[], nn.Module], seed: int)
     x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
     assert cuts_of(model, 4) == ["1", "2", "3"]
     for ranks in (2, 3):
-        report = verify(model, (x,), y, squared_error, ranks=ranks, microbatches=2, exact=True)
+        report = verify(model, (x,), target=y, loss_fn=squared_error, ranks=ranks, microbatches=2, exact=True)
         assert report.ok, report.summary()
 
 

@@ -29,7 +29,7 @@ TWO = {"ranks": 2, "microbatches": 4}
 
 def verified(model: Any, x: Any = None, loss: Any = None, target: Any = None, **options: Any) -> Report:
     args = batch()[:1] if x is None else (x,)
-    return verify(model, args, target, squares if loss is None else loss, **{**TWO, **options})
+    return verify(model, args, target=target, loss_fn=squares if loss is None else loss, **{**TWO, **options})
 
 
 def squares(output: Tensor) -> Tensor:
@@ -581,14 +581,14 @@ def test_a_model_that_takes_only_what_a_function_makes_of_the_batch() -> None:
         return [Microbatch(tuple(half), rows=4) for half in (args[0][:4], args[0][4:])]
 
     model, rows = Stacks(*mlp(2)), list(torch.randn(8, WIDTH))
-    report = verify(model, (rows,), None, squares, split=split, ranks=2, microbatches=2)
+    report = verify(model, (rows,), target=None, loss_fn=squares, split=split, ranks=2, microbatches=2)
     assert report.ok, report.summary()
     assert report.whole_batch is not None
     assert "split=" in report.whole_batch.text
 
 
 def test_a_model_without_a_loss_is_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"loss=None, and the model's output \(Tensor\) holds no scalar loss"):
+    with pytest.raises(ArgumentError, match=r"loss_fn=None, and the model's output \(Tensor\) holds no scalar loss"):
         verify(mlp, batch()[:1], **TWO)
 
 

@@ -79,7 +79,12 @@ def _weight_twice(model: Checkpointed, x: Tensor) -> Any:
 @pytest.mark.parametrize("way", [_blocks, _sequential, _closure, _no_gradient_enters])
 def test_blocks_in_older_checkpoints_are_exact(way: Pass) -> None:
     report = penstock.verify(
-        lambda: Checkpointed(way), (torch.randn(8, 4),), torch.randn(8, 4), squared_error, ranks=2, microbatches=4
+        lambda: Checkpointed(way),
+        (torch.randn(8, 4),),
+        target=torch.randn(8, 4),
+        loss_fn=squared_error,
+        ranks=2,
+        microbatches=4,
     )
     assert report.ok, report.summary()
 

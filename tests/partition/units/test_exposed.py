@@ -76,7 +76,7 @@ def test_a_blocks_inner_result_is_used_by_the_model(ranks: int) -> None:
     torch.manual_seed(0)
     x, y = torch.randn(5, WIDTH), torch.randn(5, WIDTH)
     model = Collecting()
-    report = verify(model, (x,), y, both, ranks=ranks, microbatches=2, schedule="zb-h1", exact=True)
+    report = verify(model, (x,), target=y, loss_fn=both, ranks=ranks, microbatches=2, schedule="zb-h1", exact=True)
     assert report.ok, report.summary()
     assert sum(row.kind == "gradient" for row in report.rows) == 5 * 4
 

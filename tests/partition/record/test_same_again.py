@@ -16,7 +16,7 @@ from penstock.compat import fake_mode, storage_of
 from penstock.partition.run.known import Known, Restart
 from penstock.partition.watch.observer import Observer
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 
 
 def fresh_storages(count: int = 200) -> list[int]:
@@ -64,7 +64,13 @@ def test_sizes_for_which_values_have_other_numbers() -> None:
     torch.manual_seed(0)
     target = torch.randn(5, 6)
     report = verify(
-        CallsMore(), (torch.randn(5, 6),), target, nn.functional.mse_loss, ranks=2, microbatches=4, schedule="gpipe"
+        CallsMore(),
+        (torch.randn(5, 6),),
+        target=target,
+        loss_fn=nn.functional.mse_loss,
+        ranks=2,
+        microbatches=4,
+        schedule="gpipe",
     )
     assert report.ok, report.summary()
 

@@ -131,7 +131,7 @@ def test_a_container_into_which_blocks_put_tensors_is_no_obstacle_to_the_loss(ki
 
     x, y = batch()
     make = lambda: seeded(lambda: nn.Sequential(*(Noting() for _ in range(4))))  # noqa: E731
-    verify(make, (x,), y, F.mse_loss, ranks=2, microbatches=2, schedule="gpipe", exact=True).check()
+    verify(make, (x,), target=y, loss_fn=F.mse_loss, ranks=2, microbatches=2, schedule="gpipe", exact=True).check()
 
 
 def test_a_loss_may_read_what_blocks_put_into_a_deque() -> None:
@@ -187,7 +187,9 @@ def test_a_block_that_cannot_be_opened_leaves_it_all_the_same() -> None:
         return model
 
     x, y = batch()
-    report = verify(seeded(make), (x,), y, F.mse_loss, ranks=2, microbatches=2, schedule="gpipe", exact=True)
+    report = verify(
+        seeded(make), (x,), target=y, loss_fn=F.mse_loss, ranks=2, microbatches=2, schedule="gpipe", exact=True
+    )
     assert report.ok, report.summary()
     model = seeded(make)
 
@@ -247,7 +249,9 @@ class Telling(nn.Module):
 @pytest.mark.parametrize("kind", ["context", "flag", "global", "count"])
 def test_plain_values_that_blocks_read(kind: str, ranks: int) -> None:
     x, y = batch()
-    report = verify(seeded(lambda: Telling(kind)), (x,), y, F.mse_loss, ranks=ranks, microbatches=4, exact=True)
+    report = verify(
+        seeded(lambda: Telling(kind)), (x,), target=y, loss_fn=F.mse_loss, ranks=ranks, microbatches=4, exact=True
+    )
     assert report.ok, report.summary()
 
 
@@ -276,7 +280,9 @@ def test_without_the_watch_a_flag_is_lost(monkeypatch: pytest.MonkeyPatch) -> No
     """The tests above can fail."""
     monkeypatch.setattr(Sideways, "run_unit", lambda self, unit, args, kwargs, run: run(args, kwargs)[0])
     x, y = batch()
-    assert not verify(seeded(lambda: Telling("context")), (x,), y, F.mse_loss, ranks=2, microbatches=4).ok
+    assert not verify(
+        seeded(lambda: Telling("context")), (x,), target=y, loss_fn=F.mse_loss, ranks=2, microbatches=4
+    ).ok
 
 
 # -- what the loss reads of the model's own ---------------------------------------------------------------------------
@@ -362,4 +368,6 @@ def test_what_a_block_that_depends_on_values_leaves_beside_its_result_is_taken_f
         return model, lambda output: output.mean() + sum(block.l_aux for block in model.blocks)
 
     assert verify(make, (x,), ranks=2, microbatches=2).ok
-    assert verify(lambda: Mixture(sums=True), (x,), None, lambda o: o[0].mean() + o[1], ranks=2, microbatches=2).ok
+    assert verify(
+        lambda: Mixture(sums=True), (x,), target=None, loss_fn=lambda o: o[0].mean() + o[1], ranks=2, microbatches=2
+    ).ok

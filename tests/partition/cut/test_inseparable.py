@@ -46,7 +46,13 @@ class Counting(nn.Module):
 def test_an_encoder_with_batch_norm_for_two_views_is_cut_around_it(ranks: int) -> None:
     x = torch.randn(8, WIDTH)
     report = verify(
-        Siamese(), (x, x + 1), None, lambda output: output.square().mean(), ranks=ranks, microbatches=4, schedule="1f1b"
+        Siamese(),
+        (x, x + 1),
+        target=None,
+        loss_fn=lambda output: output.square().mean(),
+        ranks=ranks,
+        microbatches=4,
+        schedule="1f1b",
     )
     assert report.ok
     assert inspect(Siamese(), (x, x + 1), stages=ranks, microbatches=4).stages[1].begins != "encoder.2"

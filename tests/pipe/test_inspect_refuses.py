@@ -168,5 +168,5 @@ def test_numbers_that_the_schedule_cannot_have() -> None:
 
 def test_a_frozen_model_is_verified_although_its_loss_takes_no_gradient() -> None:
     model = layers().requires_grad_(False)
-    assert penstock.verify(model, (X,), Y, squares, ranks=RANKS, microbatches=MICROBATCHES).ok
+    assert penstock.verify(model, (X,), target=Y, loss_fn=squares, ranks=RANKS, microbatches=MICROBATCHES).ok
     assert penstock.inspect(model, (X,), loss=squares, target=Y).notes == ()

@@ -103,7 +103,7 @@ def batch() -> tuple[Tensor, Tensor]:
 )
 def test_an_auxiliary_loss_of_each_mixture_counts(own: bool, options: dict[str, Any]) -> None:
     x, y = batch()
-    report = verify(lambda: made(own=own), (x,), y, microbatches=4, **options)
+    report = verify(lambda: made(own=own), (x,), target=y, microbatches=4, **options)
     assert report.ok, report.summary()
     weight, whole = "blocks.0.mixture.gate.weight", made(own=own)
     for args, target in zip(x.split(2), y.split(2), strict=True):
@@ -116,7 +116,9 @@ def test_an_auxiliary_loss_of_each_mixture_counts(own: bool, options: dict[str, 
 def test_losses_that_the_forward_collects() -> None:
     torch.manual_seed(0)
     x, y = batch()
-    report = verify(InList(), (x,), y, lambda o, t: (o[0] - t).square().mean() + o[1], ranks=4, microbatches=4)
+    report = verify(
+        InList(), (x,), target=y, loss_fn=lambda o, t: (o[0] - t).square().mean() + o[1], ranks=4, microbatches=4
+    )
     assert report.ok, report.summary()
 
 

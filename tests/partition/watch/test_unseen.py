@@ -218,7 +218,7 @@ def chain(block: type[Block]) -> Callable[[], nn.Module]:
 def check(make: Callable[[], nn.Module], **options: Any) -> None:
     x, target = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
     options = {"ranks": 1, "schedule": "gpipe", "microbatches": 2, "whole_batch": False, **options}
-    assert verify(make, (x,), target, F.mse_loss, **options).ok
+    assert verify(make, (x,), target=target, loss_fn=F.mse_loss, **options).ok
 
 
 @pytest.mark.parametrize("make", [chain(WritesInput), chain(WritesInputForReal), Between])
@@ -301,7 +301,9 @@ def test_a_write_for_rare_values_is_noticed_when_it_happens() -> None:
         return nn.Sequential(ShrinksOutliers(), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
 
     with pytest.raises(PartitionError, match=r"forward of stage 0 updates '0\.layer\.weight' in place"):
-        verify(model, (x,), target, F.mse_loss, ranks=2, microbatches=4, schedule="gpipe", whole_batch=False)
+        verify(
+            model, (x,), target=target, loss_fn=F.mse_loss, ranks=2, microbatches=4, schedule="gpipe", whole_batch=False
+        )
 
 
 def test_a_run_on_the_side_leaves_nothing_to_the_call_that_is_written_next() -> None:

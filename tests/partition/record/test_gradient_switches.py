@@ -59,7 +59,12 @@ def test_an_activation_that_shall_take_a_gradient(switch: Callable[[Tensor], Ten
 def test_it_holds_for_what_crosses_cuts_in_a_run() -> None:
     torch.manual_seed(0)
     report = penstock.verify(
-        Switches(assign), (torch.randn(4, WIDTH),), torch.randn(4, WIDTH), squared_error, ranks=3, microbatches=2
+        Switches(assign),
+        (torch.randn(4, WIDTH),),
+        target=torch.randn(4, WIDTH),
+        loss_fn=squared_error,
+        ranks=3,
+        microbatches=2,
     )
     assert report.ok, report.summary()
 
@@ -105,7 +110,9 @@ class Teaches(nn.Module):
 
 def test_a_part_in_inference_mode() -> None:
     torch.manual_seed(0)
-    penstock.verify(Teaches(), (torch.randn(8, 6),), torch.randn(8, 6), squared_error, ranks=2, microbatches=4).check()
+    penstock.verify(
+        Teaches(), (torch.randn(8, 6),), target=torch.randn(8, 6), loss_fn=squared_error, ranks=2, microbatches=4
+    ).check()
 
 
 def test_distributions_are_not_checked_and_a_note_says_so() -> None:
@@ -119,8 +126,8 @@ def test_distributions_are_not_checked_and_a_note_says_so() -> None:
     report = penstock.verify(
         Sampler(),
         (torch.randn(4, WIDTH),),
-        torch.randn(4, WIDTH),
-        lambda output, target: squared_error(output[0], target) + output[1].mean(),
+        target=torch.randn(4, WIDTH),
+        loss_fn=lambda output, target: squared_error(output[0], target) + output[1].mean(),
         ranks=2,
         microbatches=2,
     )

@@ -60,7 +60,7 @@ def test_tables_that_functions_keep_are_not_left_fake() -> None:
     assert registry("first") is first  # no tensor in it, so that it is left alone
     assert type(model(x)) is Tensor
     positions.cache_clear()
-    verify(model, (x,), torch.randn(4, WIDTH), F.mse_loss, ranks=4, microbatches=2, exact=True).check()
+    verify(model, (x,), target=torch.randn(4, WIDTH), loss_fn=F.mse_loss, ranks=4, microbatches=2, exact=True).check()
 
 
 @functools.cache
@@ -78,7 +78,9 @@ class ReadsItsTable(nn.Linear):
 def test_a_block_that_reads_a_table_that_a_function_keeps_runs_for_real() -> None:
     distances.cache_clear()
     model = nn.Sequential(*[ReadsItsTable(WIDTH, WIDTH) for _ in range(3)])
-    verify(model, (torch.randn(4, WIDTH),), torch.randn(4, WIDTH), F.mse_loss, ranks=2, microbatches=2).check()
+    verify(
+        model, (torch.randn(4, WIDTH),), target=torch.randn(4, WIDTH), loss_fn=F.mse_loss, ranks=2, microbatches=2
+    ).check()
 
 
 class Swish(torch.autograd.Function):
@@ -113,5 +115,5 @@ class Own(nn.Module):
 def test_apply_that_was_bound_before_is_one_call() -> None:
     torch.manual_seed(0)
     x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
-    verify(Own, (x,), y, F.mse_loss, ranks=2, microbatches=2, exact=True).check()
+    verify(Own, (x,), target=y, loss_fn=F.mse_loss, ranks=2, microbatches=2, exact=True).check()
     assert swish.__func__ is torch.autograd.Function.__dict__["apply"].__func__

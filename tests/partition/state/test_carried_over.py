@@ -122,7 +122,7 @@ def test_state_that_the_next_forward_sees_is_refused_by_name(kind: type[Chain], 
 def test_what_the_next_forward_does_not_see_is_kept_equal(kind: type[Chain], schedule: str) -> None:
     torch.manual_seed(0)
     x, y = torch.randn(6, WIDTH), torch.randn(6, WIDTH)
-    verify(kind, (x,), y, F.mse_loss, ranks=2, microbatches=3, schedule=schedule, exact=True).check()
+    verify(kind, (x,), target=y, loss_fn=F.mse_loss, ranks=2, microbatches=3, schedule=schedule, exact=True).check()
 
 
 def test_without_the_second_look_state_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ def test_without_the_second_look_state_is_frozen(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(recording, "carried_over", lambda *_: [])
     torch.manual_seed(0)
     x, y = torch.randn(6, WIDTH), torch.randn(6, WIDTH)
-    assert not verify(Counts, (x,), y, F.mse_loss, ranks=2, microbatches=3, whole_batch=False).ok
+    assert not verify(Counts, (x,), target=y, loss_fn=F.mse_loss, ranks=2, microbatches=3, whole_batch=False).ok
 
 
 class CountsItself(nn.Linear):
@@ -153,7 +153,7 @@ def test_state_that_one_block_alone_can_reach_is_kept_equal(schedule: str) -> No
 
     torch.manual_seed(0)
     x, y = torch.randn(6, WIDTH), torch.randn(6, WIDTH)
-    report = verify(make, (x,), y, F.mse_loss, ranks=2, microbatches=3, schedule=schedule, exact=True)
+    report = verify(make, (x,), target=y, loss_fn=F.mse_loss, ranks=2, microbatches=3, schedule=schedule, exact=True)
     report.check()
     assert report.whole_batch is not None
     assert "the forward changes what it keeps" in report.whole_batch.text
@@ -254,7 +254,7 @@ def test_a_second_look_at_a_block_gives_it_inputs_with_the_same_strides() -> Non
     torch.manual_seed(0)
     x, y = torch.randn(6, WIDTH), torch.randn(6, WIDTH)
     model = nn.Sequential(Crops(), Packs(), Crops(), Packs())
-    verify(model, (x,), y, F.mse_loss, ranks=2, microbatches=3, exact=True).check()
+    verify(model, (x,), target=y, loss_fn=F.mse_loss, ranks=2, microbatches=3, exact=True).check()
 
 
 collector: ContextVar[list[Tensor | None] | None] = ContextVar("collector", default=None)
@@ -284,4 +284,4 @@ class SelectsByHooks(Chain):
 def test_a_second_look_leaves_nothing_in_context_variables() -> None:
     torch.manual_seed(0)
     x, y = torch.randn(6, WIDTH), torch.randn(6, WIDTH)
-    verify(SelectsByHooks, (x,), y, F.mse_loss, ranks=2, microbatches=3, exact=True).check()
+    verify(SelectsByHooks, (x,), target=y, loss_fn=F.mse_loss, ranks=2, microbatches=3, exact=True).check()

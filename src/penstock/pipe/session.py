@@ -1,0 +1,177 @@
+"""What a pipeline is made of, for what works on one from outside of its steps: checkpoints, proofs, integrations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from penstock.errors import ArgumentError, ClosedError
+from penstock.partition import Partition
+from penstock.partition.stages.aliases import crosses_twice
+from penstock.pipe.options import Options
+from penstock.pipe.steps import Steps
+from penstock.runtime.batch import microbatches as batches
+from penstock.runtime.batch.cutting import Microbatch
+from penstock.runtime.exact.streams import Streams
+from penstock.runtime.execute.engine import Engine, draws_in_glue
+from penstock.runtime.features.deferred_norm import DeferredNorms
+from penstock.runtime.model.split_model import SplitModel
+from penstock.schedule import Schedule
+
+
+class Session:
+    """The running half of a `Pipeline`. Not for users: what they need is there.
+
+    Attributes:
+        step_count: steps so far; keys the random streams, so that it belongs to what a checkpoint restores.
+        companions: what other modules keep for as long as the pipeline lives, by its type.
+    """
+
+    def __init__(
+        self, engine: Engine, split: SplitModel, order: Schedule, example: batches.Cut, options: Options
+    ) -> None:
+        self.engine = engine
+        self.split = split
+        self.order = order
+        self.options = options
+        self.rows = sum(example.sizes)
+        self.step_count = 0
+        self.companions: dict[type, Any] = {}
+        self._closed = False
+        self._before_close: list[Callable[[], None]] = []
+        with engine.control.agreed():
+            self.norms = DeferredNorms(split.model.named_modules()) if options.deferred_batch_norm else None
+        self.steps = Steps(engine, split, order, example, options, self.norms)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes; where it drives several ranks, the first one's."""
+        return self.engine.devices[self.engine.ranks[0]]
+
+    # -- the unsplit model ------------------------------------------------------------------------------------------
+
+    @property
+    def partition(self) -> Partition:
+        """What the model was recorded as and cut into, for the first microbatch."""
+        return self.split.partitions(training=True)[0]
+
+    def all_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Every parameter of the unsplit model, each once; those that no stage uses as well."""
+        return self.split.all_parameters()
+
+    def all_names(self) -> list[str]:
+        """Every parameter and persistent buffer of the unsplit model, each once, by its first name."""
+        return self.split.all_names()
+
+    def first_names(self) -> dict[str, str]:
+        """For every name of a parameter or buffer in the unsplit model, tied ones' too, that of its first."""
+        return self.split.names()
+
+    def default_kwargs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """What is passed to the model besides the caller's inputs (`use_cache=False` for models of `transformers`)."""
+        return self.split.default_kwargs(args, kwargs)
+
+    @property
+    def drawing_modules(self) -> dict[str, nn.Module]:
+        """The modules that draw random numbers when they are called, by name."""
+        return {k: v for one in self.split.partitions(training=True) for k, v in one.drawing_modules.items()}
+
+    @property
+    def draws_in_glue(self) -> bool:
+        """Whether the model draws random numbers outside of any module that is called."""
+        return any(draws_in_glue(partition) for partition in self.split.partitions(training=True))
+
+    @property
+    def reorders_gradients(self) -> bool:
+        """Whether gradients of stages may be added in another order than in the unsplit model, beside those of ties."""
+        return any(crosses_twice(partition.stages) for partition in self.split.partitions(training=True))
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def split_batch(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None, device: torch.device | None = None
+    ) -> list[Microbatch]:
+        """The microbatches of one batch, as `step` makes them: each tensor in memory of its own, where this process
+        computes if nothing else is said."""
+        return self.steps.microbatches(args, kwargs, target, device or self.device)
+
+    def rehearse(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, *, loss: bool) -> str | None:
+        """Raises what the first step with this batch would raise before its first forward. With `loss`, also what the
+        loss raises whatever the values: it is called once, for an output that is made up. Without other processes.
+
+        Returns why the loss could not be tried, if so.
+        """
+        return self.steps.rehearse(args, kwargs, target, loss=loss)
+
+    @contextmanager
+    def drawing(self) -> Iterator[Streams]:
+        """The random streams of the present step: to run the unsplit model with the masks that the pipeline draws."""
+        streams = self.engine.streams
+        with streams.drawing(self.step_count, tuple(self.engine.devices)):
+            yield streams
+
+    @contextmanager
+    def deferring(self) -> Iterator[DeferredNorms | None]:
+        """Around a training step: with `deferred_batch_norm`, running statistics are committed at its end."""
+        if self.norms is None:
+            yield None
+        else:
+            with self.norms.step():
+                yield self.norms
+
+    def refuse_unaveraged(self, what: str) -> None:
+        """Raises ArgumentError if gradients are each replica's own, so that replicas would part."""
+        if self.engine.replicas is not None and self.engine.replicas.behind:
+            raise ArgumentError(
+                f"{what}: the last step was within no_sync(), so that gradients are each replica's own; take the last "
+                "step before it outside of no_sync()"
+            )
+
+    def restore(self, *, step_count: int, seed: int) -> None:
+        """Sets the random streams to where they are after so many steps. Every rank calls it."""
+        self.step_count = step_count
+        self.engine.streams.seed = seed
+
+    # -- the other processes ------------------------------------------------------------------------------------------
+
+    @property
+    def control_group(self) -> ProcessGroup | None:
+        """A gloo group of the pipeline's processes, for what is no part of a step; None where this process is alone."""
+        return self.engine.control.control_group
+
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """Around a wait for all other ranks outside of a step: if one is lost, this rank says so and ends."""
+        return self.engine.control.waiting(what)
+
+    def working(self, what: str) -> AbstractContextManager[None]:
+        """Around this rank's own part of what all ranks do outside of a step, which may be within `waiting`."""
+        return self.engine.control.working(what)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def before_close(self, act: Callable[[], None]) -> None:
+        """`close` calls `act` before it gives anything back: for what goes on beside the steps. All ranks call it."""
+        self._before_close.append(act)
+
+    def refuse_closed(self) -> None:
+        """Raises ClosedError once `close` was called."""
+        if self._closed:
+            raise ClosedError("this pipeline was closed; make a new one")
+
+    def close(self) -> None:
+        """See `Pipeline.close`."""
+        if self._closed:
+            return
+        self._closed = True
+        if self.norms is not None:
+            self.norms.close()
+        try:
+            while self._before_close and not self.engine.control.failed:
+                self._before_close.pop()()
+        finally:
+            self.engine.close()

@@ -1,0 +1,34 @@
+"""Arguments that have a second name: the one of another library, or the one that they had before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+from penstock.errors import ArgumentError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def also(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """A function that takes an argument by a second name: `also(loss="loss_fn")` makes `loss=` mean `loss_fn=`.
+
+    The function raises ArgumentError if it is given both.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            given: dict[str, Any] = kwargs
+            for second in names.keys() & given.keys():
+                name = names[second]
+                if name in given:
+                    raise ArgumentError(f"{second}= and {name}= are one argument by two names: give one of them")
+                given[name] = given.pop(second)
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
