@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from penstock.partition.values.memory import same_bits
 from penstock.partition.watch.observer import RUNNING, argument_names, written_arguments
 from penstock.runtime.features.compiled import any_compiled
 from penstock.runtime.features.context import StageContext
-from penstock.runtime.features.feature import Feature, Start
+from penstock.runtime.features.feature import NOTHING, Context, Feature, Start
 from penstock.runtime.features.recomputed_layers import RunsAgain
 from penstock.runtime.gradients.distribution import is_distributed
 from penstock.schedule import Op
@@ -41,6 +41,13 @@ SMALL = 2**16
 LOOKS_AT_HOOKS = 16
 """The number of backwards, counted from when hooks are added, in which parameters with hooks are compared bit by bit: a
 hook may wait for several backwards before it writes through `.data`. Writes that autograd knows of are seen in all."""
+
+
+class _Noted(NamedTuple):
+    name: str
+    buffer: Tensor
+    version: int
+    value: Tensor | None
 
 
 class BackwardUpdates(Feature):
@@ -121,8 +128,7 @@ class BackwardUpdates(Feature):
         if looks and not self._copies and not self._is_compiled:
             self._left[microbatch] = {name: buffer.detach().clone() for name, buffer in self._buffers.items()}
 
-    @contextmanager
-    def autograd(self, microbatch: int) -> Iterator[None]:
+    def autograd(self, microbatch: int) -> Context:
         """Around autograd's backward.
 
         Raises:
@@ -131,21 +137,23 @@ class BackwardUpdates(Feature):
         """
         left = self._left.pop(microbatch, {})
         if microbatch == self._latest and not self._copies:
-            with self._unchanged(self._taken_again, self._refusal_of_taken):
-                yield
-            return
+            return self._watched_alone() if self._taken_again else NOTHING
         self._looks += 1
-        with self._watched(left):
-            yield
         if microbatch in self._splits:
             self._left[microbatch] = left
+        return self._watched(left)
 
-    @contextmanager
-    def weights(self, microbatch: int) -> Iterator[None]:
+    def weights(self, microbatch: int) -> Context:
         """Around what a split backward has put off. Raises PartitionError likewise."""
         left = self._left.pop(microbatch, {})
-        with nullcontext() if microbatch == self._latest else self._watched(left):
-            yield
+        return NOTHING if microbatch == self._latest else self._watched(left)
+
+    @contextmanager
+    def _watched_alone(self) -> Iterator[None]:
+        """Around a backward that follows on its forward, in which layers run again."""
+        taken = self._noted(self._taken_again)
+        yield
+        self._refuse_changed(taken, self._refusal_of_taken)
 
     @contextmanager
     def _watched(self, left: Mapping[str, Tensor]) -> Iterator[None]:
@@ -157,13 +165,11 @@ class BackwardUpdates(Feature):
             for name, value in left.items()
             if not same_bits(value, self._buffers[name].detach())
         }
-        with (
-            self._unchanged(self._taken, self._refusal_of_taken),
-            self._unchanged(self._buffers, self._refusal),
-            self._no_steps(),
-            Reads(stale) if stale else nullcontext() as reads,
-        ):
+        taken, own = self._noted(self._taken), self._noted(self._buffers)
+        with self._no_steps(), Reads(stale) if stale else NOTHING as reads:
             yield
+        self._refuse_changed(own, self._refusal)
+        self._refuse_changed(taken, self._refusal_of_taken)
         for name in () if reads is None else reads.found:
             raise PartitionError(
                 f"the backward of stage {self._index} reads buffer {name!r}, which forwards of other "
@@ -172,20 +178,20 @@ class BackwardUpdates(Feature):
                 "or choose schedule='naive' or microbatches=1"
             )
 
-    @contextmanager
-    def _unchanged(self, buffers: Mapping[str, Tensor], refusal: Callable[[str], PartitionError]) -> Iterator[None]:
-        """Raises if any of these is updated. In the first backwards small ones are compared, since autograd does not
-        see writes through `.data`."""
+    def _noted(self, buffers: Mapping[str, Tensor]) -> Sequence[_Noted]:
+        """Buffers as they are. In the first backwards small ones are copied, since autograd does not see writes through
+        `.data`."""
         if not buffers:
-            yield
-            return
-        versions = _versions(buffers)
-        small = [name for name, b in buffers.items() if b.numel() * b.element_size() <= SMALL]
-        values = {name: buffers[name].detach().clone() for name in small} if self._looks <= LOOKS else {}
-        yield
-        for name, version in versions.items():
-            buffer = buffers[name]
-            if buffer._version != version or (name in values and not same_bits(values[name], buffer.detach())):
+            return ()
+        looks = self._looks <= LOOKS
+        return [
+            _Noted(name, b, b._version, b.detach().clone() if looks and b.numel() * b.element_size() <= SMALL else None)
+            for name, b in buffers.items()
+        ]
+
+    def _refuse_changed(self, noted: Sequence[_Noted], refusal: Callable[[str], PartitionError]) -> None:
+        for name, buffer, version, value in noted:
+            if buffer._version != version or (value is not None and not same_bits(value, buffer.detach())):
                 raise refusal(name)
 
     def _gradient_hooks(self) -> set[tuple[str, int]]:

@@ -22,7 +22,7 @@ from penstock.errors import PartitionError
 from penstock.partition.state.places import MISSING, Contents, Key, Place, Survey, named_by_code, same_items
 from penstock.partition.state.reach import Trace
 from penstock.runtime.features.context import StageContext
-from penstock.runtime.features.feature import Feature, Start
+from penstock.runtime.features.feature import NOTHING, Context, Feature, Start
 from penstock.schedule import Op
 
 Values = dict[Key, Any]
@@ -111,17 +111,13 @@ class ForwardState(Feature):
             before = {key: before.get(key, MISSING) for key in self._places}
             self._kept[microbatch] = Kept(before, self._now(), {})
 
-    @contextmanager
-    def backward(self, microbatch: int) -> Iterator[None]:
+    def backward(self, microbatch: int) -> Context:
         """Around a backward: puts back what its forward has set."""
-        with self._put_back(microbatch, ends=microbatch not in self._splits):
-            yield
+        return self._put_back(microbatch, ends=microbatch not in self._splits) if self._places else NOTHING
 
-    @contextmanager
-    def weights(self, microbatch: int) -> Iterator[None]:
+    def weights(self, microbatch: int) -> Context:
         """Around W, in which hooks on the gradients of parameters run: puts back what I has left."""
-        with self._put_back(microbatch, ends=True):
-            yield
+        return self._put_back(microbatch, ends=True) if self._places else NOTHING
 
     @contextmanager
     def again(self, microbatch: int) -> Iterator[None]:
@@ -137,7 +133,7 @@ class ForwardState(Feature):
     @contextmanager
     def _put_back(self, microbatch: int, *, ends: bool) -> Iterator[None]:
         kept = self._kept.get(microbatch)
-        if kept is None or not self._places:
+        if kept is None:
             yield
             return
         now, counts = self._now(), list[Place]()

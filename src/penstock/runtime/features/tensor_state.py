@@ -22,7 +22,7 @@ from penstock.partition.values.memory import same_bits
 from penstock.runtime.features.backward_updates import Reads
 from penstock.runtime.features.compiled import any_compiled
 from penstock.runtime.features.context import StageContext
-from penstock.runtime.features.feature import Feature, Start
+from penstock.runtime.features.feature import NOTHING, Context, Feature, Start
 from penstock.runtime.features.forward_state import roots_of
 from penstock.schedule import Op
 
@@ -103,29 +103,24 @@ class TensorState(Feature):
                     left[key] = before[key]
         self._left[microbatch] = {key: _Reading.of(tensor) for key, (_, tensor) in self._written.items()}
 
-    @contextmanager
-    def again(self, microbatch: int) -> Iterator[None]:
+    def again(self, microbatch: int) -> Context:
         """Around a forward that runs again, and writes once more."""
         if microbatch != self._latest:
             self._latest = -1
-        yield
+        return NOTHING
 
-    @contextmanager
-    def autograd(self, microbatch: int) -> Iterator[None]:
+    def autograd(self, microbatch: int) -> Context:
         """Around autograd's backward. Raises PartitionError if it reads what other forwards have written since."""
-        left = self._left.pop(microbatch, {})
-        looks, self._backwards = self._backwards < BACKWARDS, self._backwards + 1
-        with self._watched(left if looks and microbatch != self._latest else {}):
-            yield
-        if microbatch in self._splits:
-            self._left[microbatch] = left
+        watches = self._backwards < BACKWARDS and microbatch != self._latest
+        self._backwards += 1
+        keeps = microbatch in self._splits
+        left = self._left.get(microbatch) if keeps else self._left.pop(microbatch, None)
+        return self._watched(left) if watches and left else NOTHING
 
-    @contextmanager
-    def weights(self, microbatch: int) -> Iterator[None]:
+    def weights(self, microbatch: int) -> Context:
         """Around W, in which hooks on the gradients of parameters run. Raises PartitionError likewise."""
-        left = self._left.pop(microbatch, {})
-        with self._watched(left if microbatch != self._latest else {}):
-            yield
+        left = self._left.pop(microbatch, None)
+        return self._watched(left) if left and microbatch != self._latest else NOTHING
 
     @contextmanager
     def _watched(self, left: dict[int, _Reading]) -> Iterator[None]:
