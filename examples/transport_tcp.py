@@ -130,7 +130,8 @@ def main():
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)), nn.Linear(16, 1))
     x = torch.randn(32, 16)
     transport = "auto" if options.auto else Sockets
-    with penstock.pipeline(model, (x,), loss=nn.functional.mse_loss, microbatches=4, transport=transport) as pipe:
+    loss_fn = nn.functional.mse_loss
+    with penstock.pipeline(model, (x,), loss_fn=loss_fn, microbatches=4, transport=transport) as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
         for step in range(1, 6):
             result = pipe.step(x, target=x.sum(1, keepdim=True))

@@ -8,7 +8,6 @@ from typing import Any
 import jobs
 
 import penstock
-from penstock.runtime.execute.transports import TransportChoice
 from penstock.runtime.transport import Endpoint, PointToPoint
 from support.tcp import sockets
 
@@ -51,7 +50,7 @@ def refused(rank: int) -> dict[str, str]:
 
     def attempt(name: str, transport: Any) -> None:
         try:
-            penstock.pipeline(task.model, task.args, loss=task.loss, transport=transport)
+            penstock.pipeline(task.model, task.args, loss_fn=task.loss, transport=transport)
         except penstock.PenstockError as error:
             said[name] = f"{type(error).__name__}: {error}"
 
@@ -60,17 +59,10 @@ def refused(rank: int) -> dict[str, str]:
     attempt("half", Half)
     said["closed"] = str(CLOSED)
     attempt("nothing on rank 1", partial(only_on, 0))
-    said["then"] = jobs.verify(rank, "mlp", target={"microbatches": 3, "transport": sockets})[1]
+    said["then"] = jobs.verify(rank, "mlp", {"microbatches": 3, "transport": sockets})[1]
     return said
 
 
 def fail(rank: int) -> None:
     task = jobs.mlp()
-    penstock.pipeline(task.model, task.args, loss=task.loss, transport=partial(raises_on, 1))
-
-
-def choices(rank: int, transport: TransportChoice) -> str:
-    """Of what class this rank's transport is."""
-    task = jobs.mlp()
-    with penstock.pipeline(task.model, task.args, loss=task.loss, transport=transport) as pipe:
-        return type(pipe.session.engine.transports[rank]).__name__
+    penstock.pipeline(task.model, task.args, loss_fn=task.loss, transport=partial(raises_on, 1))

@@ -81,7 +81,7 @@ def test_one_process_needs_no_transport() -> None:
     def refuses(_: object) -> None:
         raise AssertionError
 
-    with pipeline(mlp(), (x,), ranks=2, loss=lambda a, b: (a - b).square().mean(), transport=refuses) as pipe:
+    with pipeline(mlp(), (x,), ranks=2, loss_fn=lambda a, b: (a - b).square().mean(), transport=refuses) as pipe:
         pipe.step(x, target=y)
     with pytest.raises(ArgumentError, match="transport=3: expected one of 'auto', 'distributed', or a function of a"):
         pipeline(mlp(), (x,), ranks=2, transport=3)

@@ -30,6 +30,8 @@ NEEDS_MORE = {
     "peft.get_peft_model_state_dict": "a model with adapters; tests/test_peft.py runs it",
 }
 """Blocks of Python that are compiled and not run, by words that they have, with the reason."""
+STORY = "extending.md"
+"""Its blocks rest on each other; test_extending.py runs them in order."""
 RUN = {
     "inspect": [],
     "verify": ["--transport", "local"],
@@ -62,7 +64,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-@pytest.mark.parametrize("block", of("python"), ids=str)
+@pytest.mark.parametrize("block", [block for block in of("python") if block.path.name != STORY], ids=str)
 def test_python_runs(block: Block, folder: Path) -> None:
     if any(words in block.text for words in NEEDS_MORE):
         compile(block.text, str(block), "exec")

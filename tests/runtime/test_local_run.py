@@ -41,6 +41,14 @@ def test_the_conformance_checks_find_a_transport_that_does_not_copy(monkeypatch:
         check_transport(transports)
 
 
+def test_the_conformance_checks_find_sums_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = LocalHub([CPU, CPU])
+    transports = {rank: LocalTransport(rank, hub) for rank in (0, 1)}
+    monkeypatch.setattr("penstock.runtime.transport.local._Sum.wait", lambda self: None)
+    with pytest.raises(AssertionError, match="a sum is not that of both ranks' terms"):
+        check_transport(transports)
+
+
 def test_a_process_alone_drives_all_ranks() -> None:
     world = join(None, None, "cpu")
     assert world == World(1)

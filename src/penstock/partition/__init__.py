@@ -4,8 +4,11 @@ from penstock.partition.chance.gate import gates_of
 from penstock.partition.cut.balance import Balance, TooFewLayersError
 from penstock.partition.partitioner import KEPT_PARTITIONS, Partitioner, default_kwargs
 from penstock.partition.recording.recording import RandomSource
-from penstock.partition.stages.partition import Origin, Partition, check_alike
-from penstock.partition.stages.stage import INPUT_OVERWRITTEN, OVERWRITTEN_BY, RUNS_AGAIN, Stage, retarget
+from penstock.partition.stages.partition import Origin, Partition
+from penstock.partition.stages.stage import INPUT_OVERWRITTEN, OVERWRITTEN_BY, Stage, Surroundings, retarget
+from penstock.partition.state.left_behind import Left
+from penstock.partition.state.reach import Trace
+from penstock.partition.state.remembered import Remembered
 from penstock.partition.values.leaves import leaves_of
 from penstock.partition.values.objects import tensors_in
 
@@ -13,15 +16,17 @@ __all__ = [
     "INPUT_OVERWRITTEN",
     "KEPT_PARTITIONS",
     "OVERWRITTEN_BY",
-    "RUNS_AGAIN",
     "Balance",
+    "Left",
     "Origin",
     "Partition",
     "Partitioner",
     "RandomSource",
+    "Remembered",
     "Stage",
+    "Surroundings",
     "TooFewLayersError",
-    "check_alike",
+    "Trace",
     "default_kwargs",
     "gates_of",
     "leaves_of",

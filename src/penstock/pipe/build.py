@@ -6,6 +6,7 @@ The same script runs alone (one process drives all ranks) and under torchrun (ea
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import ArgumentError, PartitionError
-from penstock.partition import Balance, Partitioner, TooFewLayersError
+from penstock.partition import Balance, Partitioner, RandomSource, TooFewLayersError
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
 from penstock.pipe.session import Session
@@ -25,6 +26,7 @@ from penstock.runtime.execute.engine import Engine
 from penstock.runtime.execute.transports import TransportChoice
 from penstock.runtime.features.compiled import Compile
 from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice
+from penstock.runtime.front_end import MakeFrontEnd
 from penstock.runtime.loss.loss import Loss, Reduction
 from penstock.runtime.model.materialize import Materialize
 from penstock.runtime.model.split_model import SplitModel
@@ -175,12 +177,14 @@ def build(
     options: Options,
     *,
     sees_saved: bool = False,
+    front_end: MakeFrontEnd | None = None,
 ) -> Pipeline:
     """Makes a pipeline of known processes and schedule.
 
     Args:
         example: one batch: positional and keyword inputs.
         sees_saved: look at what forwards save for backward; see `Partition.saved`.
+        front_end: makes the stages; None: the model is recorded, as `options` say.
     """
     given = _cut(example, order, options.cutting) if is_whole(example) or world.is_local else None
     current = _device_of(model)
@@ -200,18 +204,10 @@ def build(
         _check_alike(engine, given.sizes)
         try:
             with engine.control.agreed():
-                partitioner = Partitioner(
-                    model,
-                    stages=order.placement.depth,
-                    cuts=options.cuts,
-                    leaves=options.leaves,
-                    opens=options.opens,
-                    balance=options.balance,
-                    streams=engine.streams,
-                    sees_saved=sees_saved,
-                )
+                make = front_end or partial(_recorder, options, sees_saved)
+                cutter = make(model, order.placement.depth, engine.streams)
             split = SplitModel(
-                partitioner,
+                cutter,
                 Outline.of(given),
                 order.placement,
                 engine,
@@ -227,6 +223,25 @@ def build(
         if cause is error:
             raise
         raise cause from error
+
+
+def _recorder(
+    options: Options,
+    sees_saved: bool,
+    model: nn.Module | Sequence[nn.Module],
+    stages: int,
+    streams: RandomSource,
+) -> Partitioner:
+    return Partitioner(
+        model,
+        stages,
+        cuts=options.cuts,
+        leaves=options.leaves,
+        opens=options.opens,
+        balance=options.balance,
+        streams=streams,
+        sees_saved=sees_saved,
+    )
 
 
 def _with_chunks(error: PartitionError, order: Schedule) -> PartitionError:

@@ -203,7 +203,9 @@ def inspect(
     )
     with torch.enable_grad(), build(model, example, World(order.ranks), order, options, sees_saved=True) as pipe:
         untried = pipe.session.rehearse(*example, target, loss=loss_fn is not ...)
-        partition = _one_copy(pipe.session.partition, order)
+        recorded = pipe.session.partition
+        assert isinstance(recorded, Partition)  # `build` was given no other front end
+        partition = _one_copy(recorded, order)
         notes = [note for note in (untried, _refused_in_processes(partition, order)) if note is not None]
         found = _described(model, pipe, partition, order.microbatches)
         return replace(found, notes=(*found.notes, *notes))

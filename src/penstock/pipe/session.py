@@ -11,8 +11,6 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from penstock.errors import ArgumentError, ClosedError
-from penstock.partition import Partition
-from penstock.partition.stages.aliases import crosses_twice
 from penstock.pipe.options import Options
 from penstock.pipe.steps import Steps
 from penstock.runtime.batch import microbatches as batches
@@ -20,6 +18,7 @@ from penstock.runtime.batch.cutting import Microbatch
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.engine import Engine, draws_in_glue
 from penstock.runtime.features.deferred_norm import DeferredNorms
+from penstock.runtime.front_end import Partition
 from penstock.runtime.model.split_model import SplitModel
 from penstock.schedule import Schedule
 
@@ -89,7 +88,7 @@ class Session:
     @property
     def reorders_gradients(self) -> bool:
         """Whether gradients of stages may be added in another order than in the unsplit model, beside those of ties."""
-        return any(crosses_twice(partition.stages) for partition in self.split.partitions(training=True))
+        return any(partition.reorders_gradients for partition in self.split.partitions(training=True))
 
     # -- steps -------------------------------------------------------------------------------------------------------
 

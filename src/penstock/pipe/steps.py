@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from penstock.launch.step_file import announcer
-from penstock.partition import Partition
 from penstock.pipe.options import Options
 from penstock.pipe.result import SharedLoss, StepResult
 from penstock.runtime.batch import microbatches as batches
@@ -25,6 +24,7 @@ from penstock.runtime.features.compiled import arguments_of
 from penstock.runtime.features.context import Binding
 from penstock.runtime.features.deferred_norm import DeferredNorms, refuse_none, refuse_unseen
 from penstock.runtime.features.per_stage import offload_by_stage, recompute_by_stage
+from penstock.runtime.front_end import Partition
 from penstock.runtime.loss.functions import OutputLoss, saying_what_is_missing
 from penstock.runtime.loss.loss import Loss, Reduction, weights
 from penstock.runtime.model.split_model import SplitModel

@@ -113,7 +113,11 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The action that `str` wrote as `text`. Raises ScheduleError if it is none."""
+        """The action that `str` wrote as `text`. Raises ScheduleError if it is none.
+
+        >>> Action.parse("2I0")
+        Action(stage=2, op=<Op.I: 'I'>, microbatch=0, peer=None)
+        """
         found = _TEXT.fullmatch(text.strip())
         if found is None:
             raise ScheduleError(f"{text!r} is no action; expected stage, op and microbatch, as in 0F1 or 0SEND_F1>3")

@@ -50,6 +50,12 @@ class Violation:
 def check(schedule: Schedule, memory_limit: int | None = None) -> list[Violation]:
     """What is wrong with a schedule; empty if nothing is.
 
+    >>> from penstock.schedule import Schedule
+    >>> late = Schedule.parse("mine: 2 microbatches, stages on ranks 0\\nrank 0: 0F0 0F1 0B0")
+    >>> for violation in check(late):
+    ...     print(violation)
+    missing: rank 0 has no 0B1; each microbatch goes through stage 0 once
+
     Deadlocks are looked for with buffered sends, and with sends that wait until their receive has been posted; they,
     and receives that are posted too early, only where nothing else is wrong, since a missing or misplaced action is the
     cause and a deadlock its consequence.

@@ -78,6 +78,12 @@ def add_communication(
 ) -> Schedule:
     """The schedule with a SEND and a RECV for each microbatch of each link whose two stages are on different ranks.
 
+    >>> from penstock.schedule import generate
+    >>> print(add_communication(generate("gpipe", ranks=2, microbatches=1)))
+    gpipe: 1 microbatch, stages on ranks 0 1
+    rank 0: 0F0 0SEND_F0 0RECV_B0 0B0
+    rank 1: 1RECV_F0 1F0 1B0 1SEND_B0
+
     Args:
         schedule: without messages.
         forward: from lower to higher stages, with what F makes; by default each stage to the next one.

@@ -72,6 +72,10 @@ def read_csv(
 def to_csv(schedule: Schedule, format: Format = "compute_only") -> str:
     """The schedule as torch's `_PipelineScheduleRuntime._load_csv` reads it, lines ended by carriage return and feed.
 
+    >>> from penstock.schedule import generate
+    >>> to_csv(generate("gpipe", ranks=2, microbatches=1))
+    '0F0,0B0\\r\\n1F0,1B0\\r\\n'
+
     Args:
         schedule: with or without messages.
         format: "compute_only": F, B, I, W and overlaps alone; all else is left out, as torch puts in its own.

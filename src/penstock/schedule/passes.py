@@ -16,7 +16,13 @@ from penstock.schedule.schedule import Schedule
 
 
 def split_backward(schedule: Schedule) -> Schedule:
-    """Every B becomes I and W, one right after the other."""
+    """Every B becomes I and W, one right after the other.
+
+    >>> from penstock.schedule import generate
+    >>> print(split_backward(generate("gpipe", ranks=1, microbatches=2)))
+    gpipe: 2 microbatches, stages on ranks 0
+    rank 0: 0F0 0F1 0I0 0W0 0I1 0W1
+    """
     return _replace(
         schedule,
         lambda a: (Action(a.stage, Op.I, a.microbatch), Action(a.stage, Op.W, a.microbatch)) if a.op is Op.B else (a,),

@@ -91,7 +91,12 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """The schedule that `str` wrote as `text`. Raises ScheduleError if it is none."""
+        """The schedule that `str` wrote as `text`. Raises ScheduleError if it is none.
+
+        >>> schedule = Schedule.parse("mine: 1 microbatch, stages on ranks 0 1\\nrank 0: 0F0 0B0\\nrank 1: 1F0 1B0")
+        >>> schedule.ranks, schedule.stages, list(map(str, schedule.rows[1]))
+        (2, 2, ['1F0', '1B0'])
+        """
         header, *lines = text.strip("\n").splitlines() or [""]
         found = _HEADER.fullmatch(header)
         if found is None:

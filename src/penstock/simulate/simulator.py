@@ -39,6 +39,18 @@ def simulate(
     they cost is the link's. Reductions take no time and are left out too. Two actions that overlap start together and
     end together; within, the timeline shows them one after the other.
 
+    >>> from penstock.schedule import generate
+    >>> from penstock.simulate import StageCost
+    >>> timeline = simulate(generate("1f1b", ranks=2, microbatches=2), StageCost(1.0, 1.0, 1.0))
+    >>> timeline.makespan_seconds, round(timeline.bubble_rate, 3)
+    (9.0, 0.333)
+    >>> for span in timeline.spans(1):
+    ...     print(span.action, span.start_seconds, span.end_seconds)
+    1F0 1.0 2.0
+    1B0 2.0 4.0
+    1F1 4.0 5.0
+    1B1 5.0 7.0
+
     Args:
         schedule: with or without messages.
         costs: of every stage, or one for each. With several pipelines, of every stage of one, or of all.

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from penstock.errors import PartitionError, ShapeError
 from penstock.partition.recording.guards import Guard
 from penstock.partition.recording.recording import Constant
+from penstock.partition.stages.aliases import crosses_twice
 from penstock.partition.stages.stage import Stage
 from penstock.partition.state.given import contents_of
 from penstock.partition.state.left_behind import Left, in_place
 from penstock.partition.values.objects import input_path
-from penstock.stages import MODEL_INPUT
 from penstock.trees import Flat, flatten, unflatten
 
 Leaf = tuple[object, ...]
@@ -143,6 +143,11 @@ class Partition:
         return in_place(self.left, leaves) if self.left else nullcontext()
 
     @property
+    def reorders_gradients(self) -> bool:
+        """Whether gradients may be added in another order than in the unsplit model, beside those of ties."""
+        return crosses_twice(self.stages)
+
+    @property
     def code(self) -> str:
         """All stages as Python text."""
         return "\n\n".join(stage.code for stage in self.stages)
@@ -165,24 +170,3 @@ def _text(leaf: Leaf) -> str:
     if leaf[0] == "tensor":
         return f"a tensor of shape {leaf[1]} and {leaf[2]}"
     return f"the constant {leaf[2]!r}" if leaf[0] == "constant" else f"an object of {leaf[1]}"
-
-
-def check_alike(one: Partition, other: Partition) -> None:
-    """Microbatches of different sizes must give the same stages but for shapes."""
-    for index in range(len(one.stages)):
-        if _traffic(one, index) != _traffic(other, index):
-            raise PartitionError(
-                f"stage {index} is not the same for all microbatches of the batch: their sizes or values lead "
-                "the model's forward along different branches; give batches that divide evenly by the number of "
-                f"microbatches and take one branch each, or have the model not branch{one.other_way}"
-            )
-
-
-def _traffic(partition: Partition, index: int) -> tuple[list[tuple[int, object]], int]:
-    """From where a stage's inputs come, as places among what is returned there, and how many values it returns. Names
-    are numbered through the recording, so that a size for which it has a call more would change them."""
-    inputs: list[tuple[int, object]] = []
-    for value in partition.stages[index].meta.inputs:
-        sent = () if value.source == MODEL_INPUT else partition.stages[value.source].meta.outputs
-        inputs.append((value.source, [o.name for o in sent].index(value.name) if sent else value.name))
-    return inputs, len(partition.stages[index].meta.outputs)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
@@ -34,6 +35,9 @@ OVERWRITTEN_BY = "overwritten by"
 RUNS_AGAIN = "runs again"
 """In the `meta` of such a node: plain torch would run the module again in backward, since it is in a checkpoint."""
 
+_STATISTICS: Mapping[Any, int] = {F.batch_norm: 1, torch.batch_norm: 3}
+"""Functions, and where among their arguments the running statistics begin."""
+
 
 class Surroundings(Protocol):
     """What a stage's code is run in."""
@@ -41,8 +45,8 @@ class Surroundings(Protocol):
     def __call__(self, run: Callable[..., Sequence[Tensor]], *args: Any) -> Sequence[Tensor]:
         """What `run(*args)` returns."""
 
-    def adopt(self, stage: Stage) -> None:
-        """Has the code of the stage use the parameters that are here."""
+    def adopt(self, module: nn.Module) -> None:
+        """Has the code of a stage use the parameters that are here."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,27 @@ class Stage:
     overwritten_strays: tuple[str, ...] = ()
 
     @property
+    def draws_outside_modules(self) -> bool:
+        """Whether its code draws random numbers outside of any module that it calls."""
+        return any(node.op == "call_method" and node.target == "enter" for node in self.module.graph.nodes)
+
+    @property
+    def checkpointed(self) -> Sequence[nn.Module]:
+        """The modules that checkpointing around them would run again; as often as they are called there."""
+        calls = [node for node in self.module.graph.nodes if node.op == "call_module" and node.meta.get(RUNS_AGAIN)]
+        return [module for node in calls for module in self.module.get_submodule(str(node.target)).modules()]
+
+    @property
+    def norms_as_functions(self) -> Sequence[str]:
+        """Its calls of batch norm as a function, with running statistics."""
+        found = []
+        for node in self.module.graph.nodes:
+            first = _STATISTICS.get(node.target) if node.op == "call_function" else None
+            if first is not None and any((*node.args[first : first + 2], node.kwargs.get("running_mean"))):
+                found.append(str(node.name))
+        return found
+
+    @property
     def forward(self) -> Callable[..., Sequence[Tensor]]:
         """`forward(*inputs)`, the tuple of outputs."""
         forward: Callable[..., Sequence[Tensor]] = self.module.forward
@@ -93,6 +118,10 @@ class Stage:
         return (
             f"class {self.module.__class__.__name__}:{self.module.code.replace(chr(10), chr(10) + '    ').rstrip()}\n"
         )
+
+    def on(self, device: torch.device) -> Stage:
+        """The same stage for another device."""
+        return retarget(self, device)
 
 
 def retarget(stage: Stage, device: torch.device) -> Stage:

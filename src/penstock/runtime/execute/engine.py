@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PartitionError
-from penstock.partition import Partition, Stage, check_alike
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.clock import clock_of
 from penstock.runtime.execute.control import Control
@@ -21,6 +20,7 @@ from penstock.runtime.execute.program import Entry, Feed, Moment, Program, run, 
 from penstock.runtime.execute.ranges import is_profiling, ranged
 from penstock.runtime.execute.transports import TransportChoice, transport_of
 from penstock.runtime.features.context import Binding
+from penstock.runtime.front_end import Partition, Stage, check_alike
 from penstock.runtime.gradients.replicas import Average, Replicas
 from penstock.runtime.gradients.tied_hooks import Tied, refuse_hooks, tied_among
 from penstock.runtime.gradients.ties import TieGroup, TieReducer
@@ -339,5 +339,4 @@ def _same_autocast_after() -> Iterator[None]:
 
 def draws_in_glue(partition: Partition) -> bool:
     """Whether the model draws random numbers outside of any module that is called."""
-    nodes = (node for stage in partition.stages for node in stage.module.graph.nodes)
-    return any(node.op == "call_method" and node.target == "enter" for node in nodes)
+    return any(stage.draws_outside_modules for stage in partition.stages)

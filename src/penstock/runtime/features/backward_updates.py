@@ -22,13 +22,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.compat import accumulation_hooks, storage_of
 from penstock.errors import PartitionError
-from penstock.partition import Stage
 from penstock.partition.values.memory import same_bits
 from penstock.partition.watch.observer import RUNNING, argument_names, written_arguments
 from penstock.runtime.features.compiled import any_compiled
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import NOTHING, Context, Feature, Start
 from penstock.runtime.features.recomputed_layers import RunsAgain
+from penstock.runtime.front_end import Stage
 from penstock.runtime.gradients.distribution import is_distributed
 from penstock.schedule import Op
 

@@ -15,10 +15,10 @@ import torch
 from torch import fx, nn
 
 from penstock.errors import ArgumentError
-from penstock.partition import Stage
 from penstock.partition.recording.modes import enter_autocast, leave_autocast
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature, Forward
+from penstock.runtime.front_end import Stage
 from penstock.runtime.split_backward.backward import is_compiled
 from penstock.schedule import Action, Op, Schedule
 
@@ -106,7 +106,8 @@ class Compiled(Feature):
     def forward_of(self, run: Forward, stage: Stage) -> Forward:
         """The stage's module, compiled once."""
         if not is_compiled(stage.module):
-            _change_modes_outside(stage.module)
+            if isinstance(stage.module, fx.GraphModule):
+                _change_modes_outside(stage.module)
             stage.module.compile(**self._arguments)
         return stage.module
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from penstock.partition import Partition, Stage
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.features.feature import Feature
 from penstock.runtime.features.per_stage import Recompute
+from penstock.runtime.front_end import Partition, Stage
 from penstock.runtime.loss.loss import Loss, LossHead
 from penstock.schedule import Action, Op, Schedule
 

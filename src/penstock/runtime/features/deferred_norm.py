@@ -15,15 +15,14 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase  # the public classes' common base
 from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import ArgumentError
-from penstock.partition import Partition, Stage
 from penstock.partition.values.memory import same_bits
 from penstock.runtime.features.feature import Feature
+from penstock.runtime.front_end import Partition, Stage
 from penstock.runtime.split_backward.backward import is_compiled
 from penstock.stages import StageMeta
 
@@ -239,14 +238,8 @@ def refuse_none(stages: Iterable[StageMeta]) -> None:
 
 def _refuse_calls(stage: Stage) -> None:
     """A call of batch norm as a function, in code that was recorded call by call."""
-    for node in stage.module.graph.nodes:
-        first = _STATISTICS.get(node.target) if node.op == "call_function" else None
-        if first is not None and any((*node.args[first : first + 2], node.kwargs.get("running_mean"))):
-            _refuse(str(node.name), "is a call of batch norm as a function; only modules of torch.nn can be deferred")
-
-
-_STATISTICS: Mapping[Any, int] = {F.batch_norm: 1, torch.batch_norm: 3}
-"""Functions, and where among their arguments the running statistics begin."""
+    for name in stage.norms_as_functions:
+        _refuse(name, "is a call of batch norm as a function; only modules of torch.nn can be deferred")
 
 
 def _refuse(name: str, why: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from penstock.partition import Stage
+from penstock.runtime.front_end import Stage
 from penstock.schedule import Action
 
 Forward = Callable[..., Sequence[Tensor]]

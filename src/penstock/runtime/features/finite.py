@@ -16,9 +16,10 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from penstock.errors import NonFiniteError
-from penstock.partition import Partition, Stage
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature, Forward, Start
+from penstock.runtime.features.recorded_code import recorded_code
+from penstock.runtime.front_end import Partition, Stage
 from penstock.runtime.loss.loss import LossHead
 from penstock.schedule import Action, Op
 from penstock.trees import flatten
@@ -58,7 +59,7 @@ class FiniteStage(Feature):
 
     def forward_of(self, run: Forward, stage: Stage) -> Forward:
         """The stage's forward, call by call."""
-        module = stage.module
+        module = recorded_code(stage, "check_finite=True")
 
         def forward(*args: Any) -> Sequence[Tensor]:
             for value, arg in zip(self._meta.inputs, args, strict=True):

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.fsdp import FSDPModule
 
 from penstock.errors import ArgumentError
-from penstock.partition import Stage
+from penstock.runtime.features.recorded_code import recorded_code
+from penstock.runtime.front_end import Stage
 
 Parallelize = Callable[[nn.Module], nn.Module | None]
 """Called with each stage of this process, to shard it in place."""
@@ -27,19 +28,20 @@ class Frame(nn.Module):
 
     def __init__(self, stage: Stage) -> None:
         super().__init__()
-        code = stage.module
+        code = recorded_code(stage, "parallelize=")
         self.__dict__.update(_modules=code._modules, _parameters=code._parameters, _buffers=code._buffers)
 
     def forward(self, run: Callable[..., Sequence[Tensor]], *args: Any) -> Sequence[Tensor]:
         return run(*args)
 
-    def adopt(self, stage: Stage) -> None:
+    def adopt(self, module: nn.Module) -> None:
         """Has the code of another recording of this stage use the frame's parameters."""
-        for node in stage.module.graph.nodes:
+        assert isinstance(module, fx.GraphModule)
+        for node in module.graph.nodes:
             if node.op != "get_attr":
                 continue
             path, _, name = str(node.target).rpartition(".")
-            holder, own = stage.module.get_submodule(path), _submodule(self, path)
+            holder, own = module.get_submodule(path), _submodule(self, path)
             if own is not None and own is not holder and name in own._parameters:
                 holder.__dict__["_parameters"] = own._parameters
 

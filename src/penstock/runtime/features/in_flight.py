@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from penstock.errors import PartitionError
-from penstock.partition import Stage
 from penstock.partition.values.memory import same_bits
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature, Start
+from penstock.runtime.front_end import Stage
 from penstock.schedule import Action, Op
 
 

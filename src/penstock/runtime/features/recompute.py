@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from penstock.errors import PartitionError
-from penstock.partition import Stage
 from penstock.partition.state.remembered import refuse_again
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.kept import Kept
@@ -22,6 +21,7 @@ from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature, Rerun
 from penstock.runtime.features.offload import Away, Offload, can_go
 from penstock.runtime.features.per_stage import Recompute
+from penstock.runtime.front_end import Stage
 from penstock.schedule import Action, Op
 from penstock.stages import StageMeta
 

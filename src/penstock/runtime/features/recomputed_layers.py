@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import ArgumentError, PartitionError
-from penstock.partition import INPUT_OVERWRITTEN, OVERWRITTEN_BY, Stage
+from penstock.partition import INPUT_OVERWRITTEN, OVERWRITTEN_BY
 from penstock.partition.state.reach import Trace
 from penstock.partition.state.remembered import refuse_again
 from penstock.runtime.exact import rules as exact
@@ -25,6 +25,8 @@ from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature
 from penstock.runtime.features.forward_state import ContainerCopies
 from penstock.runtime.features.recompute import BufferCopies, Buffers, updated_buffers
+from penstock.runtime.features.recorded_code import recorded_code
+from penstock.runtime.front_end import Stage
 from penstock.trees import flatten, map_tensors, unflatten
 
 
@@ -55,7 +57,7 @@ class RecomputedLayers(Feature):
         again = {id(stage): replace(stage, module=with_recomputed_layers(stage, self._every)) for stage in stages}
         for stage in again.values():
             if stage.frame is not None:
-                stage.frame.adopt(stage)
+                stage.frame.adopt(stage.module)
         return [again[id(stage)] for stage in stages]
 
 
@@ -68,8 +70,9 @@ def with_recomputed_layers(stage: Stage, every: int) -> fx.GraphModule:
         ArgumentError: the stage has parameters, but no layers.
     """
     graph = fx.Graph()
-    graph.output(graph.graph_copy(stage.module.graph, {}))
-    module = fx.GraphModule(stage.module, graph, stage.module.__class__.__name__)
+    code = recorded_code(stage, f"recompute={every}")
+    graph.output(graph.graph_copy(code.graph, {}))
+    module = fx.GraphModule(code, graph, code.__class__.__name__)
     updated = updated_buffers(stage)
     calls = [node for node in graph.nodes if node.op == "call_module" and _has_parameters(module, node)]
     if stage.parameters and not calls:

@@ -22,7 +22,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from penstock.compat import storage_of
 from penstock.errors import PartitionError
-from penstock.partition import RUNS_AGAIN, Stage
 from penstock.partition.values.memory import same_bits
 from penstock.partition.values.objects import tensors_in
 from penstock.runtime.exact.kept import Kept
@@ -63,7 +62,7 @@ class RepeatedUpdates(Feature):
             return None
         modules = [module for each in stage.stages for module in each.module.modules()]
         looks = stage.sharded is None and not any_compiled(one.module.modules())
-        return cls(modules, updated, _checkpointed(one), looks=looks)
+        return cls(modules, updated, one.checkpointed, looks=looks)
 
     def __init__(
         self,
@@ -143,12 +142,6 @@ class RepeatedUpdates(Feature):
         """Forgets what a step that raised may have left."""
         for each in self._watched:
             each.begin_step(learning=self._learning)
-
-
-def _checkpointed(stage: Stage) -> list[nn.Module]:
-    """The modules that checkpointing around them would run again; as often as they are called there."""
-    calls = [node for node in stage.module.graph.nodes if node.op == "call_module" and node.meta.get(RUNS_AGAIN)]
-    return [module for node in calls for module in stage.module.get_submodule(str(node.target)).modules()]
 
 
 class _Watched:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.partition import Stage
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature, Forward, Start
+from penstock.runtime.front_end import Stage
 from penstock.schedule import Op
 
 if TYPE_CHECKING:

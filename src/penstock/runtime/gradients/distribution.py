@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.errors import ArgumentError
-from penstock.partition import Stage
+from penstock.runtime.front_end import Stage
 
 
 def is_distributed(tensor: Any) -> bool:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
-from penstock.partition import Stage
+from penstock.runtime.front_end import Stage
 from penstock.runtime.gradients.distribution import mesh_dimensions
 from penstock.runtime.gradients.sums import GradientSum
 from penstock.runtime.processes.failure import OUTSIDE, Position, Watched

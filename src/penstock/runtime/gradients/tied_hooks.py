@@ -14,7 +14,7 @@ from torch import nn
 
 from penstock.compat import has_accumulation_hooks, has_gradient_hooks
 from penstock.errors import PartitionError
-from penstock.partition import Stage
+from penstock.runtime.front_end import Stage
 from penstock.stages import ties
 
 

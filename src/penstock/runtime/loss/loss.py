@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ArgumentError
-from penstock.partition import Partition
 from penstock.partition.state.places import Survey
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.streams import Streams
+from penstock.runtime.front_end import Partition
 from penstock.runtime.loss.order import LossState
 from penstock.runtime.loss.reads import check_graph, check_own, watching
 

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
-from penstock.partition import Partition
 from penstock.partition.state.cells import contents
 from penstock.partition.state.class_data import ClassData
 from penstock.partition.state.library import OF_TORCH, is_library
 from penstock.partition.state.places import MISSING, Key, Place, Survey, named_by_code, stored_globals
 from penstock.partition.state.reach import Trace
 from penstock.partition.values.memory import same_bits
+from penstock.runtime.front_end import Partition
 
 LOOKS = 6
 """The number of calls in which everything that the loss reaches is looked at: later ones are alike."""

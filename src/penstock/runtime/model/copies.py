@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from penstock.errors import PartitionError
-from penstock.partition import Partition
 from penstock.partition.state.remembered import refuse_copies
+from penstock.runtime.front_end import Partition
 from penstock.stages import shifted
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from penstock.compat import storage_of
 from penstock.errors import ArgumentError
-from penstock.partition.stages.stage import Stage
 from penstock.partition.values.memory import ANYWHERE, bytes_of, overlap
+from penstock.runtime.front_end import Stage
 
 
 class _Entry(NamedTuple):

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ArgumentError, PartitionError, PenstockError
-from penstock.partition import KEPT_PARTITIONS, Partition, Partitioner, Stage, default_kwargs, retarget
+from penstock.partition import KEPT_PARTITIONS, default_kwargs
 from penstock.runtime.batch.outline import Example, Outline, telling_rows
 from penstock.runtime.execute.engine import Engine
+from penstock.runtime.front_end import FrontEnd, Partition, Stage
 from penstock.runtime.gradients.distribution import check_sharding
 from penstock.runtime.gradients.ties import tie_groups
 from penstock.runtime.model.copies import with_copies
@@ -42,7 +43,7 @@ class SplitModel:
 
     def __init__(
         self,
-        partitioner: Partitioner,
+        partitioner: FrontEnd,
         example: Outline,
         placement: Placement,
         engine: Engine,
@@ -304,7 +305,7 @@ class SplitModel:
         device = self._engine.devices[rank]
         if rank not in self._engine.ranks or device == stage.device:
             return stage
-        stage = retarget(stage, device)
+        stage = stage.on(device)
         stage.module.to(device)
         return stage
 
@@ -312,7 +313,7 @@ class SplitModel:
         if self._frames is None or not self._is_here(stage):
             return stage
         frame = self._frames[stage.meta.index]
-        frame.adopt(stage)
+        frame.adopt(stage.module)
         return replace(stage, frame=frame)
 
     def _stages_here(self) -> list[Stage]:

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from penstock.errors import ArgumentError, ShapeError
-from penstock.partition import Partition
 from penstock.runtime.batch.microbatches import Cut
 from penstock.runtime.batch.outline import Outline, telling_rows
 from penstock.runtime.execute.engine import Engine, Job
+from penstock.runtime.front_end import Partition
 from penstock.runtime.model.split_model import SplitModel
 from penstock.runtime.step.outputs import words
 

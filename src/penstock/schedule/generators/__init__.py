@@ -325,6 +325,11 @@ def generate(
 ) -> Schedule:
     """The schedule of that name, without messages.
 
+    >>> print(generate("zb-h1", ranks=2, microbatches=2))
+    zb-h1: 2 microbatches, stages on ranks 0 1
+    rank 0: 0F0 0F1 0I0 0W0 0I1 0W1
+    rank 1: 1F0 1I0 1F1 1I1 1W0 1W1
+
     Args:
         name: one of `names()`, or an alias of one.
         ranks: how many ranks, at least 1.

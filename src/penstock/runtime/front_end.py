@@ -1,0 +1,180 @@
+"""What the runtime needs of a model in stages, whoever cut it: `penstock.partition`, or another front end.
+
+A front end is called with the inputs of one microbatch and gives a `Partition`, which holds the `Stage`s. Both are
+frozen dataclasses, of which the runtime makes copies with other values (`dataclasses.replace`). What a front end says
+wrongly, no check finds: a field is left empty only where there is nothing to say. `tests/runtime/ready_made.py` is a
+small one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import Field
+from typing import Any, ClassVar, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import PartitionError
+from penstock.partition import Left, Origin, RandomSource, Remembered, Surroundings, Trace
+from penstock.stages import MODEL_INPUT, StageMeta
+from penstock.trees import Flat
+
+
+class Stage(Protocol):
+    """One stage, a frozen dataclass; see `penstock.partition.Stage` for the fields."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    @property
+    def meta(self) -> StageMeta: ...
+    @property
+    def module(self) -> nn.Module:
+        """`module(*inputs)` returns the tuple of outputs, both in the order of `meta`."""
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]: ...
+    @property
+    def buffers(self) -> Mapping[str, Tensor]: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def frame(self) -> Surroundings | None: ...
+    @property
+    def may_update(self) -> tuple[str, ...]: ...
+    @property
+    def reads(self) -> tuple[str, ...]: ...
+    @property
+    def traces(self) -> tuple[Trace, ...]: ...
+    @property
+    def remembered(self) -> tuple[Remembered, ...]: ...
+    @property
+    def borrowed(self) -> Mapping[int, str]: ...
+    @property
+    def overwritten(self) -> tuple[str, ...]: ...
+    @property
+    def overwritten_strays(self) -> tuple[str, ...]: ...
+    @property
+    def draws_outside_modules(self) -> bool: ...
+    @property
+    def checkpointed(self) -> Sequence[nn.Module]: ...
+    @property
+    def norms_as_functions(self) -> Sequence[str]: ...
+    @property
+    def code(self) -> str:
+        """What runs, as text for people."""
+
+    def on(self, device: torch.device) -> Self:
+        """The same stage with what it makes by itself on another device. Its parameters and buffers stay."""
+
+
+class Partition(Protocol):
+    """All stages for one kind of microbatch, a frozen dataclass; see `penstock.partition.Partition` for the fields."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    @property
+    def stages(self) -> Sequence[Stage]: ...
+    @property
+    def drawing_modules(self) -> Mapping[str, nn.Module]: ...
+    @property
+    def draw_offsets(self) -> tuple[Mapping[str, int], ...]: ...
+    @property
+    def is_foreign(self) -> bool: ...
+    @property
+    def notes(self) -> tuple[str, ...]: ...
+    @property
+    def origins(self) -> Mapping[str, Origin]: ...
+    @property
+    def left(self) -> tuple[Left, ...]: ...
+    @property
+    def leaves_here(self) -> bool: ...
+    @property
+    def elsewhere(self) -> Mapping[str, Tensor]: ...
+    @property
+    def overwritten(self) -> frozenset[str]: ...
+    @property
+    def other_way(self) -> str: ...
+    @property
+    def reorders_gradients(self) -> bool: ...
+    @property
+    def code(self) -> str: ...
+
+    def holds(self, leaves: Sequence[Any]) -> bool:
+        """Whether it is right for the values of these leaves of (args, kwargs)."""
+
+    def arrange(self, leaves: Sequence[Any]) -> list[Tensor]:
+        """The tensors that stage 0 receives, from leaves of (args, kwargs) that are known to be of its kind."""
+
+    def take(self, given: Flat) -> list[Tensor]:
+        """The tensors that stage 0 receives, from flattened (args, kwargs). Raises ShapeError for another kind."""
+
+    def build_output(self, leaves: Sequence[Tensor]) -> Any:
+        """The model's own result from the last stage's outputs."""
+
+    def leaving(self, leaves: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Around the loss: what the forward leaves elsewhere is in its place."""
+
+
+class FrontEnd(Protocol):
+    """Gives the partition of each kind of microbatch. `penstock.partition.Partitioner` is Penstock's own.
+
+    Attributes:
+        model: the unsplit model, by whose names stages call parameters and buffers.
+        cuts: the names at which stages 1.. begin; None until they are decided.
+    """
+
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def cuts(self) -> tuple[str, ...] | None: ...
+    @property
+    def division(self) -> Any:
+        """Where the model is cut, as a value that all processes can be given."""
+
+    def divide(self, division: Any) -> None:
+        """Cuts there instead, and forgets what it has made."""
+
+    def __call__(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Partition:
+        """The partition for these inputs of one microbatch; the same object for the same kind."""
+
+    def forget(self) -> None:
+        """Drops every reference to parameters that the model no longer holds."""
+
+    def attributes(self) -> Hashable:
+        """What, besides inputs, modes and autocast, a partition depends on."""
+
+    def settle(self, attributes: Any) -> None:
+        """After a step, with what `attributes` was before: what the step itself has changed is no news."""
+
+    def opened_modules(self) -> frozenset[int]:
+        """`id` of each module whose buffers the stages read by themselves."""
+
+    def names(self) -> dict[str, str]:
+        """For every name of a parameter or buffer in the model, tied ones' too, the name by which stages know it."""
+
+
+MakeFrontEnd = Callable[[Any, int, RandomSource], FrontEnd]
+"""Makes a front end for a model, a number of stages, and the source of random streams."""
+
+
+def check_alike(one: Partition, other: Partition) -> None:
+    """Microbatches of different sizes must give the same stages but for shapes."""
+    for index in range(len(one.stages)):
+        if _traffic(one, index) != _traffic(other, index):
+            raise PartitionError(
+                f"stage {index} is not the same for all microbatches of the batch: their sizes or values lead "
+                "the model's forward along different branches; give batches that divide evenly by the number of "
+                f"microbatches and take one branch each, or have the model not branch{one.other_way}"
+            )
+
+
+def _traffic(partition: Partition, index: int) -> tuple[list[tuple[int, object]], int]:
+    """From where a stage's inputs come, as places among what is returned there, and how many values it returns. Names
+    are numbered through the recording, so that a size for which it has a call more would change them."""
+    inputs: list[tuple[int, object]] = []
+    for value in partition.stages[index].meta.inputs:
+        sent = () if value.source == MODEL_INPUT else partition.stages[value.source].meta.outputs
+        inputs.append((value.source, [o.name for o in sent].index(value.name) if sent else value.name))
+    return inputs, len(partition.stages[index].meta.outputs)

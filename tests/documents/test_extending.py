@@ -1,0 +1,126 @@
+"""docs/extending.md, followed literally: its code runs in order, prints what it says, and a step has its frames."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from blocks import ROOT, Block, blocks
+from torch import nn
+from torch.nn.functional import mse_loss
+from typer.testing import CliRunner
+
+import penstock
+from penstock.cli import app
+from penstock.schedule import check, generate, generators, peak_activations
+from penstock.simulate import StageCost, simulate
+
+PAGE = ROOT / "docs" / "extending.md"
+BLOCKS = [block for block in blocks() if block.path == PAGE]
+SOURCE = ROOT / "src" / "penstock"
+
+
+def section(title: str) -> list[Block]:
+    """The blocks under a heading."""
+    text = PAGE.read_text(encoding="utf-8")
+    start = text.index(f"\n## {title}\n") + 1
+    end = text.find("\n## ", start)
+    first, last = text[:start].count("\n"), text[: end if end > 0 else None].count("\n")
+    return [block for block in BLOCKS if first < block.line <= last]
+
+
+def follow(found: list[Block], names: dict[str, Any]) -> None:
+    """Runs blocks of Python in order; what a block of plain text shows is what the one before it printed."""
+    printed: str | None = None
+    for block in found:
+        if block.language == "python":
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                exec(compile(block.text, str(block), "exec"), names)
+            printed = out.getvalue()
+        elif not block.commands:
+            assert printed == block.text, block
+            printed = None
+
+
+@pytest.fixture
+def names() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    return {"model": model, "x": torch.randn(8, 6), "y": torch.randn(8, 6), "loss_fn": mse_loss}
+
+
+def test_a_schedule_is_added(names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    *story, registered = section("Add a schedule")
+    follow(story, names)
+    registry = generators.__globals__  # the entry stands in that module
+    entry = eval(registered.text, {**registry, "in_groups": names["in_groups"]})
+    for table in ("_GENERATORS", "_BY_NAME"):
+        monkeypatch.setitem(registry[table], entry.name, entry)
+    p, m = 4, 8
+    schedule = generate("in-groups", p, m)
+    assert check(schedule) == []
+    numbers = {"p": p, "m": m, "v": 1, "r": 0, "F": 2.0, "I": 1.0, "W": 3.0}
+    assert max(peak_activations(schedule)) == eval(entry.memory, numbers | {"min": min})
+    timeline = simulate(schedule, StageCost(2.0, 1.0, 3.0))
+    assert timeline.waited_seconds(0) == eval(entry.idle, numbers)
+    assert simulate(schedule, StageCost(1.0, 1.0, 1.0)).bubble_rate == pytest.approx(eval(entry.bubble, numbers))
+    with pytest.raises(penstock.ArgumentError, match="in-groups works with exactly 1 chunk"):
+        generate("in-groups", p, m, chunks=2)
+    listed = CliRunner().invoke(app, ["schedules"])
+    assert listed.exit_code == 0
+    assert "in-groups" in listed.output
+
+
+def test_a_transport_is_added(names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")  # type: ignore[no-untyped-call]
+    follow(section("Add a transport"), names)
+
+
+def test_its_table_has_every_method() -> None:
+    from penstock.runtime.transport.protocol import POINT_TO_POINT
+
+    page = PAGE.read_text(encoding="utf-8")
+    assert {*re.findall(r"^\| `(\w+)\(", page, re.MULTILINE)} == {*POINT_TO_POINT}
+
+
+def test_a_step_has_these_frames(names: dict[str, Any]) -> None:
+    (drawn,) = section("How a step runs")
+    expected = [tuple(line.split()) for line in drawn.text.splitlines()]
+    seen: list[list[tuple[str, str]]] = []
+    x = names["x"]
+    with penstock.pipeline(names["model"], (x,), ranks=2, microbatches=2, loss_fn=mse_loss) as pipe:
+        hook = names["model"][0].register_forward_pre_hook(lambda *_: seen.append(list(_frames())))
+        pipe.step(x, target=names["y"])
+        hook.remove()
+    assert len(seen) == 2
+    assert all(frames[: len(expected)] == expected for frames in seen), seen[0]
+
+
+def _frames() -> Iterator[tuple[str, str]]:
+    """The functions that are being called, from `Pipeline.step` inwards, and their files."""
+    found: list[tuple[str, str]] = []
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        inside = str(path.relative_to(SOURCE)) if path.is_relative_to(SOURCE) else ""
+        found.append((frame.f_code.co_qualname, inside))
+        frame = frame.f_back
+    found.reverse()
+    yield from found[[name for name, _ in found].index("Pipeline.step") :]
+
+
+def test_its_files_and_functions_exist() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    files = {path for path in re.findall(r"[\w/]+\.py", text) if "/" in path}
+    assert len(files) > 12
+    assert not [path for path in files if not any((base / path).exists() for base in (SOURCE, ROOT))]
+    code = "".join((SOURCE / path).read_text() for path in files if (SOURCE / path).exists())
+    for kind, method in re.findall(r"`(Pipeline|Steps|Engine|StageRunner|Jobs|Agreement)\.(\w+)`", text):
+        assert re.search(rf"def {method}\(", code), (kind, method)
