@@ -476,3 +476,9 @@ def test_planning_never_loads_torch(arguments: list[str]) -> None:
     done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout
+
+
+@pytest.mark.parametrize("value", [1e-320, 1e-200, 3e30])
+def test_extreme_numbers_have_an_exponent(value: float) -> None:
+    assert len(format_of([value, 0.0])(value)) < 12
+    assert format_of([value, 0.0])(0.0) == "0"

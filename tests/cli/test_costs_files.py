@@ -40,10 +40,11 @@ def stage_with(forward: str) -> str:
         ("[" * 100_000, "too many lists or objects in each other; give a list with an object for each stage"),
         ('{"a":' * 100_000, "too many lists or objects in each other"),
         ('[{"forward": 1,}]', "line 1, column "),
+        ('[{"forward": 1, "forward": 2}]', "an object has the key 'forward' twice, with 1 and 2; keep one of them"),
         ("", "line 1, column 1 is no JSON: "),
         ("[\n\n  x]", "line 3, column 3 is no JSON: "),
     ],
-    ids=["lists", "objects", "comma", "empty", "third line"],
+    ids=["lists", "objects", "comma", "twice", "empty", "third line"],
 )
 def test_what_cannot_be_read(write: Write, content: str, says: str) -> None:
     path = write(content)

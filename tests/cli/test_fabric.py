@@ -261,6 +261,32 @@ def test_a_dry_run_tells_buffers_from_what_a_host_sends() -> None:
 
 
 @pytest.mark.usefixtures("nothing_is_made")
+def test_a_dry_run_counts_all_iterations_of_a_trial() -> None:
+    asked = ("fabric", "--sizes", "1MiB", "--hosts", "3", "--dry-run")
+    one, many = as_json(*asked), as_json(*asked, "--iterations", "20")
+    assert (one["iterations"], many["iterations"]) == (1, 20)
+    assert [many[key] for key in ("sent_bytes", "port_bytes")] == [20 * one["sent_bytes"]] * 2
+    assert (many["transfers"][0]["times"], many["transfers"][0]["sent_bytes"]) == (20, many["sent_bytes"])
+    buffers, sent = f"{20 * 2**20:,}", f"{20 * 4 * 4 * 87382:,}"  # two thirds of a padded buffer, there and back
+    said = output(*asked, "--iterations", "20")
+    assert said.split("\n\n")[-2].split() == ["step", "20", buffers, sent]
+
+
+@pytest.mark.usefixtures("nothing_is_made")
+def test_a_dry_run_shows_the_busiest_port_whichever_way() -> None:
+    """Host 0 gets half of all, three times 600,000; whoever gets an eighth sends the most, 1,050,000."""
+    asked = ("fabric", "--sizes", "1200000", "--collective", "all_to_all", "--hosts", "4", "--uneven", "4,2,1,1")
+    found = as_json(*asked, "--dry-run")
+    assert (found["sent_bytes"], found["port_bytes"]) == (1_050_000, 1_800_000)
+    assert found["transfers"][0]["port_bytes"] == 1_800_000
+    said = output(*asked, "--dry-run")
+    assert said.split("\n\n")[-2].split() == ["step", "1", "1,200,000", "1,800,000"]
+    assert "of an uneven all_to_all, of what each rank gives" in " ".join(said.split())
+    gathered = as_json("fabric", "--sizes", "4KiB", "--collective", "gather", "--hosts", "4", "--dry-run")
+    assert (gathered["sent_bytes"], gathered["port_bytes"]) == (1024, 3072), "into the root"
+
+
+@pytest.mark.usefixtures("nothing_is_made")
 def test_a_dry_run_says_nothing_of_what_sizes_by_hand_carry_but_their_shares() -> None:
     asked = ("fabric", "--sizes", "4KiB,8KiB", "--collective", "all_to_all", "--hosts", "4", "--dry-run")
     even, said = as_json(*asked), output(*asked)
@@ -392,10 +418,14 @@ def test_why_a_run_ended_in_its_warm_up_is_said(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_run_that_is_stopped_before_its_hosts_have_joined_is_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     _ends(monkeypatch, KeyboardInterrupt(), joined=False)
-    said = refusal("fabric", *SIZES, "--out", "run")
-    assert said == "stopped before all hosts had joined; run has no run"
+    done = penstock("fabric", *SIZES, "--out", "run")
+    assert (done.exit_code, done.stdout) == (130, "")
+    assert done.stderr == "penstock: error: stopped before all hosts had joined; run has no run\n"
     assert "Run it again with --out run, which replaces it" in refusal("fabric", "show", "run")
-    assert refusal("fabric", *SIZES, "--out", "run") == said, "nothing is in the way of another one"
+    again = penstock("fabric", *SIZES, "--out", "run")
+    assert again.stderr == done.stderr, "nothing is in the way of another one"
+    _ends(monkeypatch, KeyboardInterrupt(15), joined=False)
+    assert penstock("fabric", *SIZES, "--out", "run").exit_code == 143, "of another signal"
 
 
 # -- the bar ----------------------------------------------------------------------------------------------------------

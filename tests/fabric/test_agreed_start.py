@@ -20,6 +20,7 @@ from penstock.fabric.emulation.board import VARIABLE, Board
 from penstock.fabric.emulation.joining import Members
 from penstock.fabric.emulation.signals import enough
 from penstock.fabric.emulation.spec import Spec
+from penstock.fabric.presets import preset
 from penstock.fabric.workload import Workload
 
 pytestmark = pytest.mark.alone
@@ -101,3 +102,25 @@ def test_between_machines_nearly_all_words_would_have_been_in_time() -> None:
     assert enough([*late, 205_000_000]) < 205_000_000
     assert enough([7]) == 7
     assert enough([1, 100]) == 100
+
+
+@pytest.mark.distributed
+def test_sizes_by_hand_do_not_run_into_each_other(ranks3: Ranks) -> None:
+    """The root of a scatter has sent before the others have received; the next size waits until they have."""
+    spec = Spec(
+        Workload.of_sizes([1200, 1200], "scatter"), 3, algorithm="direct", measures_links=False, bytes_per_second=4e4
+    )
+    *_, trials, _ = ranks3.run(jobs.trials_of, spec, 3)[0]
+    stamps = np.stack(trials)  # trial, rank, transfer, start and end
+    assert (stamps[:, :, 1, 0].min(1) > stamps[:, :, 0, 1].max(1)).all()
+    assert not Spec(preset("mlp"), 2).meets, "what a job sends has an order of its own"
+
+
+@pytest.mark.distributed
+def test_hosts_that_take_no_part_are_no_end_of_a_run(ranks3: Ranks) -> None:
+    spec = Spec(Workload.of_sizes([400, 40], "send"), 3, algorithm="direct", measures_links=False)
+    *_, trials, rows = ranks3.run(jobs.trials_of, spec, 3)[0]
+    stamps = np.stack(trials)
+    assert (stamps[:, :2] > 0).all()
+    assert (stamps[:, 2] == -1).all()
+    assert {row[2] for row in rows} == {0, 1}

@@ -27,7 +27,8 @@ from penstock.errors import ArgumentError, FabricError
 from penstock.fabric.algorithms import algorithms
 from penstock.fabric.emulation import joining
 from penstock.fabric.emulation.coordinate import emulate
-from penstock.fabric.emulation.joining import first_line, joined
+from penstock.fabric.emulation.joining import Members, first_line, joined
+from penstock.fabric.emulation.run_file import cause
 from penstock.fabric.emulation.spec import Spec, usual_algorithm
 from penstock.fabric.samples import HEAD, RUN, SAMPLES, STEPS, STEPS_HEAD, Run
 from penstock.fabric.steps import Collective
@@ -205,7 +206,7 @@ def test_ctrl_c_takes_everything_down_and_reports(tmp_path: Path) -> None:
     with _started(folder, "--json") as process:
         process.send_signal(signal.SIGINT)
         said, errors = process.communicate(timeout=SECONDS)
-    assert process.returncode == 2
+    assert process.returncode == 128 + signal.SIGINT
     assert errors.splitlines()[-1].startswith("penstock: error: stopped")
     assert "Traceback" not in errors
     assert processes(str(folder)) == {}
@@ -307,3 +308,32 @@ def test_the_usual_algorithm_of_a_mixture_is_the_ring_for_those_that_have_one() 
     assert usual_algorithm(workload) == "ring", "of which the report speaks"
     spec = Spec(workload, 3, algorithm=usual_algorithm(workload))
     assert [spec.algorithm_of(place) for place in range(3)] == ["direct", "ring", "pairwise"], "the first of the others"
+
+
+class _Shared:
+    """What hosts share, of which some have said nothing."""
+
+    def __init__(self, silent: tuple[int, ...] = ()) -> None:
+        self.said: dict[str, str] = {}
+        self._silent = silent
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        return self.said.setdefault(key, value).encode()
+
+    def set(self, key: str, value: str) -> None:
+        self.said[key] = value
+
+    def check(self, keys: list[str]) -> bool:
+        return int(keys[0].partition("/")[2]) not in self._silent
+
+
+def test_the_host_that_failed_first_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "_ANSWER_SECONDS", 0.0)
+    store = _Shared()
+    first, other = (Members(rank, 3, store, None) for rank in (2, 0))
+    assert cause(first, "no memory") == "host 2: no memory"
+    assert cause(other, "Connection closed by peer") == "host 2: no memory"
+    alone = Members(0, 3, _Shared(silent=(1, 2)), None)
+    assert cause(alone, "Connection closed") == "host 0: hosts 1 and 2 do not answer; Connection closed"
+    one = Members(0, 3, _Shared(silent=(1,)), None)
+    assert cause(one, "Connection closed") == "host 0: host 1 does not answer; Connection closed"

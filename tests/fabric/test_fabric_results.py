@@ -519,6 +519,27 @@ def test_a_figure_above_ideal_is_an_error_of_ours_and_no_argument() -> None:
         assert "the processors are the limit" not in found["cpu"]["text"]
 
 
+def test_a_root_that_ran_ahead_is_named_as_the_cause() -> None:
+    """In a run whose hosts did not meet between transfers; where they did, it is none."""
+    took, members = 2**17 / (GOOD * 125e3), (0, 1)
+    pair = tuple(Transfer(name, 2**17, "scatter", ranks=members, kind="") for name in "ab")
+    for meets, cause in ((False, "as a rank begins it while others are at the transfer before"), (True, "an error of")):
+        run = run_of(np.full((10, 2), (took, took / 4)), pair, **_of_two(125e3, 0.0, meets=meets))
+        (said,) = (line for line in warnings(run, results(run)) if line.startswith("ideal"))
+        assert said.startswith("ideal: b is at")
+        assert cause in said
+
+
+def test_the_step_of_sizes_by_hand_is_without_the_time_in_which_hosts_met() -> None:
+    run = run_of(np.full((10, 2), (0.25, 0.5)))
+    run.start_ns[:, 1] += 10**9
+    run.end_ns[:, 1] += 10**9
+    workload = Workload.from_dict(run.record["workload"])
+    assert measured_step(run, workload) == pytest.approx(np.full(10, 1.75))
+    run.record.update(meets=True, iterations=5)
+    assert measured_step(run, workload) == pytest.approx(np.full(10, 0.15))
+
+
 def test_whether_links_that_have_changed_are_the_limit_nobody_knows() -> None:
     record = _of_two(125e3, 0.0)
     record["network"]["rates"] = None

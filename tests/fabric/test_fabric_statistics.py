@@ -303,3 +303,13 @@ def test_a_record_without_processors_says_nothing() -> None:
     assert saturation([], shared_machine=True, machine_cores=2, trials=1).text == ""
     with pytest.raises(ArgumentError, match="expected 1 or more"):
         saturation([usage(1)], shared_machine=True, machine_cores=0, trials=1)
+
+
+def test_the_mean_of_times_is_not_below_0() -> None:
+    """Of twenty skews, one of which a host overslept: the interval of the mean would begin at less than none."""
+    skews = np.array([*np.full(19, 1e-3), 1.0])
+    assert (mean_interval(skews) or (1, 1))[0] < 0
+    found = Summary.of(skews).mean_interval
+    assert found is not None
+    assert found[0] == 0 < skews.mean() < found[1]
+    assert Summary.of(-skews).mean_interval == mean_interval(-skews), "what may be negative is not cut off"

@@ -222,6 +222,7 @@ def test_a_block_that_fails_for_real_too_is_named() -> None:
 @pytest.mark.parametrize(
     ("cuts", "match"),
     [
+        (["nope"], r"no module named 'nope'; it begins with '"),
         (["h.11"], r"no module named 'h\.11'; the nearest is 'h\.1'"),
         (["h.2.norm2"], None),
         (["h"], None),

@@ -34,16 +34,31 @@ _MEMORY = ("activation", "parameters", "gradients", "optimizer")
 def _json(path: Path, option: str, expected: str) -> Any:
     text = read_text(path, option)
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=lambda pairs: _object(pairs, f"{option} {path}"))
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise ArgumentError(f"{option} {path}: {where} is no JSON: {error.msg}") from None
+    except ArgumentError:  # which is a ValueError, too
+        raise
     except RecursionError:
         raise ArgumentError(f"{option} {path}: too many lists or objects in each other; give {expected}") from None
     except ValueError:  # Python makes no int of thousands of digits
         raise ArgumentError(
             f"{option} {path}: a number has too many digits; expected one below {BOUND:g}, so give a larger unit"
         ) from None
+
+
+def _object(pairs: Sequence[tuple[str, Any]], where: str) -> dict[str, Any]:
+    """An object of JSON, whose last value of a key would else win without a word."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ArgumentError(
+                f"{where}: an object has the key {shortened(key)} twice, with {shortened(found[key]):.60} and "
+                f"{shortened(value):.60}; keep one of them"
+            )
+        found[key] = value
+    return found
 
 
 def read_costs(path: Path) -> Costs:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from penstock.fabric.algorithms import ENGINE, generate
-from penstock.fabric.algorithms.volume import sent_slots
+from penstock.fabric.algorithms.volume import received_slots, sent_slots
 from penstock.fabric.grouped import groups, of_like_layers
 from penstock.fabric.views.numbers import NONE, cut_apart
 
@@ -22,14 +22,12 @@ if TYPE_CHECKING:
     from penstock.fabric.grouped import Group
     from penstock.fabric.steps import StepList
 
-_HEADS = (("", "buffer", "", "buffers", "busiest"), ("transfer", "bytes", "times", "in all", "host sends"))
+_HEADS = (("", "buffer", "", "buffers", "busiest"), ("transfer", "bytes", "times", "in all", "port"))
 _NARROWEST = 12
 """Name."""
 
-_NOTE = (
-    "Buffers are nccl-tests' sizes: of a rank's largest buffer. The busiest host sends so many bytes in all through "
-    "its port, by the algorithm."
-)
+_BUFFERS, _GIVEN = "of a rank's largest buffer", "of an uneven all_to_all, of what each rank gives"
+_PORT = "Through the busiest port of a host so many bytes go in all, out of it or into it, by the algorithm."
 
 
 def show_traffic(spec: Spec, folder: Path | None, files: Sequence[Path], *, as_json: bool) -> None:
@@ -43,14 +41,16 @@ def show_traffic(spec: Spec, folder: Path | None, files: Sequence[Path], *, as_j
         rows = traffic(spec, groups(spec.workload))
         made = {"version": 1, "workload": spec.workload.name, "hosts": spec.hosts, "transfers": rows}
         written = {"folder": None if folder is None else str(folder), "files": [path.name for path in files]}
-        print(json.dumps({**made, "sent_bytes": _busiest(spec, range(len(spec.workload.transfers))), **written}))
+        made |= {"iterations": spec.iterations, **_busiest(spec, range(len(spec.workload.transfers)))}
+        print(json.dumps({**made, **written}))
         return
     console = Console(highlight=False)
     console.print(Text(f"{spec.workload.name}: what a trial on {spec.hosts} hosts would send", "bold"))
     for line in _table(spec, console.width):
         console.print(line, soft_wrap=True)
     console.print()
-    for note in (*spec.workload.notes, _NOTE):
+    buffers = "; ".join([_BUFFERS, *([_GIVEN] if any(one.shares for one in spec.workload.transfers) else [])])
+    for note in (*spec.workload.notes, f"Buffers are nccl-tests' sizes: {buffers}. {_PORT}"):
         console.print(Text(note, "dim"))
     if folder is not None:
         said = f"written: {', '.join(path.name for path in files)}" if files else "a run would be written there"
@@ -58,7 +58,7 @@ def show_traffic(spec: Spec, folder: Path | None, files: Sequence[Path], *, as_j
 
 
 def traffic(spec: Spec, grouped: Iterable[Group]) -> list[dict[str, Any]]:
-    """The rows. `sent_bytes`: by the host that sends most, in all; None of the engine, whose ways are its own."""
+    """The rows. `times`: in a trial, all iterations of all of a group; more as in `_busiest`."""
     made = []
     for group in grouped:
         first = spec.workload.transfers[group.places[0]]
@@ -71,33 +71,43 @@ def traffic(spec: Spec, grouped: Iterable[Group]) -> list[dict[str, Any]]:
                 "ranks": len(first.ranks) or spec.hosts,
                 "shares": list(first.shares),
                 "bytes": first.bytes,
-                "times": len(group.places),
-                "sent_bytes": _busiest(spec, group.places),
+                "times": len(group.places) * spec.iterations,
+                **_busiest(spec, group.places),
             }
         )
     return made
 
 
-def _busiest(spec: Spec, places: Iterable[int]) -> int | None:
-    """What the host sends that sends most of some transfers."""
+def _busiest(spec: Spec, places: Iterable[int]) -> dict[str, int | None]:
+    """Of some transfers, in a trial.
+
+    Returns:
+        `sent_bytes`, by the host that sends most, and `port_bytes`, through the busiest port, out or in; None of the
+        engine, whose ways are its own.
+    """
     sent: Counter[int] = Counter()
+    received: Counter[int] = Counter()
     for place in places:
         one, algorithm = spec.workload.transfers[place], spec.algorithm_of(place)
         if algorithm == ENGINE:
-            return None
+            return {"sent_bytes": None, "port_bytes": None}
         ranks = one.ranks or tuple(range(spec.hosts))
-        steps, slots = _steps(one.collective, algorithm, len(ranks), one.shares)
-        size = steps.slot_bytes(one.bytes, spec.workload.element_bytes)
-        for rank, count in slots.items():
-            sent[ranks[rank]] += count * size
-    return max(sent.values(), default=0)
+        steps, leaving, arriving = _steps(one.collective, algorithm, len(ranks), one.shares)
+        size = steps.slot_bytes(one.bytes, spec.workload.element_bytes) * spec.iterations
+        for passed, slots in ((sent, leaving), (received, arriving)):
+            for rank, count in slots.items():
+                passed[ranks[rank]] += count * size
+    most = max(sent.values(), default=0)
+    return {"sent_bytes": most, "port_bytes": max(most, *received.values())}
 
 
 @cache
-def _steps(collective: str, algorithm: str, ranks: int, shares: tuple[int, ...]) -> tuple[StepList, Counter[int]]:
-    """A collective, and how many pieces of its buffer each rank sends."""
+def _steps(
+    collective: str, algorithm: str, ranks: int, shares: tuple[int, ...]
+) -> tuple[StepList, Counter[int], Counter[int]]:
+    """A collective, and how many pieces of its buffer each rank sends, and receives."""
     steps = generate(collective, algorithm, ranks, **({"shares": shares} if shares else {}))
-    return steps, sent_slots(steps)
+    return steps, sent_slots(steps), received_slots(steps)
 
 
 # -- in a terminal ----------------------------------------------------------------------------------------------------
@@ -109,11 +119,12 @@ def _table(spec: Spec, width: int) -> Iterator[Text]:
     sections: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         sections.setdefault(_section(row), []).append(row)
-    last = _cells("step", None, len(spec.workload.transfers), sum(row["bytes"] * row["times"] for row in rows))
-    last.append(_number(_busiest(spec, range(len(spec.workload.transfers)))))
+    places = range(len(spec.workload.transfers))
+    last = _cells("step", None, len(places) * spec.iterations, sum(row["bytes"] * row["times"] for row in rows))
+    last.append(_number(_busiest(spec, places)["port_bytes"]))
     cells = {
         name: [
-            [*_cells(row["name"], row["bytes"], row["times"], row["bytes"] * row["times"]), _number(row["sent_bytes"])]
+            [*_cells(row["name"], row["bytes"], row["times"], row["bytes"] * row["times"]), _number(row["port_bytes"])]
             for row in some
         ]
         for name, some in sections.items()

@@ -191,9 +191,18 @@ def print_unbroken(console: Console, made: Table) -> None:
     roomy.print(made)
 
 
+_LEAST, _MOST = 1e-12, 1e18
+"""Between them the largest of some numbers is written without an exponent."""
+
+
 def format_of(values: Sequence[float], most: int | None = None) -> Number:
-    """Writes all of them with as many decimals as they have, up to `most`: five significant digits of the largest."""
+    """Writes all of them with as many decimals as they have, up to `most`: five significant digits of the largest.
+
+    Where these would be a row of zeros, each gets five digits and an exponent.
+    """
     largest = max(map(abs, values), default=0.0)
+    if largest and not _LEAST <= largest < _MOST:
+        return Number(None)
     if most is None:
         most = max(0, 4 - math.floor(math.log10(largest))) if largest else 0
     slack = largest * 1e-9
@@ -203,12 +212,12 @@ def format_of(values: Sequence[float], most: int | None = None) -> Number:
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """How numbers of one kind are written."""
+    """How numbers of one kind are written; None: with an exponent."""
 
-    decimals: int
+    decimals: int | None
 
     def __call__(self, value: float) -> str:
-        return f"{value:,.{self.decimals}f}"
+        return f"{value:.5g}" if self.decimals is None else f"{value:,.{self.decimals}f}"
 
 
 def shown_causes(outcomes: Sequence[Outcome]) -> list[Cause]:

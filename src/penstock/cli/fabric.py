@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -276,7 +277,7 @@ def _on_hosts(spec: Spec, network: Network | None, output: Output, **job: str) -
 
     prepare()
     failure: FabricError | None = None
-    stopped = False
+    stopped = 0
     try:
         with _machines(network) as machines, _followed(spec, quiet=output.as_json) as watch:
             if machines is not None:
@@ -285,13 +286,17 @@ def _on_hosts(spec: Spec, network: Network | None, output: Output, **job: str) -
             emulate(spec, output.folder, machines, watch, events=events, **job)
     except FabricError as error:
         failure = error
-    except KeyboardInterrupt:
-        joined, stopped = (output.folder / RUN).exists(), True
+    except KeyboardInterrupt as error:
+        joined, stopped = (output.folder / RUN).exists(), error.args[0] if error.args else signal.SIGINT
         failure = FabricError(
             "stopped" + ("" if joined else f" before all hosts had joined; {output.folder} has no run")
         )
     if (output.folder / RUN).exists():
         report(output, page=not stopped)  # whoever types Ctrl-C looks on
+    if stopped:
+        sys.stdout.flush()
+        print(f"penstock: error: {failure}", file=sys.stderr)
+        raise typer.Exit(128 + stopped)  # as of any command that a signal ended
     if failure is not None:
         raise failure
 

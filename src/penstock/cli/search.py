@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -128,6 +129,8 @@ def answer(question: Question, costs: Costs) -> Found:
     if costs.contended:
         raise ArgumentError("--contended: the search lets messages of a link pass together; leave it out")
     limit = question.memory_limit
+    if limit is not None and math.isnan(limit):
+        raise ArgumentError("--memory-limit nan: expected a number, such as 1.5")
     if limit is not None and not limit >= 1:
         raise ArgumentError(f"--memory-limit {limit:g}: a single microbatch needs 1; give at least that")
     where = question.where()

@@ -215,7 +215,7 @@ def _settings(record: dict[str, Any]) -> dict[str, Any]:
     """
     workload, network = record["workload"], record.get("network") or {}
     found = {key: record.get(key) for key in _KEYS}
-    found["iterations"] = iterations_of(record)
+    found |= {"iterations": iterations_of(record), "meets": bool(record.get("meets"))}
     found |= {"dtype": workload.get("dtype") or None, "op": workload.get("op", "sum")}
     for one in workload["transfers"]:
         found |= {f"{key} of {one['name']}": list(one.get(key) or ()) or None for key in ("shares", "ranks")}

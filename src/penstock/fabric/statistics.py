@@ -39,7 +39,7 @@ class Summary:
         effective: for how many independent ones they count, at the percentile for which they count least.
         p50, p90, p99, p999: by linear interpolation between order statistics, as numpy and pandas do; None where
             `quantile_interval` has no bound: below 6, 36, 368 and 3,688 independent samples.
-        mean_interval: see `mean_interval`.
+        mean_interval: see `mean_interval`; not below 0 where no sample is, as times are not.
         intervals: of each percentile by name, None where the percentile is.
     """
 
@@ -82,7 +82,7 @@ class Summary:
             min=float(ordered[0]),
             max=float(ordered[-1]),
             mean=float(rows.mean()),
-            mean_interval=mean_interval(rows),
+            mean_interval=_of_times(mean_interval(rows)) if ordered[0] >= 0 else mean_interval(rows),
             intervals=intervals,
             p50=points["p50"],
             p90=points["p90"],
@@ -136,6 +136,11 @@ def quantile_interval(ordered: NDArray[np.float64], q: float, effective: float) 
     found = [_rank(q, effective, side) / (effective + 1) * (len(ordered) + 1) - 1 for side in sides]
     low, high = np.interp(found, np.arange(len(ordered)), ordered)
     return float(low), float(high)
+
+
+def _of_times(interval: Interval | None) -> Interval | None:
+    """Of samples that cannot be negative; then their mean cannot either, which no t distribution knows."""
+    return interval and (max(interval[0], 0.0), interval[1])
 
 
 def _rank(q: float, count: float, below: float) -> float:

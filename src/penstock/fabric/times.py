@@ -69,6 +69,18 @@ def rate_key(collective: str) -> Literal["time_s", "transfer_s"]:
     return "transfer_s" if collective == "send" else "time_s"
 
 
+_ONE_WAY = ("broadcast", "gather", "reduce", "scatter", "send")
+
+
+def runs_ahead(record: dict[str, Any], collective: str, shares: Sequence[int] = ()) -> bool:
+    """Whether a rank may be done with a transfer, and begin the next, before it has reached the others.
+
+    Of others no rank is done before all have begun; and the first to begin gets all that it needs in its own time.
+    """
+    alone = len(record["workload"]["transfers"]) == 1
+    return not record.get("meets") and not alone and (collective in _ONE_WAY or bool(shares))
+
+
 def ranks_of(workload: Workload, place: int, hosts: int) -> tuple[int, ...]:
     """Who takes part in a transfer: all hosts, where it names none."""
     return workload.transfers[place].ranks or tuple(range(hosts))
@@ -86,8 +98,12 @@ def algorithm_of(record: dict[str, Any], place: int) -> str:
 
 def measured_step(run: Run, workload: Workload) -> Seconds:
     """The whole step, from the start of what is computed in front of the first transfer until all have the last result,
-    and with what is computed after it."""
+    and with what is computed after it. Where hosts met between transfers, without the time that this took."""
     hosts = run.start_ns.shape[2]
+    if run.record.get("meets"):
+        each = [list(ranks_of(workload, number, hosts)) for number in range(len(workload.transfers))]
+        spans = [run.end_ns[:, n, taking].max(1) - run.start_ns[:, n, taking].min(1) for n, taking in enumerate(each)]
+        return np.asarray(np.sum(spans, axis=0) * (1e-9 / iterations_of(run.record)))
     firsts = []
     for host in range(hosts):
         place = next((n for n in range(len(workload.transfers)) if host in ranks_of(workload, n, hosts)), None)

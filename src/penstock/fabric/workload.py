@@ -122,6 +122,11 @@ class Workload:
         """The type of the numbers that are sent."""
         return self.dtype or USUAL[self.element_bytes]
 
+    @property
+    def is_by_hand(self) -> bool:
+        """Sizes alone, of no job: no transfer has to do with the one before it."""
+        return not any(one.kind for one in self.transfers)
+
     @classmethod
     def of_sizes(cls, sizes: Iterable[int], collective: Collective = "all_reduce", element_bytes: int = 4) -> Self:
         """A transfer a size, in the order given, named after it; again, with how often it was there before.

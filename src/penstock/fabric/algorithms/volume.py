@@ -78,3 +78,11 @@ def sent_slots(steps: StepList) -> Counter[int]:
     for move in (move for moves in steps.rounds for move in moves):
         slots[move.source] += move.count
     return slots
+
+
+def received_slots(steps: StepList) -> Counter[int]:
+    """How many of these pieces each rank receives."""
+    slots: Counter[int] = Counter()
+    for move in (move for moves in steps.rounds for move in moves):
+        slots[move.target] += move.count
+    return slots

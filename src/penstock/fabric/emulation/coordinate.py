@@ -54,7 +54,7 @@ def emulate(
 
     Raises:
         FabricError: a host did not join, was lost, or failed. The samples until then are in the folder.
-        KeyboardInterrupt: a signal came; all hosts have ended.
+        KeyboardInterrupt: a signal came, whose number it has; all hosts have ended.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for stale in (RUN, SAMPLES, STEPS):
@@ -84,7 +84,7 @@ def emulate(
         _add(folder, switch_qdiscs=machines.qdiscs(), switch=machines.told(), happened=happened)
     if received:
         _add(folder, f"stopped by {signal.Signals(received[0]).name}")
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(received[0])
     if ended is not None:
         text = _cause(folder, ended, agents, machines is not None)
         _add(folder, text)
@@ -195,7 +195,8 @@ def _cause(folder: Path, first: int, agents: Sequence[subprocess.Popen[bytes]], 
     """Why the run failed, from what host 0 or the first that failed has said."""
     try:
         trials = (folder / SAMPLES).read_bytes().rsplit(b"\n", 2)[-2].split(b",")[0]
-        saved = f"{int(trials) + 1} trials are in {folder}" if trials.isdigit() else "no trial had ended"
+        ended = int(trials) + 1 if trials.isdigit() else 0
+        saved = f"{ended} {'trial is' if ended == 1 else 'trials are'} in {folder}" if ended else "no trial had ended"
     except (OSError, IndexError):
         saved = "no trial had ended"
     status = agents[first].returncode

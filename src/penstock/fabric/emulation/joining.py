@@ -66,6 +66,13 @@ class Members:
     store: Any
     control: dist.ProcessGroup | None
 
+    def first_error(self, said: str) -> str:
+        """Called by every host that met an error: what the first of them said."""
+        try:
+            return bytes(self.store.compare_set("error", "", said)).decode()
+        except (RuntimeError, OSError):  # the store was on a lost host
+            return said
+
     def who_is_lost(self) -> tuple[int, ...]:
         """Called by every host that met an error: those that do not say so within a few seconds."""
         try:

@@ -35,11 +35,22 @@ def recorded(spec: Spec, folder: Path) -> Iterator[tuple[Members, Record]]:
             yield members, record
             record.add(complete=True)
         except (RuntimeError, OSError) as error:
-            lost = hosts_text(gone) + " does not answer" if (gone := members.who_is_lost()) else ""
-            text = "; ".join(part for part in (lost, first_line(error)) if part)
+            text = cause(members, first_line(error))
             if record is not None:
-                record.add(missing=text)
-            raise FabricError(f"host {members.rank}: {text}") from None
+                record.add(missing=text.removeprefix(f"host {members.rank}: "))
+            raise FabricError(text) from None
+
+
+def cause(members: Members, said: str) -> str:
+    """Why the run ends, by a host that met an error: who is silent since, or what the first host met that failed; the
+    others lost their connection to it."""
+    own = f"host {members.rank}: {said}"
+    first = members.first_error(own)
+    silent = members.who_is_lost()
+    if silent:
+        does = "does" if len(silent) == 1 else "do"
+        return f"host {members.rank}: {hosts_text(silent)} {does} not answer; {said}"
+    return own if first.endswith(f": {said}") else first
 
 
 class Record:
@@ -54,6 +65,7 @@ class Record:
             "version": 1,
             **{key: value for key, value in asdict(spec).items() if key != "workload"},
             "workload": spec.workload.to_dict(),
+            "meets": spec.meets,
             "algorithms": [spec.algorithm_of(place) for place in range(len(spec.workload.transfers))],
             "environment": hosts,
             "machine_cores": os.cpu_count(),

@@ -128,6 +128,11 @@ class Spec:
         """Trials of the warm-up whose results are checked."""
         return CHECKED if self.warmup is None else self.warmup
 
+    @property
+    def meets(self) -> bool:
+        """Whether hosts wait for each other between the transfers of a trial."""
+        return self.workload.is_by_hand and not _computes(self.workload)
+
     def algorithm_of(self, place: int) -> str:
         """By which a transfer is done."""
         if self.algorithm == ENGINE:

@@ -21,6 +21,8 @@ from penstock.launch.step_file import announcer
 _KEEP, _ESTIMATE, _WARM = 1, 2, 4
 """What host 0 asks for before a trial: the steps of the last one; new estimates of the clocks. And what it says of it:
 that it is one of the warm-up."""
+_NOTHING = torch.zeros(1, dtype=torch.int64)
+"""What hosts report that only meet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,8 @@ class Trials:
         stamps = torch.full((len(self._parts), 2), -1, dtype=torch.int64)
         ready_ns, done_ns = due_ns, due_ns
         for number, part in enumerate(self._parts):
+            if number and self._spec.meets:
+                ready_ns = done_ns = self._meet()
             if part is None:
                 continue
             compute_ns = int(part[0].transfer.compute_of(self._members.rank) * 1e9)
@@ -124,13 +128,24 @@ class Trials:
             stamps[number, 0], stamps[number, 1] = start_ns, done_ns
         return stamps
 
+    def _meet(self) -> int:
+        """Waits until all hosts have ended the transfer before: the next begins at one moment, as a trial does.
+
+        A root would begin it while the network still has bytes of the one before, and time of one would be the other's.
+        nccl-tests has a barrier between two sizes, too. Returns the moment, on this host's clock.
+        """
+        self._signals.report(_NOTHING)
+        due_ns = self._signals.word(0, self._offset_ns).due_ns
+        _sleep_until(due_ns)
+        return due_ns
+
     def _gather(self, stamps: Tensor, counts: bool) -> Tensor:
         """Those of all ranks, on rank 0's clock."""
         whole = self._signals.report(torch.where(stamps >= 0, stamps + self._offset_ns, stamps))
-        if not counts:
+        if not counts or self._members.rank != 0:  # others have their own, which may be none
             return whole
         took_ns = int(whole[:, :, 1].max() - whole[whole >= 0].min())
-        self._keeps = self._members.rank == 0 and took_ns > self._slowest_ns
+        self._keeps = took_ns > self._slowest_ns
         self._slowest_ns = max(took_ns, self._slowest_ns)
         return whole
 

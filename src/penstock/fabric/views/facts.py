@@ -12,7 +12,7 @@ from penstock.fabric.ports import changed
 from penstock.fabric.results import ABOVE_IDEAL
 from penstock.fabric.samples import Run
 from penstock.fabric.statistics import PERCENTILES, fewest
-from penstock.fabric.times import iterations_of, rate_key
+from penstock.fabric.times import iterations_of, rate_key, runs_ahead
 from penstock.fabric.views.network import network_facts, saturated
 from penstock.fabric.views.numbers import NONE, seconds
 from penstock.fabric.views.ranks import figures_of_ranks
@@ -76,22 +76,25 @@ def warnings(run: Run, results: dict[str, Any]) -> list[str]:
     told = run.record.get("switch")
     if told and (reason := saturated(told)):
         found.append(reason)
-    found += _beyond_ideal(results)
+    found += _beyond_ideal(run, results)
     if results["cpu"]["saturated"] or results["cpu"]["scheduler_tails"]:
         found.append(f"processors: {results['cpu']['text']}")
     return found
 
 
-def _beyond_ideal(results: dict[str, Any]) -> list[str]:
+def _beyond_ideal(run: Run, results: dict[str, Any]) -> list[str]:
     """Figures that cannot be."""
-    rows = [*results["groups"], results["step"]]
-    name, most = max(((one["name"], one["ideal_percent"] or 0.0) for one in rows), key=lambda row: row[1])
-    if most <= ABOVE_IDEAL:
+    most = max([*results["groups"], results["step"]], key=lambda row: row["ideal_percent"] or 0.0)
+    if (most["ideal_percent"] or 0.0) <= ABOVE_IDEAL:
         return []
-    return [
-        f"ideal: {name} is at {most:,.0f}% of what can be, so what is known of its links is wrong: an error of ours; "
-        "make nothing of this column"
-    ]
+    why = "so what is known of its links is wrong: an error of ours"
+    if most is not results["step"] and runs_ahead(run.record, most["collective"], most["shares"]):
+        why = (
+            "as a rank begins it while others are at the transfer before: of what is under way meanwhile, the time "
+            "counts in the one, and the bytes in the other"
+        )
+    percent = f"{most['ideal_percent']:,.0f}%"
+    return [f"ideal: {most['name']} is at {percent} of what can be, {why}; make nothing of this column"]
 
 
 def facts(run: Run, results: dict[str, Any]) -> list[tuple[str, str]]:

@@ -191,13 +191,19 @@ def canonical_names(model: nn.Module) -> dict[int, str]:
     return {id(module): name for name, module in reversed(list(model.named_modules()))}
 
 
+_SHOWN = 4
+"""Modules that are named where none has a name that is near."""
+
+
 def resolve(model: nn.Module, name: str, argument: str) -> nn.Module:
     """The module of that name. Raises PartitionError with the nearest name if there is none."""
     known: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
     if name and name in known:
         return known[name]
-    near = get_close_matches(name, [k for k in known if k], n=1, cutoff=0.0)
-    hint = f"; the nearest is {near[0]!r}" if near else ""
+    near = get_close_matches(name, [k for k in known if k], n=1)
+    own = [child for child, _ in model.named_children()]
+    some = f"{', '.join(map(repr, own[:_SHOWN]))}{' and more' if len(own) > _SHOWN else ''}"
+    hint = f"; the nearest is {near[0]!r}" if near else f"; it begins with {some}" if own else ""
     raise PartitionError(
         f"{argument}: the model has no module named {name!r}{hint}. Names are those of named_modules()"
     )

@@ -16,14 +16,14 @@ from penstock.runtime.features.compiled import Compiled, OwnGradients
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature, Features, Forward
 from penstock.runtime.features.finite import FiniteStage
-from penstock.runtime.features.forward_state import ForwardState
+from penstock.runtime.features.forward_state import ForwardState, LossMemory
 from penstock.runtime.features.in_flight import Overwritten
 from penstock.runtime.features.offload import Offload
 from penstock.runtime.features.recompute import KEPT, RecomputedStage
 from penstock.runtime.features.recomputed_layers import RecomputedLayers
 from penstock.runtime.features.repeated_updates import RepeatedUpdates
 from penstock.runtime.features.sharding import Framed, Reduced
-from penstock.runtime.features.tensor_state import TensorState
+from penstock.runtime.features.tensor_state import LossTensors, TensorState
 from penstock.runtime.split_backward.backward import SplitBackward
 from penstock.runtime.transport.routes import RouteBuilder
 from penstock.schedule import Op
@@ -65,9 +65,11 @@ FEATURES: tuple[Make, ...] = (
     Reduced.of,
     _deferred_norms,
     ForwardState.of,
+    LossMemory.of,
     RepeatedUpdates.of,  # puts buffers right within a backward, in which nothing else may update them
     BackwardUpdates.of,
     TensorState.of,
+    LossTensors.of,
     BackwardCounts.of,
     BackwardDraws.of,
 )

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,16 +26,28 @@ from penstock.partition.values.memory import same_bits
 from penstock.partition.watch.observer import RUNNING, argument_names, written_arguments
 from penstock.runtime.features.compiled import any_compiled
 from penstock.runtime.features.context import StageContext
-from penstock.runtime.features.feature import Feature, Start
+from penstock.runtime.features.feature import NOTHING, Context, Feature, Start
+from penstock.runtime.features.recomputed_layers import RunsAgain
 from penstock.runtime.front_end import Stage
 from penstock.runtime.gradients.distribution import is_distributed
+from penstock.schedule import Op
 
 LOOKS = 3
 """The number of a stage's backwards in which reads are watched: later ones are alike."""
 
+SMALL = 2**16
+"""Buffers of so many bytes are compared bit by bit in these backwards."""
+
 LOOKS_AT_HOOKS = 16
 """The number of backwards, counted from when hooks are added, in which parameters with hooks are compared bit by bit: a
 hook may wait for several backwards before it writes through `.data`. Writes that autograd knows of are seen in all."""
+
+
+class _Noted(NamedTuple):
+    name: str
+    buffer: Tensor
+    version: int
+    value: Tensor | None
 
 
 class BackwardUpdates(Feature):
@@ -43,27 +55,49 @@ class BackwardUpdates(Feature):
 
     Args:
         copies: whether the schedule runs several copies of the stage.
+        splits: the microbatches whose backward ends with their W.
+        deferred: buffers of batch norms that are updated once a step.
         is_compiled: whether parts of the stage are compiled, so that their operators cannot be watched.
     """
 
     @classmethod
     def of(cls, stage: StageContext) -> BackwardUpdates | None:
-        """In training; with deferred batch norms their statistics are expected to change."""
-        if not stage.training or stage.binding.norms is not None:
+        """In training. The statistics of deferred batch norms are expected to change."""
+        if not stage.training:
             return None
-        compiled = stage.binding.compile is not None or any_compiled(stage.stage.module.modules())
-        return cls(stage.stage, copies=stage.copies, is_compiled=compiled)
+        return cls(
+            stage.stage,
+            copies=stage.copies,
+            is_compiled=stage.binding.compile is not None or any_compiled(stage.stage.module.modules()),
+            splits=stage.microbatches(Op.W),
+            deferred=stage.binding.norms.buffers() if stage.binding.norms is not None else (),
+        )
 
-    def __init__(self, stage: Stage, *, copies: bool, is_compiled: bool) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        *,
+        copies: bool,
+        is_compiled: bool,
+        splits: Iterable[int] = (),
+        deferred: Iterable[Tensor] = (),
+    ) -> None:
         self._index = stage.meta.index
+        self._splits = frozenset(splits)
+        passed_over = {id(buffer) for buffer in deferred}
+        buffers = {name: buffer for name, buffer in stage.buffers.items() if id(buffer) not in passed_over}
         forward = (*stage.meta.updated, *stage.may_update)
         self._copies, self._is_compiled = copies, is_compiled
         self._buffers: Mapping[str, Tensor] = {
-            name: buffer for name, buffer in stage.buffers.items() if copies or name in forward
+            name: buffer for name, buffer in buffers.items() if copies or name in forward
         }
         self._taken: Mapping[str, Tensor] = {
-            name: buffer for name, buffer in stage.buffers.items() if name in stage.reads and name not in self._buffers
+            name: buffer for name, buffer in buffers.items() if name in stage.reads and name not in self._buffers
         }
+        layers = [part for part in stage.module.modules() if isinstance(part, RunsAgain)]
+        again = {id(buffer) for layer in layers for buffer in layer.buffers()}
+        self._taken_again = {name: buffer for name, buffer in self._taken.items() if id(buffer) in again}
+        self._has_layers = bool(layers)
         self._parameters = {
             name: parameter
             for name, parameter in stage.parameters.items()
@@ -74,6 +108,7 @@ class BackwardUpdates(Feature):
         self._looks = 0
         self._latest = -1
         self._left: dict[int, dict[str, Tensor]] = {}
+        self._hooked: str | None = None
 
     def begin_step(self, start: Start) -> None:
         """Drops what a step that raised has left."""
@@ -83,12 +118,17 @@ class BackwardUpdates(Feature):
     def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
         """Around a forward: notes what it leaves."""
         self._latest = microbatch
+        looks = self._looks < LOOKS
+        hooks = self._gradient_hooks() if looks else set()
         yield
-        if self._looks < LOOKS and not self._copies and not self._is_compiled:
+        if looks and (new := self._gradient_hooks() - hooks):
+            self._hooked = next(name for name, _ in new)
+            if runs_again or self._has_layers:
+                raise self._refuses_hook("would register once more where it runs again")
+        if looks and not self._copies and not self._is_compiled:
             self._left[microbatch] = {name: buffer.detach().clone() for name, buffer in self._buffers.items()}
 
-    @contextmanager
-    def autograd(self, microbatch: int) -> Iterator[None]:
+    def autograd(self, microbatch: int) -> Context:
         """Around autograd's backward.
 
         Raises:
@@ -97,28 +137,39 @@ class BackwardUpdates(Feature):
         """
         left = self._left.pop(microbatch, {})
         if microbatch == self._latest and not self._copies:
-            yield
-            return
+            return self._watched_alone() if self._taken_again else NOTHING
         self._looks += 1
-        before, taken = _versions(self._buffers), _versions(self._taken)
+        if microbatch in self._splits:
+            self._left[microbatch] = left
+        return self._watched(left)
+
+    def weights(self, microbatch: int) -> Context:
+        """Around what a split backward has put off. Raises PartitionError likewise."""
+        left = self._left.pop(microbatch, {})
+        return NOTHING if microbatch == self._latest else self._watched(left)
+
+    @contextmanager
+    def _watched_alone(self) -> Iterator[None]:
+        """Around a backward that follows on its forward, in which layers run again."""
+        taken = self._noted(self._taken_again)
+        yield
+        self._refuse_changed(taken, self._refusal_of_taken)
+
+    @contextmanager
+    def _watched(self, left: Mapping[str, Tensor]) -> Iterator[None]:
+        """Around a backward, or its W, behind which forwards of other microbatches may have come."""
+        if self._hooked is not None:
+            raise self._refuses_hook("registers anew, and hooks of other microbatches would run with it")
         stale = {
             storage_of(self._buffers[name]): name
             for name, value in left.items()
             if not same_bits(value, self._buffers[name].detach())
         }
-        with self._no_steps(), Reads(stale) if stale else nullcontext() as reads:
+        taken, own = self._noted(self._taken), self._noted(self._buffers)
+        with self._no_steps(), Reads(stale) if stale else NOTHING as reads:
             yield
-        for name, version in before.items():
-            if self._buffers[name]._version != version:
-                raise self._refusal(name)
-        for name, version in taken.items():
-            if self._taken[name]._version != version:
-                raise PartitionError(
-                    f"the backward of stage {self._index} updates buffer {name!r} (in a hook or an autograd function), "
-                    "which its forward takes, and forwards of other microbatches have come between: in plain training "
-                    "they would find the new value. Update it after the step, or choose schedule='naive' or "
-                    "microbatches=1"
-                )
+        self._refuse_changed(own, self._refusal)
+        self._refuse_changed(taken, self._refusal_of_taken)
         for name in () if reads is None else reads.found:
             raise PartitionError(
                 f"the backward of stage {self._index} reads buffer {name!r}, which forwards of other "
@@ -127,11 +178,39 @@ class BackwardUpdates(Feature):
                 "or choose schedule='naive' or microbatches=1"
             )
 
-    @contextmanager
-    def weights(self, microbatch: int) -> Iterator[None]:
-        """Around what a split backward has put off. Raises PartitionError if it updates a parameter."""
-        with nullcontext() if microbatch == self._latest else self._no_steps():
-            yield
+    def _noted(self, buffers: Mapping[str, Tensor]) -> Sequence[_Noted]:
+        """Buffers as they are. In the first backwards small ones are copied, since autograd does not see writes through
+        `.data`."""
+        if not buffers:
+            return ()
+        looks = self._looks <= LOOKS
+        return [
+            _Noted(name, b, b._version, b.detach().clone() if looks and b.numel() * b.element_size() <= SMALL else None)
+            for name, b in buffers.items()
+        ]
+
+    def _refuse_changed(self, noted: Sequence[_Noted], refusal: Callable[[str], PartitionError]) -> None:
+        for name, buffer, version, value in noted:
+            if buffer._version != version or (value is not None and not same_bits(value, buffer.detach())):
+                raise refusal(name)
+
+    def _gradient_hooks(self) -> set[tuple[str, int]]:
+        """Which hooks there are on gradients of parameters: a name for each, and its number."""
+        return {(name, key) for name, p in self._parameters.items() for key in p._backward_hooks or ()}
+
+    def _refuses_hook(self, why: str) -> PartitionError:
+        return PartitionError(
+            f"the forward of stage {self._index} registers a hook on the gradient of parameter {self._hooked!r}, which "
+            f"it {why}; register it once, outside of the forward, or choose schedule='naive' and recompute='never'"
+        )
+
+    def _refusal_of_taken(self, name: str) -> PartitionError:
+        return PartitionError(
+            f"the backward of stage {self._index} updates buffer {name!r} (in a hook or an autograd function), "
+            "which its forward takes, and forwards of other microbatches have come between, or a layer runs again: in "
+            "plain training forwards would find the new value only afterwards. Update it after the step, or choose "
+            "schedule='naive' or microbatches=1, without recompute=<n>"
+        )
 
     @contextmanager
     def _no_steps(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ from penstock.runtime.loss.loss import Loss, LossHead
 from penstock.schedule import Action, Op, Schedule
 
 if TYPE_CHECKING:
+    from penstock.runtime.features.deferred_norm import DeferredNorms
     from penstock.runtime.features.frame import Sharded  # which imports torch's FSDP
 
 
@@ -42,7 +43,7 @@ class Binding:
     training: bool
     recompute: Sequence[Recompute] = ("never",)
     offload: Sequence[bool] = (False,)
-    norms: Feature | None = None
+    norms: DeferredNorms | None = None
     sharded: Mapping[int, Sharded] = field(default_factory=dict)
     compile: Mapping[str, Any] | None = None
     check_finite: bool = False

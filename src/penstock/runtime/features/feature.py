@@ -21,6 +21,10 @@ Forward = Callable[..., Sequence[Tensor]]
 Context = AbstractContextManager[Any]
 
 
+NOTHING: Context = nullcontext()
+"""Where a feature has nothing to do; may be entered any number of times."""
+
+
 class Start(NamedTuple):
     """What features are told of a step before it begins.
 
@@ -63,7 +67,7 @@ class Feature:
 
     def around(self, action: Action) -> Context:
         """Around each computation: a forward, a backward, or a part of one."""
-        return nullcontext()
+        return NOTHING
 
     def keep(self, microbatch: int, args: Sequence[Any]) -> Rerun | None:
         """Before a forward: how to run it again in backward, if it is to be; then its graph is dropped."""
@@ -71,27 +75,27 @@ class Feature:
 
     def forward(self, microbatch: int, *, runs_again: bool) -> Context:
         """Around the first run of a forward. `runs_again`: backward starts from another run of it."""
-        return nullcontext()
+        return NOTHING
 
     def run(self, microbatch: int) -> Context:
         """Around the stage's code, the first time and again."""
-        return nullcontext()
+        return NOTHING
 
     def backward(self, microbatch: int) -> Context:
         """Around a whole backward, or the part that gives input gradients; a forward that runs again is within."""
-        return nullcontext()
+        return NOTHING
 
     def again(self, microbatch: int) -> Context:
         """Around a forward that runs again."""
-        return nullcontext()
+        return NOTHING
 
     def autograd(self, microbatch: int) -> Context:
         """Around autograd's own part of a backward."""
-        return nullcontext()
+        return NOTHING
 
     def weights(self, microbatch: int) -> Context:
         """Around the weight gradients that a split backward has put off."""
-        return nullcontext()
+        return NOTHING
 
 
 class Features:
@@ -148,4 +152,4 @@ def _has(feature: Feature, hook: str) -> bool:
 
 
 def _nothing(*_args: Any, **_kwargs: Any) -> Context:
-    return nullcontext()
+    return NOTHING

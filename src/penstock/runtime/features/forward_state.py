@@ -10,17 +10,20 @@ for its backward.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
 
+from penstock.errors import PartitionError
 from penstock.partition.state.places import MISSING, Contents, Key, Place, Survey, named_by_code, same_items
 from penstock.partition.state.reach import Trace
 from penstock.runtime.features.context import StageContext
-from penstock.runtime.features.feature import Feature, Start
+from penstock.runtime.features.feature import NOTHING, Context, Feature, Start
+from penstock.schedule import Op
 
 Values = dict[Key, Any]
 
@@ -58,11 +61,11 @@ class Kept:
 class ForwardState(Feature):
     """What the modules of one stage hold between forward and backward.
 
-    Which places a forward sets is learned by comparing before and after, in every forward before the first backward.
+    Which places a forward sets is learned by comparing before and after, in every forward of the first step.
 
     Args:
-        modules: whose forward the stage runs.
-        traces: other places in which forwards leave something.
+        survey: finds the places there are.
+        splits: the microbatches whose backward ends with their W.
     """
 
     @classmethod
@@ -70,13 +73,12 @@ class ForwardState(Feature):
         """In training, of stages whose Python runs each time."""
         if not stage.training or stage.binding.compile is not None:
             return None
-        return cls((module for each in stage.stages for module in each.module.modules()), stage.stage.traces)
+        roots = roots_of(module for each in stage.stages for module in each.module.modules())
+        return cls(partial(Survey, roots, stage.stage.traces), stage.microbatches(Op.W))
 
-    def __init__(self, modules: Iterable[nn.Module], traces: Iterable[Trace] = ()) -> None:
-        own = dict.fromkeys(modules)
-        kinds = dict.fromkeys(base for module in own for base in type(module).__mro__)
-        self._roots = [*own, *named_by_code(kinds)]
-        self._traces = tuple(traces)
+    def __init__(self, survey: Callable[[], Survey], splits: Iterable[int] = ()) -> None:
+        self._survey = survey
+        self._splits = frozenset(splits)
         self._places: dict[Key, Place] = {}
         self._learning = True
         self._kept: dict[int, Kept] = {}
@@ -85,43 +87,37 @@ class ForwardState(Feature):
     def begin_step(self, start: Start) -> None:
         """Drops anything left by a step that raised."""
         self._kept.clear()
+        if self._latest != -1:  # not the first step
+            self._learning = False
 
     @contextmanager
     def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
         """Around a forward: keeps what it sets."""
-        survey = Survey(self._roots, self._traces) if self._learning else None
+        survey = self._survey() if self._learning else None
         places = self._places if survey is None else survey.places
         before = {key: place.read() for key, place in places.items()}
         yield
+        self._latest = microbatch
         if survey is not None:
             # A list or an object that was not there before is known by the place that it has been put in.
-            found = [place for place in Survey(self._roots, self._traces).places.values() if survey.has_owner_of(place)]
+            found = [place for place in self._survey().places.values() if survey.has_owner_of(place)]
             changed = [place for place in found if not place.holds(before.get(place.key, MISSING))]
             new = {place.key: place for place in changed if place.key not in self._places}
             self._places.update(new)
             for kept in self._kept.values():  # earlier forwards left these places as this one found them
                 for values in (kept.before, kept.after):
                     values.update({key: before.get(key, MISSING) for key in new})
-        if self._places:
+        if self._places or self._learning:
             before = {key: before.get(key, MISSING) for key in self._places}
             self._kept[microbatch] = Kept(before, self._now(), {})
-            self._latest = microbatch
 
-    @contextmanager
-    def backward(self, microbatch: int) -> Iterator[None]:
+    def backward(self, microbatch: int) -> Context:
         """Around a backward: puts back what its forward has set."""
-        self._learning = False
-        kept = self._kept.get(microbatch)
-        if kept is None:
-            yield
-            return
-        now = self._now()
-        self._put(kept.after)
-        try:
-            yield
-        finally:
-            del self._kept[microbatch]
-            self._settle(microbatch, kept, now)
+        return self._put_back(microbatch, ends=microbatch not in self._splits) if self._places else NOTHING
+
+    def weights(self, microbatch: int) -> Context:
+        """Around W, in which hooks on the gradients of parameters run: puts back what I has left."""
+        return self._put_back(microbatch, ends=True) if self._places else NOTHING
 
     @contextmanager
     def again(self, microbatch: int) -> Iterator[None]:
@@ -134,26 +130,49 @@ class ForwardState(Feature):
         yield
         kept.again.update(self._now())
 
-    def _settle(self, microbatch: int, kept: Kept, now: Values) -> None:
-        """Ends a backward. `now` is what was there before it.
+    @contextmanager
+    def _put_back(self, microbatch: int, *, ends: bool) -> Iterator[None]:
+        kept = self._kept.get(microbatch)
+        if kept is None:
+            yield
+            return
+        now, counts = self._now(), list[Place]()
+        self._put(kept.after)
+        try:
+            yield
+        finally:
+            del self._kept[microbatch]
+            left = self._now()
+            for key, again in kept.again.items():
+                if isinstance(self._places[key], Contents):
+                    left[key] = _renamed(left[key], again, kept.after[key])
+            counts += self._settle(microbatch, kept, now, left)
+            if not ends:
+                self._kept[microbatch] = Kept(kept.before, left, {})
+        if counts:
+            raise PartitionError(
+                f"forwards and backwards both change {counts[0].text}, a number; with forwards of other microbatches "
+                "in between they find another one than in plain training. Keep two numbers, one for each, or choose "
+                "schedule='naive' or microbatches=1"
+            )
+
+    def _settle(self, microbatch: int, kept: Kept, now: Values, left: Values) -> Iterator[Place]:
+        """Ends a backward. `now` is what was there before it, `left` what it has left. Gives numbers that it changed.
 
         What backward took from a container, or added to it, is taken or added for later backwards too: a stack that
         forwards push on and backwards pop from ends up empty, and one that backward leaves alone stays as it is.
         """
-        left = self._now()
         for key, value in now.items():
-            place = self._places[key]
-            if not isinstance(place, Contents):
-                if microbatch != self._latest or place.same(left[key], kept.after[key]):
-                    place.write(value)  # else what backward left is what plain torch leaves
-                continue
-            before, after = kept.after[key], left[key]
-            if key in kept.again:
-                after = _renamed(after, kept.again[key], before)
-            place.write(_amended(value, before, after))
-            for other in self._kept.values():
-                for values in (other.before, other.after):
-                    values[key] = _amended(values[key], before, after)
+            place, before, after = self._places[key], kept.after[key], left[key]
+            if isinstance(place, Contents):
+                place.write(_amended(value, before, after))
+                for other in self._kept.values():
+                    for values in (other.before, other.after):
+                        values[key] = _amended(values[key], before, after)
+            elif microbatch != self._latest or place.same(after, before):
+                if type(before) in (int, float) and type(after) in (int, float) and before != after:
+                    yield place
+                place.write(value)  # else what backward left is what plain torch leaves
 
     def _now(self) -> Values:
         return {key: place.read() for key, place in self._places.items()}
@@ -161,6 +180,32 @@ class ForwardState(Feature):
     def _put(self, values: Values) -> None:
         for key, value in values.items():
             self._places[key].write(value)
+
+
+class LossMemory(ForwardState):
+    """What the loss holds between its call and the backward.
+
+    Where the last stage runs again the loss is called within the backward, for the first time, and nothing is kept.
+    """
+
+    @classmethod
+    def of(cls, stage: StageContext) -> LossMemory | None:
+        """In training, on a last stage whose loss may hold anything."""
+        if not stage.training or stage.head is None or not stage.head.may_remember:
+            return None
+        return cls(stage.head.survey, stage.microbatches(Op.W))
+
+    @contextmanager
+    def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
+        """Around a forward, and the loss behind it."""
+        with nullcontext() if runs_again else super().forward(microbatch, runs_again=False):
+            yield
+
+
+def roots_of(modules: Iterable[nn.Module]) -> list[Any]:
+    """Some modules, and the global objects that their code names."""
+    own = dict.fromkeys(modules)
+    return [*own, *named_by_code(dict.fromkeys(base for module in own for base in type(module).__mro__))]
 
 
 def _renamed(contents: Any, again: Any, first: Any) -> Any:

@@ -91,13 +91,13 @@ def with_recomputed_layers(stage: Stage, every: int) -> fx.GraphModule:
         layer = module.get_submodule(str(node.target))
         node.target = f"recomputed_{number}"
         copies = node.meta.get(INPUT_OVERWRITTEN, False)
-        again = _Again(layer, Buffers([layer], updated), stage.traces, copies=copies)
+        again = RunsAgain(layer, Buffers([layer], updated), stage.traces, copies=copies)
         module.add_submodule(node.target, again)
     module.recompile()
     return module
 
 
-class _Again(nn.Module):
+class RunsAgain(nn.Module):
     """A layer that is run again in backward.
 
     Args:

@@ -53,12 +53,14 @@ class RepeatedUpdates(Feature):
 
     @classmethod
     def of(cls, stage: StageContext) -> RepeatedUpdates | None:
-        """In training, where a forward updates buffers; deferred batch norms see to these updates themselves."""
+        """In training, where a forward updates buffers; deferred batch norms see to theirs themselves."""
         one, binding = stage.stage, stage.binding
-        if not stage.training or binding.compile is not None or binding.norms is not None or not one.meta.updated:
+        deferred = {id(buffer) for buffer in binding.norms.buffers()} if binding.norms is not None else set()
+        updated = {name: one.buffers[name] for name in one.meta.updated if name in one.buffers}
+        updated = {name: buffer for name, buffer in updated.items() if id(buffer) not in deferred}
+        if not stage.training or binding.compile is not None or not updated:
             return None
         modules = [module for each in stage.stages for module in each.module.modules()]
-        updated = {name: one.buffers[name] for name in one.meta.updated if name in one.buffers}
         looks = stage.sharded is None and not any_compiled(one.module.modules())
         return cls(modules, updated, one.checkpointed, looks=looks)
 

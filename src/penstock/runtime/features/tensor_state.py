@@ -7,21 +7,24 @@ forward has made of it, so that a backward which reads it is refused where other
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from penstock.compat import storage_of
 from penstock.errors import PartitionError
-from penstock.partition.state.places import Survey, named_by_code
+from penstock.partition.state.places import Survey
 from penstock.partition.values.memory import same_bits
 from penstock.runtime.features.backward_updates import Reads
 from penstock.runtime.features.compiled import any_compiled
 from penstock.runtime.features.context import StageContext
-from penstock.runtime.features.feature import Feature, Start
+from penstock.runtime.features.feature import NOTHING, Context, Feature, Start
+from penstock.runtime.features.forward_state import roots_of
+from penstock.schedule import Op
 
 BACKWARDS = 4
 """The number of a stage's backwards until which forwards are watched: later ones are alike."""
@@ -49,8 +52,9 @@ class TensorState(Feature):
 
     Args:
         index: of the stage.
-        modules: whose code it runs.
+        survey: finds the tensors there are.
         known: tensors that others see to: the stage's buffers.
+        splits: the microbatches whose backward ends with their W.
     """
 
     @classmethod
@@ -59,13 +63,17 @@ class TensorState(Feature):
         if not stage.training or stage.binding.compile is not None or stage.sharded is not None:
             return None
         modules = [module for each in stage.stages for module in each.module.modules()]
-        return None if any_compiled(modules) else cls(stage.index, modules, stage.stage.buffers.values())
+        if any_compiled(modules):
+            return None
+        survey = partial(Survey, roots_of(modules))
+        return cls(stage.index, survey, stage.stage.buffers.values(), stage.microbatches(Op.W))
 
-    def __init__(self, index: int, modules: Iterable[nn.Module], known: Iterable[Tensor] = ()) -> None:
+    def __init__(
+        self, index: int, survey: Callable[[], Survey], known: Iterable[Tensor] = (), splits: Iterable[int] = ()
+    ) -> None:
         self._index = index
-        own = dict.fromkeys(modules)
-        kinds = dict.fromkeys(base for module in own for base in type(module).__mro__)
-        self._roots = [*own, *named_by_code(kinds)]
+        self._survey = survey
+        self._splits = frozenset(splits)
         self._known = {storage_of(buffer) for buffer in known}
         self._written: dict[int, tuple[str, Tensor]] = {}
         self._left: dict[int, dict[int, _Reading]] = {}
@@ -85,7 +93,7 @@ class TensorState(Feature):
         if self._backwards >= BACKWARDS:
             yield
             return
-        found = {key: each for key, each in Survey(self._roots).tensors.items() if self._counts(each[1])}
+        found = {key: each for key, each in self._survey().tensors.items() if self._counts(each[1])}
         before = {key: _Reading.of(tensor) for key, (_, tensor) in found.items()}
         yield
         for key, (name, tensor) in found.items():
@@ -95,14 +103,29 @@ class TensorState(Feature):
                     left[key] = before[key]
         self._left[microbatch] = {key: _Reading.of(tensor) for key, (_, tensor) in self._written.items()}
 
-    @contextmanager
-    def autograd(self, microbatch: int) -> Iterator[None]:
+    def again(self, microbatch: int) -> Context:
+        """Around a forward that runs again, and writes once more."""
+        if microbatch != self._latest:
+            self._latest = -1
+        return NOTHING
+
+    def autograd(self, microbatch: int) -> Context:
         """Around autograd's backward. Raises PartitionError if it reads what other forwards have written since."""
-        left = self._left.pop(microbatch, {})
         watches = self._backwards < BACKWARDS and microbatch != self._latest
         self._backwards += 1
+        keeps = microbatch in self._splits
+        left = self._left.get(microbatch) if keeps else self._left.pop(microbatch, None)
+        return self._watched(left) if watches and left else NOTHING
+
+    def weights(self, microbatch: int) -> Context:
+        """Around W, in which hooks on the gradients of parameters run. Raises PartitionError likewise."""
+        left = self._left.pop(microbatch, None)
+        return self._watched(left) if left and microbatch != self._latest else NOTHING
+
+    @contextmanager
+    def _watched(self, left: dict[int, _Reading]) -> Iterator[None]:
         stale = [self._written[key] for key, reading in left.items() if not reading.fits(self._written[key][1])]
-        if not watches or not stale:
+        if not stale:
             yield
             return
         with Reads({storage_of(tensor): name for name, tensor in stale}) as reads:
@@ -122,3 +145,20 @@ class TensorState(Feature):
         if tensor.layout is not torch.strided or (tensor.is_leaf and tensor.requires_grad):
             return False
         return tensor.numel() > 0 and storage_of(tensor) not in self._known
+
+
+class LossTensors(TensorState):
+    """Likewise of what the loss writes to. Where the last stage runs again the loss is called within the backward."""
+
+    @classmethod
+    def of(cls, stage: StageContext) -> LossTensors | None:
+        """In training, on a last stage whose loss may hold anything."""
+        if not stage.training or stage.head is None or not stage.head.may_remember:
+            return None
+        return cls(stage.index, stage.head.survey, (), stage.microbatches(Op.W))
+
+    @contextmanager
+    def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
+        """Around a forward, and the loss behind it."""
+        with nullcontext() if runs_again else super().forward(microbatch, runs_again=False):
+            yield

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ArgumentError
+from penstock.partition.state.places import Survey
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.front_end import Partition
@@ -133,6 +134,15 @@ class LossHead:
         self.losses: list[Tensor | None] = []
         self.outputs: list[Any] = []
 
+    @property
+    def may_remember(self) -> bool:
+        """Whether the loss can reach anything in which a call could leave something."""
+        return self._state.may_remember
+
+    def survey(self) -> Survey:
+        """The places that the loss reaches."""
+        return self._state.survey()
+
     def start(
         self, targets: Sequence[Any] | None, weights: Sequence[float], keep_outputs: bool, scale: float = 1.0
     ) -> None:
@@ -163,8 +173,10 @@ class LossHead:
                 nullcontext() if self._watched else watching(self._elsewhere),
             ):
                 if self._targets is not None:
-                    run = partial(self._loss, output, self._targets[microbatch])
-                    loss = self._state.call(self.losses, microbatch, run)
+                    target = self._targets[microbatch]
+                    run = partial(self._loss, output, target)
+                    again = partial(_apart, self._loss, build, leaves, target)
+                    loss = self._state.call(self.losses, microbatch, run, again)
                 else:
                     loss = None
             if isinstance(loss, Tensor) and not self._watched:
@@ -201,6 +213,11 @@ class LossHead:
     def total(self) -> Tensor | None:
         """The batch's loss: the weighted sum, ascending by microbatch."""
         return weighted_sum(self.losses, self._weights)
+
+
+def _apart(loss: Loss, build: Callable[[Sequence[Tensor]], Any], leaves: Sequence[Tensor], target: Any) -> Any:
+    """The loss of an output that no backward starts from: hooks that are put on it do nothing."""
+    return loss(build([leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves]), target)
 
 
 def weighted_sum(losses: Sequence[Tensor | None], weights: Sequence[float]) -> Tensor | None:

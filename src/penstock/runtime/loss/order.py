@@ -48,8 +48,10 @@ class LossState:
         self._held: set[int] = set()
         self._first: dict[Key, Any] = {}
 
-    def call(self, losses: Sequence[Tensor | None], microbatch: int, run: Callable[[], Any]) -> Any:
-        """What `run` returns: a call of the loss for a microbatch, after those for others.
+    def call(
+        self, losses: Sequence[Tensor | None], microbatch: int, run: Callable[[], Any], again: Callable[[], Any]
+    ) -> Any:
+        """What `run` returns: a call of the loss for a microbatch, after those for others. `again`: a call to compare.
 
         Raises:
             ArgumentError: it has kept state, and should have been called for others before.
@@ -57,7 +59,7 @@ class LossState:
         if self._loss is None or (self._pipelines == 1 and None not in losses[:microbatch]):
             return run()
         before = self._now()
-        look = _Look(self._survey()) if self._looks else None
+        look = _Look(self.survey()) if self._looks else None
         result = run()
         for (number, name), held in self._now().items():
             was = before.get((number, name))
@@ -65,14 +67,27 @@ class LossState:
                 raise self._refusal(type(self._modules[number]).__name__, name)
         if look is not None:
             self._looks -= 1
-            kept = look.state(run, result, self._first)
+            kept = look.state(again, result, self._first)
             if kept is not None:
                 raise self._refusal(_name_of(self._loss), kept)
             if not self._looks:
                 self._first.clear()
         return result
 
-    def _survey(self) -> Survey:
+    @property
+    def may_remember(self) -> bool:
+        """Whether the loss can reach anything in which a call could leave something."""
+        loss = self._loss
+        if isinstance(loss, partial):
+            return True
+        if not isinstance(loss, FunctionType):
+            return loss is not None and not is_library(getattr(loss, "__module__", None) or "")
+        if is_library(loss.__module__):
+            return False
+        return bool(loss.__closure__ or vars(loss) or named_by_code([loss]) or [*stored_globals([loss])])
+
+    def survey(self) -> Survey:
+        """The places and tensors that the loss reaches, but for those of the model."""
         loss = self._loss
         function = loss.__func__ if isinstance(loss, MethodType) else loss
         owner = getattr(loss, "__self__", loss)
