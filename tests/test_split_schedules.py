@@ -14,6 +14,7 @@ from models import TRANSFORMERS as TINY
 from models import squared_error
 from penstock.pipe.pipeline import Pipeline
 from penstock.schedule import Action, Op, Overlap, Schedule, check, generate, names, reduce_ties, split_backward
+from representatives import representatives
 from small import WIDTH, batch, mlp
 
 MICROBATCHES = 3
@@ -72,8 +73,7 @@ def verify(name: str, schedule: Schedule) -> penstock.Report:
 # -- the proof --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("late", [0, 1, None])
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(("name", "late"), representatives(3, list(EXAMPLES), [0, 1, None]))
 def test_bits_of_one_device(name: str, late: int | None, shares: list[dict[int, float]]) -> None:
     schedule = with_late_weights(generate("1f1b", 3, MICROBATCHES), late)
     assert check(schedule) == []
@@ -91,8 +91,9 @@ def test_tiny_models_of_transformers(name: str, shares: list[dict[int, float]]) 
     assert all(share > 0.9 for share in shares[1].values())
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("schedule", [name for name in names() if name.startswith(("zb", "v-"))])
+@pytest.mark.parametrize(
+    ("schedule", "ranks"), representatives(2, [name for name in names() if name.startswith(("zb", "v-"))], [2, 4])
+)
 def test_generated_schedules(schedule: str, ranks: int) -> None:
     order = generate(schedule, ranks, 4)
     assert any(action.op is Op.W for row in order.rows for action in row)

@@ -26,7 +26,7 @@ ALL_AT_ONCE = (
 
 MakesNetworks = Callable[..., AbstractContextManager[BadNetwork]]
 
-pytestmark = [pytest.mark.distributed, pytest.mark.alone]
+pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(autouse=True)

@@ -23,8 +23,10 @@ def close(one: Tensor, other: Tensor) -> bool:
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [
-        *(("deep_gpt_with_dropout", s) for s in ("gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "zb-v", "dualpipe-v")),
-        *(("frozen_first_stage", s) for s in ("1f1b", "zb-h1")),
+        *(("deep_gpt_with_dropout", s) for s in ("1f1b", "interleaved-1f1b", "zb-v")),
+        *(pytest.param("deep_gpt_with_dropout", s, marks=pytest.mark.long) for s in ("gpipe", "zb-h1", "dualpipe-v")),
+        pytest.param("frozen_first_stage", "1f1b", marks=pytest.mark.long),
+        ("frozen_first_stage", "zb-h1"),
     ],
 )
 def test_two_pipelines_of_two_give_what_one_device_gives(ranks4: Ranks, name: str, schedule: str) -> None:

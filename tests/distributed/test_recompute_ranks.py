@@ -22,8 +22,8 @@ FOUR = {"schedule": "1f1b"}
     ("clip", "options"),
     [
         (None, {}),
-        (0.5, {}),
-        (None, {"recompute": "always"}),
+        pytest.param(0.5, {}, marks=pytest.mark.long),
+        pytest.param(None, {"recompute": "always"}, marks=pytest.mark.long),
         (0.5, {"recompute": {0: "always", 1: 1, 2: "except_last"}, "offload": {3: True}, "deferred_batch_norm": True}),
     ],
     ids=["plain", "clipped", "recomputed", "all at once"],

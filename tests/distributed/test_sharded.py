@@ -93,8 +93,7 @@ def test_mixed_precision_of_fsdp(ranks4: Ranks) -> None:
     assert not torch.equal(half[0].losses[0], plain[0].losses[0])
 
 
-@pytest.mark.parametrize("how", ["by_plan", "by_sequence"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize(("schedule", "how"), representatives(2, ["1f1b", "zb-h1"], ["by_plan", "by_sequence"]))
 def test_tensor_parallel_layers(ranks4: Ranks, schedule: str, how: str) -> None:
     dropout = 0.1 if how == "by_plan" else 0.0  # on activations that are divided, masks would be others
     plain = run(ranks4, ((4,), ("pp",)), "", steps=3, dropout=dropout)

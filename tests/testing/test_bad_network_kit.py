@@ -18,8 +18,6 @@ from penstock.network import keeper, nodes
 from penstock.testing import BadNetwork
 from penstock.testing import bad_network as make
 
-pytestmark = pytest.mark.alone
-
 MakesNetworks = Callable[..., AbstractContextManager[BadNetwork]]
 
 SCRIPT = """
