@@ -322,3 +322,68 @@ class NotesLate(nn.Module):
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_an_attribute_that_a_later_microbatch_sets_first(schedule: str) -> None:
     as_one_device(lambda: around(NotesLate()), schedule=schedule)
+
+
+# -- blocks that are switched between steps ---------------------------------------------------------------------------
+
+
+class KeepsIfOn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.on, self.scale = False, torch.tensor(1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.on:
+            self.scale = x.detach().mean()
+        y = x * 1.0
+        y.register_hook(lambda gradient: gradient * self.scale)
+        return y
+
+
+class ReadsIfOn(Averages):
+    def __init__(self) -> None:
+        super().__init__()
+        self.on = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.lerp_(x.detach().mean(0), 0.5)
+        y = x * 1.0
+        y.register_hook(lambda gradient: gradient * self.mean if self.on else gradient)
+        return y
+
+
+class UpdatesIfOn(ReadsIfOn):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.on:
+            with torch.no_grad():
+                self.mean.lerp_(x.detach().mean(0), 0.5)
+        return self.linear(x) * (1 + self.mean.clone())
+
+
+def switch(model: nn.Module, step: int) -> None:
+    model[2].on = step >= 2
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_what_a_forward_keeps_from_some_step_on(schedule: str) -> None:
+    as_one_device(lambda: around(KeepsIfOn()), schedule=schedule, between=switch, steps=4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "recompute", "words"),
+    [
+        (ReadsIfOn, "never", "reads buffer"),
+        (UpdatesIfOn, "always", "updates '2.mean'"),
+        (UpdatesIfOn, 1, "updates its buffer"),
+    ],
+)
+def test_what_is_switched_on_between_steps_is_refused_as_from_the_beginning(
+    kind: type[nn.Module], recompute: Any, words: str
+) -> None:
+    with pytest.raises(PartitionError, match=words):
+        as_one_device(lambda: around(kind()), schedule="1f1b", between=switch, steps=4, recompute=recompute)

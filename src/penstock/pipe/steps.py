@@ -127,10 +127,11 @@ class Steps:
             known = self.jobs.next(cut, call)
             self._refuse_aliases(known, args, kwargs, target, divided)
             inputs = self._inputs(known, cut)
-            feed = Feed(inputs, loss_scale=loss_scale)
+            changes = self._split.changes()
+            feed = Feed(inputs, loss_scale=loss_scale, changes=changes)
             if self.has_outputs:
                 targets = self._targets(known, target, kwargs, divided)
-                feed = Feed(inputs, targets, self._weights(known, targets), outputs is not False, loss_scale)
+                feed = Feed(inputs, targets, self._weights(known, targets), outputs is not False, loss_scale, changes)
             with self._split.settling():
                 moments = self._engine.run(known.job, feed, number, timed=timeline)
             return self._result(known, feed, call, moments)

@@ -97,6 +97,7 @@ class Feed:
         weights: of each microbatch's loss.
         keep_outputs: keep the model's output of each microbatch.
         loss_scale: what gradients are multiplied by.
+        changes: how often the model was found changed between two steps.
     """
 
     inputs: Sequence[Mapping[int, Tensor]] = ()
@@ -104,6 +105,7 @@ class Feed:
     weights: Sequence[float] = ()
     keep_outputs: bool = False
     loss_scale: float = 1.0
+    changes: int = 0
 
 
 class Program:
@@ -149,7 +151,7 @@ class Program:
 
     def start(self, feed: Feed, *, reduces: bool) -> None:
         """Gives a step's inputs to the first stage, if it is here. `reduces`: gradients of sharded stages are."""
-        start = Start(reduces, feed.loss_scale)
+        start = Start(reduces, feed.loss_scale, feed.changes)
         for index, runner in self.runners.items():
             runner.begin_step(feed.inputs if self._placement.is_first(index) else (), start)
 

@@ -106,6 +106,7 @@ class BackwardUpdates(Feature):
         self._hooks: dict[int, object] = {}
         self._looks_at_hooks = 0
         self._looks = 0
+        self._changes = 0  # of the model, that are watched
         self._latest = -1
         self._left: dict[int, dict[str, Tensor]] = {}
         self._hooked: str | None = None
@@ -113,6 +114,8 @@ class BackwardUpdates(Feature):
     def begin_step(self, start: Start) -> None:
         """Drops what a step that raised has left."""
         self._left.clear()
+        if start.changes != self._changes:
+            self._changes, self._looks = start.changes, 0
 
     @contextmanager
     def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:

@@ -31,10 +31,12 @@ class Start(NamedTuple):
     Attributes:
         reduces: gradients are summed over the processes that share a stage in this step.
         loss_scale: what gradients are multiplied by.
+        changes: how often the model was found changed between two steps; what was learned of it may no longer hold.
     """
 
     reduces: bool = True
     loss_scale: float = 1.0
+    changes: int = 0
 
 
 class Rerun(Protocol):

@@ -61,7 +61,8 @@ class Kept:
 class ForwardState(Feature):
     """What the modules of one stage hold between forward and backward.
 
-    Which places a forward sets is learned by comparing before and after, in every forward of the first step.
+    Which places a forward sets is learned by comparing before and after, in every forward of the first step, and of
+    the first one after a change of the model.
 
     Args:
         survey: finds the places there are.
@@ -81,14 +82,15 @@ class ForwardState(Feature):
         self._splits = frozenset(splits)
         self._places: dict[Key, Place] = {}
         self._learning = True
+        self._changes = -1  # those that are learned from
         self._kept: dict[int, Kept] = {}
         self._latest = -1  # the microbatch of the last forward
 
     def begin_step(self, start: Start) -> None:
         """Drops anything left by a step that raised."""
         self._kept.clear()
-        if self._latest != -1:  # not the first step
-            self._learning = False
+        self._learning = start.changes != self._changes
+        self._changes = start.changes
 
     @contextmanager
     def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:

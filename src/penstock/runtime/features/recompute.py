@@ -89,6 +89,11 @@ class Buffers:
             if buffer is not None and id(buffer) in wanted
         ]
 
+    def others(self, module: nn.Module) -> list[tuple[str, Tensor]]:
+        """The buffers of a module that are not among them."""
+        own = {id(part._buffers[name]) for part, name in self._places}
+        return [(name, buffer) for name, buffer in module.named_buffers() if id(buffer) not in own]
+
     def copy(self) -> BufferCopies:
         """The buffers as they are now. One that stands in several places has one copy."""
         found = [part._buffers[name] for part, name in self._places]
@@ -130,7 +135,7 @@ class RecomputedStage(Feature):
         self._overwritten = frozenset(overwritten)
         self._offload = offload
         self._buffers = Buffers(modules, updated_buffers(stages[0]))
-        held = {id(buffer) for buffer in stages[0].buffers.values()}
+        held = {id(buffer) for buffer in updated_buffers(stages[0])}  # others are not copied
         self._strays = [(name, b) for module in modules for name, b in module.named_buffers() if id(b) not in held]
 
     def keep(self, microbatch: int, args: Sequence[Any]) -> Rerun | None:
@@ -149,7 +154,8 @@ class RecomputedStage(Feature):
             if stray._version != version:
                 raise PartitionError(
                     f"recompute: the forward of stage {self._meta.index} updates {name!r}, a tensor that is not a "
-                    "buffer, so that running it again would give something else; register it as a buffer, or choose "
+                    "buffer, or was not updated when the model was recorded, so that running it again would give "
+                    "something else; register it as a buffer, make a new pipeline if the model has changed, or choose "
                     f"recompute={{{self._meta.index}: 'never'}}"
                 )
 

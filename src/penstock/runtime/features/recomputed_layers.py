@@ -7,7 +7,7 @@ what it leaves to its callers: buffers are updated once, and what is updated in 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -111,10 +111,22 @@ class RunsAgain(nn.Module):
         self._buffers_of_layer = buffers
         self._traces = traces
         self._copies = copies
+        self._others = buffers.others(layer)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.layer(*args, **kwargs)
+        before = [buffer._version for _, buffer in self._others]
+        result = self._first_run(args, kwargs)
+        for (name, buffer), version in zip(self._others, before, strict=True):
+            if buffer._version != version:
+                raise PartitionError(
+                    f"recompute: a {type(self.layer).__name__} updates its buffer {name!r}, which it did not when the "
+                    "model was recorded, so that running it again would update it twice; make a new pipeline"
+                )
+        return result
+
+    def _first_run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         names = tuple(kwargs)
         containers = ContainerCopies(self.layer.modules(), self._traces)
         call = _Call(self.layer, names, self._buffers_of_layer.copy(), containers)

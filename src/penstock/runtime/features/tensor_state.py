@@ -78,11 +78,14 @@ class TensorState(Feature):
         self._written: dict[int, tuple[str, Tensor]] = {}
         self._left: dict[int, dict[int, _Reading]] = {}
         self._backwards = 0
+        self._changes = 0  # of the model, that are watched
         self._latest = -1
 
     def begin_step(self, start: Start) -> None:
         """Drops what a step that raised has left."""
         self._left.clear()
+        if start.changes != self._changes:
+            self._changes, self._backwards = start.changes, 0
         if self._backwards >= BACKWARDS:
             self._written.clear()
 

@@ -23,6 +23,7 @@ from penstock.runtime.model.copies import with_copies
 from penstock.runtime.model.elsewhere import elsewhere
 from penstock.runtime.model.materialize import Materialize, materialize
 from penstock.runtime.model.overlaps import refuse_overlaps
+from penstock.runtime.model.touched import Touched
 from penstock.schedule import Placement
 from penstock.stages import ties
 
@@ -87,6 +88,7 @@ class SplitModel:
         engine.tie(self.tie_groups, lambda name: held[name])
         self._followed = self._buffers_to_follow()
         self._buffers = self._current_buffers()
+        self._touched = Touched(self._modules)
 
     @property
     def cuts(self) -> tuple[str, ...]:
@@ -143,12 +145,17 @@ class SplitModel:
                 "pipeline, and a new optimizer. Values can be changed in place (load_state_dict, copy_)"
             )
 
+    def changes(self) -> int:
+        """How often something was found changed in the model's modules between two steps."""
+        return self._touched.look()
+
     @contextmanager
     def settling(self) -> Iterator[None]:
         """Around the run of a step: what it changes of the model's attributes by itself is nothing new to record."""
         before = self._partitioner.attributes()
         yield
         self._partitioner.settle(before)
+        self._touched.settle()
         self._buffers = self._current_buffers()  # a forward may replace a buffer of constants that it makes itself
 
     def modules(self) -> list[nn.Module]:
