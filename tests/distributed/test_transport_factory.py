@@ -11,6 +11,7 @@ import pytest
 from distributed import factory_jobs, jobs
 from distributed.ranks import Ranks, RanksError
 from penstock import ArgumentError, pipeline
+from penstock.runtime.transport import Endpoint, PointToPoint
 from penstock.testing import check_factory
 from penstock.testing.transports import POINT_TO_POINT_SCRIPTS, SCRIPTS
 from small import batch, mlp
@@ -33,6 +34,21 @@ def test_the_kit_sees_a_transport_that_loses_strides(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(EXAMPLES_OWN.Agreement, "check", check)
     with pytest.raises(AssertionError, match=r"a tensor arrived with other values|strides .* became"):
         check_factory(sockets)
+
+
+def test_the_kit_ends_where_a_message_never_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def keeping(endpoint: Endpoint) -> PointToPoint:
+        made.append(sockets(endpoint))
+        return made[-1]
+
+    monkeypatch.setattr("penstock.testing.transports.WAIT_SECONDS", 2.0)
+    monkeypatch.setattr(EXAMPLES_OWN.Sockets, "put", lambda self, peer, key, message: None)
+    with pytest.raises(AssertionError, match=r"not ended after 2 s: rank 1 waits for a message that was sent"):
+        check_factory(keeping)
+    for one in made:
+        one.close()
 
 
 def test_conformance_with_the_collectives_of_torch(ranks2: Ranks) -> None:

@@ -6,6 +6,7 @@ collectives are for transports that have them.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.pool import ThreadPool
@@ -30,7 +31,7 @@ from penstock.stages import Link
 LINK = Link(0, 1, ((0, "a"), (0, "b")))
 MICROBATCHES = 3
 WAIT_SECONDS = 60.0
-"""How long `check_factory` waits for the other rank."""
+"""How long `check_factory` waits for a rank that is in a script, or for the other one."""
 
 
 @dataclass(slots=True)
@@ -72,7 +73,7 @@ def check_transport(transports: Mapping[int, PointToPoint]) -> list[str]:
 def check_factory(factory: TransportFactory) -> list[str]:
     """Runs every script on what a factory makes for two ranks on the CPU, each a thread of this process.
 
-    Returns the names of the scripts. Raises AssertionError where a transport does not keep its promise.
+    Returns the names of the scripts. Raises AssertionError where a transport does not keep its promise, or hangs.
     """
     said: list[Any] = [None, None]
     barrier = Barrier(2)
@@ -94,11 +95,17 @@ def check_factory(factory: TransportFactory) -> list[str]:
         made.close()
         return names
 
+    late = time.monotonic() + WAIT_SECONDS
     with ThreadPool(2) as threads:
         ends = [threads.apply_async(check, (rank,)) for rank in (0, 1)]
         while not all(end.ready() for end in ends):
             for end in ends:
                 end.wait(0.05)
+                if time.monotonic() > late:
+                    raise AssertionError(
+                        f"the scripts have not ended after {WAIT_SECONDS:g} s: rank {ends.index(end)} waits for a "
+                        "message that was sent and has not arrived"
+                    )
                 if end.ready():
                     end.get()  # what one raises need not wait for the other, which may wait for ever
         return ends[0].get()

@@ -1,1 +1,1 @@
-"""What stages do beside their forward and backward, a feature a file; `assembly.py` says in which order they apply."""
+"""What stages do beside their forward and backward, a feature a file, in the order of `execute/assembly.py`."""
