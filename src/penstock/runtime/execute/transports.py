@@ -84,9 +84,8 @@ def _made(factory: TransportFactory, rank: int, device: torch.device, control: C
 
     made: PointToPoint | None = None
     try:
-        with control.working(
-            "the making of its transport"
-        ):  # waits for other ranks: what it raises ends the run at once
+        with control.working("the making of its transport"):
+            # It may wait for other ranks, so that whatever it raises ends the run at once.
             made = factory(Endpoint(rank, world.members, device, gather))
         with control.agreed():
             _check_made(made, _name_of(factory))
