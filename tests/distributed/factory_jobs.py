@@ -35,10 +35,10 @@ def only_on(rank: int, endpoint: Endpoint) -> Any:
     return made if endpoint.rank == rank else None
 
 
-def raises_on(rank: int, endpoint: Endpoint) -> PointToPoint:
+def raises_on(rank: int, kind: type[Exception], endpoint: Endpoint) -> PointToPoint:
     """A rank fails by itself while the others wait for it."""
     if endpoint.rank == rank:
-        raise OSError("no such network")
+        raise kind("no such network")
     endpoint.gather(None)
     return sockets(endpoint)
 
@@ -63,6 +63,6 @@ def refused(rank: int) -> dict[str, str]:
     return said
 
 
-def fail(rank: int) -> None:
+def fail(rank: int, kind: type[Exception]) -> None:
     task = jobs.mlp()
-    penstock.pipeline(task.model, task.args, loss_fn=task.loss, transport=partial(raises_on, 1))
+    penstock.pipeline(task.model, task.args, loss_fn=task.loss, transport=partial(raises_on, 1, kind))

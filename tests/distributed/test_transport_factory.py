@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from distributed import factory_jobs, jobs
 from distributed.ranks import Ranks, RanksError
@@ -33,6 +34,25 @@ def test_the_kit_sees_a_transport_that_loses_strides(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(EXAMPLES_OWN.Agreement, "check", check)
     with pytest.raises(AssertionError, match=r"a tensor arrived with other values|strides .* became"):
+        check_factory(sockets)
+
+
+def test_the_kit_sees_a_buffer_that_is_used_for_the_next_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers: dict[tuple[int, torch.Size], torch.Tensor] = {}
+    receive = EXAMPLES_OWN.Channel.receive
+
+    def again(self: object, microbatch: int) -> list[torch.Tensor | None]:
+        """Into the same memory, as `recv_into` would: autograd does not see it."""
+        found: list[torch.Tensor | None] = []
+        for tensor in receive(self, microbatch):
+            kept = None if tensor is None else buffers.setdefault((id(self), tensor.shape), tensor)
+            if kept is not None and tensor is not None:
+                kept.data.copy_(tensor)
+            found.append(kept)
+        return found
+
+    monkeypatch.setattr(EXAMPLES_OWN.Channel, "receive", again)
+    with pytest.raises(AssertionError, match="a tensor arrived with other values"):
         check_factory(sockets)
 
 
@@ -84,10 +104,12 @@ def test_what_is_wrong_is_refused_on_every_rank(ranks2: Ranks) -> None:
     assert all("equal to the bit" in said["then"] for said in (first, second))
 
 
-def test_a_factory_that_raises_ends_the_run(ranks2: Ranks) -> None:
+@pytest.mark.parametrize("kind", [OSError, ArgumentError])
+def test_a_factory_that_raises_ends_the_run(ranks2: Ranks, kind: type[Exception]) -> None:
     with pytest.raises(RanksError) as error:
-        ranks2.run(factory_jobs.fail, seconds=30)
-    assert "OSError: no such network" in str(error.value)
+        ranks2.run(factory_jobs.fail, kind, seconds=30)
+    assert f"{kind.__name__}: no such network" in str(error.value)
+    assert str(error.value).count("no such network") >= 2, "both ranks name the cause"
     assert "did not end" not in str(error.value)
 
 

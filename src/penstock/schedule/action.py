@@ -48,6 +48,10 @@ class Op(enum.Enum):
         return self in (Op.SEND_F, Op.SEND_B)
 
     @property
+    def is_receive(self) -> bool:
+        return self in (Op.RECV_F, Op.RECV_B)
+
+    @property
     def is_communication(self) -> bool:
         """A message between two stages; `Action.peer` names the other one."""
         return self in _NEIGHBOUR

@@ -84,9 +84,10 @@ def _made(factory: TransportFactory, rank: int, device: torch.device, control: C
 
     made: PointToPoint | None = None
     try:
-        # It may wait for other ranks, so that what it raises by itself ends the run at once.
-        with control.agreed(ArgumentError), control.working("the making of its transport"):
+        with control.working("the making of its transport"):
+            # It may wait for other ranks, so that whatever it raises ends the run at once.
             made = factory(Endpoint(rank, world.members, device, gather))
+        with control.agreed():
             _check_made(made, _name_of(factory))
     except BaseException:
         with contextlib.suppress(Exception):

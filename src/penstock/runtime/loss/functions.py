@@ -63,7 +63,7 @@ def saying_what_is_missing(loss: Loss | None) -> Loss | None:
             if target is not None or isinstance(error, PenstockError):
                 raise
             raise ArgumentError(
-                f"target=None, but this rank runs the last stage, and loss(output, None) raised "
+                f"target=None, but this rank runs the last stage, and loss_fn(output, None) raised "
                 f"{in_a_line(error)}; pass target=... where "
                 "pipe.needs_targets is true"
             ) from error
