@@ -72,6 +72,12 @@ def test_processor_time_is_that_of_all_threads_and_waiting_is_not_work() -> None
         assert 0 <= used["steal"] <= 1
 
 
+def test_a_machine_without_an_idle_moment_is_busy_all_the_time() -> None:
+    before = record.CpuUsage(0, 0, 0, 0, record.MachineTime(22542.57, 0, 118039.13))
+    after = record.CpuUsage(0, 1, 0, 0, record.MachineTime(22543.06, 0, 118039.62))  # 49 ticks, of which all were used
+    assert after.since(before)["busy"] == 1
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux tells")
 def test_a_machine_that_does_not_tell_gives_null(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "_machine_time", lambda: None)

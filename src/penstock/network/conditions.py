@@ -130,8 +130,9 @@ class CpuUsage:
         if self.machine is not None and before.machine is not None:
             total = self.machine.total_seconds - before.machine.total_seconds
             if total > 0:
-                busy = (self.machine.busy_seconds - before.machine.busy_seconds) / total
-                steal = (self.machine.steal_seconds - before.machine.steal_seconds) / total
+                # Differences of large numbers are rounded: a busy machine's would be above 1.
+                busy = min((self.machine.busy_seconds - before.machine.busy_seconds) / total, 1.0)
+                steal = min((self.machine.steal_seconds - before.machine.steal_seconds) / total, 1.0)
         return {
             "cpu_seconds": self.cpu_seconds - before.cpu_seconds,
             "wall_seconds": self.wall_seconds - before.wall_seconds,
