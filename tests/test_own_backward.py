@@ -149,6 +149,10 @@ class PopsAnObject(Pops):
 DEEPER = [KeepsDeeper, KeepsInATuple, KeepsInADefaultDict, KeepsOnItsOwnKindOfStack, KeepsOnADeque, KeepsInNewObjects]
 
 
+def prove(model: nn.Module, **options: Any) -> None:
+    verify(model, (X,), target=TARGET, loss_fn=F.mse_loss, microbatches=4, **options).check()
+
+
 @ORDERS
 @pytest.mark.parametrize("recompute", ["never", "always", 1])
 @pytest.mark.parametrize("kind", [KeepsForBackward, KeepsInAnObject, KeepsOnAStack])
@@ -157,16 +161,7 @@ def test_what_a_forward_keeps_is_there_in_its_own_backward(
 ) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(kind() for _ in range(4)))
-    verify(
-        model,
-        (X,),
-        target=TARGET,
-        loss_fn=F.mse_loss,
-        ranks=ranks,
-        schedule=schedule,
-        microbatches=4,
-        recompute=recompute,
-    ).check()
+    prove(model, ranks=ranks, schedule=schedule, recompute=recompute)
 
 
 @ORDERS
@@ -174,16 +169,7 @@ def test_what_a_forward_keeps_is_there_in_its_own_backward(
 def test_what_a_forward_keeps_may_be_anywhere_below_an_attribute(schedule: str, ranks: int, recompute: Any) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(kind() for kind in DEEPER))
-    verify(
-        model,
-        (X,),
-        target=TARGET,
-        loss_fn=F.mse_loss,
-        ranks=ranks,
-        schedule=schedule,
-        microbatches=4,
-        recompute=recompute,
-    ).check()
+    prove(model, ranks=ranks, schedule=schedule, recompute=recompute)
 
 
 @ORDERS
@@ -483,13 +469,4 @@ def test_a_forward_that_runs_again_reads_the_buffers_that_it_has_updated(
 ) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(NormalisesByTheUpdated() for _ in range(4)))
-    verify(
-        model,
-        (X,),
-        target=TARGET,
-        loss_fn=F.mse_loss,
-        ranks=ranks,
-        schedule=schedule,
-        microbatches=4,
-        recompute=recompute,
-    ).check()
+    prove(model, ranks=ranks, schedule=schedule, recompute=recompute)

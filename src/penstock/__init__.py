@@ -6,8 +6,9 @@ torch.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from penstock.lazy import face
 
 if TYPE_CHECKING:
     from penstock.errors import ArgumentError as ArgumentError
@@ -72,16 +73,4 @@ _SUBPACKAGES = frozenset(
 
 __all__ = [*_HOMES]  # noqa: PLE0604  (one list of names, not two)
 
-
-def __getattr__(name: str) -> Any:
-    if name in _SUBPACKAGES:
-        return import_module(f"penstock.{name}")
-    if name not in _HOMES:
-        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
-    value = getattr(import_module(f"penstock.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES, *_SUBPACKAGES})
+__getattr__, __dir__ = face(__name__, _HOMES, _SUBPACKAGES)

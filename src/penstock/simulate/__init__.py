@@ -5,8 +5,9 @@ Names are loaded when they are first used: costs need the standard library only,
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from penstock.lazy import face
 
 if TYPE_CHECKING:
     from penstock.simulate.costs import LinkCost as LinkCost
@@ -37,14 +38,4 @@ _HOMES = {
 
 __all__ = [*_HOMES]  # noqa: PLE0604  (one list of names, not two)
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'penstock.simulate' has no attribute {name!r}")
-    value = getattr(import_module(f"penstock.simulate.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+__getattr__, __dir__ = face(__name__, _HOMES)

@@ -10,8 +10,9 @@ As pytest fixtures: `pytest_plugins = ["penstock.testing.fixtures"]`.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from penstock.lazy import face
 
 if TYPE_CHECKING:
     from penstock.testing.nccl import nccl_rules as nccl_rules
@@ -34,14 +35,4 @@ _HOMES = {
 
 __all__ = [*_HOMES]  # noqa: PLE0604  (one list of names, not two)
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'penstock.testing' has no attribute {name!r}")
-    value = getattr(import_module(f"penstock.testing.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+__getattr__, __dir__ = face(__name__, _HOMES)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dis
 import operator
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -40,18 +41,18 @@ CALLS = 3
 Key = tuple[int, str]
 
 
-class Place:
+class Place(ABC):
     """One place; `key` tells it from others while its owner lives."""
 
     key: Key
 
+    @abstractmethod
     def read(self) -> Any:
         """What is there now: a value that later changes of the place leave alone."""
-        raise NotImplementedError
 
+    @abstractmethod
     def write(self, value: Any) -> None:
         """Puts back what was read."""
-        raise NotImplementedError
 
     def same(self, one: Any, other: Any) -> bool:
         """Whether two readings are alike."""
