@@ -203,7 +203,7 @@ def _other_settings(a: Run, b: Run) -> dict[str, tuple[Any, Any]]:
     return {key: (ours[key], others[key]) for key in ours if key in others and ours[key] != others[key]}
 
 
-_KEYS = ("algorithm", "backend", "hosts", "link", "bytes_per_second", "overlap", "seed", "machine_cores", "warmup")
+_KEYS = ("algorithm", "backend", "hosts", "link", "overlap", "seed", "machine_cores", "warmup")
 _OF_HOSTS = ("kernel", "torch", "congestion_control", "interface")
 _OF_NETWORK = ("own", "background", "slow", "shaper", "mtu")
 
@@ -211,7 +211,7 @@ _OF_NETWORK = ("own", "background", "slow", "shaper", "mtu")
 def _settings(record: dict[str, Any]) -> dict[str, Any]:
     """What a run was made with, and what its hosts were, where they are alike; None is what was not asked for.
 
-    `bytes_per_second` is of messages that were delayed, in place of a shaped link; `scenario` what has happened.
+    `scenario` is what has happened.
     """
     workload, network = record["workload"], record.get("network") or {}
     found = {key: record.get(key) for key in _KEYS}

@@ -20,7 +20,7 @@ from typing import IO, Any, Self
 
 from penstock.errors import ArgumentError
 from penstock.network import nodes
-from penstock.network.checks import missing
+from penstock.network.checks import why_not
 from penstock.network.machines import Machines
 from penstock.network.parse import parse_link
 from penstock.network.scenario import Event, read_scenario
@@ -160,7 +160,7 @@ def bad_network(
 
 def why_no_bad_network() -> str | None:
     """What this machine lacks for hosts and bad links, and how to get it; None if it lacks nothing."""
-    return missing() or why_no_switch()
+    return why_not() or why_no_switch()
 
 
 def _text(file: IO[bytes]) -> str:
