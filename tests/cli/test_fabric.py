@@ -154,7 +154,6 @@ def test_what_is_wrong_is_said_before_anything_is_made(command: str) -> None:
         (["--link", "1mbit", "--background", "1mbit to 7"], "no host 7"),
         (["--link", "1mbit", "--slow", "7=10%"], "host 7 is to be slow, but is not there"),
         (["--link", "1mbit delay 5ms", "--shaper", "tbf"], "tbf keeps a rate and nothing else"),
-        (["--link", "1mbit stall 1s every 5s", "--shaper", "netem"], "netem has no stalls"),
         (["--link", "100gbit delay 1ms"], "a rate of"),
         (["--link", "up 1mbit"], "position 1"),
     ],

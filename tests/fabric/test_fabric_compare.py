@@ -253,9 +253,7 @@ def test_a_scenario_and_the_stalls_of_trials_are_settings() -> None:
 
 def test_what_the_hosts_were_is_a_setting_too() -> None:
     shaped = [{"interface": "eth0", "kernel": "6.1", "congestion_control": "bbr"}] * 4
-    others = [
-        {"interface": "lo", "kernel": "6.1", "congestion_control": one} for one in ("bbr", "cubic", "bbr", "bbr")
-    ]
+    others = [{"interface": "lo", "kernel": "6.1", "congestion_control": one} for one in ("bbr", "cubic", "bbr", "bbr")]
     a = run_of(np.full((9, 1), 1e-3), link="100mbit", environment=shaped)
     b = run_of(np.full((9, 1), 1e-3), link="100mbit", environment=others)
     assert compare(a, b).other_settings == {

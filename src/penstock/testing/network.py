@@ -141,7 +141,7 @@ def bad_network(
         own: links of single hosts.
         seed: of all that is drawn; the k-th frame on a link meets the same with the same seed.
         background: neighbours' traffic, "50mbit to 1".
-        shaper: what shapes the links: "auto", "tbf", "netem" or "switch".
+        shaper: what shapes the links: "auto", "tbf" or "switch".
         scenario: a file of changes, played during each job, by its steps and its time.
 
     Raises:
