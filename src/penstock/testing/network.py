@@ -103,7 +103,7 @@ class BadNetwork:
             files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(hosts)]
             try:
                 ended = nodes.run(
-                    job, self.machines, events=self._events, outputs=files, seconds=timeout, forward=False
+                    job, self.machines, events=self._events, outputs=files, seconds=timeout, forwards=False
                 )
             except TimeoutError:
                 printed = "".join(map(_text, files))
