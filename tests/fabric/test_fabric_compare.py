@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import ArgumentError
 from penstock.fabric.compare import FEWEST, compare
-from penstock.fabric.differences import Samples, holm, kolmogorov_smirnov, mann_whitney, ranks, shift, tails
+from penstock.fabric.differences import Samples, holm, kolmogorov_smirnov, mann_whitney, shift, tails
 from penstock.fabric.samples import Run
 from penstock.fabric.workload import Transfer
 
@@ -31,11 +31,6 @@ def test_mann_whitney_is_scipys(a: Samples, b: Samples) -> None:
     other = scipy.stats.mannwhitneyu(a, b, method="asymptotic")
     assert found.statistic == other.statistic
     assert found.p == pytest.approx(other.pvalue, rel=1e-9, abs=1e-15)
-
-
-@given(some)
-def test_ranks_are_scipys(a: Samples) -> None:
-    assert list(ranks(a)) == list(scipy.stats.rankdata(a))
 
 
 @settings(max_examples=50)

@@ -11,7 +11,7 @@ import numpy as np
 
 from penstock.errors import ArgumentError
 from penstock.fabric.dependence import correlation_time
-from penstock.fabric.differences import Samples, holm, kolmogorov_smirnov, mann_whitney, ranks, shift, tails
+from penstock.fabric.differences import Samples, holm, kolmogorov_smirnov, mann_whitney, shift, tails
 from penstock.fabric.grouped import Group, groups
 from penstock.fabric.samples import Run
 from penstock.fabric.stalls import stalled
@@ -165,7 +165,7 @@ def _tested(a: Samples, b: Samples) -> dict[str, float]:
     """The p values of the tests for which there are enough samples."""
     if min(len(a), len(b)) < FEWEST:
         return {}
-    times = [correlation_time(ranks(one)) for one in (a, b)]
+    times = [correlation_time(one) for one in (a, b)]
     found = {
         "median": mann_whitney(a, b, _inflation(a, b)).p,
         "shape": kolmogorov_smirnov(a, b, (len(a) / times[0], len(b) / times[1])).p,
@@ -178,9 +178,8 @@ def _tested(a: Samples, b: Samples) -> dict[str, float]:
 
 
 def _inflation(a: Samples, b: Samples) -> float:
-    """How much larger the variance of a difference is than if all samples were independent: by their ranks, as a few
-    outliers would hide a correlation."""
-    terms = [correlation_time(ranks(one)) / len(one) for one in (a, b)]
+    """How much larger the variance of a difference is than if all samples were independent."""
+    terms = [correlation_time(one) / len(one) for one in (a, b)]
     return sum(terms) / (1 / len(a) + 1 / len(b))
 
 
