@@ -533,7 +533,6 @@ def test_show_as_nccl_tests(runs: Runs) -> None:
 
 @pytest.mark.distributed
 def test_chakra_traces_are_written_a_rank_a_file(runs: Runs) -> None:
-    pytest.importorskip("google.protobuf")
     assert sorted(path.name[-5:] for path in runs.emulation.glob("*.et")) == [".0.et", ".1.et"]
     assert not list(runs.training.glob("*.et"))
 
