@@ -1,6 +1,7 @@
-"""What several folders of tests use: ranks, and how hypothesis is run."""
+"""What several folders of tests use: ranks, how hypothesis is run, and what the collector of garbage leaves alone."""
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Generator, Iterator
 
 import pytest
 import torch
@@ -13,6 +14,18 @@ pytest_plugins = ["penstock.testing.fixtures"]
 # How long an example takes depends on the machine, so no test fails for being slow.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is there once tests are collected stays: a million objects, which each full collection would look at."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture
