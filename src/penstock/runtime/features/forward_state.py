@@ -62,7 +62,7 @@ class ForwardState(Feature):
     """What the modules of one stage hold between forward and backward.
 
     Which places a forward sets is learned by comparing before and after, in every forward of the first step, and of
-    the first one after a change of the model.
+    the first one after a change of the model or a step that raised.
 
     Args:
         survey: finds the places there are.
