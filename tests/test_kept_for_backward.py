@@ -327,7 +327,7 @@ def test_an_attribute_that_a_later_microbatch_sets_first(schedule: str) -> None:
 # -- steps that raise -------------------------------------------------------------------------------------------------
 
 
-class Failing(Exception):
+class BadBatchError(Exception):
     """What a caller skips a bad batch for."""
 
 
@@ -338,7 +338,7 @@ class RaisesAtFirst(Scales):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.fails:
-            raise Failing
+            raise BadBatchError
         return super().forward(x)
 
 
@@ -348,7 +348,7 @@ class NotingAfter(Noting):
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
         if self.fails:
-            raise Failing
+            raise BadBatchError
         return super().__call__(output, target)
 
 
@@ -360,7 +360,7 @@ def test_what_is_kept_is_learned_after_a_first_step_that_raised(where: str, sche
     with pipeline(mine, (x,), loss=loss, ranks=2, microbatches=4, schedule=schedule) as pipe:
         failing = loss if where == "the loss" else mine[2]
         failing.fails = True
-        with pytest.raises(Failing):
+        with pytest.raises(BadBatchError):
             pipe.step(x, target=y)
         failing.fails = False
         mine.zero_grad()
