@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import socket
 import statistics
 import struct
@@ -18,10 +19,17 @@ import sys
 import time
 
 from penstock.network.conditions import cpu_usage
+from penstock.network.link import Link
 from penstock.network.machines import Machines
 from penstock.network.parse import parse_link
 
 SIZES = (1, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 8 << 20)
+
+
+def wire_bytes(link: Link, size: int) -> int:
+    """What a message costs on the link when TCP fills its segments; without the acknowledgements coming back."""
+    carried = round(link.goodput_ratio * link.frame_bytes)
+    return size + math.ceil(size / carried) * (link.frame_bytes - carried)
 
 
 def receive(address: str) -> None:
@@ -68,7 +76,7 @@ def measure(text: str, congestion_control: str | None, idle_seconds: float) -> N
     least = statistics.median(times.pop(1))
     cells = [f"1 B {least * 1e6:.0f} us"]
     for size, taken in times.items():
-        ideal = link.wire_bytes(size) / link.bytes_per_second
+        ideal = wire_bytes(link, size) / link.bytes_per_second
         median, fastest = ((value - least) / ideal for value in (statistics.median(taken), min(taken)))
         cells.append(f"{size >> 10} KiB {median:.3f} ({fastest:.3f})")
     print(f"{text}, {congestion_control or 'default'}: {', '.join(cells)}; processors busy {busy:.0%}", flush=True)

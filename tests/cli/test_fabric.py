@@ -78,7 +78,7 @@ WRONG = {
     "--sizes 4 --collective all_to_all --uneven 1,2,3,4 --algorithm bruck": "give one of pairwise, direct, engine",
     "--sizes 4 --trials 0": "--trials 0: at least one is needed",
     "--sizes 4 --warmup 0": "--warmup 0: at least one is needed",
-    "--sizes 4 --backend glue": "there is no backend 'glue': give one of gloo, nccl, mpi",
+    "--sizes 4 --backend glue": "there is no backend 'glue': give one of gloo, nccl",
     "--sizes 4 --stall-timeout 0": "--stall-timeout 0: expected a time above 0",
     "--trials 5": "what is to be sent? nothing was given: give one of --preset, --model",
     "--sizes 4 --preset mlp": "what is to be sent? --preset and --sizes were given: give one of",
@@ -154,7 +154,6 @@ def test_what_is_wrong_is_said_before_anything_is_made(command: str) -> None:
         (["--link", "1mbit", "--background", "1mbit to 7"], "no host 7"),
         (["--link", "1mbit", "--slow", "7=10%"], "host 7 is to be slow, but is not there"),
         (["--link", "1mbit delay 5ms", "--shaper", "tbf"], "tbf keeps a rate and nothing else"),
-        (["--link", "1mbit stall 1s every 5s", "--shaper", "netem"], "netem has no stalls"),
         (["--link", "100gbit delay 1ms"], "a rate of"),
         (["--link", "up 1mbit"], "position 1"),
     ],
@@ -223,7 +222,7 @@ def test_a_dry_run_asks_what_shapes_the_links(monkeypatch: pytest.MonkeyPatch) -
     assert penstock("fabric", *SIZES, "--link", "100mbit", "--shaper", "tbf", "--dry-run").exit_code == 0
     for module in (checks, shapers, machines):
         monkeypatch.setattr(module, "why_not", lambda: NO_ROOT)
-    assert "only a rate can be kept" in refusal(*asked[:-3], "--dry-run")
+    assert NO_ROOT in refusal(*asked[:-3], "--dry-run")
 
 
 def test_a_dry_run_writes_traces_and_nothing_else(folder: Path) -> None:
@@ -369,11 +368,13 @@ def test_an_unknown_collective_gets_the_names_of_all() -> None:
 
 
 @pytest.mark.usefixtures("nothing_is_made")
-def test_the_engine_cannot_be_delayed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", [("--link", "100mbit"), ("--slow", "0=50%")])
+def test_where_no_hosts_can_be_made_links_are_refused(how: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "why_not", lambda: NO_ROOT)
-    for command in (("fabric", *SIZES, "--algorithm", "engine"), ("fabric", "train")):
-        said = refusal(*command, "--link", "100mbit")
-        assert said == f"{NO_ROOT}, which torch.distributed's own collectives cannot take: leave --link out"
+    for command in (("fabric", *SIZES), ("fabric", *SIZES, "--dry-run"), ("fabric", "train")):
+        said = refusal(*command, *how)
+        assert said == f"{NO_ROOT}. Without --link and --slow, hosts are plain processes of this machine"
+    assert os.listdir() == []
 
 
 @pytest.mark.usefixtures("nothing_is_made")
@@ -532,7 +533,6 @@ def test_show_as_nccl_tests(runs: Runs) -> None:
 
 @pytest.mark.distributed
 def test_chakra_traces_are_written_a_rank_a_file(runs: Runs) -> None:
-    pytest.importorskip("google.protobuf")
     assert sorted(path.name[-5:] for path in runs.emulation.glob("*.et")) == [".0.et", ".1.et"]
     assert not list(runs.training.glob("*.et"))
 
@@ -543,20 +543,6 @@ def test_a_run_is_never_written_over(runs: Runs) -> None:
     said = refusal("fabric", *SIZES, "--out", str(runs.training))
     assert said.endswith("has a run already: give another folder, or remove that one")
     assert (runs.training / SAMPLES).stat().st_mtime_ns == before
-
-
-@pytest.mark.distributed
-def test_without_root_messages_are_delayed(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    monkeypatch.setattr(checks, "why_not", lambda: NO_ROOT)
-    done = penstock("fabric", "--sizes", "25000", "--hosts", "2", "--trials", "4", "--link", "10mbit", "--json")
-    assert done.exit_code == 0, done.output
-    assert done.stderr == f"penstock: {NO_ROOT}\n"
-    found = json.loads(done.stdout)
-    # Each host sends the half of it twice, at 1.25e6 bytes a second.
-    assert found["transfers"][0]["time_s"]["min"] >= 25000 / 1.25e6
-    assert found["environment"]["link"] == "10mbit"
-    assert os.listdir("runs") == ["fabric-1"]
-    assert "link 10mbit, by a delaying transport" in output("fabric", "show", "runs/fabric-1")
 
 
 # -- workloads of a model ---------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """`penstock run` hands on arguments, exit status and signals, says errors in one line, and leaves no process behind."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -124,7 +125,8 @@ def test_a_stopped_rank_keeps_nobody_waiting(folder: Path) -> None:
 def test_after_a_signal_nobody_waits_for_an_agent_without_ranks() -> None:
     with subprocess.Popen(["sleep", "60"]) as agent:
         began = time.monotonic()
-        launch._wait(agent, [signal.SIGINT], "a job that has no process")
+        jobs = ["a job that has no process"]
+        launch._wait([agent], jobs, [signal.SIGINT], lambda: None, math.inf, launch.USUAL)
         assert time.monotonic() - began < launch.LAUNCH_SECONDS / 2
         agent.kill()
 

@@ -71,6 +71,25 @@ def deep_gpt_with_dropout() -> Task:
     return task._replace(model=GPT(layers=8, dropout=0.2))
 
 
+class Deep(nn.Module):
+    """Dropout between layers, a weight at both ends, and a mask that every stage uses: for many stages, and quick."""
+
+    def __init__(self, layers: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(9, 9) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = x > -1
+        for layer in self.layers:
+            x = F.dropout(layer(x).tanh(), 0.2, self.training) * mask
+        return F.linear(x, self.layers[0].weight)
+
+
+def deep_with_dropout() -> Task:
+    torch.manual_seed(0)
+    return Task(Deep(), (torch.randn(ROWS, 9),), {}, torch.randn(ROWS, 9), squared_error)
+
+
 def llama() -> Task:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -120,8 +139,8 @@ def frozen_first_stage() -> Task:
 TASKS: dict[str, Callable[[], Task]] = {
     f.__name__: f
     for f in (
-        mlp, dropout, convnet, skips, in_place, tied_gpt, tied_gpt_with_dropout, deep_gpt_with_dropout, llama,
-        dicts_between_stages, a_rank_without_parameters, frozen_first_stage,
+        mlp, dropout, convnet, skips, in_place, tied_gpt, tied_gpt_with_dropout, deep_gpt_with_dropout,
+        deep_with_dropout, llama, dicts_between_stages, a_rank_without_parameters, frozen_first_stage,
     )
 }  # fmt: skip
 

@@ -1,8 +1,8 @@
-"""What each rank of two machines runs, under torchrun. Its arguments are a folder and what to do:
+"""What each rank of two machines runs, under torchrun. Its arguments are a folder and the name of another machine.
 
-prove MASTER    leaves FOLDER/shown.RANK, a JSON object: which ranks are reached through shared memory, and what
-                `penstock.verify` says of each transport; for the second, MASTER_ADDR names another machine
-fall            trains; the last rank is killed in the middle of its second step
+It leaves FOLDER/shown.RANK, a JSON object: which ranks are reached through shared memory, and what `penstock.verify`
+says of each transport; for the second, MASTER_ADDR names the other machine. Then it trains, and the last rank is killed
+in the middle of its second step.
 """
 
 import json
@@ -39,7 +39,7 @@ def prove() -> dict[str, Any]:
             case.model, case.args, target=case.target, loss_fn=case.loss, microbatches=2, transport=transport
         )
         shown[transport] = [report.ranks, report.ok, report.summary()]
-        os.environ["MASTER_ADDR"] = sys.argv[3]  # rank 0 need not be there: the pipeline may be a part of the job
+        os.environ["MASTER_ADDR"] = sys.argv[2]  # rank 0 need not be there: the pipeline may be a part of the job
     return shown
 
 
@@ -62,9 +62,7 @@ def fall() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    if sys.argv[2] == "prove":
-        (Path(sys.argv[1]) / f"shown.{rank}").write_text(json.dumps(prove()))
-        dist.destroy_process_group()
-    else:
-        fall()
+    master = os.environ["MASTER_ADDR"]
+    (Path(sys.argv[1]) / f"shown.{dist.get_rank()}").write_text(json.dumps(prove()))
+    os.environ["MASTER_ADDR"] = master
+    fall()

@@ -6,6 +6,7 @@ other.
 """
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -119,6 +120,7 @@ def _serve(pipe: Connection, rank: int, ranks: int, store: str) -> None:
     import torch.distributed as dist
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    gc.freeze()  # a collection would copy the memory of all that was imported
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
     with contextlib.suppress(EOFError, OSError):

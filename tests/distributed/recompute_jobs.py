@@ -11,7 +11,7 @@ import penstock
 from everything import ROWS, WIDTH, Layer, everything
 from models import squared_error
 
-STEPS = 50
+STEPS = 20
 
 
 class Untied(nn.Module):

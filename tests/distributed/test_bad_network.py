@@ -116,6 +116,7 @@ def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / show.METRICS).read_text().splitlines()]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("bad_network")  # skips where there can be none
 def test_demo_over_one_percent_loss_learns_the_same_bits(tmp_path: Path, ranks2: Ranks) -> None:
     network = ["--hosts", "2", "--link", "100mbit delay 5ms loss 1%", "--link-of", "1=50mbit loss 1%"]

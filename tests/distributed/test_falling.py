@@ -23,11 +23,12 @@ MESH_OPS = {4: ["F", "REDUCE_GRAD"]}
 """Of two replicas of three ranks: the fall of a rank ends both."""
 
 
-def cases(how: str, **options: Any) -> list[dict[str, Any]]:
+def cases(how: str, every: bool, **options: Any) -> list[dict[str, Any]]:
+    """One for each kind of action, or, where not `every`, for one kind on each rank."""
     return [
         {"name": f"{how}-{victim}-{op}", "victim": victim, "op": op, "how": how, **options}
         for victim, ops in (SPLIT_OPS if "schedule" in options else MESH_OPS if "replicas" in options else OPS).items()
-        for op in ops
+        for op in (ops if every else ops[:1])
     ]
 
 
@@ -51,25 +52,34 @@ def run() -> Iterator[Callable[[Path, list[dict[str, Any]]], dict[str, Any]]]:
         assert process.wait(30) == 0
 
 
+LONG = pytest.mark.long
+
+
 @pytest.mark.parametrize(
-    ("how", "options"),
+    ("how", "every", "options"),
     [
-        ("kill", {}),
-        ("stop", {}),
-        ("raise", {}),
-        ("kill", {"transport": "distributed"}),
-        ("kill", {"transport": "tcp"}),
-        ("stop", {"schedule": "zb-h1"}),
-        ("raise", {"schedule": "zb-h1"}),
-        ("kill", {"replicas": 2}),
-        ("raise", {"replicas": 2}),
+        pytest.param("kill", True, {}, id="kill"),
+        pytest.param("stop", False, {}, id="stop"),
+        pytest.param("stop", True, {}, id="stop-every", marks=LONG),
+        pytest.param("raise", True, {}, id="raise"),
+        pytest.param("kill", False, {"transport": "distributed"}, id="kill-gloo"),
+        pytest.param("kill", True, {"transport": "distributed"}, id="kill-gloo-every", marks=LONG),
+        pytest.param("kill", False, {"transport": "tcp"}, id="kill-own"),
+        pytest.param("kill", True, {"transport": "tcp"}, id="kill-own-every", marks=LONG),
+        pytest.param("stop", True, {"schedule": "zb-h1"}, id="stop-split"),
+        pytest.param("raise", True, {"schedule": "zb-h1"}, id="raise-split"),
+        pytest.param("kill", True, {"replicas": 2}, id="kill-mesh"),
+        pytest.param("raise", True, {"replicas": 2}, id="raise-mesh"),
     ],
-    ids=["kill", "stop", "raise", "kill-gloo", "kill-own", "stop-split", "raise-split", "kill-mesh", "raise-mesh"],
 )
 def test_trap_11_the_others_end_and_name_the_rank_that_fell(
-    run: Callable[[Path, list[dict[str, Any]]], dict[str, Any]], tmp_path: Path, how: str, options: dict[str, Any]
+    run: Callable[[Path, list[dict[str, Any]]], dict[str, Any]],
+    tmp_path: Path,
+    how: str,
+    every: bool,
+    options: dict[str, Any],
 ) -> None:
-    planned = cases(how, **options)
+    planned = cases(how, every, **options)
     ends = run(tmp_path, planned)
     for case in planned:
         end, victim = ends[case["name"]], case["victim"]

@@ -49,12 +49,13 @@ def test_bits_of_one_device(ranks: Ranks, name: str, schedule: str) -> None:
     ("schedule", "p", "transport"),
     representatives(3, [g.name for g in generators() if g.slices == 1 and g.name not in CLASSIC], [2, 4], TRANSPORTS),
 )
+@pytest.mark.parametrize("name", ["deep_with_dropout", pytest.param("deep_gpt_with_dropout", marks=pytest.mark.long)])
 def test_every_schedule_gives_the_bits_of_one_device(
-    schedule: str, p: int, transport: str, request: pytest.FixtureRequest
+    name: str, schedule: str, p: int, transport: str, request: pytest.FixtureRequest
 ) -> None:
     ranks: Ranks = request.getfixturevalue(f"ranks{p}")
     options = {"schedule": schedule, "microbatches": 6, "transport": transport}
-    reports = ranks.run(jobs.verify, "deep_gpt_with_dropout", options)
+    reports = ranks.run(jobs.verify, name, options)
     assert len(set(map(str, reports))) == 1, "each rank has the same report"
     assert reports[0][0], reports[0][1]
 

@@ -15,6 +15,8 @@ pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-6
 
+SHORT, LONG = ("1f1b", "interleaved-1f1b", "zb-v"), ("gpipe", "zb-h1", "dualpipe-v")
+
 
 def close(one: Tensor, other: Tensor) -> bool:
     return float((one - other).abs().max()) <= TOLERANCE * float(other.abs().max())
@@ -23,8 +25,9 @@ def close(one: Tensor, other: Tensor) -> bool:
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [
-        *(("deep_gpt_with_dropout", s) for s in ("1f1b", "interleaved-1f1b", "zb-v")),
-        *(pytest.param("deep_gpt_with_dropout", s, marks=pytest.mark.long) for s in ("gpipe", "zb-h1", "dualpipe-v")),
+        *(("deep_with_dropout", s) for s in SHORT),
+        *(pytest.param("deep_with_dropout", s, marks=pytest.mark.long) for s in LONG),
+        *(pytest.param("deep_gpt_with_dropout", s, marks=pytest.mark.long) for s in (*SHORT, *LONG)),
         pytest.param("frozen_first_stage", "1f1b", marks=pytest.mark.long),
         ("frozen_first_stage", "zb-h1"),
     ],
@@ -48,10 +51,11 @@ def test_any_shape_of_mesh(ranks4: Ranks, name: str, shape: tuple[int, int]) -> 
         assert seen[0].ok, seen[0].summary
 
 
-def test_training_is_that_of_one_pipeline_with_the_whole_batch(ranks4: Ranks) -> None:
-    whole = ranks4.run(mesh_jobs.train, "deep_gpt_with_dropout", None, 4, {"microbatches": 4})
+@pytest.mark.parametrize("name", ["deep_with_dropout", pytest.param("deep_gpt_with_dropout", marks=pytest.mark.long)])
+def test_training_is_that_of_one_pipeline_with_the_whole_batch(ranks4: Ranks, name: str) -> None:
+    whole = ranks4.run(mesh_jobs.train, name, None, 4, {"microbatches": 4})
     for shape, microbatches in (((2, 2), 2), ((4, 1), 1)):
-        parts = ranks4.run(mesh_jobs.train, "deep_gpt_with_dropout", shape, 4, {"microbatches": microbatches})
+        parts = ranks4.run(mesh_jobs.train, name, shape, 4, {"microbatches": microbatches})
         weights = {name: value for rank in whole for name, value in rank.weights.items()}
         for rank in parts:
             assert rank.global_batch == whole[0].global_batch == 12

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import penstock
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_resumable.py"
+OPTIONS = ["--steps", "10", "--every", "3", "--folder"]
 
 FALLS = """
 import os, runpy, signal, sys
@@ -38,22 +43,33 @@ def losses(done: subprocess.CompletedProcess[str]) -> list[tuple[int, str]]:
     return [(int(step), loss) for _, step, loss in words]
 
 
+@pytest.fixture
+def whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+    """The same of a run in this process that nothing happens to."""
+    step, found = penstock.Pipeline.step, []
+
+    def noted(self: penstock.Pipeline, *args: Any, **kwargs: Any) -> Any:
+        result = step(self, *args, **kwargs)
+        found.append((self.step_count, float(result.loss).hex()))
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(penstock.Pipeline, "step", noted)
+        patch.setattr(sys, "argv", [str(EXAMPLE), *OPTIONS, str(tmp_path / "whole")])
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    return found
+
+
 @pytest.mark.distributed
-def test_a_rank_that_is_killed_once_changes_no_loss(tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_once_changes_no_loss(tmp_path: Path, whole: list[tuple[int, str]]) -> None:
     (tmp_path / "falls.py").write_text(FALLS)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    program = ["falls.py", str(EXAMPLE), "--steps", "10", "--every", "3", "--folder"]
-
-    def run(*command: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=90,
-            check=False,
-        )  # fmt: skip
-
-    whole = losses(run(*program, "whole"))
+    command = [sys.executable, *torchrun, "falls.py", str(EXAMPLE), *OPTIONS, "broken"]
     assert [step for step, _ in whole] == list(range(1, 11))
-    done = run(*torchrun, *program, "broken")
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=90, check=False
+    )
     assert done.returncode == 0, done.stderr
     seen = losses(done)
     again = seen[7][0]

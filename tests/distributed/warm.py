@@ -5,6 +5,7 @@ A step's first FakeTensorMode alone loads all of `torch._dynamo`, which takes lo
 
 from __future__ import annotations
 
+import gc
 from importlib import import_module
 
 MODULES = (
@@ -20,3 +21,4 @@ MODULES = (
 def up() -> None:
     for name in MODULES:
         import_module(name)
+    gc.freeze()  # a collection would copy the memory of all that was imported

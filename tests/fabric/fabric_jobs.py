@@ -25,7 +25,7 @@ from penstock.fabric.emulation.joining import Members
 from penstock.fabric.emulation.payload import DTYPES, TYPES
 from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.emulation.trials import Trials
-from penstock.fabric.emulation.wires import Delayed, Message, Plain, Wire
+from penstock.fabric.emulation.wires import Message, Wire
 from penstock.fabric.steps import Collective, StepList
 from penstock.fabric.workload import Transfer, Workload
 
@@ -56,7 +56,7 @@ def everything(rank: int, sizes: Sequence[int]) -> tuple[int, list[str]]:
             continue
         for algorithm in (*algorithms(collective), ENGINE):
             what = f"{collective} by {algorithm}, {elements} of {element_bytes} bytes"
-            part = part_of(place, algorithm, Plain())
+            part = part_of(place, algorithm, Wire())
             fault = wrong(place, part)
             if fault is not None:
                 faults.append(f"{what}: {fault}")
@@ -79,7 +79,7 @@ def in_every_type(rank: int) -> tuple[int, list[str]]:
         if op == "avg" and (algorithm == ENGINE or not dtype.is_floating_point):
             continue
         place = replace(place_of(rank, collective, 29), dtype=dtype, op=op)
-        fault = wrong(place, part_of(place, algorithm, Plain()))
+        fault = wrong(place, part_of(place, algorithm, Wire()))
         count += 1
         if fault is not None:
             faults.append(f"{op} of {name}, {collective} by {algorithm}: {fault}")
@@ -95,35 +95,56 @@ def uneven(rank: int, every: Sequence[tuple[int, ...]]) -> list[str | None]:
         if algorithm == ENGINE:
             part: Stepwise | Engine = Engine(place, None, CPU)
         else:
-            part = Stepwise(place, generate("all_to_all", algorithm, len(shares), shares=shares), Plain(), CPU)
+            part = Stepwise(place, generate("all_to_all", algorithm, len(shares), shares=shares), Wire(), CPU)
         found.append(wrong(place, part))
     return found
 
 
-class Spoiling(Plain):
-    """A wire on which the first number of what a rank receives changes."""
+class Spoiling(Wire):
+    """A wire on which the first number of what a rank receives changes.
+
+    Args:
+        victim: the rank; None: every one.
+    """
+
+    def __init__(self, victim: int | None = None) -> None:
+        super().__init__()
+        self._victim = victim
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         super().exchange(sends, receives)
         for message in receives:
-            message.tensor[0] += 1
+            message.tensor[0] += self._victim in (None, dist.get_rank())
+
+
+class Slow(Wire):
+    """A wire on which every message takes its time at both ends."""
+
+    def __init__(self, bytes_per_second: float) -> None:
+        super().__init__()
+        self._bytes_per_second = bytes_per_second
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        time.sleep(sum(m.tensor.nbytes for m in sends) / self._bytes_per_second)
+        super().exchange(sends, receives)
+        time.sleep(sum(m.tensor.nbytes for m in receives) / self._bytes_per_second)
 
 
 def spoiled(rank: int, collective: Collective, algorithm: str, victim: int) -> str | None:
     """What is wrong when one rank receives something else than what was sent."""
     place = place_of(rank, collective, 12)
-    return wrong(place, part_of(place, algorithm, Spoiling() if rank == victim else Plain()))
+    return wrong(place, part_of(place, algorithm, Spoiling() if rank == victim else Wire()))
 
 
 def without_each_move(rank: int, collective: Collective, algorithm: str) -> list[list[str | None]]:
     """For each move of a step list: what is wrong without it, right from the start and after a right result."""
     place = place_of(rank, collective, 12)
     whole = generate(collective, algorithm, len(place.members))
-    right = part_of(place, algorithm, Plain())
+    right = part_of(place, algorithm, Wire())
     assert wrong(place, right) is None
     found = []
     for steps in _shortened(whole):
-        fresh, used = Stepwise(place, steps, Plain(), CPU), Stepwise(place, steps, Plain(), CPU)
+        fresh, used = Stepwise(place, steps, Wire(), CPU), Stepwise(place, steps, Wire(), CPU)
         assert isinstance(right, Stepwise)
         used._memory.copy_(right._memory)
         found.append([wrong(place, fresh), wrong(place, used)])
@@ -137,25 +158,6 @@ def _shortened(steps: StepList) -> Iterator[StepList]:
             yield replace(steps, rounds=(*steps.rounds[:number], rest, *steps.rounds[number + 1 :]))
 
 
-def delayed(rank: int, size: int, bytes_per_second: float) -> dict[str, float]:
-    """Seconds that rank 2 waits for a message of rank 0, for one of each of ranks 0 and 1, and for two of rank 0."""
-    buffers = [torch.full((size,), other, dtype=torch.uint8) for other in range(2)]
-    found = {}
-    for name, sources, count in (("one", [0], 1), ("two", [0, 1], 1), ("two after each other", [0], 2)):
-        wire = Delayed(bytes_per_second)
-        start = time.monotonic()  # before the barrier, which lets one go after the other
-        dist.barrier()
-        for _ in range(count):
-            if rank == 2:
-                into = [torch.zeros(size, dtype=torch.uint8) for _ in sources]
-                wire.exchange([], [Message(one, source) for one, source in zip(into, sources, strict=True)])
-                assert all(torch.equal(one, buffers[source]) for one, source in zip(into, sources, strict=True))
-            elif rank in sources:
-                wire.exchange([Message(buffers[rank], 2)], [])
-        found[name] = time.monotonic() - start
-    return found
-
-
 def begun_together(rank: int, spec: Spec, margin_ns: int, path: str | None) -> Any:
     """Stamps of some trials that begin so long after the word, which goes over a board if a path is given."""
     margin, signals._MARGIN_NS = signals._MARGIN_NS, margin_ns
@@ -163,7 +165,7 @@ def begun_together(rank: int, spec: Spec, margin_ns: int, path: str | None) -> A
         os.environ[board.VARIABLE] = path
     members = Members(rank, spec.hosts, None, None)
     try:
-        trials = Trials(spec, _parts(spec, members, Plain()), members)
+        trials = Trials(spec, _parts(spec, members, Wire()), members)
         assert (trials._signals._board is None) == (path is None)
         return np.stack([trials.one().stamps.numpy() for _ in range(3)])
     finally:
@@ -220,7 +222,7 @@ def on_other_clocks(rank: int, spec: Spec, ahead_ns: int, passes: float) -> tupl
         patch.setattr(clock, "estimate", counted)
         members = Members(rank, spec.hosts, None, None)
         began = time.monotonic_ns()
-        made = Trials(spec, _parts(spec, members, Plain()), members)
+        made = Trials(spec, _parts(spec, members, Wire()), members)
         found = []
         for _ in range(3):
             ahead.seconds += passes
@@ -228,11 +230,10 @@ def on_other_clocks(rank: int, spec: Spec, ahead_ns: int, passes: float) -> tupl
         return began, time.monotonic_ns(), np.stack(found), estimates
 
 
-def trials_of(rank: int, spec: Spec, count: int, spoils: bool = False) -> Any:
+def trials_of(rank: int, spec: Spec, count: int, wire: Wire | None = None) -> Any:
     """Some trials of a spec on a pool: (stamps of each, rows of steps), or what the check has found."""
     members = Members(rank, spec.hosts, None, None)
-    wire: Wire = Plain() if spec.bytes_per_second is None else Delayed(spec.bytes_per_second)
-    parts = _parts(spec, members, Spoiling() if spoils and rank == 1 else wire)
+    parts = _parts(spec, members, wire or Wire())
     try:
         _check(spec, parts, members)
     except RuntimeError as error:
@@ -265,7 +266,7 @@ class Counting:
 def in_a_row(rank: int, spec: Spec, count: int) -> tuple[int, int]:
     """In some trials of a spec: how often its transfer was done, and how often it was made ready."""
     members = Members(rank, spec.hosts, None, None)
-    parts: Any = [part and (part[0], Counting(part[1])) for part in _parts(spec, members, Plain())]
+    parts: Any = [part and (part[0], Counting(part[1])) for part in _parts(spec, members, Wire())]
     trials = Trials(spec, parts, members)
     for _ in range(count):
         trials.one()
@@ -291,7 +292,7 @@ class Settling:
 def warmed_up(rank: int, spec: Spec, seconds: float, factor: float) -> Any:
     """On rank 0 what its warm-up says, after how many trials, and the trials that count; on others None."""
     members = Members(rank, spec.hosts, None, None)
-    parts: Any = [part and (part[0], Settling(part[1], seconds, factor)) for part in _parts(spec, members, Plain())]
+    parts: Any = [part and (part[0], Settling(part[1], seconds, factor)) for part in _parts(spec, members, Wire())]
     trials = Trials(spec, parts, members)
     if rank:
         return _follow(spec, trials) and None
@@ -302,14 +303,13 @@ def warmed_up(rank: int, spec: Spec, seconds: float, factor: float) -> Any:
     return found, runs, [trial.longest_ns() for trial in counted], steps
 
 
-def probed(rank: int, spec: Spec) -> Any:
+def probed(rank: int, spec: Spec, wire: Wire | None = None) -> Any:
     """The links as they are measured in little time, or what is wrong with them."""
     names = ("HALF_SECONDS", "TRIPS_SECONDS", "MOST_BYTES")
     before = [getattr(probe, name) for name in names]
     probe.HALF_SECONDS, probe.TRIPS_SECONDS, probe.MOST_BYTES = 0.05, 0.05, 512 * 1024
-    wire: Wire = Plain() if spec.bytes_per_second is None else Delayed(spec.bytes_per_second)
     try:
-        return links.measured(spec, wire, Members(rank, spec.hosts, None, None))
+        return links.measured(spec, wire or Wire(), Members(rank, spec.hosts, None, None))
     except FabricError as error:
         return str(error)
     finally:

@@ -107,10 +107,8 @@ def test_between_machines_nearly_all_words_would_have_been_in_time() -> None:
 @pytest.mark.distributed
 def test_sizes_by_hand_do_not_run_into_each_other(ranks3: Ranks) -> None:
     """The root of a scatter has sent before the others have received; the next size waits until they have."""
-    spec = Spec(
-        Workload.of_sizes([1200, 1200], "scatter"), 3, algorithm="direct", measures_links=False, bytes_per_second=4e4
-    )
-    *_, trials, _ = ranks3.run(jobs.trials_of, spec, 3)[0]
+    spec = Spec(Workload.of_sizes([1200, 1200], "scatter"), 3, algorithm="direct", measures_links=False)
+    *_, trials, _ = ranks3.run(jobs.trials_of, spec, 3, jobs.Slow(4e4))[0]
     stamps = np.stack(trials)  # trial, rank, transfer, start and end
     assert (stamps[:, :, 1, 0].min(1) > stamps[:, :, 0, 1].max(1)).all()
     assert not Spec(preset("mlp"), 2).meets, "what a job sends has an order of its own"

@@ -1,10 +1,13 @@
 """Chakra traces: what is written is read back, and its bytes, decoded here by hand, are the published schema's."""
 
 import json
-import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
+
+pytest.importorskip("google.protobuf")
+from chakra_reader import encoded, read_chakra
 
 from penstock.errors import ArgumentError
 from penstock.fabric import chakra, presets
@@ -71,7 +74,7 @@ def attributes(message: dict[int, list[int | bytes]]) -> dict[bytes, tuple[int, 
 def test_a_file_a_rank_that_is_read_back(tmp_path):
     files = chakra.write_chakra(presets.preset("mlp"), tmp_path / "new", 4)
     assert [file.name for file in files] == [*(f"penstock.{rank}.et" for rank in range(4)), "penstock.groups.json"]
-    trace = chakra.read_chakra(files[2])
+    trace = read_chakra(files[2])
     assert trace.version == "0.0.4"
     assert [(node.name, node.type, node.data_deps) for node in trace.nodes] == [
         ("fc4", chakra.COMM_COLL_NODE, ()),
@@ -87,15 +90,19 @@ def test_what_is_read_back_is_what_was_to_be_written(tmp_path):
     groups = chakra.process_groups(PIPELINE, 4)
     *files, members = chakra.write_chakra(PIPELINE, tmp_path, 4, "job")
     for rank, file in enumerate(files):
-        assert chakra.read_chakra(file).nodes == tuple(chakra.nodes_of(PIPELINE, rank, 4, groups))
+        assert read_chakra(file).nodes == tuple(chakra.nodes_of(PIPELINE, rank, 4, groups))
     assert json.loads(members.read_text()) == {"0": [0, 1, 2, 3], "1": [1, 3], "2": [0, 2]}
 
 
+def test_nodes_are_encoded_as_protobuf_does(tmp_path):
+    groups = chakra.process_groups(PIPELINE, 4)
+    nodes = [node for rank in range(4) for node in chakra.nodes_of(PIPELINE, rank, 4, groups)]
+    nodes.append(replace(nodes[1], id=2**40, data_deps=(0, 127, 128, 2**21), duration_micros=2**35, name="x" * 300))
+    assert [chakra._encoded(node) for node in nodes] == [encoded(node) for node in nodes]
+
+
 def test_each_rank_has_its_own_part_in_order(tmp_path):
-    names = [
-        [node.name for node in chakra.read_chakra(file).nodes]
-        for file in chakra.write_chakra(PIPELINE, tmp_path, 4)[:4]
-    ]
+    names = [[node.name for node in read_chakra(file).nodes] for file in chakra.write_chakra(PIPELINE, tmp_path, 4)[:4]]
     last = "compute after the last transfer"
     waits = ["compute before F0 stage 0->1", "F0 stage 0->1", "B0 stage 1->0"]
     assert names == [
@@ -133,7 +140,7 @@ def test_the_bytes_are_those_of_the_schema(tmp_path):
 
 
 def test_the_root_is_the_first_of_a_transfers_ranks_and_any_computing_takes_a_microsecond(tmp_path):
-    by_rank = [chakra.read_chakra(file).nodes for file in chakra.write_chakra(PIPELINE, tmp_path, 4)[:4]]
+    by_rank = [read_chakra(file).nodes for file in chakra.write_chakra(PIPELINE, tmp_path, 4)[:4]]
     assert [[node.attributes["root"] for node in nodes if "root" in node.attributes] for nodes in by_rank] == [[3]] * 4
     (short,) = [node for node in by_rank[2] if node.name == "compute before stage 0"]
     assert short.duration_micros == 1, "of a quarter: with none, it would not be there"
@@ -142,7 +149,7 @@ def test_the_root_is_the_first_of_a_transfers_ranks_and_any_computing_takes_a_mi
 def test_sends_and_receives_match_by_tag(tmp_path):
     ends: dict[int, list[tuple[int, int, object]]] = {}
     for rank, file in enumerate(chakra.write_chakra(PIPELINE, tmp_path, 4)[:4]):
-        for node in chakra.read_chakra(file).nodes:
+        for node in read_chakra(file).nodes:
             if "comm_tag" in node.attributes:
                 own = node.attributes["comm_src" if node.type == chakra.COMM_SEND_NODE else "comm_dst"]
                 assert own == rank
@@ -167,14 +174,14 @@ def test_sends_and_receives_match_by_tag(tmp_path):
 )
 def test_collectives_by_the_schemas_numbers(tmp_path, collective, number, size):
     file = chakra.write_chakra(Workload("one", (Transfer("x", 400, collective),)), tmp_path, 3)[0]
-    (node,) = chakra.read_chakra(file).nodes
+    (node,) = read_chakra(file).nodes
     assert (node.attributes["comm_type"], node.attributes["comm_size"]) == (number, size)
 
 
 def test_both_ways_at_once_are_a_send_and_a_receive_that_do_not_wait_for_each_other(tmp_path):
     workload = Workload("ring", (Transfer("x", 400, "sendrecv"), Transfer("y", 400)))
     for rank, file in enumerate(chakra.write_chakra(workload, tmp_path, 3)[:3]):
-        send, receive, after = chakra.read_chakra(file).nodes
+        send, receive, after = read_chakra(file).nodes
         assert (send.type, receive.type) == (chakra.COMM_SEND_NODE, chakra.COMM_RECV_NODE)
         ends = [(node.attributes["comm_src"], node.attributes["comm_dst"]) for node in (send, receive)]
         assert ends == [(rank, (rank + 1) % 3), ((rank - 1) % 3, rank)]
@@ -184,23 +191,10 @@ def test_both_ways_at_once_are_a_send_and_a_receive_that_do_not_wait_for_each_ot
 def test_long_names_need_more_than_a_byte_of_length(tmp_path):
     workload = Workload("long", (Transfer("x" * 20_000, 4),))
     file = chakra.write_chakra(workload, tmp_path, 2)[0]
-    assert chakra.read_chakra(file).nodes[0].name == "x" * 20_000
+    assert read_chakra(file).nodes[0].name == "x" * 20_000
     assert by_hand(file.read_bytes())[1][2] == [b"x" * 20_000]
 
 
-def test_bad_input(tmp_path, monkeypatch):
+def test_bad_input(tmp_path):
     with pytest.raises(ArgumentError, match=r"hosts=3: .* is for 4"):
         chakra.write_chakra(PIPELINE, tmp_path, 3)
-    whole = chakra.write_chakra(PIPELINE, tmp_path, 4)[0]
-    for cut in (0, 3, len(whole.read_bytes()) - 1):
-        broken = tmp_path / "broken.et"
-        broken.write_bytes(whole.read_bytes()[:cut])
-        with pytest.raises(ArgumentError, match="no Chakra execution trace"):
-            chakra.read_chakra(broken)
-    chakra._messages.cache_clear()
-    for name in ("google.protobuf", "google.protobuf.message"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError, match=r"pip install 'penstock\[fabric\]'"):
-        chakra.write_chakra(PIPELINE, tmp_path, 4)
-    with pytest.raises(ImportError, match=r"pip install 'penstock\[fabric\]'"):
-        chakra.read_chakra(whole)

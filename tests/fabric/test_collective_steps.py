@@ -8,15 +8,15 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
+import step_proof as proof
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from step_proof import prove, wanted
 
 from penstock.errors import ArgumentError
-from penstock.fabric import proof
 from penstock.fabric.algorithms import algorithms, generate
 from penstock.fabric.algorithms.tree import double_tree
 from penstock.fabric.algorithms.volume import cost, moves_of, sent_bytes
-from penstock.fabric.proof import prove, wanted
 from penstock.fabric.steps import Collective, Move, StepList
 
 EVERY = [(collective, algorithm) for collective in get_args(Collective) for algorithm in algorithms(collective)]

@@ -119,11 +119,8 @@ COMPUTE_SECONDS = 0.1
 def test_computing_goes_on_during_a_transfer_only_with_overlap(ranks2: Ranks, overlap: bool) -> None:
     # Over a link on which each transfer takes as long as the computing in front of it.
     transfers = tuple(Transfer(name, 4000, compute_seconds=COMPUTE_SECONDS) for name in "abc")
-    spec = Spec(
-        Workload("three", transfers), 2, trials=3, warmup=1, overlap=overlap, measures_links=False,
-        bytes_per_second=4000 / COMPUTE_SECONDS,
-    )  # fmt: skip
-    began, _, trials, _ = ranks2.run(jobs.trials_of, spec, 3)[0]
+    spec = Spec(Workload("three", transfers), 2, trials=3, warmup=1, overlap=overlap, measures_links=False)
+    began, _, trials, _ = ranks2.run(jobs.trials_of, spec, 3, jobs.Slow(2 * 4000 / COMPUTE_SECONDS))[0]
     stamps = np.stack(trials)  # trial, rank, transfer, start and end
     start, end, compute_ns = stamps[..., 0], stamps[..., 1], COMPUTE_SECONDS * 1e9
     assert (end - start >= compute_ns).all()

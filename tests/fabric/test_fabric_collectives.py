@@ -7,15 +7,12 @@ from typing import Any, get_args
 import fabric_jobs as jobs
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from distributed.ranks import Ranks
 from penstock.fabric.algorithms import ENGINE, algorithms
 from penstock.fabric.dtypes import OPS
-from penstock.fabric.emulation import clock, payload, wires
+from penstock.fabric.emulation import clock, payload
 from penstock.fabric.emulation.spec import Spec
-from penstock.fabric.emulation.wires import Delayed, Message
 from penstock.fabric.steps import Collective
 from penstock.fabric.workload import Transfer, Workload
 
@@ -131,108 +128,6 @@ def test_a_lost_move_is_found(ranks3: Ranks, collective: str, algorithm: str) ->
             assert any(found[moment] is not None for found in of_move), (name, of_move)
 
 
-# -- the wire that delays ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.alone
-@pytest.mark.distributed
-def test_a_delayed_message_takes_no_less_than_the_link_and_two_queue_up(ranks3: Ranks) -> None:
-    size, rate = 50_000, 1e6
-    sender, other, receiver = ranks3.run(jobs.delayed, size, rate)
-    least = size / rate
-    for rank in (sender, receiver):
-        assert rank["one"] >= least
-        assert rank["two after each other"] >= 2 * least
-    assert sender["two"] >= least
-    assert other["two"] >= least
-    assert receiver["two"] >= 2 * least
-
-
-class _Post:
-    """Stands for torch.distributed: what is received has been there since a moment of the clock."""
-
-    def __init__(self, clock: _Clock) -> None:
-        self.clock = clock
-        self.left: list[float] = []
-        self.there: dict[int, float] = {}
-
-    def isend(self, tensor: torch.Tensor, peer: int) -> None:
-        self.left.append(self.clock.seconds)
-
-    def irecv(self, tensor: torch.Tensor, peer: int) -> _Work:
-        return _Work(self.clock, self.there[peer])
-
-
-class _Work:
-    def __init__(self, clock: _Clock, there: float) -> None:
-        self.clock, self.there = clock, there
-
-    def wait(self) -> None:
-        self.clock.seconds = max(self.clock.seconds, self.there)
-
-
-class _Clock:
-    def __init__(self) -> None:
-        self.seconds = 100.0
-
-    def now(self) -> float:
-        return self.seconds
-
-    def sleep(self, seconds: float) -> None:
-        assert seconds > 0
-        self.seconds += seconds
-
-
-def _on_paper(monkeypatch: pytest.MonkeyPatch, rate: float) -> tuple[Delayed, _Clock, _Post]:
-    clock = _Clock()
-    post = _Post(clock)
-    monkeypatch.setattr(wires, "dist", post)
-    return Delayed(rate, clock.now, clock.sleep), clock, post
-
-
-def _message(size: int, peer: int) -> Message:
-    return Message(torch.empty(size, dtype=torch.uint8), peer)
-
-
-@given(
-    st.lists(st.integers(1, 4000), max_size=4),
-    st.lists(st.tuples(st.integers(1, 4000), st.floats(0, 5)), max_size=4),
-    st.lists(st.floats(0, 3), min_size=1, max_size=3),
-)
-def test_ends_of_a_delayed_link_are_queues(
-    sends: list[int], receives: list[tuple[int, float]], pauses: list[float]
-) -> None:
-    rate = 1000.0
-    with pytest.MonkeyPatch.context() as patch:
-        wire, clock, post = _on_paper(patch, rate)
-        began, free = clock.seconds, clock.seconds
-        for pause in pauses:
-            clock.seconds += pause
-            start = clock.seconds
-            post.left.clear()
-            post.there = {peer: start + there for peer, (_, there) in enumerate(receives)}
-            wire.exchange([_message(size, 9) for size in sends], [_message(s, p) for p, (s, _) in enumerate(receives)])
-            leave = start
-            for size, left in zip(sends, post.left, strict=True):
-                leave += size / rate
-                assert left == pytest.approx(leave)
-            received = sum(size for size, _ in receives) / rate
-            assert clock.seconds >= leave - 1e-9
-            assert clock.seconds >= free + received - 1e-9 or not receives
-            assert all(clock.seconds >= moment for moment in post.there.values())
-            free = clock.seconds if receives else began
-
-
-def test_what_waited_meanwhile_is_not_delayed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    wire, clock, post = _on_paper(monkeypatch, 1000.0)
-    post.there = {1: clock.seconds + 7.0}
-    wire.exchange([], [_message(500, 1)])
-    assert clock.seconds == 107.0
-    post.there = {1: 108.0, 2: 108.0}
-    wire.exchange([], [_message(500, 1), _message(500, 2)])
-    assert clock.seconds == pytest.approx(108.5)
-
-
 # -- clocks -----------------------------------------------------------------------------------------------------------
 
 
@@ -296,6 +191,6 @@ def test_each_rank_has_its_own_stamps(ranks3: Ranks) -> None:
 @pytest.mark.distributed
 def test_the_warm_up_finds_a_wrong_result(ranks3: Ranks) -> None:
     spec = _spec(Workload.of_sizes([40]), 3)
-    found: list[str] = ranks3.run(jobs.trials_of, spec, 1, True)
+    found: list[str] = ranks3.run(jobs.trials_of, spec, 1, jobs.Spoiling(1))
     assert len(set(found)) == 1
     assert "numbers of rank" in found[0]

@@ -130,11 +130,6 @@ def test_fast_links_are_in_gbit():
     assert "links     3, alpha 50.0us, 4 to 50 Gbit/s; 2 to 0 is the slowest" in shown(made_run(10, links=both))
 
 
-def test_a_link_that_is_only_delays_says_so():
-    assert "link 100mbit, by a delaying transport" in shown(made_run(10, bytes_per_second=12.5e6))
-    assert "delaying" not in shown(made_run(10))
-
-
 def test_what_was_fitted_is_shown():
     assert re.search(r"^fit       all_reduce: alpha .*, 1/beta .* Mbit/s; at most \d+% off$", shown(made_run(40)), re.M)
 

@@ -111,11 +111,3 @@ def test_digits_are_scaled_up_or_random(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     assert mlp.digits()[2] == "random images"
     assert torch.equal(mlp.digits()[0], mlp.random_images()[0])
-
-
-def test_measured_compute():
-    threads = torch.get_num_threads()
-    seconds = mlp.measured_compute(batch=4, steps=3, threads=1)
-    assert len(seconds) == 4
-    assert min(seconds) > 0
-    assert torch.get_num_threads() == threads

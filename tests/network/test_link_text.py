@@ -179,8 +179,6 @@ def test_words_that_contradict_each_other_are_refused(text: str, said: str) -> N
 
 def test_a_message_costs_its_headers() -> None:
     link = parse_link("100mbit")
-    assert link.wire_bytes(1448) == 1514
-    assert link.wire_bytes(1449) == 1449 + 2 * 66
     assert link.goodput_ratio == pytest.approx(1448 / 1514)
     assert parse_link("100mbit mtu 9000").goodput_ratio > 0.99
 

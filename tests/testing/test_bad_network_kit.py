@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ArgumentError
-from penstock.launch.processes import RankFailure
+from penstock.launch.agent import RankFailure
+from penstock.launch.processes import Ended
 from penstock.network import keeper, nodes
+from penstock.network.scenario import read_scenario
 from penstock.testing import BadNetwork
 from penstock.testing import bad_network as make
 
@@ -82,23 +84,23 @@ def test_job_that_takes_too_long_is_ended(bad_network: MakesNetworks, tmp_path: 
 
 
 @pytest.mark.distributed
-def test_who_watches_a_job_sees_its_steps(bad_network: MakesNetworks, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
+def test_who_plays_a_scenario_sees_a_jobs_steps(bad_network: MakesNetworks, tmp_path: Path) -> None:
+    script, scenario = tmp_path / "script.py", tmp_path / "scenario.toml"
     script.write_text(TRAINER)
-    seen: list[int] = []
-    with bad_network(2, None) as network:
-        ended = nodes.run(nodes.Job((str(script),), 2, 2), network.machines, watch=seen.append)
-    assert ended == nodes.Outcome(0)
-    assert seen[0] == -1
-    assert seen[-1] == 2
-    assert seen == sorted(seen)
+    scenario.write_text("".join(f'[[event]]\nat = "step {step}"\nlink = "{step + 1}mbit"\n' for step in range(3)))
+    with bad_network(2, "10mbit", scenario=scenario) as network:
+        events = read_scenario(scenario, network.machines.topology, 2)
+        ended = nodes.run(nodes.Job((str(script),), 2, 2), network.machines, events=events)
+    assert (ended.status, ended.said) == (0, "")
+    assert [one.step for one in ended.happened] == [0, 1, 2]
 
 
 def test_first_of_several_failures_is_the_jobs(tmp_path: Path) -> None:
     path = tmp_path / "failures"
     for failure in (RankFailure(0, 1, 500), RankFailure(3, -9, 200), RankFailure(2, 5, 300)):
         failure.write(str(path))
-    assert nodes._outcome(RankFailure.read_all(path), [], 0) == nodes.Outcome(137, "rank 3 was killed by SIGKILL")
+    found = nodes._outcome(RankFailure.read_all(path), Ended(agent=0, exitcode=1))
+    assert found == nodes.Outcome(137, "rank 3 was killed by SIGKILL")
 
 
 def test_what_cannot_be_run_is_refused(bad_network: MakesNetworks, tmp_path: Path) -> None:

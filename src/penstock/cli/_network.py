@@ -55,8 +55,8 @@ class NetworkOptions:
         Path | None, _option("Changes over time, a TOML file of events: see the guide.", metavar="FILE")
     ] = None
     shaper: Annotated[
-        Literal["auto", "tbf", "netem", "switch"] | None,
-        _option("What shapes the links; by default the simplest that can: tbf, netem, a switch in user space."),
+        Literal["auto", "tbf", "switch"] | None,
+        _option("What shapes the links; by default the simplest that can: tbf, a switch in user space."),
     ] = None
     link_seed: Annotated[int | None, _option("Of all that is drawn for the links; 0 if nothing is said.")] = None
 

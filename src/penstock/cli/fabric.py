@@ -85,7 +85,7 @@ class RunOptions:
         typer.Option(help="Each transfer so many times in a row within a trial, as nccl-tests does; times are of one."),
     ] = 1
     seed: Annotated[int, typer.Option(help="Of the payload.")] = 0
-    backend: Annotated[str, typer.Option(help="Of torch.distributed: gloo, nccl, mpi.")] = "gloo"
+    backend: Annotated[str, typer.Option(help="Of torch.distributed: gloo, nccl.")] = "gloo"
     join_timeout: Annotated[float, typer.Option(help="Seconds in which every host has to be there.")] = 120.0
     stall_timeout: Annotated[float, typer.Option(help="Seconds after which a wait for a host is given up.")] = 120.0
 
@@ -97,14 +97,13 @@ class RunOptions:
             raise ArgumentError(f"--hosts {self.hosts}: one machine makes {MOST} at most")
         return DEFAULT_HOSTS if self.hosts is None else self.hosts
 
-    def spec(self, workload: Workload, network: Network, trials: int, *, delays: bool) -> Spec:
+    def spec(self, workload: Workload, network: Network, trials: int) -> Spec:
         """What is to be run on the hosts of a network.
 
         Args:
             workload: what a trial sends.
             network: of the hosts.
             trials: how many.
-            delays: the hosts are plain processes, and what they send is delayed to the link's rate.
         """
         topology = network.topology
         return Spec(
@@ -116,7 +115,6 @@ class RunOptions:
             overlap=self.overlap,
             iterations=self.iterations,
             seed=self.seed,
-            bytes_per_second=topology.link.bytes_per_second if delays and topology is not None else None,
             join_seconds=self.join_timeout,
             stall_seconds=self.stall_timeout,
             backend=self.backend,
@@ -133,27 +131,12 @@ class TrainingOptions(RunOptions):
     iterations: Annotated[int, typer.Option(hidden=True)] = 1
 
 
-def _delays(network: Network, how: RunOptions) -> bool:
-    """Whether hosts cannot be made here, and plain processes with a delaying transport have to do.
-
-    Raises:
-        FabricError: they cannot, and that transport keeps a rate and nothing else.
-        ArgumentError: they cannot, and the collectives are not ours to delay.
-    """
+def _refuse_unmade(network: Network) -> None:
+    """Raises FabricError if the hosts are to be made, and cannot be here."""
     from penstock.network.checks import why_not
 
-    if not _is_made(network):
-        return False
-    reason = why_not()
-    if reason is None:
-        return False
-    more = network.background or network.slow or network.events or network.shaper != "auto"
-    if network.topology is None or not network.topology.is_plain or more:
-        raise FabricError(f"{reason.partition('. ')[0]}; without emulated hosts, only a rate can be kept")
-    if how.algorithm == ENGINE:
-        raise ArgumentError(f"{reason}, which torch.distributed's own collectives cannot take: leave --link out")
-    print(f"penstock: {reason}", file=sys.stderr)
-    return True
+    if _is_made(network) and (reason := why_not()) is not None:
+        raise FabricError(f"{reason}. Without --link and --slow, hosts are plain processes of this machine")
 
 
 @app.callback()
@@ -198,19 +181,19 @@ def fabric(
             f"{asked.given()[0]} is for hosts that are made here; torchrun's have a network: leave it out"
         )
     network = asked.network(hosts)
-    delays = _delays(network, how)
-    spec = how.spec(traffic.workload(hosts), network, counts.count(), delays=delays)
+    _refuse_unmade(network)
+    spec = how.spec(traffic.workload(hosts), network, counts.count())
     _check(spec, 1 if by_torchrun else hosts)
     first = not by_torchrun or os.environ["RANK"] == "0"
     if dry_run:
         if first:
-            _dry_run(spec, None if delays or by_torchrun else network, out, chakra=chakra, as_json=as_json)
+            _dry_run(spec, network, out, chakra=chakra, as_json=as_json)
         return
     output = Output(_folder(out, make=first), as_json, chakra)
     if by_torchrun:
         _as_host(spec, output)
     else:
-        _on_hosts(spec, None if delays else network, output)
+        _on_hosts(spec, network, output)
 
 
 @app.command("train")
@@ -234,18 +217,18 @@ def train(
         )
     how = replace(how, algorithm=ENGINE)
     network = asked.network(how.number())
-    delays = _delays(network, how)
-    spec = how.spec(preset("mlp"), network, counts.count(), delays=delays)
+    _refuse_unmade(network)
+    spec = how.spec(preset("mlp"), network, counts.count())
     _check(spec, how.number())
-    _on_hosts(spec, None if delays else network, Output(_folder(out, make=True), as_json), module="penstock.demo.mlp")
+    _on_hosts(spec, network, Output(_folder(out, make=True), as_json), module="penstock.demo.mlp")
 
 
-def _dry_run(spec: Spec, network: Network | None, out: Path | None, *, chakra: bool, as_json: bool) -> None:
+def _dry_run(spec: Spec, network: Network, out: Path | None, *, chakra: bool, as_json: bool) -> None:
     """Refuses what a run would refuse before it starts, and else shows what it would send.
 
     Nothing is written but traces, if they are asked for.
     """
-    if network is not None and _is_made(network):
+    if _is_made(network):
         network.machines().settle()
     folder = _folder(out, make=True) if chakra else _tried(out)
     files: tuple[Path, ...] = ()
@@ -271,7 +254,7 @@ def _check(spec: Spec, hosts_here: int) -> None:
         )
 
 
-def _on_hosts(spec: Spec, network: Network | None, output: Output, **job: str) -> None:
+def _on_hosts(spec: Spec, network: Network, output: Output, **job: str) -> None:
     """Makes the hosts, runs the job on them, by default the emulation, and reports what was sampled, come what may."""
     from penstock.fabric.emulation.coordinate import emulate
 
@@ -282,8 +265,7 @@ def _on_hosts(spec: Spec, network: Network | None, output: Output, **job: str) -
         with _machines(network) as machines, _followed(spec, quiet=output.as_json) as watch:
             if machines is not None:
                 spec = replace(spec, network=machines.described())
-            events = () if network is None else network.events
-            emulate(spec, output.folder, machines, watch, events=events, **job)
+            emulate(spec, output.folder, machines, watch, events=network.events, **job)
     except FabricError as error:
         failure = error
     except KeyboardInterrupt as error:
@@ -372,9 +354,9 @@ def _is_made(network: Network) -> bool:
 
 
 @contextmanager
-def _machines(network: Network | None) -> Iterator[Machines | None]:
+def _machines(network: Network) -> Iterator[Machines | None]:
     """Namespaces, where a link is asked for."""
-    if network is None or not _is_made(network):
+    if not _is_made(network):
         yield None
         return
     with network.machines() as machines:

@@ -74,9 +74,9 @@ def _over_network(job: Job, network: Network, machines: Machines) -> int:
     """Makes the hosts, runs the job on them, and says what the network was. Returns the exit status."""
     from penstock.fabric.views.network import network_lines
     from penstock.network import nodes
-    from penstock.network.checks import missing
+    from penstock.network.checks import why_not
 
-    lacking = missing()
+    lacking = why_not()
     if lacking is not None:
         raise FabricError(f"{lacking}. Without --hosts and --link, ranks are processes of this machine")
     try:

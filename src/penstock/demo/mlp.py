@@ -147,26 +147,6 @@ def train_mlp(
     return _gathered(source, torch.tensor(losses), torch.tensor(stamps))
 
 
-def measured_compute(batch: int = 32, steps: int = 20, threads: int | None = None) -> tuple[float, ...]:
-    """Seconds that this machine computes in front of each layer's gradients, in backward order: medians of some steps.
-
-    The first includes the forward. They are the `seconds` of `penstock.fabric.presets.with_compute`.
-
-    Args:
-        threads: with how many torch computes meanwhile; None: as many as now.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads or before)
-    try:
-        data, targets, _ = random_images()
-        training = _Steps(0, 0.1, lambda gradients: None)
-        marks = [training.step(data[:batch], targets[:batch])[1] for _ in range(steps + 3)][3:]
-    finally:
-        torch.set_num_threads(before)
-    seconds = np.median(_compute(np.array(marks)), axis=0) / 1e9
-    return tuple(seconds.tolist())
-
-
 Rows = list[tuple[int, ...]]
 """Of samples.csv."""
 

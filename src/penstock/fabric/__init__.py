@@ -2,7 +2,6 @@
 
 workload.py, presets.py   what a job sends in one step; units.py: sizes as people write them
 steps.py                  a collective as rounds of messages; algorithms/: ring, trees, halving and doubling, ...
-proof.py                  that every rank ends with the right sum
 emulation/                runs them on hosts, through torch.distributed
 samples.py                every sample of a run, on disk; times.py: its times, trial by trial
 statistics.py             percentiles and what bounds them

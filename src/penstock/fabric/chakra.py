@@ -9,15 +9,13 @@ The attributes are typed as both readers of ASTRA-sim take them. Its sizes of an
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
 
-from penstock.errors import ArgumentError, MissingExtraError
+from penstock.errors import ArgumentError
 from penstock.fabric.steps import Collective
 from penstock.fabric.workload import Transfer, Workload
 
@@ -54,14 +52,6 @@ class Node:
     attributes: dict[str, bool | int | str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """What one rank does, in order."""
-
-    version: str
-    nodes: tuple[Node, ...]
-
-
 def write_chakra(workload: Workload, folder: Path, hosts: int, name: str = "penstock") -> tuple[Path, ...]:
     """Writes `<name>.<rank>.et` for each rank, and `<name>.groups.json` with the members of each process group.
 
@@ -76,40 +66,21 @@ def write_chakra(workload: Workload, folder: Path, hosts: int, name: str = "pens
 
     Raises:
         ArgumentError: the workload is for another number of hosts.
-        MissingExtraError: protobuf is not installed.
     """
     if hosts < 2 or workload.hosts not in (0, hosts):
         expected = workload.hosts or "2 or more"
         raise ArgumentError(f"hosts={hosts}: the workload {workload.name!r} is for {expected}; give that number")
     groups = process_groups(workload, hosts)
-    messages = _messages()
     folder.mkdir(parents=True, exist_ok=True)
     made = []
     for rank in range(hosts):
         path = folder / f"{name}.{rank}.et"
-        with path.open("wb") as file:
-            _write(file, messages["GlobalMetadata"](version=VERSION))
-            for node in nodes_of(workload, rank, hosts, groups):
-                _write(file, _encoded(messages, node))
+        messages = [_field(1, VERSION), *map(_encoded, nodes_of(workload, rank, hosts, groups))]
+        path.write_bytes(b"".join(_varint(len(message)) + message for message in messages))
         made.append(path)
     members = folder / f"{name}.groups.json"
     members.write_text(json.dumps({group: list(ranks) for ranks, group in groups.items()}, indent=2) + "\n")
     return *made, members
-
-
-def read_chakra(path: Path) -> Trace:
-    """What a file of `write_chakra` holds. Raises ArgumentError if it is no such file."""
-    messages = _messages()
-    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-
-    try:
-        with path.open("rb") as file:
-            first, *rest = _read(file)
-        metadata = messages["GlobalMetadata"].FromString(first)
-        nodes = tuple(_decoded(messages["Node"].FromString(text)) for text in rest)
-    except (OSError, ValueError, DecodeError) as error:
-        raise ArgumentError(f"{path} is no Chakra execution trace: {error}") from None
-    return Trace(metadata.version, nodes)
 
 
 def process_groups(workload: Workload, hosts: int) -> dict[tuple[int, ...], str]:
@@ -172,105 +143,44 @@ def _communication(
     return [(COMM_COLL_NODE, attributes)]
 
 
-# -- messages ---------------------------------------------------------------------------------------------------------
+# -- messages, as Protocol Buffers are encoded ------------------------------------------------------------------------
 
-_FIELD_OF = {
-    "comm_size": "int64_val",
-    "comm_type": "int64_val",
-    "comm_src": "int32_val",
-    "comm_dst": "int32_val",
-    "comm_tag": "int32_val",
-    "root": "int32_val",
-    "pg_name": "string_val",
-    "is_cpu_op": "bool_val",
+_VALUE_FIELD = {
+    "comm_size": 9,
+    "comm_type": 9,
+    "comm_src": 7,
+    "comm_dst": 7,
+    "comm_tag": 7,
+    "root": 7,
+    "pg_name": 29,
+    "is_cpu_op": 27,
 }
-"""In which field of an AttributeProto each attribute is: ASTRA-sim's first reader looks at no other."""
-
-_SCHEMA = {
-    "AttributeProto": "name:string:1 int32_val:int32:7 int64_val:int64:9 bool_val:bool:27 string_val:string:29",
-    "GlobalMetadata": "version:string:1 attr:AttributeProto*:2",
-    "Node": "id:uint64:1 name:string:2 type:int32:3 data_deps:uint64*:5 duration_micros:uint64:7 "
-    "attr:AttributeProto*:10",
-}
-"""Fields as name:type:number, * where repeated. A NodeType is encoded like an int32."""
-
-_VALUES = ("int32_val", "int64_val", "bool_val", "string_val")
-"""The fields of AttributeProto of which one is given."""
+"""In which field of an AttributeProto each attribute is (int64_val, int32_val, string_val, bool_val): ASTRA-sim's first
+reader looks at no other."""
 
 
-@functools.cache
-def _messages() -> dict[str, Any]:
-    """The classes of the schema's messages. Raises MissingExtraError if protobuf is not installed."""
-    try:  # other packages share the name `google`
-        from google.protobuf import (  # type: ignore[import-untyped]
-            descriptor_pb2,
-            descriptor_pool,
-            message_factory,
-        )
-    except ImportError:
-        raise MissingExtraError("a Chakra trace needs protobuf: pip install 'penstock[fabric]'") from None
-    file = descriptor_pb2.FileDescriptorProto(name="penstock/chakra.proto", package="ChakraProtoMsg", syntax="proto3")
-    for message, fields in _SCHEMA.items():
-        described = file.message_type.add(name=message)
-        if message == "AttributeProto":
-            described.oneof_decl.add(name="value")
-        for text in fields.split():
-            name, kind, number = text.split(":")
-            made = described.field.add(name=name, number=int(number))
-            made.label = made.LABEL_REPEATED if kind.endswith("*") else made.LABEL_OPTIONAL
-            kind = kind.rstrip("*")
-            if kind in _SCHEMA:
-                made.type, made.type_name = made.TYPE_MESSAGE, f".ChakraProtoMsg.{kind}"
-            else:
-                made.type = getattr(made, f"TYPE_{kind.upper()}")
-            if message == "AttributeProto" and name in _VALUES:
-                made.oneof_index = 0
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    return {
-        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"ChakraProtoMsg.{name}")) for name in _SCHEMA
-    }
+def _encoded(node: Node) -> bytes:
+    """A Node; what is 0 is left out."""
+    attributes = [_field(1, name) + _field(_VALUE_FIELD[name], value) for name, value in node.attributes.items()]
+    deps = b"".join(map(_varint, node.data_deps))
+    fields: list[tuple[int, int | str | bytes]] = [
+        (1, node.id), (2, node.name), (3, node.type), (5, deps), (7, node.duration_micros)
+    ]  # fmt: skip
+    fields += [(10, attribute) for attribute in attributes]
+    return b"".join(_field(number, value) for number, value in fields if value)
 
 
-def _encoded(messages: dict[str, Any], node: Node) -> Any:
-    attributes = [messages["AttributeProto"](name=k, **{_FIELD_OF[k]: v}) for k, v in node.attributes.items()]
-    return messages["Node"](
-        id=node.id,
-        name=node.name,
-        type=node.type,
-        data_deps=node.data_deps,
-        duration_micros=node.duration_micros,
-        attr=attributes,
-    )
+def _field(number: int, value: int | str | bytes) -> bytes:
+    if isinstance(value, int):
+        return _varint(number << 3) + _varint(value)
+    data = value.encode() if isinstance(value, str) else value
+    return _varint(number << 3 | 2) + _varint(len(data)) + data
 
 
-def _decoded(message: Any) -> Node:
-    attributes = {one.name: getattr(one, one.WhichOneof("value")) for one in message.attr}
-    deps = tuple(message.data_deps)
-    return Node(message.id, message.name, message.type, deps, message.duration_micros, attributes)
-
-
-def _write(file: BinaryIO, message: Any) -> None:
-    """A message after its length as a varint: seven bits a byte, the lowest first; the eighth: more follow."""
-    text = message.SerializeToString(deterministic=True)
-    left = len(text)
-    while left > 127:
-        file.write(bytes((left & 127 | 128,)))
-        left >>= 7
-    file.write(bytes((left,)) + text)
-
-
-def _read(file: BinaryIO) -> Iterator[bytes]:
-    """The messages' bytes. Raises ValueError where the file ends within one."""
-    while first := file.read(1):
-        length, shift = first[0] & 127, 7
-        while first[0] & 128:
-            first = file.read(1)
-            if not first:
-                raise ValueError("it ends within a length")
-            length |= (first[0] & 127) << shift
-            shift += 7
-        text = file.read(length)
-        if len(text) < length:
-            raise ValueError("it ends within a message")
-        yield text
+def _varint(value: int) -> bytes:
+    """Seven bits a byte, the lowest first; the eighth: more follow."""
+    low = bytearray()
+    while value > 127:
+        low.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*low, value])

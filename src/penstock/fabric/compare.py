@@ -11,7 +11,7 @@ import numpy as np
 
 from penstock.errors import ArgumentError
 from penstock.fabric.dependence import correlation_time
-from penstock.fabric.differences import Samples, holm, kolmogorov_smirnov, mann_whitney, ranks, shift, tails
+from penstock.fabric.differences import Samples, holm, kolmogorov_smirnov, mann_whitney, shift, tails
 from penstock.fabric.grouped import Group, groups
 from penstock.fabric.samples import Run
 from penstock.fabric.stalls import stalled
@@ -165,7 +165,7 @@ def _tested(a: Samples, b: Samples) -> dict[str, float]:
     """The p values of the tests for which there are enough samples."""
     if min(len(a), len(b)) < FEWEST:
         return {}
-    times = [correlation_time(ranks(one)) for one in (a, b)]
+    times = [correlation_time(one) for one in (a, b)]
     found = {
         "median": mann_whitney(a, b, _inflation(a, b)).p,
         "shape": kolmogorov_smirnov(a, b, (len(a) / times[0], len(b) / times[1])).p,
@@ -178,9 +178,8 @@ def _tested(a: Samples, b: Samples) -> dict[str, float]:
 
 
 def _inflation(a: Samples, b: Samples) -> float:
-    """How much larger the variance of a difference is than if all samples were independent: by their ranks, as a few
-    outliers would hide a correlation."""
-    terms = [correlation_time(ranks(one)) / len(one) for one in (a, b)]
+    """How much larger the variance of a difference is than if all samples were independent."""
+    terms = [correlation_time(one) / len(one) for one in (a, b)]
     return sum(terms) / (1 / len(a) + 1 / len(b))
 
 
@@ -203,7 +202,7 @@ def _other_settings(a: Run, b: Run) -> dict[str, tuple[Any, Any]]:
     return {key: (ours[key], others[key]) for key in ours if key in others and ours[key] != others[key]}
 
 
-_KEYS = ("algorithm", "backend", "hosts", "link", "bytes_per_second", "overlap", "seed", "machine_cores", "warmup")
+_KEYS = ("algorithm", "backend", "hosts", "link", "overlap", "seed", "machine_cores", "warmup")
 _OF_HOSTS = ("kernel", "torch", "congestion_control", "interface")
 _OF_NETWORK = ("own", "background", "slow", "shaper", "mtu")
 
@@ -211,7 +210,7 @@ _OF_NETWORK = ("own", "background", "slow", "shaper", "mtu")
 def _settings(record: dict[str, Any]) -> dict[str, Any]:
     """What a run was made with, and what its hosts were, where they are alike; None is what was not asked for.
 
-    `bytes_per_second` is of messages that were delayed, in place of a shaped link; `scenario` what has happened.
+    `scenario` is what has happened.
     """
     workload, network = record["workload"], record.get("network") or {}
     found = {key: record.get(key) for key in _KEYS}

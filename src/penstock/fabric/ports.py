@@ -83,9 +83,6 @@ def shaped_ports(record: Mapping[str, Any], links: Iterable[Measured]) -> Ports 
     from luck, so it is left out.
     """
     hosts = int(record["hosts"])
-    if record.get("bytes_per_second"):  # a delaying transport: one queue at each end, for messages without headers
-        each = (Port(float(record["bytes_per_second"])),) * hosts
-        return Ports(each, each, other_latency=min((link.alpha_seconds for _, link in links), default=0.0))
     topology = topology_of(record.get("network"))
     if topology is None:
         return None

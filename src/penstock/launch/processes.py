@@ -1,47 +1,31 @@
-"""Runs a script on several ranks of this machine and leaves nothing behind: torchrun, with a pipeline's defaults.
+"""Runs a script on several ranks and leaves nothing behind: torchrun, with a pipeline's defaults.
 
-`launch` starts this module again as a process of its own, the agent, which hands over to `torch.distributed.run`. So
-the caller needs no torch, and the agent may say in one line what torchrun says in a box.
+`supervise` starts agents (agent.py), forwards signals, waits, and ends what is left, for one machine as for many hosts.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import json
-import logging
 import os
 import secrets
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Self
+from typing import IO
 
 from penstock.errors import ArgumentError
-
-AGENT_SECONDS = 4
-"""What the agent gives the ranks to end after a signal or a failure, before it kills them."""
+from penstock.launch.agent import TAG, agent_command, kill_left, left, shell_status
 
 LAUNCH_SECONDS = 8.0
-"""What `launch` gives the agent to end after a signal, before it kills everything."""
-
-FAILURES = "PENSTOCK_FAILURES"
-"""In the environment of one agent of several: the file in which it leaves its `RankFailure`, in place of saying it."""
-
-TAG = "PENSTOCK_JOB"
-"""In the environment of all processes of a job: its name."""
-_PR_SET_PDEATHSIG = 1
-_WAKE_SECONDS = 0.5
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+"""What agents have to end after a signal, or once one has failed, before everything is killed."""
+_POLL_SECONDS = 0.05
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def launch(command: Sequence[str], ranks: int, threads: int | None = None) -> int:
@@ -58,52 +42,184 @@ def launch(command: Sequence[str], ranks: int, threads: int | None = None) -> in
     Raises ArgumentError if that cannot be started.
     """
     check(command, ranks, threads)
-    with job() as environment:
-        name = environment[TAG]
-        share_cores(environment, ranks, threads)
-        agent = subprocess.Popen(
-            agent_command(["--standalone", f"--nproc-per-node={ranks}", *command]),
-            env=environment,
-            stdin=usual_input(),
-            process_group=0,  # a Ctrl-C of the terminal comes to us alone
-        )
-        try:
-            with forwarded_signals([agent]) as received:
-                status = _wait(agent, received, name)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                agent.kill()
-            agent.wait()
-    return 128 + received[0] if received else status
+    agent = agent_command(["--standalone", f"--nproc-per-node={ranks}", *command])
+    return supervise([agent], {**os.environ, **cores_for(ranks, threads)}).status
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long agents have to end.
+
+    Attributes:
+        failed_seconds: after one has failed.
+        ends_others: the others are told to end then; else they are left alone until that time is up.
+        signal_seconds: after a signal that was passed on.
+        interrupt_seconds: after SIGINT.
+    """
+
+    failed_seconds: float = LAUNCH_SECONDS
+    ends_others: bool = True
+    signal_seconds: float = LAUNCH_SECONDS
+    interrupt_seconds: float = LAUNCH_SECONDS
+
+
+USUAL = Patience()
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How agents ended.
+
+    Attributes:
+        agent: the first that failed; None: none did.
+        exitcode: its exit status, or -n for signal n.
+        received: the first signal that was passed on, if any was.
+    """
+
+    agent: int | None
+    exitcode: int = 0
+    received: int | None = None
+
+    @property
+    def status(self) -> int:
+        """As a shell has it."""
+        return shell_status(self.exitcode) if self.received is None else 128 + self.received
+
+
+def supervise(
+    commands: Iterable[Sequence[str]],
+    environment: Mapping[str, str],
+    *,
+    outputs: Sequence[IO[bytes]] = (),
+    look: Callable[[], object] = lambda: None,
+    seconds: float = float("inf"),
+    forwards: bool = True,
+    patience: Patience = USUAL,
+) -> Ended:
+    """Starts agents and waits until all have ended, or have to. None of their processes is left.
+
+    Args:
+        commands: of the agents: `agent_command`, or what runs it elsewhere.
+        environment: of them all.
+        outputs: for each agent, what takes all that it and its ranks print; by default this process's own do, and its
+            input is theirs.
+        look: called some twenty times a second, and once all have ended; what it raises ends them.
+        seconds: that it may take.
+        forwards: SIGINT, SIGTERM and SIGHUP are passed on. Otherwise they do what they do.
+        patience: how long they have to end.
+
+    Raises:
+        TimeoutError: it took more than `seconds`.
+    """
+    until = time.monotonic() + seconds
+    agents: list[subprocess.Popen[bytes]] = []
+    with contextlib.ExitStack() as stack:
+        stack.callback(_end, agents)
+        jobs = []
+        for number, command in enumerate(commands):
+            jobs.append(secrets.token_hex(8))  # each its own: an agent kills at its end what is left of its job
+            stack.callback(kill_left, jobs[-1])
+            agents.append(
+                subprocess.Popen(
+                    command,
+                    env={**environment, TAG: jobs[-1]},
+                    stdin=subprocess.DEVNULL if outputs else _usual_input(),
+                    stdout=outputs[number] if outputs else None,
+                    stderr=subprocess.STDOUT if outputs else None,
+                    process_group=0,  # a Ctrl-C of the terminal comes to us alone
+                )
+            )
+        with _forwarded(_SIGNALS if forwards else (), agents) as received:
+            first = _wait(agents, jobs, received, look, until, patience)
+            exitcode = 0 if first is None else agents[first].returncode
+            return Ended(first, exitcode, received[0] if received else None)
+
+
+def _wait(
+    agents: Sequence[subprocess.Popen[bytes]],
+    jobs: Sequence[str],
+    received: Sequence[int],
+    look: Callable[[], object],
+    until: float,
+    patience: Patience,
+) -> int | None:
+    """Until all have ended, or nobody waits for them any longer: at a deadline, at a second signal, or after a signal
+    once no rank is left, as an agent takes seconds to end. Returns the first that failed, if any."""
+    first: int | None = None
+    deadline = float("inf")
+    while True:
+        statuses = [agent.poll() for agent in agents]
+        look()
+        if first is None and not received:
+            first = next((number for number, status in enumerate(statuses) if status), None)
+            if first is not None and patience.ends_others:  # as torchrun does with the other ranks of its machine
+                _send(agents, signal.SIGTERM)
+        if None not in statuses:
+            return first
+        now = time.monotonic()
+        if deadline == float("inf") and received:
+            is_interrupted = received[0] == signal.SIGINT
+            deadline = now + (patience.interrupt_seconds if is_interrupted else patience.signal_seconds)
+        elif deadline == float("inf") and first is not None:
+            deadline = now + patience.failed_seconds
+        if now > deadline or len(received) > 1:
+            return first
+        if received and not any(left(job, [agent.pid for agent in agents]) for job in jobs):
+            return first
+        if now > until:
+            raise TimeoutError("the job took longer than it may")
+        time.sleep(_POLL_SECONDS)
+
+
+def _send(agents: Iterable[subprocess.Popen[bytes]], number: int) -> None:
+    for agent in agents:
+        with contextlib.suppress(ProcessLookupError):
+            agent.send_signal(number)
+
+
+def _end(agents: Sequence[subprocess.Popen[bytes]]) -> None:
+    _send(agents, signal.SIGKILL)
+    for agent in agents:
+        agent.wait()
 
 
 @contextlib.contextmanager
-def job() -> Iterator[dict[str, str]]:
-    """An environment that marks all processes of a job; at the end those that are left are killed."""
-    name = secrets.token_hex(8)
+def _forwarded(numbers: Sequence[int], agents: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
+    """Passes signals on to the agents; yields the list of those that came."""
+    received: list[int] = []
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        _send(agents, number)
+
+    before = {number: signal.signal(number, forward) for number in numbers}
     try:
-        yield {**os.environ, TAG: name}
+        yield received
     finally:
-        _kill_left(name)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def agent_command(arguments: Sequence[str]) -> list[str]:
-    """The command of one machine's agent, to be started in the environment of a `job`: torchrun with these arguments.
-
-    It ends when this process does.
-    """
-    return [sys.executable, "-m", "penstock.launch.processes", str(os.getpid()), *arguments]
-
-
-def share_cores(environment: dict[str, str], ranks: int, threads: int | None = None) -> None:
-    """Sets the number of threads of each rank, unless the environment has one and none is given."""
-    if threads is not None or "OMP_NUM_THREADS" not in environment:
-        environment["OMP_NUM_THREADS"] = str(threads or max(1, _cores() // ranks))
-
-
-def usual_input() -> int | None:
-    """The standard input of an agent: ours, but never the terminal's, which a group in the background must not read."""
+def _usual_input() -> int | None:
+    """Ours, but never the terminal's, which a group in the background must not read."""
     return subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None
+
+
+@contextlib.contextmanager
+def memory(name: str) -> Iterator[str]:
+    """The path of an empty file in memory that is gone with this process, however that ends."""
+    descriptor = os.memfd_create(f"penstock-{name}")
+    try:
+        yield f"/proc/{os.getpid()}/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
+
+
+def cores_for(ranks: int, threads: int | None = None) -> dict[str, str]:
+    """What sets the number of threads of each rank; nothing if the environment does, and none is given."""
+    if threads is None and "OMP_NUM_THREADS" in os.environ:
+        return {}
+    return {"OMP_NUM_THREADS": str(threads or max(1, _cores() // ranks))}
 
 
 def check(command: Sequence[str], ranks: int, threads: int | None) -> None:
@@ -131,193 +247,3 @@ def _cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _wait(agent: subprocess.Popen[bytes], received: Sequence[int], job: str) -> int:
-    """The agent's exit status. A first signal starts a deadline; after that, at a second signal, or once no rank is
-    left, we stop waiting: an agent takes seconds to end."""
-    deadline: float | None = None
-    while True:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return shell_status(agent.wait(0.1))
-        if received and deadline is None:
-            deadline = time.monotonic() + LAUNCH_SECONDS
-        if len(received) > 1 or (deadline is not None and (time.monotonic() > deadline or not left(job, [agent.pid]))):
-            return 128 + signal.SIGKILL
-
-
-@contextlib.contextmanager
-def forwarded_signals(agents: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
-    """Passes signals on to the agents; yields the list of those that came."""
-    received: list[int] = []
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        for agent in agents:
-            with contextlib.suppress(ProcessLookupError):
-                agent.send_signal(number)
-
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _kill_left(job: str) -> None:
-    """Kills what the job left: ranks are in sessions of their own, so the mark in their environment finds them."""
-    for _ in range(100):  # again until none is found: one may have started another meanwhile
-        found = left(job)
-        if not found:
-            return
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.02)
-
-
-def left(job: str, besides: Sequence[int] = ()) -> set[int]:
-    """The processes of a job that have not ended, but for this one and those named."""
-    mark = f"{TAG}={job}".encode()
-    found = {int(folder.name) for folder in Path("/proc").glob("[0-9]*") if _is_marked(folder, mark)}
-    return found - {os.getpid(), *besides}
-
-
-def _is_marked(folder: Path, mark: bytes) -> bool:
-    try:
-        return mark in (folder / "environ").read_bytes().split(b"\0")
-    except OSError:  # ended meanwhile, or somebody else's
-        return False
-
-
-def shell_status(exitcode: int) -> int:
-    """A process's exit status as a shell has it: 128 + n for signal n."""
-    return 128 - exitcode if exitcode < 0 else exitcode
-
-
-@dataclass(frozen=True, slots=True)
-class RankFailure:
-    """The first rank that failed under one agent.
-
-    Attributes:
-        rank: of the whole job.
-        exitcode: its exit status, or -n for signal n.
-        at_ns: when it ended, on this machine's clock that only grows: to compare several agents.
-    """
-
-    rank: int
-    exitcode: int
-    at_ns: int
-
-    @property
-    def status(self) -> int:
-        """As the job's own exit status."""
-        return shell_status(self.exitcode)
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} {how_it_ended(self.exitcode)}"
-
-    @classmethod
-    def read_all(cls, path: Path | str) -> list[Self]:
-        """What agents left in the file that `FAILURES` names."""
-        return [cls(**json.loads(line)) for line in Path(path).read_text().splitlines()]
-
-    def write(self, path: str) -> None:
-        """Adds it to such a file."""
-        with open(path, "a") as file:
-            file.write(json.dumps(asdict(self)) + "\n")
-
-
-def how_it_ended(exitcode: int) -> str:
-    """In words: was killed by SIGKILL; ended with exit status 3."""
-    return f"was killed by {signal.Signals(-exitcode).name}" if exitcode < 0 else f"ended with exit status {exitcode}"
-
-
-def _wake_the_ended() -> None:
-    """Continues this process's children that are stopped and were told to end, from now on: what is stopped heeds no
-    signal but SIGKILL, and for that torchrun waits half a minute."""
-    while True:
-        time.sleep(_WAKE_SECONDS)
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
-                if state == "T" and int(parent) == os.getpid() and _is_told_to_end(folder):
-                    os.kill(int(folder.name), signal.SIGCONT)
-
-
-def _is_told_to_end(process: Path) -> bool:
-    """Whether a SIGTERM or SIGINT waits for the process."""
-    lines = (line.split(":") for line in (process / "status").read_text().splitlines())
-    pending = {name: int(text, 16) for name, text in lines if name in ("SigPnd", "ShdPnd")}
-    return any(
-        waiting >> (number - 1) & 1 for waiting in pending.values() for number in (signal.SIGTERM, signal.SIGINT)
-    )
-
-
-class _Ends:
-    """When this process's children ended. torchrun tells it to the second, which is too little to compare agents."""
-
-    def __init__(self) -> None:
-        self._at_ns: dict[int, int] = {}
-        signal.signal(signal.SIGCHLD, self._note)
-        signal.siginterrupt(signal.SIGCHLD, False)  # whoever waits need not know
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        with contextlib.suppress(ChildProcessError):
-            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # torchrun still takes its status
-            if ended is not None:
-                self._at_ns.setdefault(ended.si_pid, time.monotonic_ns())
-
-    def first(self, failures: dict[int, ProcessFailure]) -> RankFailure:
-        """Of those that torchrun has seen, by rank."""
-        now = time.monotonic_ns()
-        found = [
-            RankFailure(rank, failure.exitcode, self._at_ns.get(failure.pid, now)) for rank, failure in failures.items()
-        ]
-        return min(found, key=lambda failure: failure.at_ns)
-
-
-def _agent(launcher: int, arguments: Sequence[str]) -> int:
-    """The job's exit status, by torchrun, in a process that ends when its launcher does."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != launcher:
-        return 128 + signal.SIGTERM
-    from torch.distributed import run as torchrun
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    if "LOGLEVEL" not in os.environ:
-        # The second has a level of its own. It tells of agents that leave the last barrier before others know it is
-        # passed, which is no error, and happens on slow networks.
-        for name in ("torch.distributed", "torch.distributed.elastic.agent.server.api"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-    parsed = torchrun.get_args_parser().parse_args(arguments)
-    parsed.shutdown_timeout = AGENT_SECONDS
-    of_several = os.environ.pop(FAILURES, None)
-    ends = _Ends() if of_several else None
-    threading.Thread(target=_wake_the_ended, daemon=True).start()
-    try:
-        torchrun.run(parsed)  # type: ignore[no-untyped-call]
-    except SignalException as stopped:
-        return 128 + stopped.sigval
-    except ChildFailedError as failed:
-        if ends is not None and of_several is not None:
-            first = ends.first(failed.failures)
-            first.write(of_several)
-        else:
-            rank, failure = failed.get_first_failure()
-            first = RankFailure(rank, failure.exitcode, 0)
-            print(f"penstock: {first}", file=sys.stderr, flush=True)
-        return first.status
-    return 0
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(_agent(int(sys.argv[1]), sys.argv[2:]))
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
-    finally:
-        _kill_left(os.environ[TAG])

@@ -6,7 +6,7 @@ What is asked for
   holdback.py     hosts whose processors are slow       scenario.py  what changes when
   network.py      all of it together
 What makes it so
-  shapers.py      tbf, netem or the switch: chosen, or refused       netem.py  a link in tc's words
+  shapers.py      tbf or the switch: chosen, or refused
   model.py        what happens to the k-th frame, from a seed       switch/  a switch in user space that does it
   machines.py     makes the hosts and what joins them    subnets.py  their addresses
   keeper.py       takes all down, whatever happens to its maker     checks.py  what a machine lacks for it

@@ -10,7 +10,6 @@ from pathlib import Path
 from penstock.network.inside import within
 from penstock.network.keeper import tool
 
-INSTEAD = "Without emulated hosts, the step lists run over a delaying transport between plain processes"
 _CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
 _PROBES = (
     ("bridge", "ip link add name probe type bridge", "CONFIG_BRIDGE", "bridge"),
@@ -22,12 +21,6 @@ _PROBES = (
 
 def why_not() -> str | None:
     """Why no hosts can be made here and what to do about it; None if they can. Leaves nothing behind."""
-    lacking = missing()
-    return None if lacking is None else f"{lacking}. {INSTEAD}"
-
-
-def missing() -> str | None:
-    """What is missing here for hosts, and how to get it; None if nothing is."""
     if sys.platform != "linux":
         return f"emulated hosts are network namespaces, which only Linux has; this is {sys.platform}"
     if os.geteuid() != 0:

@@ -1,30 +1,10 @@
 """What joins a host to the switch: its rate and queue, and what frames meet on it. parse.py reads it from a text.
 
-How well tbf keeps the rate (one TCP connection between two hosts, 2 cores that other work kept full, Linux 6.18; time
-minus that of 1 byte, as a multiple of `Link.wire_bytes` / rate; the median of 6 to 60 messages, and the range of the
-medians of several runs with BBR and CUBIC):
-
-    message            16 KiB       64 KiB       256 KiB      1 MiB        8 MiB
-    100mbit            0.93         0.98         1.00         1.00         1.00
-    1gbit              0.71-0.76    0.94-0.97    1.00-1.03    1.02-1.19    1.04-1.81
-    1gbit mtu 9000     0.23-0.25    0.81         0.95         0.99         1.00
-
-(benchmarks/fabric/link_rate.py.) The bucket is ahead of the rate by its size, so short messages cost less than their
-share. A timer that wakes later than the bucket lasts loses rate: for 8 MiB, 100mbit with a bucket of one frame took
-1.15 times as long, 1gbit with 3100 bytes at both ends 2.3 times, with 9 KiB at both 1.25 times; with 9 KiB at the
-host and more at the switch it held (`Link.port_burst`). What is left at 1gbit is the processor's: the fastest 8 MiB
-took 1.02 to 1.05 in five of six runs, and larger frames need less of it. Segmentation offloads stay on, as tbf itself
-splits what is larger than its bucket: without them 1gbit with 9 KiB at both ends took 1.7 to 2.0 times. With 3 ms of
-idle time before each message, BBR and CUBIC differed by less than one and the same differed between runs.
-
-All that was before TCP was told to send no more at once than the bucket holds (gso_max_size), so that tbf need not take
-it apart: a ring of 4 MiB among 4 hosts at 1gbit then took 73 to 79 ms instead of 147, with the processors 77% busy
-instead of 92%.
+How well tbf keeps the rate, and why its buckets have the sizes that they have: benchmarks/fabric/README.md.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from penstock.errors import ArgumentError
@@ -116,10 +96,6 @@ class Link:
     def varies(self) -> bool:
         """Whether one frame is delayed for longer than another, in either direction."""
         return self.impairment.varies or (self.down is not None and self.down.varies)
-
-    def wire_bytes(self, size: int) -> int:
-        """What a message costs on the link when TCP fills its segments; without the acknowledgements coming back."""
-        return size + math.ceil(size / (self.mtu - _HEADERS)) * (_HEADERS + _ETHERNET)
 
     def tbf(self) -> str:
         """The words for tc at a host."""

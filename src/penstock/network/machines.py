@@ -1,6 +1,6 @@
 """Makes hosts out of one machine: a network namespace each, joined by shaped links to a switch.
 
-The switch is a bridge in a namespace of its own, with veth pairs that tbf or netem shapes, or a process (switch/) that
+The switch is a bridge in a namespace of its own, with veth pairs that tbf shapes, or a process (switch/) that
 holds the hosts' TAP devices: see shapers.py. The machine's own namespace gets no device, address or route. What was
 measured of the links stands in link.py.
 """
@@ -22,7 +22,6 @@ from penstock.network.checks import why_not
 from penstock.network.holdback import Means, check_slow, hold_back
 from penstock.network.inside import within
 from penstock.network.link import Link
-from penstock.network.netem import netem
 from penstock.network.settings import check_congestion_control, with_large_windows, without_ipv6
 from penstock.network.shapers import AUTO, Shaper, choose
 from penstock.network.switch.client import Switch
@@ -290,8 +289,6 @@ class Machines:
         assert self.topology is not None
         assert self.shaper is not None
         link = self.topology.up(host)
-        if self.shaper.name == "netem":
-            return f"handle 1: {netem(link, self.shaper.seed, host)}"
         return link.host_tbf() if self.shaper.name == "switch" else link.tbf()
 
     def _start_switch(self) -> None:
@@ -312,12 +309,8 @@ class Machines:
             ]
         self._batch("ip", switch, [*lines, "link set dev br0 up"])
         if self.topology is not None:
-            down = self.topology.link.down or self.topology.link
-            met = self.topology.link.down is not None and bool(down.impairment)
-            seed = None if self.shaper is None else self.shaper.seed
-            for host, port in enumerate(ports):
-                words = f"handle 1: {netem(down, seed, self._count + host)}" if met else down.port_tbf()
-                self._shape(switch, port, words)
+            for port in ports:
+                self._shape(switch, port, self.topology.link.port_tbf())
 
     @property
     def _mtu(self) -> int:
@@ -330,12 +323,12 @@ class Machines:
             f"address add {self.addresses[host]}/{self.network.prefixlen} dev {INTERFACE}",
             f"link set dev {INTERFACE} up",
         ]
-        if self.topology is not None and self.shaper is not None:
+        if self.topology is not None:
             link = self.topology.up(host)
             # What TCP sends at once fits the bucket: tbf takes apart what does not, frame by frame, which costs ten
-            # times the processor time. netem would lose it whole.
-            at_once = f"gso_max_size {min(max(link.burst, 2 * link.frame_bytes), 65536)}"
-            lines.append(f"link set dev {INTERFACE} {'gso_max_segs 1' if self.shaper.name == 'netem' else at_once}")
+            # times the processor time.
+            at_once = min(max(link.burst, 2 * link.frame_bytes), 65536)
+            lines.append(f"link set dev {INTERFACE} gso_max_size {at_once}")
         # Neighbours that are known need not be asked for, so no first message of a run waits for an answer.
         others = [other for other in range(self._count) if other != host]
         lines += [
@@ -352,15 +345,14 @@ class Machines:
         return "02:50:" + ":".join(f"{part:02x}" for part in self.network[host + 1].packed)
 
     def _shape(self, namespace: str, device: str, words: str) -> None:
-        """Puts a queue in front of a device, and looks whether it is there: without it the link would be too fast."""
+        """Puts tbf in front of a device, and looks whether it is there: without it the link would be too fast."""
         self._batch("tc", namespace, [f"qdisc replace dev {device} root {words}"])
-        kind = words.split("handle 1: ")[-1].split()[0]
         shown = subprocess.run(
             [_tool("tc"), "-n", namespace, "qdisc", "show", "dev", device], capture_output=True, text=True, check=False
         ).stdout
-        if f"qdisc {kind} " not in shown:
+        if "qdisc tbf " not in shown:
             raise FabricError(
-                f"{_tool('tc')} was to put {kind} before {device} of {namespace} and said nothing, but what is there "
+                f"{_tool('tc')} was to put tbf before {device} of {namespace} and said nothing, but what is there "
                 f"is {' '.join(shown.split()) or 'nothing'}: is it the tc of iproute2?"
             )
 

@@ -1,21 +1,15 @@
-"""A job of torchrun over hosts: an agent on each, as on real machines, and one end for all of them.
-
-Agents do not watch each other, so here is who ends the others once one has failed, and who says which rank was first.
-"""
+"""A job of torchrun over hosts: an agent on each, as on real machines. Here is who says which rank failed first."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
-import subprocess
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import IO
 
 from penstock.errors import ArgumentError
-from penstock.launch import processes as launch
+from penstock.launch.agent import FAILURES, RankFailure, agent_command, how_it_ended
+from penstock.launch.processes import Ended, Patience, check, cores_for, memory, supervise
 from penstock.launch.step_file import VARIABLE as STEP_FILE
 from penstock.launch.step_file import read_step
 from penstock.network.director import Happened, playing
@@ -26,15 +20,16 @@ PORT = 29500
 """Of the first host's store: nothing else listens in a namespace of our own."""
 JOIN_SECONDS = 300.0
 """In which every agent has to be there: many of them load torch on few cores."""
-POLL_SECONDS = 0.05
-INTERRUPTED_SECONDS = 1.0
-"""What the ranks have to end after a Ctrl-C: one that waits for another over a network may not see it at all."""
+PATIENCE = Patience(interrupt_seconds=1.0)
+"""After a Ctrl-C little: a rank that waits for another over a network may not see it at all."""
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""For the environment of agents: torch warns of host names that are not in DNS."""
 
 
 def agent_commands(
     machines: Machines, arguments: Sequence[str], *, per_host: int = 1, join_seconds: float = JOIN_SECONDS
 ) -> Iterator[list[str]]:
-    """What to start for each host, in the environment of a `launch.job` of its own.
+    """What to start for each host.
 
     Args:
         machines: the hosts; the first has rank 0.
@@ -51,7 +46,7 @@ def agent_commands(
             f"--master-port={PORT}",
             f"--rdzv-conf=timeout={join_seconds:.0f}",
         ]
-        yield machines.command(host, launch.agent_command([*where, *arguments]))
+        yield machines.command(host, agent_command([*where, *arguments]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +69,7 @@ class Job:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        launch.check(self.command, self.ranks, self.threads)
+        check(self.command, self.ranks, self.threads)
         if self.hosts < 1 or self.ranks % self.hosts:
             raise ArgumentError(
                 f"{self.ranks} ranks cannot be spread evenly over {self.hosts} hosts: give as many ranks as hosts, or "
@@ -102,10 +97,9 @@ def run(
     machines: Machines,
     *,
     events: Sequence[Event] = (),
-    watch: Callable[[int], object] | None = None,
     outputs: Sequence[IO[bytes]] = (),
-    seconds: float | None = None,
-    forward: bool = True,
+    seconds: float = float("inf"),
+    forwards: bool = True,
 ) -> Outcome:
     """Runs a job over hosts that are there, and waits until all of it has ended.
 
@@ -113,136 +107,32 @@ def run(
         job: what, on as many hosts as `machines` has.
         machines: the hosts, which stay.
         events: of a scenario that is played meanwhile.
-        watch: called some twenty times a second with the number of the training step that runs, -1 before the first.
-        outputs: for each host, what takes all that its ranks print; by default this process's own output and errors.
-        seconds: how long it may take.
-        forward: SIGINT, SIGTERM and SIGHUP are passed on to the ranks, which then have a few seconds to end, one after
-            SIGINT. Otherwise they do what they do.
+        outputs, seconds, forwards: as `supervise` has them.
 
     Raises:
         TimeoutError: it took more than `seconds`. All of it has ended.
         FabricError: the hosts' network has ended, or a change of the scenario could not be made. The same.
     """
-    until = float("inf") if seconds is None else time.monotonic() + seconds
-    agents: list[subprocess.Popen[bytes]] = []
-    jobs: list[str] = []
-    with contextlib.ExitStack() as stack:
-        stack.callback(end_agents, agents)
-        failures, step_file = stack.enter_context(memory("failures")), stack.enter_context(memory("step"))
+    with memory("failures") as failures, memory("step") as step:
+        environment = {**QUIET, **os.environ, **cores_for(job.ranks, job.threads), FAILURES: failures, STEP_FILE: step}
         commands = agent_commands(machines, job.command, per_host=job.ranks // job.hosts)
-        for host, argv in enumerate(commands):
-            environment = stack.enter_context(launch.job())
-            jobs.append(environment[launch.TAG])
-            launch.share_cores(environment, job.ranks, job.threads)
-            environment |= {launch.FAILURES: failures, STEP_FILE: step_file}
-            output = outputs[host] if outputs else None
-            agents.append(start_agent(argv, environment, launch.usual_input(), output))
-        with (
-            playing(machines, events, lambda: read_step(step_file)) as played,
-            launch.forwarded_signals(agents) if forward else _no_signals() as received,
-        ):
-
-            def look() -> None:
-                machines.check()
-                if watch is not None:
-                    watch(read_step(step_file))
-
-            first = _wait(agents, jobs, received, look, until)
-        if received:
-            return Outcome(128 + received[0], happened=tuple(played.happened))
-        outcome = _outcome(launch.RankFailure.read_all(failures), agents, first)
-        return replace(outcome, happened=tuple(played.happened))
+        with playing(machines, events, lambda: read_step(step)) as played:
+            ended = supervise(
+                commands,
+                environment,
+                outputs=outputs,
+                look=machines.check,
+                seconds=seconds,
+                forwards=forwards,
+                patience=PATIENCE,
+            )
+        return _outcome(RankFailure.read_all(failures), ended, played.happened)
 
 
-def _wait(
-    agents: Sequence[subprocess.Popen[bytes]],
-    jobs: Sequence[str],
-    received: Sequence[int],
-    look: Callable[[], object],
-    until: float,
-) -> int | None:
-    """Until all have ended, or at a signal all ranks. Returns the first that failed, if any; after that, or a signal,
-    the others are ended."""
-    first: int | None = None
-    deadline = float("inf")
-    while True:
-        statuses = [agent.poll() for agent in agents]
-        if first is None and not received:
-            first = next((host for host, status in enumerate(statuses) if status), None)
-            if first is not None:  # as torchrun does with the other ranks of its machine
-                for agent in agents:
-                    with contextlib.suppress(ProcessLookupError):
-                        agent.terminate()
-        if None not in statuses:
-            return first
-        now = time.monotonic()
-        if (first is not None or received) and deadline == float("inf"):
-            is_interrupted = bool(received) and received[0] == signal.SIGINT
-            deadline = now + (INTERRUPTED_SECONDS if is_interrupted else launch.LAUNCH_SECONDS)
-        if now > deadline or len(received) > 1:
-            return first
-        known = [agent.pid for agent in agents]
-        if received and not any(launch.left(job, known) for job in jobs):
-            return first
-        if now > until:
-            raise TimeoutError("the job took longer than it may")
-        look()
-        time.sleep(POLL_SECONDS)
-
-
-def _outcome(
-    failures: Sequence[launch.RankFailure], agents: Sequence[subprocess.Popen[bytes]], first: int | None
-) -> Outcome:
-    if failures:
-        failure = min(failures, key=lambda failure: failure.at_ns)
-        return Outcome(failure.status, str(failure))
-    if first is None:
-        return Outcome(0)
-    exitcode = agents[first].returncode
-    return Outcome(launch.shell_status(exitcode), f"the agent of host {first} {launch.how_it_ended(exitcode)}")
-
-
-@contextlib.contextmanager
-def _no_signals() -> Iterator[list[int]]:
-    yield []
-
-
-def start_agent(
-    argv: Sequence[str], environment: dict[str, str], given: int | None, output: IO[bytes] | None = None
-) -> subprocess.Popen[bytes]:
-    """Starts a host's agent.
-
-    Args:
-        argv: of `agent_commands`.
-        environment: of a `launch.job` of its own.
-        given: its standard input, as `subprocess` has it.
-        output: takes all that it and its ranks print; None: this process's own output and errors do.
-    """
-    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of host names that are not in DNS
-    return subprocess.Popen(
-        argv,
-        env=environment,
-        stdin=given,
-        stdout=output,
-        stderr=None if output is None else subprocess.STDOUT,
-        process_group=0,  # a Ctrl-C of the terminal comes to us alone
-    )
-
-
-def end_agents(agents: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Kills those that still run, and waits for all."""
-    for agent in agents:
-        with contextlib.suppress(ProcessLookupError):
-            agent.kill()
-    for agent in agents:
-        agent.wait()
-
-
-@contextlib.contextmanager
-def memory(name: str) -> Iterator[str]:
-    """The path of an empty file in memory that is gone with this process, however that ends."""
-    descriptor = os.memfd_create(f"penstock-{name}")
-    try:
-        yield f"/proc/{os.getpid()}/fd/{descriptor}"
-    finally:
-        os.close(descriptor)
+def _outcome(failures: Sequence[RankFailure], ended: Ended, happened: Sequence[Happened] = ()) -> Outcome:
+    if failures and not ended.received:
+        first = min(failures, key=lambda failure: failure.at_ns)
+        return Outcome(first.status, str(first), tuple(happened))
+    no_agent = ended.agent is None or ended.received
+    said = "" if no_agent else f"the agent of host {ended.agent} {how_it_ended(ended.exitcode)}"
+    return Outcome(ended.status, said, tuple(happened))

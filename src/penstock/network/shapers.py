@@ -1,8 +1,6 @@
-"""What makes a network behave as asked: the kernel's tbf or netem, or a switch in user space. Chosen or refused here.
+"""What makes a network behave as asked: the kernel's tbf, or a switch in user space. Chosen or refused here.
 
 tbf     rates alone
-netem   delay, jitter and loss as well, where the kernel has it; not for one link among others, stalls, changes
-        or neighbours
 switch  everything, as fast as a processor can pass frames on
 """
 
@@ -18,12 +16,11 @@ from penstock.errors import ArgumentError, FabricError
 from penstock.network.checks import why_not
 from penstock.network.inside import within
 from penstock.network.keeper import tool
-from penstock.network.netem import why_not_netem
 from penstock.network.switch.tap import DEVICE, open_tap
 from penstock.network.topology import Topology
 
 AUTO = "auto"
-SHAPERS = (AUTO, "tbf", "netem", "switch")
+SHAPERS = (AUTO, "tbf", "switch")
 LARGE_MTU = 9000
 
 WRITES_A_FRAME = 6.0
@@ -41,16 +38,14 @@ class Shaper:
     """How a network is made.
 
     Attributes:
-        name: "tbf", "netem" or "switch".
+        name: "tbf" or "switch".
         topology: with the mtu that it needs.
         remarks: what a reader of the results has to know.
-        seed: for netem, if it takes one.
     """
 
     name: str
     topology: Topology
     remarks: tuple[str, ...] = ()
-    seed: int | None = None
 
 
 def choose(topology: Topology, hosts: int, wanted: str = AUTO, only_switch: str | None = None) -> Shaper:
@@ -76,14 +71,9 @@ def choose(topology: Topology, hosts: int, wanted: str = AUTO, only_switch: str 
         if beyond_tbf is not None:
             raise ArgumentError(f"{beyond_tbf}; leave --shaper out, or give --shaper switch")
         return Shaper("tbf", topology)
-    beyond_netem = only_switch or why_not_netem(topology) or why_no_netem()
-    if wanted == "netem" or (wanted == AUTO and beyond_netem is None):
-        if beyond_netem is not None:
-            raise ArgumentError(f"{beyond_netem}; leave --shaper out, or give --shaper switch")
-        return _told_of_jitter(_by_netem(topology))
     no_switch = why_no_switch()
     if no_switch is not None:
-        raise FabricError(f"{no_switch}. And without it: {beyond_netem}")
+        raise FabricError(no_switch)
     return _told_of_jitter(_fitted(topology, hosts))
 
 
@@ -97,19 +87,6 @@ def _told_of_jitter(shaper: Shaper) -> Shaper:
         "it (with the word overtaking they pass it, which TCP takes for loss)"
     )
     return replace(shaper, remarks=(*shaper.remarks, said))
-
-
-def _by_netem(topology: Topology) -> Shaper:
-    if netem_keeps_seeds():
-        return Shaper("netem", topology, seed=topology.seed)
-    return Shaper(
-        "netem",
-        topology,
-        (
-            "netem takes no seed here (it does from Linux 6.6 and iproute2 6.6 on): what is "
-            "drawn differs from run to run",
-        ),
-    )
 
 
 def _fitted(topology: Topology, hosts: int) -> Shaper:
@@ -176,28 +153,6 @@ def _write_seconds(frame_bytes: int) -> float:
         return best
     finally:
         os.close(descriptor)
-
-
-def why_no_netem() -> str | None:
-    """Why the kernel has no netem; None if it has."""
-    done = within(None, lambda: _tc("qdisc add dev lo root netem delay 1ms"))
-    if done.returncode == 0:
-        return None
-    return f"the kernel has no netem ({' '.join(done.stderr.split())}): `modprobe sch_netem`"
-
-
-def netem_keeps_seeds() -> bool:
-    """Whether the netem that is here can be told what to draw from. An old kernel passes over a seed without a word."""
-
-    def shown() -> str:
-        _tc("qdisc add dev lo root netem loss 1% seed 5")
-        return _tc("qdisc show dev lo").stdout
-
-    return "seed 5" in within(None, shown)
-
-
-def _tc(line: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([tool("tc") or "tc", *line.split()], capture_output=True, text=True, check=False)
 
 
 def why_no_switch() -> str | None:

@@ -20,7 +20,7 @@ from typing import IO, Any, Self
 
 from penstock.errors import ArgumentError
 from penstock.network import nodes
-from penstock.network.checks import missing
+from penstock.network.checks import why_not
 from penstock.network.machines import Machines
 from penstock.network.parse import parse_link
 from penstock.network.scenario import Event, read_scenario
@@ -103,7 +103,7 @@ class BadNetwork:
             files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(hosts)]
             try:
                 ended = nodes.run(
-                    job, self.machines, events=self._events, outputs=files, seconds=timeout, forward=False
+                    job, self.machines, events=self._events, outputs=files, seconds=timeout, forwards=False
                 )
             except TimeoutError:
                 printed = "".join(map(_text, files))
@@ -141,7 +141,7 @@ def bad_network(
         own: links of single hosts.
         seed: of all that is drawn; the k-th frame on a link meets the same with the same seed.
         background: neighbours' traffic, "50mbit to 1".
-        shaper: what shapes the links: "auto", "tbf", "netem" or "switch".
+        shaper: what shapes the links: "auto", "tbf" or "switch".
         scenario: a file of changes, played during each job, by its steps and its time.
 
     Raises:
@@ -160,7 +160,7 @@ def bad_network(
 
 def why_no_bad_network() -> str | None:
     """What this machine lacks for hosts and bad links, and how to get it; None if it lacks nothing."""
-    return missing() or why_no_switch()
+    return why_not() or why_no_switch()
 
 
 def _text(file: IO[bytes]) -> str:

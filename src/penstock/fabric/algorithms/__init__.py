@@ -1,6 +1,6 @@
 """Each collective algorithm as a function of the number of ranks: a family a file, and the registry of names here.
 
-What each collective starts from and ends with is the table of `penstock.fabric.proof`.
+What each collective starts from and ends with is the table of tests/fabric/step_proof.py.
 """
 
 from __future__ import annotations

@@ -303,11 +303,7 @@ def wrong(place: Participant, part: Stepwise | Engine) -> str | None:
 
 def check_backend(backend: str) -> None:
     """Raises ArgumentError for a backend that torch does not have here."""
-    have = {
-        "gloo": dist.is_gloo_available(),
-        "nccl": dist.is_nccl_available() and torch.cuda.is_available(),
-        "mpi": dist.is_mpi_available(),
-    }
+    have = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available() and torch.cuda.is_available()}
     if not have.get(backend, False):
         there = ", ".join(name for name, available in have.items() if available)
         raise ArgumentError(f"backend {backend!r} is not there: torch has {there} here")

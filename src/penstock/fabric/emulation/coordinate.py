@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
-import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,19 +19,20 @@ from penstock.fabric.emulation.board import VARIABLE as BOARD
 from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.emulation.watch import Watch
 from penstock.fabric.samples import RUN, SAMPLES, STEPS
-from penstock.launch.processes import agent_command, forwarded_signals, job
-from penstock.launch.step_file import VARIABLE, read_step
+from penstock.launch.agent import FAILURES, RankFailure, agent_command
+from penstock.launch.processes import Ended, Patience, memory, supervise
+from penstock.launch.step_file import VARIABLE as STEP_FILE
+from penstock.launch.step_file import read_step
 from penstock.network.director import playing
 from penstock.network.machines import Machines
-from penstock.network.nodes import agent_commands, end_agents, memory, start_agent
+from penstock.network.nodes import QUIET, agent_commands
 from penstock.network.scenario import Event
 
 EMULATION = "penstock.fabric.emulation.host"
 """The module that each host runs, with the run's folder as its argument."""
-_GRACE_SECONDS = 10.0
-"""What the other hosts get to end by themselves once one has failed."""
-
-_POLL_SECONDS = 0.1
+_PATIENCE = Patience(failed_seconds=10.0, ends_others=False, signal_seconds=0.0, interrupt_seconds=0.0)
+"""Once one host has failed, the others get so long to end by themselves and to say why. After a signal they get none:
+each trial is in its file, and what waits for another host may never see a signal."""
 
 
 def emulate(
@@ -62,31 +62,41 @@ def emulate(
     for stale_log in folder.glob("host-*.log"):
         stale_log.unlink()
     spec.write(folder)
+    tail = _Tail(folder, spec)
+
+    def look() -> None:
+        if machines is not None:
+            machines.check()
+        if watch is not None:
+            for number, durations in tail.read():
+                watch.trial(number, durations)
+            watch.tick()
+
     with contextlib.ExitStack() as stack:
-        steps, board = stack.enter_context(memory("step")), stack.enter_context(memory("start"))
-        agents: list[subprocess.Popen[bytes]] = []
-        stack.callback(end_agents, agents)
-        for number, argv in enumerate(_commands(spec, folder, machines, module)):
-            environment = stack.enter_context(job())
-            environment |= {VARIABLE: steps, BOARD: board}
-            environment.setdefault("OMP_NUM_THREADS", "1")
-            if machines is None:
-                environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            log = stack.enter_context((folder / f"host-{number}.log").open("wb"))
-            agents.append(start_agent(argv, environment, subprocess.DEVNULL, log))
-        with _scenario(machines, events, steps) as happened, forwarded_signals(agents) as received:
-            try:
-                ended = _wait(agents, received, _Tail(folder, spec), watch, machines)
-            except FabricError as error:
-                _add(folder, str(error))
-                raise
+        steps, board, failures = (stack.enter_context(memory(name)) for name in ("step", "start", "failures"))
+        usual = {**QUIET, "OMP_NUM_THREADS": "1"} | ({"GLOO_SOCKET_IFNAME": "lo"} if machines is None else {})
+        commands = _commands(spec, folder, machines, module)
+        logs = [stack.enter_context((folder / f"host-{number}.log").open("wb")) for number in range(len(commands))]
+        try:
+            with _scenario(machines, events, steps) as happened:
+                ended = supervise(
+                    commands,
+                    {**usual, **os.environ, STEP_FILE: steps, BOARD: board, FAILURES: failures},
+                    outputs=logs,
+                    look=look,
+                    patience=_PATIENCE,
+                )
+        except FabricError as error:
+            _add(folder, str(error))
+            raise
+        killed = [failure for failure in RankFailure.read_all(failures) if failure.exitcode < 0]
     if machines is not None:
         _add(folder, switch_qdiscs=machines.qdiscs(), switch=machines.told(), happened=happened)
-    if received:
-        _add(folder, f"stopped by {signal.Signals(received[0]).name}")
-        raise KeyboardInterrupt(received[0])
-    if ended is not None:
-        text = _cause(folder, ended, agents, machines is not None)
+    if ended.received:
+        _add(folder, f"stopped by {signal.Signals(ended.received).name}")
+        raise KeyboardInterrupt(ended.received)
+    if ended.agent is not None:
+        text = _cause(folder, ended, killed, machines is not None)
         _add(folder, text)
         raise FabricError(text)
 
@@ -103,46 +113,11 @@ def _scenario(machines: Machines | None, events: Sequence[Event], steps: str) ->
     happened += [asdict(one) for one in played.happened]
 
 
-def _commands(spec: Spec, folder: Path, machines: Machines | None, module: str) -> Iterator[list[str]]:
+def _commands(spec: Spec, folder: Path, machines: Machines | None, module: str) -> list[list[str]]:
     what = ["-m", module, str(folder.resolve())]
     if machines is None:
-        yield agent_command(["--standalone", f"--nproc-per-node={spec.hosts}", *what])
-        return
-    yield from agent_commands(machines, what, join_seconds=spec.join_seconds)
-
-
-def _wait(
-    agents: Sequence[subprocess.Popen[bytes]],
-    received: Sequence[int],
-    tail: _Tail,
-    watch: Watch | None,
-    machines: Machines | None,
-) -> int | None:
-    """Until all have ended. Returns the first that failed, if any; the others then get a few seconds.
-
-    After a signal they get none: each trial is in its file, and what waits for another host may never see a signal.
-    """
-    failed: int | None = None
-    deadline = float("inf")
-    while True:
-        statuses = [agent.poll() for agent in agents]
-        if machines is not None:
-            machines.check()
-        if watch is not None:
-            for number, durations in tail.read():
-                watch.trial(number, durations)
-            watch.tick()
-        if all(status is not None for status in statuses):
-            return next((n for n, status in enumerate(statuses) if status), None) if failed is None else failed
-        if failed is None:
-            failed = next((n for n, status in enumerate(statuses) if status), None)
-        if received:
-            return failed
-        if failed is not None and deadline == float("inf"):
-            deadline = time.monotonic() + _GRACE_SECONDS
-        if time.monotonic() > deadline:
-            return failed
-        time.sleep(_POLL_SECONDS)
+        return [agent_command(["--standalone", f"--nproc-per-node={spec.hosts}", *what])]
+    return list(agent_commands(machines, what, join_seconds=spec.join_seconds))
 
 
 class _Tail:
@@ -191,30 +166,21 @@ def _add(folder: Path, missing: str = "", **found: Any) -> None:
         aside.replace(path)
 
 
-def _cause(folder: Path, first: int, agents: Sequence[subprocess.Popen[bytes]], by_host: bool) -> str:
-    """Why the run failed, from what host 0 or the first that failed has said."""
+def _cause(folder: Path, ended: Ended, killed: Sequence[RankFailure], by_host: bool) -> str:
+    """Why the run failed, from who was killed, or what host 0 or the first that failed has said."""
     try:
         trials = (folder / SAMPLES).read_bytes().rsplit(b"\n", 2)[-2].split(b",")[0]
-        ended = int(trials) + 1 if trials.isdigit() else 0
-        saved = f"{ended} {'trial is' if ended == 1 else 'trials are'} in {folder}" if ended else "no trial had ended"
+        count = int(trials) + 1 if trials.isdigit() else 0
+        saved = f"{count} {'trial is' if count == 1 else 'trials are'} in {folder}" if count else "no trial had ended"
     except (OSError, IndexError):
         saved = "no trial had ended"
-    status = agents[first].returncode
+    host, status = ended.agent, ended.status
     lines = [line for log in sorted(folder.glob("host-*.log")) for line in log.read_text(errors="replace").split("\n")]
     said = [line.removeprefix("penstock: error: ") for line in lines if line.startswith("penstock: error: ")]
-    killed = [
-        line.removeprefix("penstock: ") for line in lines if line.startswith("penstock: rank") and "killed" in line
-    ]
-    if by_host and (ended_by := _signal(status)):
-        killed.insert(0, f"host {first} was ended by {ended_by}")
-    text = (killed or said or [f"host {first} ended with exit status {status}; see {folder}/host-{first}.log"])[0]
+    if by_host and status > 128 and status - 128 in {*signal.Signals}:
+        text = f"host {host} was ended by {signal.Signals(status - 128).name}"
+    elif killed:
+        text = str(min(killed, key=lambda failure: failure.at_ns))
+    else:
+        text = said[0] if said else f"host {host} ended with exit status {ended.exitcode}; see {folder}/host-{host}.log"
     return f"{text}; {saved}"
-
-
-def _signal(status: int | None) -> str | None:
-    """The name of the signal that an exit status, a process's or a shell's, stands for."""
-    number = 0 if status is None else -status if status < 0 else status - 128
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return None

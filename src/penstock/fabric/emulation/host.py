@@ -26,7 +26,7 @@ from penstock.fabric.emulation.run_file import gathered, recorded
 from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.emulation.trials import Trials
 from penstock.fabric.emulation.watch import Watch
-from penstock.fabric.emulation.wires import Delayed, Plain, Wire
+from penstock.fabric.emulation.wires import Wire
 from penstock.fabric.samples import HEAD, SAMPLES, SPEC, STEPS, STEPS_HEAD, SampleFile
 from penstock.fabric.steadiness import WarmUp
 from penstock.network.conditions import CpuUsage, cpu_usage
@@ -45,7 +45,7 @@ def run(spec: Spec, folder: Path, watch: Watch | None = None) -> None:
     check_backend(spec.backend)
     torch.set_num_threads(1)
     with recorded(spec, folder) as (members, record):
-        wire: Wire = Plain() if spec.bytes_per_second is None else Delayed(spec.bytes_per_second)
+        wire = Wire()
         record.add(
             links=links.measured(spec, wire, members), clock=gathered(asdict(clock.estimate(members.control)), members)
         )

@@ -58,17 +58,12 @@ def above_shaper(spec: Spec, ends: tuple[int, int], found: probe.Measured) -> st
 
 def shaped_rate(spec: Spec, source: int, target: int) -> float | None:
     """Bytes a second that the shapers between two hosts let pass; None where nobody knows."""
-    if spec.bytes_per_second is not None:
-        return spec.bytes_per_second
     rates: Mapping[str, Any] | None = (spec.network or {}).get("rates")
     return None if rates is None else float(min(rates["up"][source], rates["down"][target]))
 
 
 def ends_of(spec: Spec, pair: tuple[int, int]) -> dict[tuple[int, int], probe.Ends] | None:
     """What shapes both directions between two hosts; None where nobody knows."""
-    ways = (pair, pair[::-1])
-    if (rate := spec.bytes_per_second) is not None:
-        return {way: probe.Ends(rate, float("inf"), packets=(probe.PING_BYTES,)) for way in ways}  # see `Delayed`
     topology = topology_of(spec.network)
     if topology is None:
         return None
@@ -76,5 +71,5 @@ def ends_of(spec: Spec, pair: tuple[int, int]) -> dict[tuple[int, int], probe.En
         (a, b): probe.Ends(
             topology.up(a).bytes_per_second, topology.down(b).bytes_per_second, least_delay(topology, a, b)
         )
-        for a, b in ways
+        for a, b in (pair, pair[::-1])
     }

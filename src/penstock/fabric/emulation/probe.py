@@ -81,19 +81,17 @@ class Ends(NamedTuple):
     Attributes:
         up, down: bytes a second of the sender's end and of the receiver's, headers counted.
         delay_seconds: of every frame.
-        packets: bytes on the wire of the few that go there and back, one by one.
     """
 
     up: float
     down: float
     delay_seconds: float = 0.0
-    packets: tuple[int, ...] = PING_PACKETS
 
     @property
     def ping_seconds(self) -> float:
         """From the first byte's leaving to the last one's coming through both ends, delay aside."""
         left = came = 0.0
-        for size in self.packets:
+        for size in PING_PACKETS:
             left += size / self.up
             came = max(left, came) + size / self.down
         return came

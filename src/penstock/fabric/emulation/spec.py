@@ -12,7 +12,7 @@ from penstock.fabric.algorithms import ENGINE, algorithms, generate
 from penstock.fabric.samples import SPEC
 from penstock.fabric.workload import Workload
 
-BACKENDS = ("gloo", "nccl", "mpi")
+BACKENDS = ("gloo", "nccl")
 """Of torch.distributed."""
 
 CHECKED = 3
@@ -49,7 +49,6 @@ class Spec:
         iterations: how often each transfer is done in a row within a trial, as nccl-tests does it; times are of one.
         overlap: communication goes on while the next layer is computed, one transfer after the other.
         seed: of the payload.
-        bytes_per_second: of a link between two hosts that messages are delayed to; None: they are not.
         join_seconds: in which every host has to be there.
         stall_seconds: after which a wait for another host is given up.
         backend: one of `BACKENDS`.
@@ -69,7 +68,6 @@ class Spec:
     overlap: bool = False
     iterations: int = 1
     seed: int = 0
-    bytes_per_second: float | None = None
     join_seconds: float = 120.0
     stall_seconds: float = 120.0
     backend: str = "gloo"
@@ -110,11 +108,6 @@ class Spec:
         if self.algorithm == ENGINE:
             if self.workload.op == "avg" and self.backend == "gloo":
                 raise ArgumentError("gloo has no average of its own: give --algorithm ring, for example, or --op sum")
-            if self.bytes_per_second is not None:
-                raise ArgumentError(
-                    "the engine's own collectives cannot be delayed: take a step list (--algorithm ring), or make "
-                    "namespaces with --link, as root"
-                )
             return
         kinds = {transfer.collective for transfer in self.workload.transfers}
         if not any(self.algorithm in algorithms(kind) for kind in kinds):

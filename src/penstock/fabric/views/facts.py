@@ -54,13 +54,8 @@ def headings(run: Run) -> list[str]:
         f"{algorithm} {' and '.join(kinds) if len(kinds) < 3 else 'collectives'}",
         counted(done, "trial") if done == asked else f"{done:,} of {counted(asked, 'trial')}",
         str(record["backend"]),
-        *([_link_text(record)] if record.get("link") else []),
+        *([f"link {record['link']}"] if record.get("link") else []),
     ]
-
-
-def _link_text(record: dict[str, Any]) -> str:
-    delayed = ", by a delaying transport" if record.get("bytes_per_second") else ""
-    return f"link {record['link']}{delayed}"
 
 
 def warnings(run: Run, results: dict[str, Any]) -> list[str]:

@@ -52,12 +52,9 @@ def network_lines(
 def network_facts(described: Told, *, told: Told | None = None, happened: Sequence[str] = ()) -> list[tuple[str, str]]:
     """As `network_lines`, names and texts."""
     link = described["link"]
-    made = {
-        None: "as fast as this machine can",
-        "tbf": f"{link}, by the kernel's tbf",
-        "netem": f"{link}, by the kernel's netem",
-        "switch": f"{link}, by a switch in user space",
-    }[described["shaper"]]
+    makers = {"tbf": "the kernel's tbf", "switch": "a switch in user space"}
+    shaper = described["shaper"]
+    made = "as fast as this machine can" if shaper is None else f"{link}, by {makers.get(shaper, shaper)}"
     if told is not None:
         made += f" (priority: {told['priority']})" if "priority" in told else ""
     found = [("network", f"{described['hosts']} hosts, {made}")]
