@@ -7,6 +7,7 @@ A trial's value is the maximum over its ranks, as nccl-tests has it; bandwidths 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,12 +74,7 @@ def results(run: Run) -> dict[str, Any]:
         "groups": together,
         "step": step,
         "stalled": list(stalled(run)),
-        "cpu": {
-            "saturated": cpu.saturated,
-            "scheduler_tails": cpu.scheduler_tails,
-            "utilization": cpu.utilization,
-            "text": cpu.text,
-        },
+        "cpu": asdict(cpu),
         "links": record.get("links") or [],
         "environment": {
             "hosts": record.get("environment"),
