@@ -17,12 +17,13 @@ from penstock.fabric.bounds import lower_bound_seconds
 from penstock.fabric.dependence import effective_counts
 from penstock.fabric.forecast import forecasts
 from penstock.fabric.grouped import Group, groups
-from penstock.fabric.models import busbw_factor, record_links
+from penstock.fabric.models import record_links
 from penstock.fabric.ports import Measured, Ports, changed, measured_ports, shaped_ports
 from penstock.fabric.predicted import predicted_seconds
 from penstock.fabric.samples import Run
 from penstock.fabric.stalls import stalled
 from penstock.fabric.statistics import Saturation, Summary, fewest, log_histogram, outliers, saturation
+from penstock.fabric.terms import busbw_factor
 from penstock.fabric.times import (
     TransferTimes,
     algorithm_of,
