@@ -7,10 +7,11 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 # Most tests wait for processes half of the time, so that three at once fill two processors. Those that measure a network
-# run by themselves afterwards.
+# run by themselves afterwards; tests/conftest.py sees to it that they are where they are looked for.
 WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -q
 TOGETHER := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+ALONE := tests/fabric tests/network
 
 .PHONY: demo test test-part test-all check format bench clean
 
@@ -19,7 +20,7 @@ demo: $(READY)
 
 test: $(READY)
 	$(PYTEST) -m "not long and not alone" $(TOGETHER)
-	$(PYTEST) -m "not long and alone"
+	$(PYTEST) -m "not long and alone" $(ALONE)
 
 # The long tests whose turn it is: see tests/rotation.py.
 test-part: $(READY)
@@ -27,7 +28,7 @@ test-part: $(READY)
 
 test-all: $(READY)
 	$(PYTEST) -m "not alone" $(TOGETHER)
-	$(PYTEST) -m "alone"
+	$(PYTEST) -m "alone" $(ALONE)
 
 check: $(READY)
 	$(BIN)/ruff check .

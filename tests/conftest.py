@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +27,32 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.collect()
         gc.freeze()
         gc.enable()
+
+
+FOLDERS_ALONE = ("fabric", "network")
+"""Where those that run alone are: the Makefile collects no others for them."""
+
+LONGEST_FIRST = (
+    "distributed",
+    "cli",
+    "proof",
+    "search",
+    "integrations",
+    "test_zoo_matrix.py",
+    "test_transformers_zoo.py",
+)
+"""Folders and files whose tests take long. What is begun last must be short, or the other workers wait for it."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def top(item: pytest.Item) -> str:
+        return item.path.relative_to(Path(__file__).parent).parts[0]
+
+    for item in items:
+        if item.get_closest_marker("alone") and top(item) not in FOLDERS_ALONE:
+            raise pytest.UsageError(f"{item.nodeid} is to run alone: move it to one of the folders {FOLDERS_ALONE}")
+    rank = {name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: rank.get(top(item), len(rank)))
 
 
 @pytest.fixture

@@ -37,5 +37,5 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
 
 def training_runners(pipe: Pipeline) -> list[StageRunner]:
     """What runs each stage of this process in a training step."""
-    job = next(job for job in pipe.session.steps.jobs if job.training)
+    job = next(job for job in pipe.session.steps.bound_schedules if job.training)
     return [runner for program in job.programs for runner in program.runners.values()]

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-import penstock.runtime.step.jobs
+import penstock.runtime.step.bound_schedules
 from by_hand import assert_same_gradients, step_by_hand
 from models import GPT, ConvNet, squared_error, token_error
 from penstock import ArgumentError, Microbatches, PartitionError, ShapeError, pipeline, verify
@@ -250,7 +250,7 @@ def test_trap_14_dataclasses_and_plain_values_that_change_between_steps(ranks: i
                 terms.append(loss.detach() * (len(mine) / 11))
             assert torch.equal(result.loss, terms[0] + terms[1] + terms[2])
             assert_same_gradients(model, reference)
-        assert len(list(pipe.session.steps.jobs)) == 4
+        assert len(list(pipe.session.steps.bound_schedules)) == 4
 
 
 class Branching(nn.Module):
@@ -281,7 +281,7 @@ def test_a_batch_that_takes_another_branch_is_recorded_anew() -> None:
             pipe.step(x, mask, target=y)
             step_by_hand(reference, (x, mask), y, squared_error, 3)
             assert_same_gradients(model, reference)
-        assert len(list(pipe.session.steps.jobs)) == 2
+        assert len(list(pipe.session.steps.bound_schedules)) == 2
         with pytest.raises(PartitionError, match="not the same for all microbatches of the batch"):
             pipe.step(x, torch.tensor([1, 1, 1, 0, 1, 1]), target=y)
         pipe.step(x, full, target=y)
@@ -294,21 +294,21 @@ def test_kinds_are_known_again_and_the_oldest_is_forgotten(monkeypatch: pytest.M
         "penstock.partition.partitioner.record",
         lambda *args, **options: (recorded.append(args), record(*args, **options))[1],
     )
-    monkeypatch.setattr("penstock.runtime.step.jobs.KNOWN_JOBS", 3)
+    monkeypatch.setattr("penstock.runtime.step.bound_schedules.CACHED_SCHEDULES", 3)
     with pipeline(mlp(2), batch(1)[:1], microbatches=1, loss=squared_error) as pipe:
         for _ in range(3):
             for rows in (1, 2, 3):
                 pipe.step(batch(rows)[0], target=batch(rows)[1])
-        assert len(recorded) == len(list(pipe.session.steps.jobs)) == 3
+        assert len(recorded) == len(list(pipe.session.steps.bound_schedules)) == 3
         with pytest.warns(UserWarning, match="kinds of batches.*Pad batches to a few shapes") as warned:
             pipe.step(batch(4)[0], target=batch(4)[1])
         assert warned[0].filename == __file__
         pipe.step(batch(5)[0], target=batch(5)[1])  # said once
-        assert len(list(pipe.session.steps.jobs)) == 3
-        oldest = next(iter(pipe.session.steps.jobs))
+        assert len(list(pipe.session.steps.bound_schedules)) == 3
+        oldest = next(iter(pipe.session.steps.bound_schedules))
         for rows in (3, 6):
             pipe.step(batch(rows)[0], target=batch(rows)[1])
-        assert any(job is oldest for job in pipe.session.steps.jobs), "it was used after the others"
+        assert any(job is oldest for job in pipe.session.steps.bound_schedules), "it was used after the others"
         assert len(pipe.session.engine.transports[0]._hub.channels) == 0  # type: ignore[attr-defined]
 
 

@@ -9,15 +9,16 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.cli import app
+from support.scripts import lines_here
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PENSTOCK = ["-c", "from penstock.cli import main; main()"]
 
 
-def lines_of(*arguments: str) -> list[str]:
-    """What a Python program prints, on one thread."""
+def lines_of_ranks(script: Path, *arguments: str) -> list[str]:
+    """What a program prints in two processes, on one thread each."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *arguments]
+    command = [sys.executable, *PENSTOCK, "run", "--ranks", "2", str(script), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.splitlines()
@@ -31,16 +32,16 @@ def test_target_is_verified() -> None:
 
 @pytest.mark.distributed
 def test_gpt_learns_the_same_alone_and_in_processes() -> None:
-    script = [str(EXAMPLES / "train_gpt.py"), "--steps", "40"]
-    alone = lines_of(*script)
+    script, steps = EXAMPLES / "train_gpt.py", ("--steps", "40")
+    alone = lines_here(script, *steps)
     assert [line.split()[1] for line in alone] == ["20", "40"]
     losses = [float(line.split()[3]) for line in alone]
     assert losses[1] < losses[0] < 2.0
-    assert lines_of(*PENSTOCK, "run", "--ranks", "2", *script) == alone
+    assert lines_of_ranks(script, *steps) == alone
 
 
 def test_resumable_goes_on_where_it_was(tmp_path: Path) -> None:
-    script = [str(EXAMPLES / "train_resumable.py"), "--every", "4", "--folder"]
-    whole = lines_of(*script, str(tmp_path / "whole"), "--steps", "8")
+    script, options = EXAMPLES / "train_resumable.py", ("--every", "4", "--steps", "8", "--folder", tmp_path / "whole")
+    whole = lines_here(script, *options)
     assert [line.split()[1] for line in whole] == [str(step) for step in range(1, 9)]
-    assert lines_of(*script, str(tmp_path / "whole"), "--steps", "8") == [], "it was done"
+    assert lines_here(script, *options) == [], "it was done"

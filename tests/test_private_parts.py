@@ -36,7 +36,7 @@ def test_no_package_has_a_secret_door() -> None:
 
 
 def test_a_secret_door_is_seen() -> None:
-    assert trespasses("penstock.runtime.step.jobs", "penstock.partition._compat.flatten")
-    assert trespasses("penstock.runtime.step.jobs", "penstock.partition.trees._Walk")
+    assert trespasses("penstock.runtime.step.bound_schedules", "penstock.partition._compat.flatten")
+    assert trespasses("penstock.runtime.step.bound_schedules", "penstock.partition.trees._Walk")
     assert not trespasses("penstock.cli.run", "penstock.cli._traffic.read")
     assert trespasses("penstock.partition.values.memory", "torch.utils._pytree.tree_flatten")

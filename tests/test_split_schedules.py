@@ -147,7 +147,9 @@ def test_a_schedule_that_splits_nothing_is_left_alone() -> None:
     with penstock.pipeline(mlp(), (x,), ranks=2, microbatches=3, loss=squared_error) as pipe:
         pipe.step(x, target=y)
         assert pipe.split_share == {}
-        runners = [runner for job in pipe.session.steps.jobs for p in job.programs for runner in p.runners.values()]
+        runners = [
+            runner for job in pipe.session.steps.bound_schedules for p in job.programs for runner in p.runners.values()
+        ]
         assert all(runner.split is None for runner in runners)
 
 
@@ -219,7 +221,7 @@ def test_the_timeline_and_the_watchdog_name_i_and_w() -> None:
         timeline = pipe.step(x, target=y, timeline=True).timeline
         assert timeline is not None
         assert {str(span.action) for span in timeline} >= {"0I0", "0W0", "1I2", "1W2"}
-        entries = next(job for job in pipe.session.steps.jobs if job.training).entries
+        entries = next(job for job in pipe.session.steps.bound_schedules if job.training).actions
         places = {str(e.action): (str(e.waiting.action), e.waiting.peers, str(e.running.action)) for e in entries}
         assert places["0I1"] == ("0RECV_B1", (1,), "0I1")
         assert places["1W1"] == ("1W1", (), "1W1")

@@ -39,27 +39,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "AlbertForMaskedLM": {"embedding_size": 16},
     "BartForConditionalGeneration": {"d_model": 32, **BART, **HEADS},
     "BloomForCausalLM": {"n_layer": 4, "n_head": 4},
-    "CohereForCausalLM": {},
     "DebertaV2ForMaskedLM": {},
     "DeepseekV3ForCausalLM": DEEPSEEK,
     "DistilBertForMaskedLM": {"dim": 32, "hidden_dim": 48, "n_layers": 4, "n_heads": 4},
-    "ElectraForMaskedLM": {"embedding_size": 32},
     "FalconForCausalLM": {},
     "GPTJForCausalLM": {"n_embd": 32, "n_layer": 4, "n_head": 4, "rotary_dim": 4},
     "GPTNeoXForCausalLM": {},
     "Gemma2ForCausalLM": {**GROUPED, "head_dim": 8},
-    "GemmaForCausalLM": {**GROUPED, "head_dim": 8},
-    "GraniteForCausalLM": {},
     "MambaForCausalLM": {},
-    "MistralForCausalLM": GROUPED,
     "OPTForCausalLM": {"ffn_dim": 48, "word_embed_proj_dim": 32},
-    "OlmoForCausalLM": {},
     "Phi3ForCausalLM": {},
-    "PhiForCausalLM": {},
-    "Qwen2ForCausalLM": GROUPED,
     "Qwen3ForCausalLM": {**GROUPED, "head_dim": 8},
-    "RobertaForMaskedLM": {},
-    "StableLmForCausalLM": {"num_key_value_heads": 4},
 }
 """The class of each, and what its config takes besides SMALL."""
 
@@ -69,12 +59,16 @@ MORE: dict[str, dict[str, Any]] = {
     "CamembertForMaskedLM": {},
     "CodeGenForCausalLM": {"n_embd": 32, "n_layer": 4, "n_head": 4, "rotary_dim": 4},
     "Cohere2ForCausalLM": {},
+    "CohereForCausalLM": {},
+    "ElectraForMaskedLM": {"embedding_size": 32},
     "FNetForMaskedLM": {},
     "FalconH1ForCausalLM": {**GROUPED, **MAMBA, "mamba_d_ssm": 64, "head_dim": 8},
     "GPTBigCodeForCausalLM": {"n_embd": 32, "n_layer": 4, "n_head": 4},
     "Gemma3ForCausalLM": {**GROUPED, "head_dim": 8},
+    "GemmaForCausalLM": {**GROUPED, "head_dim": 8},
     "GlmForCausalLM": {**GROUPED, "head_dim": 8},
     "GptOssForCausalLM": {**GROUPED, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "GraniteForCausalLM": {},
     "HeliumForCausalLM": {**GROUPED, "head_dim": 8},
     "JambaForCausalLM": {
         **GROUPED, "num_experts": 2, "num_experts_per_tok": 1, "use_mamba_kernels": False, "mamba_d_state": 8,
@@ -83,25 +77,31 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "LongformerForMaskedLM": {"attention_window": 4},
     "MT5ForConditionalGeneration": SMALL_T5,
-    "MarianMTModel": {"d_model": 32, **BART, **HEADS, "decoder_start_token_id": 0, "forced_eos_token_id": 0},
     "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1},
+    "MarianMTModel": {"d_model": 32, **BART, **HEADS, "decoder_start_token_id": 0, "forced_eos_token_id": 0},
+    "MistralForCausalLM": GROUPED,
     "MobileBertForMaskedLM": {"embedding_size": 16, "intra_bottleneck_size": 16, "true_hidden_size": 16},
     "ModernBertForMaskedLM": {},
     "MptForCausalLM": {"d_model": 32, "n_heads": 4, "n_layers": 4, "max_seq_len": 32},
     "Olmo2ForCausalLM": {},
+    "OlmoForCausalLM": {},
     "OlmoeForCausalLM": {"num_experts": 4, "num_experts_per_tok": 2},
     "PegasusForConditionalGeneration": {"d_model": 32, **BART, **HEADS, "decoder_start_token_id": 0},
+    "PhiForCausalLM": {},
+    "Qwen2ForCausalLM": GROUPED,
     "Qwen3MoeForCausalLM": {
         **GROUPED, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
     },
+    "RobertaForMaskedLM": {},
     "RwkvForCausalLM": {"attention_hidden_size": 32},
     "SmolLM3ForCausalLM": GROUPED,
+    "StableLmForCausalLM": {"num_key_value_heads": 4},
     "Starcoder2ForCausalLM": GROUPED,
     "SwitchTransformersForConditionalGeneration": {**SMALL_T5, "num_experts": 4},
     "XGLMForCausalLM": {"d_model": 32, "ffn_dim": 48, "num_layers": 4, "attention_heads": 4},
     "XLMRobertaForMaskedLM": {},
 }  # fmt: skip
-"""Likewise, in long runs only."""
+"""Likewise, in long runs only: most are like one of those."""
 
 LAYERS = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 48}
 PATCHES = {**LAYERS, "image_size": 32, "patch_size": 8}
@@ -126,6 +126,8 @@ PICTURES: dict[str, dict[str, Any]] = {
         "image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4,
     },
 }  # fmt: skip
+ALIKE = ("BeitForImageClassification", "ConvNextV2ForImageClassification", "DeiTForImageClassification")
+"""Like others of them; in long runs only."""
 WHISPER = {
     "d_model": 32, **BART, **HEADS, "vocab_size": 64, "num_mel_bins": 8, "max_source_positions": 16,
     "max_target_positions": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
@@ -148,7 +150,9 @@ def classified(output: Any, target: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in ALIKE else ()) for name in PICTURES]
+)
 def test_pictures(name: str, ranks: int) -> None:
     torch.manual_seed(0)
     kind = getattr(transformers, name)

@@ -74,16 +74,16 @@ class Rebuild(NamedTuple):
         return self.context is other.context or bool(self.context == other.context)
 
 
-class Plan(NamedTuple):
+class TreeSpec(NamedTuple):
     """The structure of one value. `op` says what it is; `context` and `children` depend on it."""
 
     op: str
     context: Any
-    children: tuple[Plan, ...] = ()
+    children: tuple[TreeSpec, ...] = ()
 
 
-LEAF = Plan("leaf", None)
-NOTHING = Plan("tuple", None)
+LEAF = TreeSpec("leaf", None)
+NOTHING = TreeSpec("tuple", None)
 
 
 def flatten(value: Any, *, empty: bool = False, closed: Container[int] = ()) -> Flat:
@@ -117,7 +117,7 @@ class _Walk:
         self._cut = 0  # values that were too deep to be looked at
         self._left = BUDGET
 
-    def visit(self, value: Any, path: str, depth: int) -> Plan:
+    def visit(self, value: Any, path: str, depth: int) -> TreeSpec:
         """The structure of a value. `depth`: how many objects it lies in."""
         kind = type(value)
         if isinstance(value, Tensor):
@@ -129,27 +129,27 @@ class _Walk:
             return self._leaf_unseen(value, path)
         self._left -= 1
         if kind is tuple:
-            return Plan("tuple", None, self._items(value, path, depth))
+            return TreeSpec("tuple", None, self._items(value, path, depth))
         if kind is list or kind is dict:
             if depth:
                 if id(value) in self._numbers:
                     return self._back("ref", self._numbers[id(value)])
                 self._number(value)
             if kind is list:
-                return Plan("list", depth > 0, self._items(value, path, depth))
+                return TreeSpec("list", depth > 0, self._items(value, path, depth))
             children = tuple([self.visit(v, f"{path}[{k!r}]", depth) for k, v in value.items()])
-            return Plan("dict", (depth > 0, *value), children)
+            return TreeSpec("dict", (depth > 0, *value), children)
         known = opened(value)
         if known is not None:
             pairs = zip(known.children, known.keys, strict=True)
             rebuild = Rebuild(kind, known.context, known.rebuild)
-            return Plan("known", rebuild, tuple([self.visit(c, path + key, depth) for c, key in pairs]))
+            return TreeSpec("known", rebuild, tuple([self.visit(c, path + key, depth) for c, key in pairs]))
         if kind is weakref.ref:
             number = self._numbers.get(id(value()))
             return self._leaf(value, path) if number is None else self._back("weak", number)
         return self._object(value, kind, path, depth)
 
-    def _object(self, value: Any, kind: type, path: str, depth: int) -> Plan:
+    def _object(self, value: Any, kind: type, path: str, depth: int) -> TreeSpec:
         if id(value) in self._numbers:
             return self._back("ref", self._numbers[id(value)])
         base = base_of(kind)
@@ -171,38 +171,40 @@ class _Walk:
             if cut == self._cut:
                 self._bare[id(value)] = value
             return self._leaf(value, path)
-        return Plan("object", (kind, base, names), (*inside, *children))
+        return TreeSpec("object", (kind, base, names), (*inside, *children))
 
-    def _inside(self, value: Any, base: type, path: str, depth: int) -> Plan:
+    def _inside(self, value: Any, base: type, path: str, depth: int) -> TreeSpec:
         """What a subclass of tuple, list or dict contains."""
         if base in (object, types.SimpleNamespace):
             return NOTHING
         if base in (tuple, list):
-            return Plan("tuple", None, self._items(base.__getitem__(value, slice(None)), path, depth))
+            return TreeSpec("tuple", None, self._items(base.__getitem__(value, slice(None)), path, depth))
         items = dict((OrderedDict if base is OrderedDict else dict).items(value))
-        return Plan("dict", (False, *items), tuple([self.visit(v, f"{path}[{k!r}]", depth) for k, v in items.items()]))
+        return TreeSpec(
+            "dict", (False, *items), tuple([self.visit(v, f"{path}[{k!r}]", depth) for k, v in items.items()])
+        )
 
-    def _items(self, value: Sequence[Any], path: str, depth: int) -> tuple[Plan, ...]:
+    def _items(self, value: Sequence[Any], path: str, depth: int) -> tuple[TreeSpec, ...]:
         return tuple([self.visit(item, f"{path}[{index}]", depth) for index, item in enumerate(value)])
 
-    def _leaf(self, value: Any, path: str) -> Plan:
+    def _leaf(self, value: Any, path: str) -> TreeSpec:
         self.leaves.append(value)
         self.paths.append(path)
         return LEAF
 
-    def _leaf_unseen(self, value: Any, path: str) -> Plan:
+    def _leaf_unseen(self, value: Any, path: str) -> TreeSpec:
         self._cut += 1
         return self._leaf(value, path)
 
     def _number(self, value: Any) -> None:
         self._numbers[id(value)] = len(self._numbers)
 
-    def _back(self, op: str, number: int) -> Plan:
+    def _back(self, op: str, number: int) -> TreeSpec:
         self._held += 1
-        return Plan(op, number)
+        return TreeSpec(op, number)
 
 
-def _build(plan: Plan, leaves: Iterator[Any], made: list[Any]) -> Any:
+def _build(plan: TreeSpec, leaves: Iterator[Any], made: list[Any]) -> Any:
     """`made`: objects by number, in the order in which they were met."""
     op, context, children = plan
     if op == "leaf":
@@ -232,7 +234,7 @@ def _build(plan: Plan, leaves: Iterator[Any], made: list[Any]) -> Any:
     return _build_object(plan, leaves, made)
 
 
-def _build_object(plan: Plan, leaves: Iterator[Any], made: list[Any]) -> Any:
+def _build_object(plan: TreeSpec, leaves: Iterator[Any], made: list[Any]) -> Any:
     kind, base, names = plan.context
     inside, *children = plan.children
     if base is tuple:

@@ -83,6 +83,15 @@ def training(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]
                 os.kill(pid, signal.SIGKILL)
 
 
+def test_ctrl_c_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What becomes of the processes is shown by test_run.py; by a real demo in the long run."""
+    monkeypatch.setattr(sys.modules["penstock.cli.demo"], "launch", lambda *given: 128 + signal.SIGINT)
+    done = CliRunner().invoke(app, ["demo", "--ranks", "2", "--out", str(tmp_path)])
+    assert done.exit_code == 128 + signal.SIGINT
+    assert done.stderr.splitlines() == ["penstock: stopped by Ctrl-C; no process is left running"]
+
+
+@pytest.mark.long
 @pytest.mark.distributed
 def test_ctrl_c_leaves_no_process_and_says_so(training: tuple[subprocess.Popen[str], list[int]]) -> None:
     process, tree = training

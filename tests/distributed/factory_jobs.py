@@ -23,7 +23,7 @@ class Half:
 
     def connect(self, *_: Any) -> None: ...
 
-    channel = release = end_step = drop_step = share = connect
+    channel = release = end_step = drop_step = broadcast = connect
 
     def close(self) -> None:
         CLOSED.append(self._rank)

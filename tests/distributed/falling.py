@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import penstock
-from penstock.runtime.execute.program import Entry
+from penstock.runtime.execute.program import BoundAction
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.tcp import sockets
@@ -88,17 +88,18 @@ def train(rank: int, folder: Path, case: dict[str, Any]) -> None:
 
 def plant(pipe: penstock.Pipeline, case: dict[str, Any], folder: Path) -> None:
     """Makes the second action of the kind `op` the victim's last."""
-    (known,) = pipe.session.steps.jobs._known.values()
-    job = known.job
-    found = [index for index, entry in enumerate(job.entries) if entry.action.op.value == case["op"]]
+    (cached,) = pipe.session.steps.bound_schedules._cached.values()
+    bound = cached.bound
+    found = [index for index, each in enumerate(bound.actions) if each.action.op.value == case["op"]]
     index = found[min(1, len(found) - 1)]
 
     def run(microbatch: int, ready: Any) -> None:
         fall(case["how"], folder / f"{case['name']}.fell")
 
-    entries: list[Entry] = list(job.entries)
-    entries[index] = replace(entries[index], run=run)
-    pipe.session.steps.jobs._known[known.number] = replace(known, job=replace(job, entries=tuple(entries)))
+    actions: list[BoundAction] = list(bound.actions)
+    actions[index] = replace(actions[index], run=run)
+    again = replace(cached, bound=replace(bound, actions=tuple(actions)))
+    pipe.session.steps.bound_schedules._cached[bound.number] = again
 
 
 def skip_teardown(ended: list[bool]) -> None:

@@ -22,7 +22,7 @@ from by_hand import step_by_hand
 from models import squared_error
 from penstock.runtime.execute.clock import StreamClock
 from penstock.runtime.transport.distributed import DistributedTransport
-from penstock.runtime.transport.ways import Way
+from penstock.runtime.transport.receive_order import ReceiveOrder
 from penstock.testing import nccl
 from penstock.testing.nccl import nccl_rules
 
@@ -140,15 +140,15 @@ def with_bug(rank: int, cell: Cell, bug: str) -> list[str]:
 def receives_in_the_order_of_use() -> Iterator[None]:
     """While layouts are learned, a receive starts when it is needed."""
 
-    def post(way: Way[Any], receiver: Any, microbatch: int) -> None:
+    def post(way: ReceiveOrder[Any], receiver: Any, microbatch: int) -> None:
         if receiver.can_start:
             receiver.start(microbatch)
 
-    def start_until(way: Way[Any], receiver: Any, microbatch: int) -> None:
+    def start_until(way: ReceiveOrder[Any], receiver: Any, microbatch: int) -> None:
         if not receiver.has_started(microbatch):
             receiver.start(microbatch)
 
-    with mock.patch.object(Way, "post", post), mock.patch.object(Way, "start_until", start_until):
+    with mock.patch.object(ReceiveOrder, "post", post), mock.patch.object(ReceiveOrder, "start_until", start_until):
         yield
 
 

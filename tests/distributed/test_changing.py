@@ -8,7 +8,7 @@ import changing_jobs as jobs
 import pytest
 import torch
 
-import penstock.runtime.step.jobs
+import penstock.runtime.step.bound_schedules
 from distributed.ranks import Ranks, RanksError
 from representatives import representatives
 
@@ -72,7 +72,7 @@ def test_trap_23_ranks_that_do_not_make_the_same_call_are_told(ranks2: Ranks, wh
 
 
 def test_kinds_that_are_forgotten_leave_nothing_behind(ranks2: Ranks) -> None:
-    kept = penstock.runtime.step.jobs.KNOWN_JOBS
+    kept = penstock.runtime.step.bound_schedules.CACHED_SCHEDULES
     for jobs_kept, lanes in ranks2.run(jobs.many_kinds, kept + 5):
         assert jobs_kept == kept
         assert lanes == 2 * kept  # one there and one back

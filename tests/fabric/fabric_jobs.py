@@ -19,7 +19,7 @@ from penstock.fabric.algorithms import ENGINE, algorithms, generate
 from penstock.fabric.dtypes import OPS
 from penstock.fabric.emulation import board, clock, links, probe, signals
 from penstock.fabric.emulation import trials as trials_module
-from penstock.fabric.emulation.collectives import Engine, Place, Stepwise, wrong
+from penstock.fabric.emulation.collectives import Engine, Participant, Stepwise, wrong
 from penstock.fabric.emulation.host import _check, _follow, _parts, _warm_up
 from penstock.fabric.emulation.joining import Members
 from penstock.fabric.emulation.payload import DTYPES, TYPES
@@ -32,14 +32,14 @@ from penstock.fabric.workload import Transfer, Workload
 CPU = torch.device("cpu")
 
 
-def place_of(rank: int, collective: Collective, elements: int, element_bytes: int = 4) -> Place:
+def place_of(rank: int, collective: Collective, elements: int, element_bytes: int = 4) -> Participant:
     """Of a transfer among all ranks; of the first two, where it is a message."""
     members = tuple(range(2 if collective == "send" else dist.get_world_size()))
     transfer = Transfer(f"{collective} of {elements}", elements * element_bytes, collective)
-    return Place(transfer, members, rank, elements, 3, DTYPES[element_bytes])
+    return Participant(transfer, members, rank, elements, 3, DTYPES[element_bytes])
 
 
-def part_of(place: Place, algorithm: str, wire: Wire) -> Stepwise | Engine:
+def part_of(place: Participant, algorithm: str, wire: Wire) -> Stepwise | Engine:
     if algorithm == ENGINE:
         return Engine(place, None, CPU)
     return Stepwise(place, generate(place.collective, algorithm, len(place.members)), wire, CPU)

@@ -19,6 +19,7 @@ import penstock
 import small
 from penstock.errors import ArgumentError
 from penstock.integrations.lightning import PipelineStrategy
+from support.scripts import lines_here
 
 JOB = Path(__file__).with_name("lightning_job.py")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_lightning.py"
@@ -39,22 +40,28 @@ def run(*arguments: str | Path, folder: Path) -> subprocess.CompletedProcess[str
     )
 
 
-def test_a_run_goes_on_in_processes_as_it_would_have_alone(tmp_path: Path) -> None:
-    """Trained alone, and again from its own checkpoint on two ranks."""
-    alone = run(EXAMPLE, "--steps", "40", folder=tmp_path)
-    assert alone.returncode == 0, alone.stderr
-    steps = alone.stdout.splitlines()
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_run_goes_on_as_it_would_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    """Trained alone, and again from its own checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    steps = lines_here(EXAMPLE, "--steps", "40")
     assert [line.split()[1] for line in steps] == ["20", "40"]
-    resumed = run(*RUN, EXAMPLE, "--steps", "40", "--resume", "runs/lightning/step=20.ckpt", folder=tmp_path)
+    again = ("--steps", "40", "--resume", "runs/lightning/step=20.ckpt")
+    if ranks == 1:
+        assert lines_here(EXAMPLE, *again) == steps[1:]
+        return
+    resumed = run(*RUN, EXAMPLE, *again, folder=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
     assert resumed.stdout.splitlines() == steps[1:]
 
 
 @pytest.mark.distributed
-def test_validation_logging_and_early_stopping_agree_on_all_ranks(tmp_path: Path) -> None:
-    alone = run(JOB, folder=tmp_path)
-    assert alone.returncode == 0, alone.stderr
-    _, steps, expected = json.loads(alone.stdout)
+def test_validation_logging_and_early_stopping_agree_on_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (alone,) = lines_here(JOB)
+    _, steps, expected = json.loads(alone)
     assert steps == 6, "EarlyStopping ended it after three epochs of two"
     assert float.fromhex(expected.pop("rank")) == 0
     together = run(*RUN, JOB, folder=tmp_path)

@@ -3,7 +3,7 @@
 from penstock import compat, trees
 from penstock.demo import mlp
 from penstock.partition import source
-from penstock.partition.record import recorder
+from penstock.partition.recorder import recorder
 
 
 def test_only_what_records_is_ours() -> None:

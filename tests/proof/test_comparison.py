@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.proof.comparison import Report, Row, Verdict, WholeBatch, compare
+from penstock.proof.comparison import Comparison, Report, Verdict, WholeBatch, compare
 
 KINDS = ["output", "loss", "gradient", "buffer"]
 TIED = "terms of several stages, added in another order"
@@ -236,14 +236,14 @@ def test_bits_are_compared_and_not_numbers() -> None:
     assert verdict(torch.ones(3, 2).t(), torch.ones(2, 3)) == "equal"
 
 
-def report(*rows: Row, whole: WholeBatch | None = None) -> Report:
+def report(*rows: Comparison, whole: WholeBatch | None = None) -> Report:
     return Report(rows, "gpipe", 2, 2, 4, 0.0, True, whole_batch=whole)
 
 
 @pytest.mark.parametrize("wrong", ["different", "missing", "unexpected", "close"])
 def test_one_wrong_row_is_enough(wrong: Verdict) -> None:
     """A value that is merely close is wrong where nothing allows it."""
-    fine, bad = Row("gradient", "a", (0,), "equal"), Row("gradient", "b", (1,), wrong, 0.5, 1.0, "", 2)
+    fine, bad = Comparison("gradient", "a", (0,), "equal"), Comparison("gradient", "b", (1,), wrong, 0.5, 1.0, "", 2)
     assert report(fine).ok
     assert not report(fine, bad).ok
     assert report(fine, bad).wrong == (bad,)
@@ -255,7 +255,7 @@ def test_one_wrong_row_is_enough(wrong: Verdict) -> None:
     ("found", "ok"), [("close", True), ("explained", True), ("warning", True), ("different", False)]
 )
 def test_a_batch_that_is_cut_wrongly_is_not_ok(found: Any, ok: bool) -> None:
-    made = report(Row("loss", "loss", (0,), "equal"), whole=WholeBatch(1.0, 2.0, found, "a reason"))
+    made = report(Comparison("loss", "loss", (0,), "equal"), whole=WholeBatch(1.0, 2.0, found, "a reason"))
     assert made.ok == ok
     assert made.to_dict()["ok"] == ok
     assert ("a reason" in made.summary()) == (found in ("warning", "different"))

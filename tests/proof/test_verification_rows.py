@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.proof.comparison import Row
+from penstock.proof.comparison import Comparison
 from penstock.proof.verify import _complete, _Expected, _over_steps
 
 ONE = torch.ones(2)
-LOSS = Row("loss", "loss", (1,), "equal")
-FINE, CLOSE = Row("gradient", "a", (0, 1), "equal"), Row("gradient", "a", (0, 1), "close", 0.5, 1.0, "a tie")
-WRONG = [Row("gradient", "a", (0, 1), "missing"), Row("gradient", "a", (0, 1), "different", 0.1, 1.0)]
+LOSS = Comparison("loss", "loss", (1,), "equal")
+FINE, CLOSE = (
+    Comparison("gradient", "a", (0, 1), "equal"),
+    Comparison("gradient", "a", (0, 1), "close", 0.5, 1.0, "a tie"),
+)
+WRONG = [Comparison("gradient", "a", (0, 1), "missing"), Comparison("gradient", "a", (0, 1), "different", 0.1, 1.0)]
 
 
 def test_trap_15_what_no_stage_holds_is_missing() -> None:
@@ -29,7 +32,7 @@ def test_trap_15_what_no_stage_holds_is_missing() -> None:
 
 @pytest.mark.parametrize("fine", [FINE, CLOSE])
 @pytest.mark.parametrize("wrong", WRONG)
-def test_of_several_copies_the_wrong_one_counts(fine: Row, wrong: Row) -> None:
+def test_of_several_copies_the_wrong_one_counts(fine: Comparison, wrong: Comparison) -> None:
     expected = _Expected([], ONE, {"a": ONE}, {})
     for rows in ([LOSS, fine, wrong], [LOSS, wrong, fine]):
         assert list(_complete(rows, expected)) == [LOSS, wrong]
@@ -37,13 +40,13 @@ def test_of_several_copies_the_wrong_one_counts(fine: Row, wrong: Row) -> None:
 
 @pytest.mark.parametrize("fine", [FINE, CLOSE])
 @pytest.mark.parametrize("wrong", WRONG)
-def test_of_several_steps_the_first_wrong_one_counts(fine: Row, wrong: Row) -> None:
+def test_of_several_steps_the_first_wrong_one_counts(fine: Comparison, wrong: Comparison) -> None:
     for steps, number in (([fine, wrong, WRONG[1]], 2), ([wrong, fine, fine], 1), ([fine, fine, wrong], 3)):
         (row,) = _over_steps([[one] for one in steps])
         assert (row.verdict, row.step) == (wrong.verdict, number)
 
 
 def test_of_steps_that_are_as_promised_the_furthest_counts() -> None:
-    closer = Row("gradient", "a", (0, 1), "close", 0.2, 1.0, "a tie")
+    closer = Comparison("gradient", "a", (0, 1), "close", 0.2, 1.0, "a tie")
     for steps in ([FINE, closer, CLOSE], [CLOSE, closer, FINE]):
         assert list(_over_steps([[one] for one in steps])) == [CLOSE]

@@ -48,7 +48,7 @@ RUNNABLE = [entry.name for entry in generators() if entry.slices == 1]
 CASES = [
     case
     for names, ranks in ((CLASSIC, [1, 2, 3, 4]), ([name for name in RUNNABLE if name not in CLASSIC], [2, 4]))
-    for case in representatives(4, list(EXAMPLES), names, ranks)
+    for case in representatives(6, list(EXAMPLES), names, ranks)
     if case.values[2] * generator(case.values[1]).chunks <= DEPTHS[case.values[0]]
 ]
 
@@ -88,7 +88,7 @@ def test_slices_are_not_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("example", "name", "split"), representatives(3, list(EXAMPLES), ["naive", "gpipe"], [(1, 3), (2, 2), (2, 3)])
+    ("example", "name", "split"), representatives(4, list(EXAMPLES), ["naive", "gpipe"], [(1, 3), (2, 2), (2, 3)])
 )
 def test_several_chunks_a_rank(example: str, name: str, split: tuple[int, int]) -> None:
     ranks, chunks = split

@@ -30,7 +30,7 @@ def test_v_placement_goes_there_and_back() -> None:
 
 def test_copies_of_the_model_share_the_microbatches_out() -> None:
     placement = Placement.bidirectional(2)
-    assert [placement.share_of(stage, 5) for stage in range(4)] == [range(2), range(2), range(2, 5), range(2, 5)]
+    assert [placement.microbatches_of(stage, 5) for stage in range(4)] == [range(2), range(2), range(2, 5), range(2, 5)]
 
 
 @pytest.mark.parametrize(("ranks", "rank_of"), [(2, (0, 0)), (2, (0, 1, 2)), (1, (0, -1)), (0, ())])

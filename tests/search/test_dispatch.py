@@ -14,7 +14,7 @@ from penstock.schedule import Placement, check, generate
 from penstock.search import lower_bound, search
 from penstock.search.dispatch import Pattern, dispatch
 from penstock.search.improve import improve
-from penstock.search.known import known_schedules, one_by_one
+from penstock.search.known_schedules import known_schedules, one_by_one
 from penstock.search.pattern import pattern_of, sample, vary
 from penstock.search.problem import Problem, Rows, problem
 from penstock.search.stretch import stretch

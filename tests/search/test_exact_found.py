@@ -15,14 +15,18 @@ from penstock.schedule import Placement, check
 from penstock.search import exact, search
 from penstock.simulate import memory
 from penstock.simulate.costs import LinkCost, StageCost
+from representatives import representatives
 
 PUBLISHED = json.loads((Path(__file__).parents[1] / "published.json").read_text())
 UNIT = StageCost(1, 1, 1, activation_bytes=1, weight_gradient_bytes=1)
 SMALL = [row for row in PUBLISHED["proven_optima"] if row["ranks"] == 2]
 
 
-@pytest.mark.parametrize("objective", ["makespan", "span"])
-@pytest.mark.parametrize("row", SMALL, ids=lambda row: f"{row['placement']}-{row['memory_limit']}")
+@pytest.mark.parametrize(
+    ("row", "objective"),
+    representatives(2, SMALL, ["makespan", "span"]),
+    ids=lambda one: one if isinstance(one, str) else f"{one['placement']}-{one['memory_limit']}",
+)
 def test_small_cases_are_proven(row: dict[str, Any], objective: Any) -> None:
     placement = Placement.loop(2) if row["placement"] == "v1" else Placement.v(2)
     found = exact(placement, row["microbatches"], UNIT, memory_limit=row["memory_limit"], objective=objective)

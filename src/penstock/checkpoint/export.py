@@ -35,7 +35,7 @@ _DTYPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class FileEntry:
     """A tensor that is to be written, and the process that has it."""
 
     name: str
@@ -67,7 +67,7 @@ def export_safetensors(path: str | Path, pipe: Pipeline, *, metadata: Mapping[st
     """
     path = Path(path)
     own = pipe.state_dict()
-    held = pipe.gather([Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in own.items()])
+    held = pipe.gather([FileEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in own.items()])
     entries = in_order(held, pipe.session.all_names())
     ties = {name: first for name, first in pipe.session.first_names().items() if name != first and first in own}
     notes = {name: first for part in pipe.gather(ties) for name, first in part.items()} | dict(metadata or {})
@@ -109,7 +109,7 @@ def export_checkpoint(folder: str | Path, path: str | Path) -> Path:
         raise ArgumentError(f"{folder}: expected a checkpoint, or a folder of checkpoints")
     reader = Reader(found)
     like = model_tensors(reader.metadata)
-    held = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in like.items()]
+    held = [FileEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in like.items()]
     entries = in_order([held], sorted(like))
     ties = {name: first for name, first in reader.rest().ties.items() if first in like}
     _check(entries, ties)
@@ -131,7 +131,7 @@ class _Exchange:
         self._rank = 0 if self._group is None else dist.get_rank(self._group)
         self._own = own
 
-    def take(self, entry: Entry) -> Tensor:
+    def take(self, entry: FileEntry) -> Tensor:
         if entry.owner == self._rank:
             return _bytes_of(self._own[entry.name])
         if entry.name in self._own:
@@ -141,7 +141,7 @@ class _Exchange:
             dist.recv(data, group=self._group, group_src=entry.owner)
         return data
 
-    def send(self, entries: Iterable[Entry]) -> None:
+    def send(self, entries: Iterable[FileEntry]) -> None:
         for entry in entries:
             if entry.name not in self._own:
                 continue
@@ -151,7 +151,11 @@ class _Exchange:
 
 
 def write_file(
-    path: Path, entries: Sequence[Entry], notes: Mapping[str, str], data: Iterable[Tensor], alone: Around = nullcontext
+    path: Path,
+    entries: Sequence[FileEntry],
+    notes: Mapping[str, str],
+    data: Iterable[Tensor],
+    alone: Around = nullcontext,
 ) -> None:
     """Writes a `safetensors` file aside and renames it.
 
@@ -178,13 +182,13 @@ def write_file(
         aside.replace(path)
 
 
-def in_order(held: Sequence[Sequence[Entry]], names: Sequence[str]) -> list[Entry]:
+def in_order(held: Sequence[Sequence[FileEntry]], names: Sequence[str]) -> list[FileEntry]:
     """Every tensor once, of the first process that has it. Large elements first, so that all are aligned."""
     found = {entry.name: replace(entry, owner=owner) for owner in reversed(range(len(held))) for entry in held[owner]}
     return sorted((found[name] for name in names if name in found), key=lambda entry: -entry.dtype.itemsize)
 
 
-def _header(entries: Sequence[Entry], notes: Mapping[str, str]) -> bytes:
+def _header(entries: Sequence[FileEntry], notes: Mapping[str, str]) -> bytes:
     """The length of the JSON that follows, and the JSON, filled up to whole words."""
     header: dict[str, object] = {"__metadata__": {"format": "pt", **notes}}
     end = 0
@@ -196,7 +200,7 @@ def _header(entries: Sequence[Entry], notes: Mapping[str, str]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _check(entries: Sequence[Entry], notes: Mapping[str, str]) -> None:
+def _check(entries: Sequence[FileEntry], notes: Mapping[str, str]) -> None:
     for entry in entries:
         if entry.dtype not in _DTYPES:
             raise ArgumentError(

@@ -17,12 +17,12 @@ from penstock.partition.cut.balance import Balance, balanced_cuts, candidates, c
 from penstock.partition.cut.hierarchy import more_to_open, opening_for
 from penstock.partition.cut.inseparable import joined, spans, too_few
 from penstock.partition.obstacle import Obstacle
-from penstock.partition.record.attempts import record
+from penstock.partition.recorder.attempts import record
 from penstock.partition.recording.recording import RandomSource, Recording
 from penstock.partition.remedies import explained
 from penstock.partition.stages.complete import check_complete, unused_note
 from penstock.partition.stages.partition import Origin, Partition, describe
-from penstock.partition.stages.split import Split
+from penstock.partition.stages.split import CutRecording
 from penstock.partition.stages.stage import Stage, build_stage
 from penstock.partition.state.given import Attributes, Given
 from penstock.partition.units.chain import as_module, known_names
@@ -231,7 +231,7 @@ class Partitioner:
             other_way=_other_way(model),
         )
 
-    def _divide(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Recording, Split]:
+    def _divide(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Recording, CutRecording]:
         """The recording, and where it is cut. Until the cuts are decided, modules may be opened for balance."""
         opening = self._opening
         while True:
@@ -248,7 +248,7 @@ class Partitioner:
                     raise
                 opening = recording.opening.without(recording.opening.tried)
 
-    def _cut(self, recording: Recording) -> Split:
+    def _cut(self, recording: Recording) -> CutRecording:
         if self.cuts is not None:
             return self._cut_at(recording, self.cuts)
         try:
@@ -263,8 +263,8 @@ class Partitioner:
                 raise too_few(error, self.stages, units, kept) from error
             return self._cut_at(recording, balanced_cuts(recording, self.model, self.stages, self._balance, units))
 
-    def _cut_at(self, recording: Recording, cuts: Sequence[str]) -> Split:
-        split = Split(recording, self.model, cuts, cut_positions(recording, self.model, cuts))
+    def _cut_at(self, recording: Recording, cuts: Sequence[str]) -> CutRecording:
+        split = CutRecording(recording, self.model, cuts, cut_positions(recording, self.model, cuts))
         _ = split.plans  # raises here, where something else can be tried
         return split
 
@@ -343,7 +343,7 @@ def _opened(model: nn.Module, units: Collection[int]) -> list[nn.Module]:
     return found
 
 
-def _saved(recording: Recording, split: Split) -> tuple[int, ...]:
+def _saved(recording: Recording, split: CutRecording) -> tuple[int, ...]:
     found = []
     for plan in split.plans:
         sizes = {s: size for node in plan.run for s, size in split.facts[node].saved_sizes.items()}
@@ -351,7 +351,7 @@ def _saved(recording: Recording, split: Split) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _work(recording: Recording, split: Split) -> tuple[int, ...]:
+def _work(recording: Recording, split: CutRecording) -> tuple[int, ...]:
     work = [0] * split.count
     for fact in recording.facts.values():
         work[split.stage_of(fact.index)] += fact.work

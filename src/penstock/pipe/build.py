@@ -20,7 +20,7 @@ from penstock.pipe.pipeline import Pipeline
 from penstock.pipe.session import Session
 from penstock.runtime.batch import microbatches as batches
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
-from penstock.runtime.batch.cutting import Cutting, Merge, Split
+from penstock.runtime.batch.cutting import Cutting, MergeFunction, SplitFunction
 from penstock.runtime.batch.outline import Outline
 from penstock.runtime.execute.engine import Engine
 from penstock.runtime.execute.transports import TransportChoice
@@ -55,8 +55,8 @@ def pipeline(
     loss_fn: Loss | Callable[[Any], Tensor] | None = None,
     reduction: Reduction = "mean",
     batch_dims: BatchDims | Dim = None,
-    split: Split | None = None,
-    merge: Merge | None = None,
+    split: SplitFunction | None = None,
+    merge: MergeFunction | None = None,
     cuts: Sequence[str] | None = None,
     leaves: Sequence[str] | None = None,
     opens: Sequence[str] | None = None,
@@ -253,7 +253,7 @@ def _with_chunks(error: PartitionError, order: Schedule) -> PartitionError:
     return PartitionError(f"{error} ({order.placement.depth} stages: {chunks} chunks on each of {ranks}; {CHUNKS})")
 
 
-def _cut(example: tuple[tuple[Any, ...], dict[str, Any]], order: Schedule, cutting: Cutting) -> batches.Cut:
+def _cut(example: tuple[tuple[Any, ...], dict[str, Any]], order: Schedule, cutting: Cutting) -> batches.CutBatch:
     cutting.check(*example)
     pipelines = order.placement.pipelines
     divided = cutting.divide(*example, None, order.microbatches, "example", pipelines)

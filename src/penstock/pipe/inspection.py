@@ -23,7 +23,7 @@ from penstock.pipe.build import build, checked_inputs
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
-from penstock.runtime.batch.cutting import Cutting, Merge, Split
+from penstock.runtime.batch.cutting import Cutting, MergeFunction, SplitFunction
 from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice
 from penstock.runtime.loss.loss import Loss, Reduction
 from penstock.runtime.model.overlaps import refuse_overlaps
@@ -152,8 +152,8 @@ def inspect(
     loss_fn: Loss | Callable[[Any], Tensor] | EllipsisType | None = ...,
     reduction: Reduction = "mean",
     batch_dims: BatchDims | Dim = None,
-    split: Split | None = None,
-    merge: Merge | None = None,
+    split: SplitFunction | None = None,
+    merge: MergeFunction | None = None,
     cuts: Sequence[str] | None = None,
     leaves: Sequence[str] | None = None,
     opens: Sequence[str] | None = None,

@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.errors import ArgumentError
 from penstock.partition import Balance
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
-from penstock.runtime.batch.cutting import Cutting, Merge, Split
+from penstock.runtime.batch.cutting import Cutting, MergeFunction, SplitFunction
 from penstock.runtime.execute.transports import TransportChoice, TransportName
 from penstock.runtime.features.compiled import Compile, arguments_of
 from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice
@@ -40,8 +40,8 @@ class Options:
     loss_fn: Loss | Callable[[Any], Tensor] | None = None
     reduction: Reduction = "mean"
     batch_dims: BatchDims | Dim = None
-    split: Split | None = None
-    merge: Merge | None = None
+    split: SplitFunction | None = None
+    merge: MergeFunction | None = None
     cuts: Sequence[str] | None = None
     leaves: Sequence[str] | None = None
     opens: Sequence[str] | None = None

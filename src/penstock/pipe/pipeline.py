@@ -204,7 +204,9 @@ class Pipeline:
     def split_share(self) -> dict[int, float]:
         """For each stage of this process whose backward the schedule splits: how much of it waits for W, as the share
         of the elements of its trained parameters whose gradient does. Known after a step; the rest is done at I."""
-        programs = next((job.programs for job in reversed(list(self.session.steps.jobs)) if job.training), ())
+        programs = next(
+            (bound.programs for bound in reversed(list(self.session.steps.bound_schedules)) if bound.training), ()
+        )
         runners = (runner for program in programs for runner in program.runners.values())
         return {runner.meta.index: runner.split.share for runner in runners if runner.split is not None}
 

@@ -32,7 +32,7 @@ class Session:
     """
 
     def __init__(
-        self, engine: Engine, split: SplitModel, order: Schedule, example: batches.Cut, options: Options
+        self, engine: Engine, split: SplitModel, order: Schedule, example: batches.CutBatch, options: Options
     ) -> None:
         self.engine = engine
         self.split = split

@@ -18,7 +18,7 @@ from penstock.runtime.batch.aliases import refuse_aliases
 from penstock.runtime.batch.cutting import Cutting, Microbatch
 from penstock.runtime.batch.outline import Outline
 from penstock.runtime.execute.assembly import RECOMPUTE
-from penstock.runtime.execute.engine import Engine, Job
+from penstock.runtime.execute.engine import BoundSchedule, Engine
 from penstock.runtime.execute.program import Feed, model_inputs
 from penstock.runtime.features.compiled import arguments_of
 from penstock.runtime.features.context import Binding
@@ -28,7 +28,7 @@ from penstock.runtime.front_end import Partition
 from penstock.runtime.loss.functions import OutputLoss, saying_what_is_missing
 from penstock.runtime.loss.loss import Loss, Reduction, weights
 from penstock.runtime.model.split_model import SplitModel
-from penstock.runtime.step.jobs import Call, Jobs, Known
+from penstock.runtime.step.bound_schedules import BoundSchedules, Cached, Call
 from penstock.runtime.step.outputs import Wanted, bring, code_of
 from penstock.runtime.step.rehearsal import try_loss
 from penstock.schedule import Schedule, first_microbatches
@@ -46,7 +46,7 @@ class Steps:
 
     Attributes:
         schedule: what every rank does for a batch like the example, communication included.
-        jobs: one for each kind of batch so far.
+        bound schedules: one for each kind of batch so far.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Steps:
         engine: Engine,
         split: SplitModel,
         order: Schedule,
-        example: batches.Cut,
+        example: batches.CutBatch,
         options: Options,
         norms: DeferredNorms | None,
     ) -> None:
@@ -69,9 +69,9 @@ class Steps:
         self._loss = saying_what_is_missing(options.loss)
         self._announce = announcer()
         engine.streams.first_microbatch = engine.world.replica * order.microbatches
-        self.jobs = Jobs(engine, split, self._bind, order.placement.rank_of[0])
-        self._first = self.jobs.add(example, Outline.of(example), training=True)
-        first = self._first.job
+        self.bound_schedules = BoundSchedules(engine, split, self._bind, order.placement.rank_of[0])
+        self._first = self.bound_schedules.add(example, Outline.of(example), training=True)
+        first = self._first.bound
         if norms is not None:
             with engine.control.agreed():
                 refuse_none(stage.meta for stage in first.partitions[0].stages)
@@ -124,17 +124,17 @@ class Steps:
             first = self._order.placement.is_first
             divided = self._divide(args, kwargs, target) if self.has_inputs or self.has_outputs else None
             cut = self.cut(args, kwargs, divided, "input", self._device_of(first)) if self.has_inputs else None
-            known = self.jobs.next(cut, call)
-            self._refuse_aliases(known, args, kwargs, target, divided)
-            inputs = self._inputs(known, cut)
+            cached = self.bound_schedules.next(cut, call)
+            self._refuse_aliases(cached, args, kwargs, target, divided)
+            inputs = self._inputs(cached, cut)
             changes = self._split.changes()
             feed = Feed(inputs, loss_scale=loss_scale, changes=changes)
             if self.has_outputs:
-                targets = self._targets(known, target, kwargs, divided)
-                feed = Feed(inputs, targets, self._weights(known, targets), outputs is not False, loss_scale, changes)
+                targets = self._targets(cached, target, kwargs, divided)
+                feed = Feed(inputs, targets, self._weights(cached, targets), outputs is not False, loss_scale, changes)
             with self._split.settling():
-                moments = self._engine.run(known.job, feed, number, timed=timeline)
-            return self._result(known, feed, call, moments)
+                moments = self._engine.run(cached.bound, feed, number, timed=timeline)
+            return self._result(cached, feed, call, moments)
         except BaseException as error:
             cause = self._engine.control.fail(error)
             if cause is error:
@@ -144,16 +144,16 @@ class Steps:
     def rehearse(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, *, loss: bool) -> str | None:
         """Raises what `run` would for a batch like the example before its first forward and, if `loss`, for a loss of
         whatever value. One process drives all ranks. Returns why the loss could not be tried, if so."""
-        known = self._first
+        cached = self._first
         divided = self._divide(args, kwargs, target)
-        self._refuse_aliases(known, args, kwargs, target, divided)
+        self._refuse_aliases(cached, args, kwargs, target, divided)
         if not loss:
             return None
-        targets = self._targets(known, target, kwargs, divided)
-        weight = self._weights(known, targets)[0]
+        targets = self._targets(cached, target, kwargs, divided)
+        weight = self._weights(cached, targets)[0]
         devices = tuple({*self._engine.devices})
         with self._engine.streams.drawing(0, devices):
-            return try_loss(known.job, None if targets is None else targets[0], weight, _given(self._options.loss))
+            return try_loss(cached.bound, None if targets is None else targets[0], weight, _given(self._options.loss))
 
     def _divide(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Microbatch, ...] | None:
         """The microbatches that the user's function makes of a batch, if there is one."""
@@ -167,7 +167,7 @@ class Steps:
         divided: Sequence[Microbatch] | None,
         what: str,
         device: torch.device,
-    ) -> batches.Cut:
+    ) -> batches.CutBatch:
         """The microbatches of a batch's inputs."""
         order = self._order
         return self._cutting.cut(args, kwargs, divided, order.microbatches, what, device, order.placement.pipelines)
@@ -190,7 +190,7 @@ class Steps:
     def _cutting(self) -> Cutting:
         return self._options.cutting
 
-    def _bind(self, partitions: Sequence[Partition], training: bool) -> Job:
+    def _bind(self, partitions: Sequence[Partition], training: bool) -> BoundSchedule:
         order, split = first_microbatches(self._order, len(partitions)), self._split
         metas = [stage.meta for stage in partitions[0].stages]
         with self._engine.agreed_at_first():
@@ -225,7 +225,7 @@ class Steps:
 
     def _refuse_aliases(
         self,
-        known: Known,
+        cached: Cached,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         target: Any,
@@ -235,80 +235,80 @@ class Steps:
         if divided is None and self._cutting.split is not None:  # the recorded inputs are those of its pieces
             return
         seen = target if self.looks_at_targets else None
-        refuse_aliases(known.job.partitions[0].overwritten, args, kwargs, seen, divided)
+        refuse_aliases(cached.bound.partitions[0].overwritten, args, kwargs, seen, divided)
 
-    def _inputs(self, known: Known, cut: batches.Cut | None) -> list[dict[int, Tensor]]:
+    def _inputs(self, cached: Cached, cut: batches.CutBatch | None) -> list[dict[int, Tensor]]:
         """For each microbatch, the model's inputs by position among the first stage's inputs."""
         if cut is None:
             return []
-        positions = model_inputs(known.job.partitions[0].stages[0].meta)
-        return [dict(zip(positions, given, strict=True)) for given in self.jobs.inputs(known, cut)]
+        positions = model_inputs(cached.bound.partitions[0].stages[0].meta)
+        return [dict(zip(positions, given, strict=True)) for given in self.bound_schedules.inputs(cached, cut)]
 
-    def _weights(self, known: Known, targets: Sequence[Any] | None) -> list[float]:
+    def _weights(self, cached: Cached, targets: Sequence[Any] | None) -> list[float]:
         """Of the microbatches' losses, in the batch of all replicas."""
         reduction: Reduction = "mean" if targets is None else self._options.reduction
         replicas, engine = self._engine.replicas, self._engine
         if replicas is None:
-            return weights(reduction, known.sizes, targets or ())
-        watched, settings = engine.control.watchdog, self.jobs.settings()
-        mean = partial(replicas.mean, training=known.job.training, settings=settings, watched=watched)
+            return weights(reduction, cached.sizes, targets or ())
+        watched, settings = engine.control.watchdog, self.bound_schedules.settings()
+        mean = partial(replicas.mean, training=cached.bound.training, settings=settings, watched=watched)
         if reduction == "sum":
             mean(0.0)  # there is no mean to take, but replicas that do not take the same step must find out
-        return weights(reduction, known.sizes, targets or (), self.world.data_parallel, mean)
+        return weights(reduction, cached.sizes, targets or (), self.world.data_parallel, mean)
 
     def _targets(
-        self, known: Known, target: Any, kwargs: dict[str, Any], divided: Sequence[Microbatch] | None
+        self, cached: Cached, target: Any, kwargs: dict[str, Any], divided: Sequence[Microbatch] | None
     ) -> Sequence[Any] | None:
         labels = False
         if not _has_target(target, divided):
             labels = self._options.loss is None  # for a reduction that weighs a model's own loss
-            if not labels and _wants_target(self._options.loss) and not known.job.training:
+            if not labels and _wants_target(self._options.loss) and not cached.bound.training:
                 return None
         given = kwargs.get("labels") if labels else target
         device = self._device_of(self._order.placement.is_last)
-        return self._cutting.targets(given, divided, known.sizes, device, labels=labels)
+        return self._cutting.targets(given, divided, cached.sizes, device, labels=labels)
 
-    def _result(self, known: Known, feed: Feed, call: Call, moments: Mapping[int, Any]) -> StepResult:
-        job = known.job
-        shared = self._shared_loss(job)
-        losses = tuple(loss for loss in job.head.losses if loss is not None) if self.has_outputs else ()
+    def _result(self, cached: Cached, feed: Feed, call: Call, moments: Mapping[int, Any]) -> StepResult:
+        bound = cached.bound
+        shared = self._shared_loss(bound)
+        losses = tuple(loss for loss in bound.head.losses if loss is not None) if self.has_outputs else ()
         timeline = None
         if call.timeline:
             rows = {rank: row for part in self._engine.control.gather_line(moments) for rank, row in part.items()}
             timeline = Timeline.from_nanoseconds(
                 [rows[rank] for rank in range(self.world.ranks)], in_turns=self.world.is_local
             )
-        outputs = tuple(job.head.outputs) if feed.keep_outputs else None
+        outputs = tuple(bound.head.outputs) if feed.keep_outputs else None
         if call.outputs:
-            outputs = bring(self._engine, job.schedule, outputs, call.outputs)
-        return StepResult(losses, timeline, known.sizes, shared, outputs)
+            outputs = bring(self._engine, bound.schedule, outputs, call.outputs)
+        return StepResult(losses, timeline, cached.sizes, shared, outputs)
 
-    def _shared_loss(self, job: Job) -> SharedLoss:
+    def _shared_loss(self, bound: BoundSchedule) -> SharedLoss:
         """The loss on its way to every rank: from the last stage of each pipeline the terms of its microbatches."""
         if self.world.data_parallel > 1 and self._options.share_loss:
-            return self._summed_loss(job)
-        placement, head = job.schedule.placement, job.head
+            return self._summed_loss(bound)
+        placement, head = bound.schedule.placement, bound.head
         sources = {placement.rank_of[stage]: stage for stage in range(placement.stages) if placement.is_last(stage)}
         if len(sources) == 1 or self.world.is_local:
             parts = {placement.rank_of[-1]: [head.total()] if self.has_outputs else [None]}
         else:
-            parts = {rank: head.terms(job.schedule.numbers_on(stage)) for rank, stage in sources.items()}
+            parts = {rank: head.terms(bound.schedule.numbers_on(stage)) for rank, stage in sources.items()}
         shared = SharedLoss(list(parts.values()))
         if self._options.share_loss:
             for rank, buffer in zip(parts, shared.buffers, strict=True):
-                shared.waits.append(self._engine.share(buffer, rank))
+                shared.waits.append(self._engine.broadcast(buffer, rank))
         return shared
 
-    def _summed_loss(self, job: Job) -> SharedLoss:
+    def _summed_loss(self, bound: BoundSchedule) -> SharedLoss:
         """The loss of all replicas, on its way to every process: a sum in which each microbatch has its own place."""
-        placement, first = job.schedule.placement, self.world.replica * self._order.microbatches
+        placement, first = bound.schedule.placement, self.world.replica * self._order.microbatches
         terms: list[Tensor | None] = [None] * (self._order.microbatches * self.world.data_parallel)
         for stage in range(placement.stages):
-            if placement.is_last(stage) and placement.rank_of[stage] in self._engine.ranks and self.world.share == 0:
-                numbers = job.schedule.numbers_on(stage)
-                terms[first + numbers.start : first + numbers.stop] = job.head.terms(numbers)
+            if placement.is_last(stage) and placement.rank_of[stage] in self._engine.ranks and self.world.tp_rank == 0:
+                numbers = bound.schedule.numbers_on(stage)
+                terms[first + numbers.start : first + numbers.stop] = bound.head.terms(numbers)
         shared = SharedLoss([terms], self.world.data_parallel)
-        shared.waits.append(self._engine.control.share_sum(shared.buffers[0]))
+        shared.waits.append(self._engine.control.broadcast_sum(shared.buffers[0]))
         return shared
 
 

@@ -31,7 +31,7 @@ Verdict = Literal["equal", "close", "different", "missing", "unexpected", "undef
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Comparison:
     """One comparison.
 
     Attributes:
@@ -107,7 +107,7 @@ class Report:
         whole_batch: whether microbatches make what the whole batch does; None if that was not asked.
     """
 
-    rows: tuple[Row, ...] = field(repr=False)
+    rows: tuple[Comparison, ...] = field(repr=False)
     schedule: str
     ranks: int
     stages: int
@@ -124,7 +124,7 @@ class Report:
         return all(row.ok for row in self.rows) and (self.whole_batch is None or self.whole_batch.ok)
 
     @property
-    def wrong(self) -> tuple[Row, ...]:
+    def wrong(self) -> tuple[Comparison, ...]:
         return tuple(row for row in self.rows if not row.ok)
 
     def summary(self) -> str:
@@ -202,7 +202,7 @@ def compare(
     exact: bool,
     reordered: str = "",
     terms: Tensor | None = None,
-) -> Row:
+) -> Comparison:
     """Compares one tensor with that of the unsplit model; either may be absent.
 
     Args:
@@ -212,26 +212,26 @@ def compare(
     """
     if mine is None or other is None:
         absent: Verdict = "missing" if mine is None else "unexpected"
-        return Row(kind, name, stages, "equal" if mine is other else absent)
+        return Comparison(kind, name, stages, "equal" if mine is other else absent)
     mine, other = _dense(mine), _dense(other)
     if mine.shape != other.shape or mine.dtype != other.dtype:
-        return Row(kind, name, stages, "different", float("inf"), float("inf"))
+        return Comparison(kind, name, stages, "different", float("inf"), float("inf"))
     largest = _largest(other)
     if _same_bits(mine, other):
-        return Row(kind, name, stages, "equal" if _proves(kind, other) else "undefined", 0.0, largest)
+        return Comparison(kind, name, stages, "equal" if _proves(kind, other) else "undefined", 0.0, largest)
     if not (other.is_floating_point() or other.is_complex()):
-        return Row(kind, name, stages, "different", _largest(mine.double() - other.double()), largest)
+        return Comparison(kind, name, stages, "different", _largest(mine.double() - other.double()), largest)
     if not _alike_where_not_finite(mine, other):
-        return Row(kind, name, stages, "different", float("inf"), largest)
+        return Comparison(kind, name, stages, "different", float("inf"), largest)
     differences = _differences(mine, other)
     difference = float(differences.max())
     if reordered and difference <= _tied_tolerance(other.dtype) * largest:
-        return Row(kind, name, stages, "close", difference, largest, reordered)
+        return Comparison(kind, name, stages, "close", difference, largest, reordered)
     if reordered and terms is not None and _is_rounding_of(terms, differences, other.dtype):
-        return Row(kind, name, stages, "close", difference, largest, reordered, max_terms=_largest(terms))
+        return Comparison(kind, name, stages, "close", difference, largest, reordered, max_terms=_largest(terms))
     if not exact and _is_close(differences, other, largest):
-        return Row(kind, name, stages, "close", difference, largest, "not demanded to the bit here")
-    return Row(kind, name, stages, "different", difference, largest)
+        return Comparison(kind, name, stages, "close", difference, largest, "not demanded to the bit here")
+    return Comparison(kind, name, stages, "different", difference, largest)
 
 
 def _proves(kind: str, values: Tensor) -> bool:

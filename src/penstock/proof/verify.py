@@ -19,7 +19,7 @@ from penstock.errors import ArgumentError
 from penstock.pipe.build import build, checked_inputs, pipeline
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
-from penstock.proof.comparison import Report, Row, WholeBatch, compare
+from penstock.proof.comparison import Comparison, Report, WholeBatch, compare
 from penstock.proof.term_sizes import TermSizes
 from penstock.proof.twins import Made, twins
 from penstock.proof.whole_batch import Whole
@@ -284,7 +284,7 @@ def _run_unsplit(
 
 def _compare(
     pipe: Pipeline, outputs: Sequence[Any] | None, loss: Tensor, expected: _Expected, exact: bool
-) -> list[Row]:
+) -> list[Comparison]:
     """The rows of what this process holds."""
     order = pipe.schedule
     lasts = [stage for stage in range(order.stages) if order.placement.is_last(stage)]
@@ -331,9 +331,9 @@ def _reordered(pipe: Pipeline) -> dict[str, str]:
     return every | dict.fromkeys(ties(pipe.stages), "terms of several stages, added in another order")
 
 
-def _complete(rows: Sequence[Row], expected: _Expected) -> Iterator[Row]:
+def _complete(rows: Sequence[Comparison], expected: _Expected) -> Iterator[Comparison]:
     """Every comparison once, in the model's order; what no stage holds is compared as absent."""
-    found: dict[tuple[str, str], Row] = {}
+    found: dict[tuple[str, str], Comparison] = {}
     for row in rows:
         known = found.setdefault((row.kind, row.name), row)
         if known.ok and not row.ok:
@@ -349,10 +349,10 @@ def _complete(rows: Sequence[Row], expected: _Expected) -> Iterator[Row]:
         yield found.get(("buffer", name)) or compare("buffer", name, (), None, buffer, True)
 
 
-def _over_steps(compared: Sequence[Sequence[Row]]) -> Iterator[Row]:
+def _over_steps(compared: Sequence[Sequence[Comparison]]) -> Iterator[Comparison]:
     """One row for each value: of the first step in which it is not as promised, or of the one in which it is furthest
     from equal."""
-    found: dict[tuple[str, str], Row] = {}
+    found: dict[tuple[str, str], Comparison] = {}
     for step, rows in enumerate(compared, 1):
         for row in rows:
             known = found.get((row.kind, row.name))

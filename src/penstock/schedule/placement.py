@@ -92,7 +92,7 @@ class Placement:
         """The stages of every rank: `stages_on` each."""
         return tuple(map(self.stages_on, range(self.ranks)))
 
-    def share_of(self, stage: int, microbatches: int) -> range:
+    def microbatches_of(self, stage: int, microbatches: int) -> range:
         """The microbatches that go through a stage: its pipeline's share, in one piece."""
         pipeline = self.pipeline_of(stage)
         return range(microbatches * pipeline // self.pipelines, microbatches * (pipeline + 1) // self.pipelines)

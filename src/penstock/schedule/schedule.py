@@ -76,7 +76,7 @@ class Schedule:
 
     def numbers_on(self, stage: int) -> range:
         """The microbatches (or slices) that go through a stage: its pipeline's share, in one piece."""
-        share = self.placement.share_of(stage, self.microbatches)
+        share = self.placement.microbatches_of(stage, self.microbatches)
         return range(share.start * self.slices, share.stop * self.slices)
 
     def with_rows(self, rows: Iterable[Iterable[Action | Overlap]]) -> Schedule:

@@ -95,7 +95,7 @@ class Problem:
     def schedule(self, name: str, rows: Rows) -> Schedule:
         """The schedule that runs these rows."""
         made = []
-        first = [self.placement.share_of(stage, self.microbatches).start for stage in range(self.stages)]
+        first = [self.placement.microbatches_of(stage, self.microbatches).start for stage in range(self.stages)]
         for row in rows:
             taken = [0] * self.lanes
             columns = array("i"), array("b"), array("i")
@@ -220,4 +220,4 @@ def _limits(
 
 
 def _counts(placement: Placement, microbatches: int) -> tuple[int, ...]:
-    return tuple(len(placement.share_of(lane // 3, microbatches)) for lane in range(3 * placement.stages))
+    return tuple(len(placement.microbatches_of(lane // 3, microbatches)) for lane in range(3 * placement.stages))

@@ -25,7 +25,7 @@ from penstock.search.bounds import lower_bound
 from penstock.search.climb import climb
 from penstock.search.found import Found, judged
 from penstock.search.improve import improve
-from penstock.search.known import Known, known_schedules, one_by_one
+from penstock.search.known_schedules import KnownSchedule, known_schedules, one_by_one
 from penstock.search.pattern import pattern_of
 from penstock.search.problem import Objective, Problem, Rows, problem
 from penstock.search.stretch import stretch
@@ -192,7 +192,11 @@ class _Question:
 
 
 def _best_rows(
-    question: _Question, known: list[Known], costs: StageCost | Sequence[StageCost], links: Links, budget: _Budget
+    question: _Question,
+    known: list[KnownSchedule],
+    costs: StageCost | Sequence[StageCost],
+    links: Links,
+    budget: _Budget,
 ) -> _Answer:
     """The best objective, and its rows."""
     asked = question.problem
@@ -228,7 +232,7 @@ def _stretched(
     return [*made, _improved(question, answers + made, budget, 1.0 - _FEW_SHARE)]
 
 
-def _timed(asked: Problem, known: list[Known]) -> list[_Answer]:
+def _timed(asked: Problem, known: list[KnownSchedule]) -> list[_Answer]:
     """The objectives of the known schedules that are rows, and of one microbatch after the other."""
     rows = [entry.rows for entry in known if entry.rows is not None]
     rows += [one_by_one(asked, last_first=last_first) for last_first in (False, True)]
@@ -270,5 +274,5 @@ def _objective(answer: _Answer) -> float:
     return answer[0]
 
 
-def _seconds(entry: Known) -> float:
+def _seconds(entry: KnownSchedule) -> float:
     return entry.seconds

@@ -269,7 +269,7 @@ def a_loss_reaches_every_rank() -> Iterator[Step]:
             def start(rank: _Rank, r: int = r, step: int = step) -> None:
                 buffer = torch.tensor([1.5 + step, 0.0] if r == 1 else [0.0, 7.0], dtype=torch.float64)
                 rank.tensors = [buffer]
-                rank.pending = [rank.transport.share(buffer, 1)]
+                rank.pending = [rank.transport.broadcast(buffer, 1)]
 
             yield r, start
         for r in (0, 1):
@@ -291,7 +291,7 @@ def values_of_several_ranks_cross_each_other() -> Iterator[Step]:
                     rank.tensors, rank.pending = [], []
                 values = [10.0 * turn + source, 2.0, 3.0] if r == source else [0.0] * 3
                 rank.tensors.append(torch.tensor(values, dtype=torch.float64))
-                rank.pending.append(rank.transport.share(rank.tensors[-1], source))
+                rank.pending.append(rank.transport.broadcast(rank.tensors[-1], source))
 
             yield r, start
         for r in (0, 1) if turn % 2 else ():

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-import penstock.partition.record.attempt as recording
+import penstock.partition.recorder.attempt as recording
 from penstock import PartitionError, inspect, pipeline, verify
 from penstock.partition.state.carried_over import same
 

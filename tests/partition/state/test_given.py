@@ -141,7 +141,7 @@ def test_what_steps_change_themselves_is_not_recorded_again() -> None:
     with pipeline(model, (x,), loss=F.mse_loss, ranks=2, microbatches=2) as pipe:
         for _ in range(3):
             pipe.step(x, target=y)
-        assert len(list(pipe.session.steps.jobs)) == 1
+        assert len(list(pipe.session.steps.bound_schedules)) == 1
 
 
 def test_a_rate_that_is_no_longer_0_draws_from_keyed_streams() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import penstock
 from penstock import PartitionError, inspect, verify
 from penstock.compat import FakeTensor
-from penstock.partition.record.attempts import record
+from penstock.partition.recorder.attempts import record
 from penstock.partition.run.sideways import Sideways
 
 WIDTH = 6

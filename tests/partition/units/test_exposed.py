@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import PartitionError, inspect, verify
-from penstock.partition.record.attempts import record
+from penstock.partition.recorder.attempts import record
 from penstock.partition.units.units import find_units
 
 WIDTH = 6

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from models import gpt
 from penstock import inspect, pipeline
 from penstock.partition import Balance, Partitioner
-from penstock.partition.record.attempts import record
+from penstock.partition.recorder.attempts import record
 from penstock.partition.watch.work import OPERATIONS_PER_BYTE as PER_BYTE
 
 

@@ -25,7 +25,7 @@ Stamp = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Participant:
     """A rank's place in a transfer.
 
     Attributes:
@@ -74,7 +74,7 @@ class _Round(NamedTuple):
 class Stepwise:
     """Follows a step list. What goes between the same two ranks in one round goes in one message."""
 
-    def __init__(self, place: Place, steps: StepList, wire: Wire, device: torch.device) -> None:
+    def __init__(self, place: Participant, steps: StepList, wire: Wire, device: torch.device) -> None:
         self._steps = steps
         self._wire = wire
         self._rank = place.rank
@@ -205,7 +205,7 @@ _OPS: Mapping[Op, Any] = {
 class Engine:
     """torch.distributed's own collective."""
 
-    def __init__(self, place: Place, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(self, place: Participant, group: dist.ProcessGroup | None, device: torch.device) -> None:
         ranks = len(place.members)
         shares = place.transfer.shares
         unit = sum(shares) if shares else 1
@@ -281,7 +281,7 @@ class Engine:
         return ()
 
 
-def wrong(place: Place, part: Stepwise | Engine) -> str | None:
+def wrong(place: Participant, part: Stepwise | Engine) -> str | None:
     """Runs a transfer once and says what is wrong with its result, if anything is."""
     if (before := part.result()) is not None:
         before.fill_(payload.NOTHING)  # a right result that an earlier run left must not count

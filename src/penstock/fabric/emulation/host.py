@@ -19,7 +19,7 @@ import torch.distributed as dist
 from penstock.errors import FabricError, PenstockError
 from penstock.fabric.algorithms import ENGINE, generate
 from penstock.fabric.emulation import clock, links
-from penstock.fabric.emulation.collectives import Engine, Place, Stepwise, check_backend, wrong
+from penstock.fabric.emulation.collectives import Engine, Participant, Stepwise, check_backend, wrong
 from penstock.fabric.emulation.joining import Members
 from penstock.fabric.emulation.payload import TYPES
 from penstock.fabric.emulation.run_file import gathered, recorded
@@ -61,7 +61,7 @@ def run(spec: Spec, folder: Path, watch: Watch | None = None) -> None:
         record.add(cpu=gathered(cpu_usage().since(began), members))
 
 
-def _parts(spec: Spec, members: Members, wire: Wire) -> list[tuple[Place, Stepwise | Engine] | None]:
+def _parts(spec: Spec, members: Members, wire: Wire) -> list[tuple[Participant, Stepwise | Engine] | None]:
     """Of every transfer, this host's part; None where it has none."""
     device = torch.device("cpu")
     if spec.backend == "nccl":
@@ -69,7 +69,7 @@ def _parts(spec: Spec, members: Members, wire: Wire) -> list[tuple[Place, Stepwi
         torch.cuda.set_device(device)
     everyone = tuple(range(spec.hosts))
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {everyone: None}
-    made: list[tuple[Place, Stepwise | Engine] | None] = []
+    made: list[tuple[Participant, Stepwise | Engine] | None] = []
     for number, transfer in enumerate(spec.workload.transfers):
         ranks = transfer.ranks or (everyone[:2] if transfer.collective == "send" else everyone)
         if spec.algorithm == ENGINE and ranks not in groups and transfer.collective != "send":
@@ -78,7 +78,7 @@ def _parts(spec: Spec, members: Members, wire: Wire) -> list[tuple[Place, Stepwi
             made.append(None)
             continue
         elements = transfer.bytes // spec.workload.element_bytes
-        place = Place(
+        place = Participant(
             transfer,
             ranks,
             ranks.index(members.rank),
@@ -96,7 +96,7 @@ def _parts(spec: Spec, members: Members, wire: Wire) -> list[tuple[Place, Stepwi
     return made
 
 
-def _check(spec: Spec, parts: list[tuple[Place, Stepwise | Engine] | None], members: Members) -> None:
+def _check(spec: Spec, parts: list[tuple[Participant, Stepwise | Engine] | None], members: Members) -> None:
     """The first trials of the warm-up: every transfer's result is compared on every host."""
     for _ in range(spec.checked):
         faults = [fault for part in parts if part is not None and (fault := wrong(*part))]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.fabric.emulation import clock
 from penstock.fabric.emulation.board import Board
-from penstock.fabric.emulation.collectives import Engine, Place, Stepwise
+from penstock.fabric.emulation.collectives import Engine, Participant, Stepwise
 from penstock.fabric.emulation.joining import Members
 from penstock.fabric.emulation.signals import Signals
 from penstock.fabric.emulation.spec import Spec
@@ -56,7 +56,9 @@ class Trial:
 class Trials:
     """Runs them one by one. Its calls are collectives: every host makes the same ones."""
 
-    def __init__(self, spec: Spec, parts: Sequence[tuple[Place, Stepwise | Engine] | None], members: Members) -> None:
+    def __init__(
+        self, spec: Spec, parts: Sequence[tuple[Participant, Stepwise | Engine] | None], members: Members
+    ) -> None:
         self._spec = spec
         self._parts = parts
         self._members = members

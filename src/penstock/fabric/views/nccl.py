@@ -40,7 +40,7 @@ _BLANK = _RIGHT.format("N/A", "N/A", "N/A", "N/A")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Line:
     """A transfer, as nccl-tests has it. Times in microseconds, bandwidths in 1e9 B/s; None without trials."""
 
     name: str
@@ -56,7 +56,7 @@ class Row:
     trials: int
 
 
-def rows(run: Run, results: dict[str, Any], average: Average = "avg") -> list[Row]:
+def rows(run: Run, results: dict[str, Any], average: Average = "avg") -> list[Line]:
     """The transfers in order of execution."""
     workload = Workload.from_dict(run.record["workload"])
     made = []
@@ -66,7 +66,7 @@ def rows(run: Run, results: dict[str, Any], average: Average = "avg") -> list[Ro
         ranks = len(transfer["ranks"])
         algbw = size / mean / 1e9 if mean else None
         made.append(
-            Row(
+            Line(
                 name=transfer["name"],
                 collective=collective,
                 size=size,
@@ -105,7 +105,7 @@ def text(run: Run, results: dict[str, Any], average: Average = "avg") -> str:
     return "\n".join(_lines(run, rows(run, results, average))) + "\n"
 
 
-def _lines(run: Run, found: list[Row]) -> Iterator[str]:
+def _lines(run: Run, found: list[Line]) -> Iterator[str]:
     record, wrong = run.record, _wrong(run)
     for collective in dict.fromkeys(row.collective for row in found):
         table = [row for row in found if row.collective == collective]
@@ -133,7 +133,7 @@ def _lines(run: Run, found: list[Row]) -> Iterator[str]:
         yield f"# Collective test concluded: {_program(collective)}"
 
 
-def _body(row: Row, wrong: int | None) -> str:
+def _body(row: Line, wrong: int | None) -> str:
     numbers = (_number(row.time, 7), _bandwidth(row.algbw), _bandwidth(row.busbw))
     return _RIGHT.format(*numbers, "N/A" if wrong is None else wrong)
 
@@ -195,7 +195,7 @@ def to_dict(run: Run, results: dict[str, Any], average: Average = "avg") -> dict
     }
 
 
-def _entry(row: Row, wrong: int | None) -> dict[str, Any]:
+def _entry(row: Line, wrong: int | None) -> dict[str, Any]:
     measured = {"time": row.time, "alg_bw": row.algbw, "bus_bw": row.busbw, "nwrong": wrong}
     in_place = row.collective in _IN_PLACE
     return {

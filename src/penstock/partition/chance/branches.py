@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from penstock.partition.chance.ways import Found, UnlikeError, explore
+from penstock.partition.chance.variants import Found, UnlikeError, explore
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.recording.facts import Branch, Fact
 from penstock.partition.recording.recording import Recording

@@ -14,7 +14,7 @@ from torch import fx, nn
 from penstock.errors import PartitionError
 from penstock.partition.cut.balance import Candidate
 from penstock.partition.recording.recording import Recording
-from penstock.partition.stages.split import Split
+from penstock.partition.stages.split import CutRecording
 from penstock.words import counted
 
 
@@ -33,7 +33,7 @@ class Span:
 
 def spans(recording: Recording, model: nn.Module) -> tuple[Span, ...]:
     """The spans of everything that the forward updates in place and uses more than once."""
-    whole = Split(recording, model, (), ())
+    whole = CutRecording(recording, model, (), ())
     users: dict[str, list[int]] = {}
     for node, fact in recording.facts.items():
         for name in _updated(whole, node):
@@ -44,7 +44,7 @@ def spans(recording: Recording, model: nn.Module) -> tuple[Span, ...]:
     return tuple(Span(name, min(used), max(used)) for name, used in users.items() if min(used) < max(used))
 
 
-def _updated(whole: Split, node: fx.Node) -> set[str]:
+def _updated(whole: CutRecording, node: fx.Node) -> set[str]:
     """The names of what a node uses and the forward updates."""
     recording, fact = whole.recording, whole.facts[node]
     used = fact.storages.union(*(whole.facts[given].storages for given in node.all_input_nodes))

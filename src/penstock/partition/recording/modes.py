@@ -19,7 +19,7 @@ def leave_autocast(context: torch.autocast) -> None:
     context.__exit__(None, None, None)
 
 
-class Entry:
+class EntryModes:
     """The modes at the forward's entry, against which those of each call are compared."""
 
     def __init__(self, device: torch.device) -> None:

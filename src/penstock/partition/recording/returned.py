@@ -25,7 +25,7 @@ from penstock.partition.units.opening import Opening, StayWhole
 from penstock.trees import LEAF, flatten
 
 CONTAINERS = ("items", "keys", "leaves", "fields")
-PLAIN = (bool, int, float, str, type(None))
+LITERALS = (bool, int, float, str, type(None))
 VALUES = (
     *(Number, str, bytes, bytearray, range, slice, set, frozenset, enum.Enum, array.array, np.generic, np.ndarray),
     *(datetime.date, datetime.time, datetime.timedelta, torch.Size, torch.dtype, torch.device),
@@ -38,7 +38,7 @@ def pattern_of(result: Any, *, shapes: bool) -> Pattern:
     kind = type(result)
     if isinstance(result, Tensor):
         return "tensor", tuple(result.shape) if shapes else None
-    if kind in PLAIN:
+    if kind in LITERALS:
         return "value", result
     if isinstance(result, VALUES):
         return "text", _identity(result)
@@ -52,7 +52,7 @@ def pattern_of(result: Any, *, shapes: bool) -> Pattern:
     flat = flatten(result, empty=True)
     if flat.structure == LEAF:
         return ("any",)
-    known = [isinstance(leaf, (*PLAIN, *VALUES)) for leaf in flat.leaves]
+    known = [isinstance(leaf, (*LITERALS, *VALUES)) for leaf in flat.leaves]
     pairs = zip(flat.leaves, known, strict=True)
     return "fields", tuple(pattern_of(leaf, shapes=False) if value else ("any",) for leaf, value in pairs)
 
@@ -69,7 +69,7 @@ def _identity(value: Any) -> str:
 
 def _keys(mapping: dict[Any, Any]) -> tuple[Any, ...] | str:
     """Those of a mapping; their text where they cannot stand in a stage's code."""
-    return tuple(mapping) if all(type(key) in PLAIN for key in mapping) else str(list(mapping))
+    return tuple(mapping) if all(type(key) in LITERALS for key in mapping) else str(list(mapping))
 
 
 class Returned:
@@ -181,7 +181,7 @@ def _fits(value: Any, pattern: Pattern) -> bool:
             return False
         return bool(value == expected or (value != value and expected != expected))  # NaN is NaN
     if kind == "text":
-        return isinstance(value, VALUES) and type(value) not in PLAIN and _identity(value) == pattern[1]
+        return isinstance(value, VALUES) and type(value) not in LITERALS and _identity(value) == pattern[1]
     if kind == "any":
         return not isinstance(value, Tensor)
     inside = _inside(value, pattern)
@@ -225,4 +225,4 @@ def _text(value: Any) -> str:
         return f"keys {tuple(value)}"
     if isinstance(value, VALUES):
         return _identity(value)
-    return repr(value) if type(value) in PLAIN else f"a {type(value).__name__}"
+    return repr(value) if type(value) in LITERALS else f"a {type(value).__name__}"

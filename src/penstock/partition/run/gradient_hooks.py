@@ -15,7 +15,7 @@ from penstock.compat import FakeTensor, unset_fake_temporarily
 from penstock.errors import PartitionError
 from penstock.partition.run.replay import Operators
 from penstock.partition.state.provenance import HOOKS, Call, Foreign
-from penstock.partition.state.reach import Place, Reach
+from penstock.partition.state.reach import Holder, Reach
 from penstock.partition.values.objects import tensors_in
 from penstock.partition.watch.observer import Observer, argument_names, written_arguments
 from penstock.words import shortened
@@ -76,7 +76,7 @@ def _refusal(unit: str, text: str) -> PartitionError:
     )
 
 
-def _put_back(places: list[Place], before: dict[int, Any]) -> None:
+def _put_back(places: list[Holder], before: dict[int, Any]) -> None:
     for place in places:
         place.put(before.get(id(place), place.before))
 

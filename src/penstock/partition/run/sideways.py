@@ -20,7 +20,7 @@ from penstock.partition.run.gradient_hooks import Hook, refuse_hooks
 from penstock.partition.run.real import on_other_values
 from penstock.partition.run.replay import Operators, operators
 from penstock.partition.state.provenance import Call, Foreign
-from penstock.partition.state.reach import Place, Reach
+from penstock.partition.state.reach import Holder, Reach
 from penstock.partition.state.remembered import Remembered
 from penstock.partition.units.units import Regroup, Unit
 from penstock.partition.values.objects import hides_tensors
@@ -175,7 +175,7 @@ class Sideways:
             raise Regroup(f"{refusal}. It was made in {made}", opened=[made.unit])
 
 
-def _names(places: Collection[Place]) -> str:
+def _names(places: Collection[Holder]) -> str:
     """Those of the entries that have changed."""
     return shortened([p.name(key) for p in places for key, _ in p.changes()] or [p.text for p in places])
 
@@ -193,7 +193,7 @@ def _refusal(read: Foreign) -> str:
     )
 
 
-def _refuse_numbers(unit: Unit, places: Collection[Place]) -> None:
+def _refuse_numbers(unit: Unit, places: Collection[Holder]) -> None:
     """Raises PartitionError if a unit that ran on made-up inputs has left numbers that it found from them."""
     for place in places:
         for key, value in place.changes():

@@ -25,7 +25,7 @@ HELD = ("parameter", "buffer", "constant")
 
 
 @dataclass(frozen=True)
-class Plan:
+class StagePlan:
     """One stage: nodes to receive, nodes to run in order, nodes to return, and their metas."""
 
     received: tuple[fx.Node, ...]
@@ -35,7 +35,7 @@ class Plan:
     outputs: tuple[Output, ...]
 
 
-class Split:
+class CutRecording:
     """The stages of a recording that is cut at the modules `cuts`, which begin at the nodes `starts`.
 
     Raises PartitionError where a cut would separate an update in place from another view of the same memory, and for a
@@ -50,7 +50,7 @@ class Split:
         self.written = {storage for fact in self.writers for storage in fact.writes}
 
     @cached_property
-    def plans(self) -> tuple[Plan, ...]:
+    def plans(self) -> tuple[StagePlan, ...]:
         """The stages. Raises PartitionError as the class says."""
         for stage in range(self.count if self.count > 1 else 0):
             if not self._own(stage):
@@ -73,7 +73,7 @@ class Split:
                 returned = self._ordered(later)
             inputs = tuple(self._input(n, stage, nodes) for n in mine)
             outputs = tuple(Output(n.name, self._meta(n, self._end(stage))) for n in returned)
-            plans.append(Plan(tuple(mine), tuple(nodes), tuple(returned), inputs, outputs))
+            plans.append(StagePlan(tuple(mine), tuple(nodes), tuple(returned), inputs, outputs))
         return tuple(plans)
 
     def stage_of(self, index: int) -> int:

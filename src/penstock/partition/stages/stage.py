@@ -19,7 +19,7 @@ from penstock.partition.recording.facts import Branch, Fact, Modes
 from penstock.partition.recording.modes import enter_autocast, leave_autocast
 from penstock.partition.recording.recording import RandomSource
 from penstock.partition.recording.returned import check_returned, check_unchanged, versions_of
-from penstock.partition.stages.split import Plan, Split
+from penstock.partition.stages.split import CutRecording, StagePlan
 from penstock.partition.state.reach import Trace
 from penstock.partition.state.remembered import Remembered
 from penstock.partition.units.chain import public_names
@@ -157,7 +157,7 @@ def _changed(old: fx.GraphModule, change: Callable[[Any], Any]) -> fx.GraphModul
     return module
 
 
-def build_stage(split: Split, plan: Plan, index: int, streams: RandomSource) -> Stage:
+def build_stage(split: CutRecording, plan: StagePlan, index: int, streams: RandomSource) -> Stage:
     """Make a stage of a plan."""
     recording, model = split.recording, split.model
     names = sorted({name for node in plan.run for name in split.held_by(node)}, key=list(recording.held).index)
@@ -242,7 +242,7 @@ def _keep_persistence(source: nn.Module, module: fx.GraphModule) -> None:
             holder._non_persistent_buffers_set.add(field)
 
 
-def _graph(split: Split, plan: Plan, streams_name: str) -> fx.Graph:
+def _graph(split: CutRecording, plan: StagePlan, streams_name: str) -> fx.Graph:
     """The stage's code: recorded calls in program order, each in the modes it ran in, draws from their own streams."""
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for node in plan.received}

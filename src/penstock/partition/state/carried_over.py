@@ -13,10 +13,10 @@ from typing import Any
 from torch import Tensor, fx
 
 from penstock.partition.state.provenance import Provenance
-from penstock.partition.state.reach import Place, Reach
+from penstock.partition.state.reach import Holder, Reach
 from penstock.partition.values.objects import tensors_in
 
-PLAIN = (bool, int, float, complex, str, bytes, type(None))
+IMMUTABLE = (bool, int, float, complex, str, bytes, type(None))
 
 
 def carried_over(reach: Reach, provenance: Provenance, units: Collection[str]) -> list[str]:
@@ -32,7 +32,7 @@ def carried_over(reach: Reach, provenance: Provenance, units: Collection[str]) -
         changes = [(key, value) for key, value in place.changes() if key != "training"]
         constant = [key for key, value in changes if _is_constant(value, provenance)]
         if constant:
-            _put_back(place, {key for key, value in changes if key in constant or isinstance(value, PLAIN)})
+            _put_back(place, {key for key, value in changes if key in constant or isinstance(value, IMMUTABLE)})
         found += [place.name(key) for key, _ in place.changes() if key != "training"]
     return found
 
@@ -58,7 +58,7 @@ def _is_constant(value: Any, provenance: Provenance) -> bool:
     return bool(tensors) and all(provenance.is_fixed(tensor) for tensor in tensors)
 
 
-def _put_back(place: Place, keys: Collection[Any]) -> None:
+def _put_back(place: Holder, keys: Collection[Any]) -> None:
     if None in keys:
         place.put(place.before)
         return

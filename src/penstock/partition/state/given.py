@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from penstock.partition.state.library import OF_TORCH, package_of
 from penstock.partition.state.names_in_forward import Names, names_of
 
-PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, slice, range)
+COMPARABLE = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, slice, range)
 DEPTH = 4
 """How deep objects in objects are looked into."""
 LENGTH = 64
@@ -98,7 +98,7 @@ class Given:
                 _look(found, (name, *path), value, self._number, DEPTH, set())
         for name, module, attribute in self.chances:
             value = getattr(module, attribute, None)
-            found[name, attribute, "draws"] = bool(value) if isinstance(value, PLAIN) else True
+            found[name, attribute, "draws"] = bool(value) if isinstance(value, COMPARABLE) else True
         return found
 
     def _read_classes(self, found: Found, name: str, module: nn.Module) -> None:
@@ -106,7 +106,7 @@ class Given:
             if package_of(cls.__module__) == "torch":
                 break
             for attribute, value in vars(cls).items():
-                if not attribute.startswith("__") and isinstance(value, PLAIN):
+                if not attribute.startswith("__") and isinstance(value, COMPARABLE):
                     found[name, cls.__qualname__, attribute] = type(value), _hashable(value)
         forward = getattr_static(type(module), "forward", None)  # TorchScript's cannot be had from its class
         found[name, "class", "forward"] = self._number(forward)
@@ -127,7 +127,7 @@ class Given:
 
 def contents_of(value: object) -> Hashable:
     """What a plain object among the inputs holds now; None for a plain value, which says so itself."""
-    if isinstance(value, PLAIN):
+    if isinstance(value, COMPARABLE):
         return None
     found: Found = {}
     _look(found, (), value, id, DEPTH, set())
@@ -156,12 +156,12 @@ def _look(
     found: Found, path: tuple[str, ...], value: Any, number: Callable[[Any], int], depth: int, above: set[int]
 ) -> None:
     kind = type(value)
-    if isinstance(value, PLAIN):
+    if isinstance(value, COMPARABLE):
         found[path] = kind, _hashable(value)
     elif isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.nbytes <= LARGEST_ARRAY):
         found[path] = kind, value.dtype.str, value.shape, value.tobytes()
     elif kind in (set, frozenset) and len(value) <= LENGTH:
-        found[path] = kind, frozenset(item if isinstance(item, PLAIN) else number(item) for item in value)
+        found[path] = kind, frozenset(item if isinstance(item, COMPARABLE) else number(item) for item in value)
     elif depth and id(value) not in above and (parts := _parts(value)) is not None:
         found[path] = kind, len(parts)
         for key, part in parts:
@@ -176,7 +176,7 @@ def _parts(value: Any) -> list[tuple[str, Any]] | None:
         return [(str(i), part) for i, part in enumerate(value)] if len(value) <= LENGTH else None
     held: dict[Any, Any] = {}
     if isinstance(value, dict):
-        held = {repr(key) if isinstance(key, PLAIN) else str(type(key)): value[key] for key in [*value][:LENGTH]}
+        held = {repr(key) if isinstance(key, COMPARABLE) else str(type(key)): value[key] for key in [*value][:LENGTH]}
     elif isinstance(value, functools.partial):
         held = {"func": value.func, "args": value.args, "keywords": value.keywords}
     elif isinstance(value, MethodType):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from penstock.errors import PartitionError
 from penstock.partition.state.provenance import Provenance
-from penstock.partition.state.reach import INTERNAL, Place, Reach, is_below, is_of_others, slots_of
+from penstock.partition.state.reach import INTERNAL, Holder, Reach, is_below, is_of_others, slots_of
 from penstock.partition.units.units import Grain, Regroup, Unit
 from penstock.partition.values.objects import CONSTANTS, tensors_in
 
@@ -30,7 +30,7 @@ SMALL = 1024
 EVERY = "*"
 """Among the units that are shut: nothing is carried at all."""
 
-PLAIN = (bool, int, float, str)
+SCALARS = (bool, int, float, str)
 SEQUENCES = (list, tuple, deque, set)
 """What can be made again from its items, as a dict can."""
 
@@ -83,7 +83,7 @@ class Left:
         units: the modules that made it, where all of its tensors are from modules that run as a whole.
     """
 
-    place: Place
+    place: Holder
     key: Any
     value: Any
     units: frozenset[str] = frozenset()
@@ -106,7 +106,7 @@ def _has_carried(template: Any) -> bool:
 class Behind:
     """An entry of a place that the forward has changed, with its own tensors; `small` are those to carry."""
 
-    place: Place
+    place: Holder
     key: Any
     value: Any
     units: frozenset[str]
@@ -149,7 +149,7 @@ def gather(
     for place in reach.changed():
         for key, value in place.changes():
             made = {id(t): m for t in tensors_in(value) if id(t) not in held and (m := provenance.maker(t)) is not None}
-            plain = type(value) in PLAIN
+            plain = type(value) in SCALARS
             if not made and not plain and not holds_numbers(value):
                 continue
             text = place.name(key)
@@ -210,7 +210,7 @@ def without_numbers(value: Any, text: str) -> Any:
     return Absent.at(text)
 
 
-def _holder_of(reach: Reach, place: Place, key: Any, value: Any) -> tuple[Place, Any, Any]:
+def _holder_of(reach: Reach, place: Holder, key: Any, value: Any) -> tuple[Holder, Any, Any]:
     """Where something can be put in the place of a value: of an array, wherever that is held."""
     if type(place.entries).__module__ != "numpy":
         return place, key, value

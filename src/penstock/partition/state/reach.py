@@ -44,7 +44,7 @@ INTERNAL = OF_TORCH - {"training"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
+class Holder:
     """Something with entries: attributes of a module, an object or a class, globals, a container, a closure's cell.
 
     Attributes:
@@ -136,13 +136,13 @@ class Trace:
 class _Part:
     """Some places, looked at together."""
 
-    def __init__(self, places: Sequence[Place]) -> None:
+    def __init__(self, places: Sequence[Holder]) -> None:
         plain = [place for place in places if isinstance(place.entries, (list, deque, dict))]
         self._places = places
         self._others = [place for place in places if place not in plain]
         self._glance = Glance([place.entries for place in plain])
 
-    def changed(self) -> list[Place]:
+    def changed(self) -> list[Holder]:
         return [place for place in (self._places if self._glance.differs() else self._others) if place.is_changed()]
 
 
@@ -150,7 +150,7 @@ class Reach:
     """The places that a model's forward can reach, as they were when this was made."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.places: list[Place] = []
+        self.places: list[Holder] = []
         self.named = named_by(model)
         self.cached = CachedFunctions(self.named)
         self._seen: set[int] = set()
@@ -169,12 +169,12 @@ class Reach:
         del self._seen, self._first
         self._parts = [_Part(self.places[start : start + PART]) for start in range(0, len(self.places), PART)]
 
-    def belongs_to(self, place: Place, name: str) -> bool:
+    def belongs_to(self, place: Holder, name: str) -> bool:
         """Whether a place is a module's of that name, or is in an object that only this module can reach."""
         again = (text for first, text in self._again if is_below(place.text, first))
         return not place.outside and all(is_below(text, name) for text in (place.text, *again))
 
-    def changed(self) -> list[Place]:
+    def changed(self) -> list[Holder]:
         return [place for part in self._parts for place in part.changed()]
 
     def names_changed(self) -> list[str]:
@@ -199,7 +199,7 @@ class Reach:
 
     def _add(self, text: str, entries: Any, **kind: bool) -> None:
         before = contents(entries) if isinstance(entries, CellType) else entries.copy()
-        self.places.append(Place(text, entries, before, outside=self._outside, **kind))
+        self.places.append(Holder(text, entries, before, outside=self._outside, **kind))
 
     def _add_module(self, name: str, module: nn.Module, depth: int) -> None:
         attributes = vars(module)
@@ -296,14 +296,14 @@ class Reach:
             self._outside = before
 
 
-def in_context() -> list[Place]:
+def in_context() -> list[Holder]:
     """The containers that context variables hold now, such as the lists in which hooks collect what blocks return."""
-    found: dict[int, Place] = {}
+    found: dict[int, Holder] = {}
     pending = [(variable.name, value) for variable, value in copy_context().items()]
     while pending:
         text, value = pending.pop()
         if is_container(value) and len(value) <= LARGEST and id(value) not in found:
-            found[id(value)] = Place(text, value, value.copy())
+            found[id(value)] = Holder(text, value, value.copy())
             items = value.items() if isinstance(value, dict) else enumerate(value)
             pending += [(f"{text}[{key!r}]", item) for key, item in items]
     return list(found.values())

@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.compat import storage_of
 from penstock.errors import PartitionError
 from penstock.partition.state.provenance import Provenance, Stray
-from penstock.partition.state.reach import DICTS, Place, Reach
+from penstock.partition.state.reach import DICTS, Holder, Reach
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def _text(stray: Stray, reach: Reach) -> str:
     return f"a tensor of shape {stray.shape} that is not a buffer"
 
 
-def _entries(place: Place) -> Sequence[tuple[Any, Any]]:
+def _entries(place: Holder) -> Sequence[tuple[Any, Any]]:
     if isinstance(place.before, dict):
         return list(place.before.items())
     if isinstance(place.entries, CellType):

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.partition.values.objects import CONSTANTS
-from penstock.trees import LEAF, PLAIN, Flat, Plan, flatten, overwrite
+from penstock.trees import LEAF, PLAIN, Flat, TreeSpec, flatten, overwrite
 
 
 class Passed:
@@ -74,7 +74,7 @@ def _outermost(values: Any) -> Iterator[tuple[Any, bool]]:
             yield value, type(value) not in (list, dict) and flatten(value, empty=True).structure == LEAF
 
 
-def _by_container(flat: Flat) -> Iterator[tuple[Plan, list[Any]]]:
+def _by_container(flat: Flat) -> Iterator[tuple[TreeSpec, list[Any]]]:
     start = 0
     for plan in flat.structure.children:  # type: ignore[attr-defined]
         count = _leaves(plan)
@@ -82,7 +82,7 @@ def _by_container(flat: Flat) -> Iterator[tuple[Plan, list[Any]]]:
         start += count
 
 
-def _leaves(plan: Plan) -> int:
+def _leaves(plan: TreeSpec) -> int:
     return 1 if plan.op == LEAF.op else sum(map(_leaves, plan.children))
 
 
@@ -94,5 +94,5 @@ def alike(one: tuple[Hashable, list[Any]], other: tuple[Hashable, list[Any]]) ->
     return all(a is b or (type(a) in CONSTANTS and type(a) is type(b) and a == b) for a, b in pairs)
 
 
-def _holds_objects(plan: Plan) -> bool:
+def _holds_objects(plan: TreeSpec) -> bool:
     return plan.op in ("object", "known", "ref", "weak") or any(map(_holds_objects, plan.children))

@@ -13,7 +13,7 @@ from penstock.errors import ArgumentError, ShapeError
 from penstock.runtime.batch import microbatches as batches
 from penstock.runtime.batch.batch_dims import BatchDims, Dim, Dims, parse
 from penstock.runtime.batch.merging import join, refuse_missing
-from penstock.runtime.batch.microbatches import Cut, Microbatches
+from penstock.runtime.batch.microbatches import CutBatch, Microbatches
 from penstock.schedule import MICROBATCHES
 from penstock.trees import flatten
 
@@ -33,11 +33,11 @@ class Microbatch(NamedTuple):
     rows: int | None = None
 
 
-Split = Callable[[tuple[Any, ...], dict[str, Any], Any, int], Sequence[Microbatch]]
+SplitFunction = Callable[[tuple[Any, ...], dict[str, Any], Any, int], Sequence[Microbatch]]
 """`split(args, kwargs, target, microbatches)`: the pieces of one batch, at most so many. It is called on the ranks of
 the first and the last stage, and gives the same on both. The target is None where a batch comes without."""
 
-Merge = Callable[[list[Any]], Any]
+MergeFunction = Callable[[list[Any]], Any]
 """`merge(outputs)`: the output of the whole batch from those of its microbatches, in order."""
 
 
@@ -48,17 +48,19 @@ class Cutting:
     Attributes:
         inputs: the batch's dimension in the leaves of (args, kwargs).
         target, output: in those of the target and of the model's output.
-        split, merge: see `Split` and `Merge`; None: along the dimensions.
+        split, merge: see `SplitFunction` and `MergeFunction`; None: along the dimensions.
     """
 
     inputs: Dims
     target: Dims
     output: Dims
-    split: Split | None = None
-    merge: Merge | None = None
+    split: SplitFunction | None = None
+    merge: MergeFunction | None = None
 
     @classmethod
-    def of(cls, batch_dims: BatchDims | Dim, split: Split | None = None, merge: Merge | None = None) -> Cutting:
+    def of(
+        cls, batch_dims: BatchDims | Dim, split: SplitFunction | None = None, merge: MergeFunction | None = None
+    ) -> Cutting:
         """From the user's arguments. Raises ArgumentError for one that is none of what it may be."""
         for name, function in {"split": split, "merge": merge}.items():
             if function is not None and not callable(function):
@@ -100,14 +102,14 @@ class Cutting:
         what: str,
         device: torch.device | None,
         pipelines: int,
-    ) -> Cut:
+    ) -> CutBatch:
         """The inputs of a batch as microbatches on `device`; `divided`: from `divide`."""
         if divided is None:
             return batches.cut((args, kwargs), microbatches, what, device, pipelines=pipelines, dims=self.inputs)
         whole = [batches.split((piece.args, dict(piece.kwargs)), (1,), what, device, _WHOLE)[0] for piece in divided]
         pieces = tuple(map(flatten, whole))
         sizes = tuple(piece.rows or 0 for piece in divided)
-        return Cut(pieces, sizes, (sizes, tuple(map(batches.kind_of, pieces))))
+        return CutBatch(pieces, sizes, (sizes, tuple(map(batches.kind_of, pieces))))
 
     def usual(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Into how many microbatches a whole batch is cut where nothing is said: `MICROBATCHES`, or as many as it

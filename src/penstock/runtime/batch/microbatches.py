@@ -46,7 +46,7 @@ class Microbatches(Leaf):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Cut:
+class CutBatch:
     """The inputs of one batch as microbatches.
 
     Attributes:
@@ -60,7 +60,7 @@ class Cut:
     kind: Hashable
 
 
-def check_enough(cut: Cut, microbatches: int) -> None:
+def check_enough(cut: CutBatch, microbatches: int) -> None:
     """Raises ArgumentError if an example makes fewer microbatches than a schedule has."""
     if len(cut.sizes) < microbatches:
         raise ArgumentError(
@@ -132,7 +132,7 @@ def cut(
     *,
     pipelines: int = 1,
     dims: Dims = FIRST,
-) -> Cut:
+) -> CutBatch:
     """A batch as microbatches, at most so many, each tensor in an aligned allocation of its own on `device`.
 
     Raises:
@@ -147,7 +147,7 @@ def cut(
     else:
         sizes = sizes_of(_agreed(_rows(flat, what, dims), what), microbatches, pipelines)
         pieces = tuple(Flat(list(p), flat.paths, flat.structure) for p in split_leaves(flat, sizes, what, device, dims))
-    return Cut(pieces, sizes, kind_of(flat))
+    return CutBatch(pieces, sizes, kind_of(flat))
 
 
 def split(

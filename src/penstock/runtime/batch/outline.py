@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.errors import ArgumentError, PartitionError
 from penstock.partition.recording.guards import is_integer
 from penstock.partition.values.objects import input_path
-from penstock.runtime.batch.microbatches import Cut
+from penstock.runtime.batch.microbatches import CutBatch
 from penstock.trees import Flat, flatten, map_tensors, unflatten
 from penstock.words import counted
 
@@ -44,7 +44,7 @@ class Outline:
     sizes: tuple[int, ...]
 
     @classmethod
-    def of(cls, cut: Cut) -> Outline:
+    def of(cls, cut: CutBatch) -> Outline:
         """What is to be known of these microbatches."""
         tensors = (leaf for piece in cut.pieces for leaf in piece.leaves if isinstance(leaf, Tensor))
         device = next((tensor.device.type for tensor in tensors), "cpu")

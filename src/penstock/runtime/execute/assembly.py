@@ -19,7 +19,7 @@ from penstock.runtime.features.finite import FiniteStage
 from penstock.runtime.features.forward_state import ForwardState, LossMemory
 from penstock.runtime.features.in_flight import Overwritten
 from penstock.runtime.features.offload import Offload
-from penstock.runtime.features.recompute import KEPT, RecomputedStage
+from penstock.runtime.features.recompute import KEPT_FORWARDS, RecomputedStage
 from penstock.runtime.features.recomputed_layers import RecomputedLayers
 from penstock.runtime.features.repeated_updates import RepeatedUpdates
 from penstock.runtime.features.sharding import Framed, Reduced
@@ -38,7 +38,7 @@ def _never(_: StageContext) -> None:
 
 RECOMPUTE: Mapping[str, Make] = {
     "never": _never,
-    **dict.fromkeys(KEPT, RecomputedStage.of),
+    **dict.fromkeys(KEPT_FORWARDS, RecomputedStage.of),
 }
 """Kinds of recomputation, by what `recompute=` calls them. A number is `RecomputedLayers`."""
 

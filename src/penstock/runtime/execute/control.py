@@ -18,8 +18,8 @@ from torch import Tensor
 from penstock.errors import PipelineFailure
 from penstock.runtime.gradients.replicas import copy_from_first
 from penstock.runtime.processes.board import Patience
+from penstock.runtime.processes.broadcasts import BROADCASTS_IN_FLIGHT
 from penstock.runtime.processes.failure import OUTSIDE, Failure, Position
-from penstock.runtime.processes.shares import SHARES_IN_FLIGHT
 from penstock.runtime.processes.watchdog import Watchdog
 from penstock.runtime.processes.world import World, backend_of, exchange
 from penstock.runtime.transport.distributed import Groups, all_reduce
@@ -98,10 +98,10 @@ class Control:
                 for target in targets:
                     dist.send(buffer, group=group, group_dst=target)
 
-    def share_sum(self, value: Tensor) -> Callable[[], None]:
+    def broadcast_sum(self, value: Tensor) -> Callable[[], None]:
         """Starts to sum a small CPU tensor, in place, over all processes. Returns what waits for it."""
         assert self.groups is not None
-        while len(self._sums) >= SHARES_IN_FLIGHT:
+        while len(self._sums) >= BROADCASTS_IN_FLIGHT:
             self._end_sum()  # long done; but work that is under way must not be dropped
         pending = all_reduce([value], self.groups.everyone)
         self._sums.append(pending)

@@ -16,7 +16,7 @@ from penstock.errors import PartitionError
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.clock import clock_of
 from penstock.runtime.execute.control import Control
-from penstock.runtime.execute.program import Entry, Feed, Moment, Program, run, run_timed
+from penstock.runtime.execute.program import BoundAction, Feed, Moment, Program, run, run_timed
 from penstock.runtime.execute.ranges import is_profiling, ranged
 from penstock.runtime.execute.transports import TransportChoice, transport_of
 from penstock.runtime.features.context import Binding
@@ -37,14 +37,14 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class BoundSchedule:
     """A schedule bound to partitions, for the ranks of this process."""
 
     number: int
     """Of its programs; the same on every rank."""
     partitions: tuple[Partition, ...]
     """Of each microbatch."""
-    entries: tuple[Entry, ...]
+    actions: tuple[BoundAction, ...]
     programs: tuple[Program, ...]
     head: LossHead
     averages: Mapping[int, Average]
@@ -58,7 +58,7 @@ class Job:
 
 
 class Engine:
-    """Runs jobs on this process's ranks: all of them (one process), or one of `world.ranks`."""
+    """Runs bound schedules on this process's ranks: all of them (one process), or one of `world.ranks`."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Engine:
         self.devices = tuple(devices)
         self.ranks: tuple[int, ...] = tuple(range(world.ranks)) if world.rank is None else (world.rank,)
         self._reducers: dict[int, dict[int, TieReducer]] = {rank: {} for rank in self.ranks}
-        self._jobs = 0
+        self._bound = 0
         self._connected: set[tuple[int, int]] = set()
         self._clocks = {rank: clock_of(self.devices[rank]) for rank in self.ranks}
         device = self.devices[self.ranks[0]]
@@ -115,8 +115,8 @@ class Engine:
         for reducer in reducers:
             reducer.end_equal()
 
-    def bind(self, binding: Binding) -> Job:
-        """Binds a schedule to the partitions of its microbatches. Every rank binds the same jobs in the same order."""
+    def bind(self, binding: Binding) -> BoundSchedule:
+        """Binds a schedule to the partitions of its microbatches. Every rank binds the same ones in the same order."""
         partitions, schedule, training = binding.partitions, binding.schedule, binding.training
         first = partitions[0]
         with self.agreed_at_first():
@@ -134,13 +134,13 @@ class Engine:
             refuse_hooks(tied)
             averages = self._averages(here) if training else {}
             programs = self._programs(binding, head, averages)
-        number, self._jobs = self._jobs, self._jobs + 1
+        number, self._bound = self._bound, self._bound + 1
         self._agree(schedule, first)
         self._connect(schedule)
-        return Job(
+        return BoundSchedule(
             number=number,
             partitions=tuple(partitions),
-            entries=tuple(self._in_order(schedule, programs)),
+            actions=tuple(self._in_order(schedule, programs)),
             programs=tuple(programs.values()),
             head=head,
             averages=averages,
@@ -151,8 +151,8 @@ class Engine:
         )
 
     def agreed_at_first(self) -> AbstractContextManager[None]:
-        """`Control.agreed` until there is a job: replicas bind the first one together, later ones each by itself."""
-        return nullcontext() if self._jobs else self.control.agreed()
+        """`Control.agreed` until a schedule is bound: replicas bind the first together, later ones each by itself."""
+        return nullcontext() if self._bound else self.control.agreed()
 
     def _programs(self, binding: Binding, head: LossHead, averages: Mapping[int, Average]) -> dict[int, Program]:
         """The program of each of this process's ranks."""
@@ -160,7 +160,7 @@ class Engine:
         draws = any(partition.drawing_modules for partition in partitions) or draws_in_glue(partitions[0])
         return {
             rank: Program(
-                self._jobs,
+                self._bound,
                 binding,
                 self.transports[rank],
                 head,
@@ -173,20 +173,20 @@ class Engine:
             for rank in self.ranks
         }
 
-    def _in_order(self, schedule: Schedule, programs: Mapping[int, Program]) -> Iterator[Entry]:
-        """The entries of all programs: of one rank its row; of several an order that respects dependencies."""
+    def _in_order(self, schedule: Schedule, programs: Mapping[int, Program]) -> Iterator[BoundAction]:
+        """The actions of all programs: of one rank its row; of several an order that respects dependencies."""
         if not self.world.is_local:
             for program in programs.values():
-                yield from program.entries
+                yield from program.actions
             return
-        rows = {rank: iter(program.entries) for rank, program in programs.items()}
+        rows = {rank: iter(program.actions) for rank, program in programs.items()}
         for rank, _ in linearize(schedule):
             yield next(rows[rank])
 
-    def release(self, job: Job) -> None:
-        """Gives back what a job holds that will not be run any more. Every rank calls it between the same two steps."""
+    def release(self, bound: BoundSchedule) -> None:
+        """Gives back what a schedule holds that will not run again. Every rank calls it between the same two steps."""
         for transport in self.transports.values():
-            transport.release(job.number)
+            transport.release(bound.number)
 
     def _shares_losses(self, placement: Placement) -> bool:
         """Whether other processes compute losses, too: replicas, or those with another copy of the last stage."""
@@ -201,12 +201,12 @@ class Engine:
         return self.replicas.averages(here, tied)
 
     def _agree(self, schedule: Schedule, partition: Partition) -> None:
-        """Finds out before the first message whether all ranks split the same model in the same way. Later jobs are
-        each pipeline's own business."""
+        """Finds out before the first message whether all ranks split the same model in the same way. What is bound
+        later is each pipeline's own business."""
         if self.control.groups is None:
             return
         mine = hashlib.sha256(repr((str(schedule), [stage.meta for stage in partition.stages])).encode()).hexdigest()
-        if self._jobs == 1:
+        if self._bound == 1:
             differing = [rank for rank, other in enumerate(self.control.gather(mine)) if other != mine]
         else:
             line = zip(self.world.names, self.control.gather_line(mine), strict=True)
@@ -232,8 +232,8 @@ class Engine:
                     with self.control.waiting_for("a connection", (self.world.names[peer],)):
                         self.transports[rank].connect(source, target)
 
-    def run(self, job: Job, feed: Feed, step: int, *, timed: bool = False) -> dict[int, list[Moment]]:
-        """Runs one step of a job. Returns, if `timed`, what each of this process's ranks did when.
+    def run(self, bound: BoundSchedule, feed: Feed, step: int, *, timed: bool = False) -> dict[int, list[Moment]]:
+        """Runs one step of a bound schedule. Returns, if `timed`, what each of this process's ranks did when.
 
         Raises:
             PipelineFailure: another rank failed.
@@ -241,14 +241,14 @@ class Engine:
         """
         devices = tuple({self.devices[rank] for rank in self.ranks})
         with self._dropping():
-            self._begin(job, feed)
-            entries = ranged(job.entries) if is_profiling() else job.entries
-            with torch.set_grad_enabled(job.training), self.streams.drawing(step, devices), _same_autocast_after():
+            self._begin(bound, feed)
+            actions = ranged(bound.actions) if is_profiling() else bound.actions
+            with torch.set_grad_enabled(bound.training), self.streams.drawing(step, devices), _same_autocast_after():
                 if timed:
-                    moments = run_timed(entries, self.control.watchdog, self._clocks)
+                    moments = run_timed(actions, self.control.watchdog, self._clocks)
                 else:
-                    moments = run(entries, self.control.watchdog)
-            self._end(job)
+                    moments = run(actions, self.control.watchdog)
+            self._end(bound)
         return moments
 
     @contextmanager
@@ -261,34 +261,34 @@ class Engine:
                 transport.drop_step()
             raise
 
-    def _begin(self, job: Job, feed: Feed) -> None:
+    def _begin(self, bound: BoundSchedule, feed: Feed) -> None:
         """What comes before a step's first action."""
-        refuse_hooks(job.tied)
+        refuse_hooks(bound.tied)
         self.control.watchdog.step += 1
         self.control.watchdog.check()
-        for program in job.programs:
+        for program in bound.programs:
             program.start(feed, reduces=self.replicas is None or self.replicas.active)
-        job.head.start(feed.targets, feed.weights, feed.keep_outputs, feed.loss_scale)
-        if job.averages and self.replicas is not None:
-            self.replicas.begin_step(job.averages)
-        for reducer in self._reducers_of(job):
+        bound.head.start(feed.targets, feed.weights, feed.keep_outputs, feed.loss_scale)
+        if bound.averages and self.replicas is not None:
+            self.replicas.begin_step(bound.averages)
+        for reducer in self._reducers_of(bound):
             reducer.begin_step()
 
-    def _end(self, job: Job) -> None:
+    def _end(self, bound: BoundSchedule) -> None:
         """What comes after a step's last action: sums are waited for, and what was sent arrives."""
-        for reducer in self._reducers_of(job):
+        for reducer in self._reducers_of(bound):
             self.control.watchdog.position = reducer.position
             reducer.end_step()
-        if job.averages and self.replicas is not None:
-            self.replicas.end_step(job.averages, job.updated, self.control.watchdog)
+        if bound.averages and self.replicas is not None:
+            self.replicas.end_step(bound.averages, bound.updated, self.control.watchdog)
         self.control.watchdog.position = self._sending
         for transport in self.transports.values():
             transport.end_step()
         self.control.watchdog.position = OUTSIDE
 
-    def _reducers_of(self, job: Job) -> list[TieReducer]:
-        """What sums tied gradients in a step of this job."""
-        return [r for rank in self.ranks for r in self._reducers[rank].values()] if job.training else []
+    def _reducers_of(self, bound: BoundSchedule) -> list[TieReducer]:
+        """What sums tied gradients in a step of this bound schedule."""
+        return [r for rank in self.ranks for r in self._reducers[rank].values()] if bound.training else []
 
     def announce(self, numbers: Sequence[int], source_rank: int) -> list[int]:
         """One rank's numbers, on every rank of the pipeline; each gives as many. That rank does not wait for the
@@ -296,14 +296,14 @@ class Engine:
         if self.control.groups is None:
             return list(numbers)
         buffer = torch.tensor(numbers, dtype=torch.float64)
-        wait = self.share(buffer, source_rank, "the step's announcement")
+        wait = self.broadcast(buffer, source_rank, "the step's announcement")
         if source_rank not in self.ranks:
             wait()
         return [int(number) for number in buffer.tolist()]
 
-    def share(self, value: Tensor, source_rank: int, what: str = "the loss") -> Callable[[], None]:
+    def broadcast(self, value: Tensor, source_rank: int, what: str = "the loss") -> Callable[[], None]:
         """Starts to copy a small CPU tensor from one rank to all, in place. Returns what waits for it."""
-        pending = [transport.share(value, source_rank) for transport in self.transports.values()]
+        pending = [transport.broadcast(value, source_rank) for transport in self.transports.values()]
 
         def wait() -> None:
             source = () if source_rank in self.ranks else (self.world.names[source_rank],)

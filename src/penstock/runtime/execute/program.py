@@ -1,6 +1,6 @@
 """A schedule bound to the stages of one partition: for each action of a rank, what to wait for and what to run.
 
-`Program` knows no schedule by name; `run` is the one executor. Where one process drives all ranks, it gets the entries
+`Program` knows no schedule by name; `run` is the one executor. Where one process drives all ranks, it gets the actions
 of all of them, in an order that respects dependencies; otherwise those of its own rank's row.
 """
 
@@ -34,7 +34,7 @@ Moment = tuple[Action, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class BoundAction:
     """One action of one rank: `run(action, wait(microbatch))`, where `wait` alone may block."""
 
     rank: int
@@ -45,20 +45,20 @@ class Entry:
     running: Position
 
 
-def run(entries: Sequence[Entry], watched: Watched) -> dict[int, list[Moment]]:
+def run(actions: Sequence[BoundAction], watched: Watched) -> dict[int, list[Moment]]:
     """Runs actions in order. Returns no moments; `run_timed` takes them."""
-    for entry in entries:
+    for each in actions:
         ready = None
-        if entry.wait is not None:
-            watched.position = entry.waiting
-            ready = entry.wait(number(entry.action))
-        watched.position = entry.running
-        entry.run(entry.action, ready)
+        if each.wait is not None:
+            watched.position = each.waiting
+            ready = each.wait(number(each.action))
+        watched.position = each.running
+        each.run(each.action, ready)
     watched.position = OUTSIDE
     return {}
 
 
-def run_timed(entries: Sequence[Entry], watched: Watched, clocks: Mapping[int, Clock]) -> dict[int, list[Moment]]:
+def run_timed(actions: Sequence[BoundAction], watched: Watched, clocks: Mapping[int, Clock]) -> dict[int, list[Moment]]:
     """Runs actions in order. Returns, by rank, when each of them waited and ran.
 
     Args:
@@ -67,16 +67,16 @@ def run_timed(entries: Sequence[Entry], watched: Watched, clocks: Mapping[int, C
     marks: dict[int, list[tuple[Action, Any, Any, Any]]] = {rank: [] for rank in clocks}
     for clock in clocks.values():
         clock.start()
-    for entry in entries:
-        ready, clock = None, clocks[entry.rank]
+    for each in actions:
+        ready, clock = None, clocks[each.rank]
         began = clock.mark()
-        if entry.wait is not None:
-            watched.position = entry.waiting
-            ready = entry.wait(number(entry.action))
+        if each.wait is not None:
+            watched.position = each.waiting
+            ready = each.wait(number(each.action))
         was_ready = clock.mark()
-        watched.position = entry.running
-        entry.run(entry.action, ready)
-        marks[entry.rank].append((entry.action, began, was_ready, clock.mark()))
+        watched.position = each.running
+        each.run(each.action, ready)
+        marks[each.rank].append((each.action, began, was_ready, clock.mark()))
     watched.position = OUTSIDE
     for clock in clocks.values():
         clock.finish()
@@ -147,7 +147,7 @@ class Program:
         self._sharded = binding.sharded
         self._names = names
         self._placement = placement
-        self.entries = [self._entry(rank, action) for action in row]
+        self.actions = [self._bind(rank, action) for action in row]
 
     def start(self, feed: Feed, *, reduces: bool) -> None:
         """Gives a step's inputs to the first stage, if it is here. `reduces`: gradients of sharded stages are."""
@@ -155,38 +155,38 @@ class Program:
         for index, runner in self.runners.items():
             runner.begin_step(feed.inputs if self._placement.is_first(index) else (), start)
 
-    def _entry(self, rank: int, action: Action) -> Entry:
+    def _bind(self, rank: int, action: Action) -> BoundAction:
         text = str(action)
         running = Position(text)
         if action.op is Op.REDUCE_GRAD:
             start = self._reduction(action)
-            return Entry(rank, action, None, lambda _, __: start(), running, running)
+            return BoundAction(rank, action, None, lambda _, __: start(), running, running)
         if action.op in (Op.UNSHARD, Op.RESHARD):
             sharded = self._sharded[action.stage]
             turn = sharded.unshard if action.op is Op.UNSHARD else sharded.reshard
             gathering = Position(text)
-            return Entry(rank, action, None, lambda _, __: turn(), gathering, gathering)
+            return BoundAction(rank, action, None, lambda _, __: turn(), gathering, gathering)
         runner = self.runners[action.stage]
         routes, microbatch = runner.routes, number(action)
         match action.op:
             case Op.F:
                 waiting = self._waiting("RECV_F", action, routes.values_in)
-                return Entry(rank, action, runner.gather, runner.forward, waiting, running)
+                return BoundAction(rank, action, runner.gather, runner.forward, waiting, running)
             case Op.B | Op.I:
                 waiting = self._waiting("RECV_B", action, routes.grads_in)
-                return Entry(rank, action, runner.collect, runner.backward, waiting, running)
+                return BoundAction(rank, action, runner.collect, runner.backward, waiting, running)
             case Op.W:
-                return Entry(rank, action, None, runner.weight_backward, running, running)
+                return BoundAction(rank, action, None, runner.weight_backward, running, running)
             case Op.SEND_F | Op.SEND_B:
                 forward = action.op is Op.SEND_F
                 route = route_of(action, routes.values_out if forward else routes.grads_out)
                 send = runner.send_values if forward else runner.send_grads
                 blocked = Position(text, (self._names[self._placement.rank_of[route.stage]],))
-                return Entry(rank, action, None, lambda _, __: send(microbatch, route), blocked, blocked)
+                return BoundAction(rank, action, None, lambda _, __: send(microbatch, route), blocked, blocked)
             case Op.RECV_F | Op.RECV_B:
                 route = route_of(action, routes.values_in if action.op is Op.RECV_F else routes.grads_in)
                 post = route.channel.post
-                return Entry(rank, action, None, lambda _, __: post(microbatch), running, running)
+                return BoundAction(rank, action, None, lambda _, __: post(microbatch), running, running)
             case _:
                 raise ScheduleError(f"action {text} of rank {rank}: {action.op.value} cannot be run; leave it out")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.autograd import profiler
 
-from penstock.runtime.execute.program import Entry
+from penstock.runtime.execute.program import BoundAction
 
 
 def is_profiling() -> bool:
@@ -23,14 +23,14 @@ def is_profiling() -> bool:
     return bool(getattr(profiler, "_is_profiler_enabled", True))
 
 
-def ranged(entries: Sequence[Entry]) -> list[Entry]:
-    """The entries, each in its ranges."""
-    return [_ranged(entry, f"penstock {entry.action}") for entry in entries]
+def ranged(actions: Sequence[BoundAction]) -> list[BoundAction]:
+    """The actions, each in its ranges."""
+    return [_ranged(each, f"penstock {each.action}") for each in actions]
 
 
-def _ranged(entry: Entry, name: str) -> Entry:
-    wait = None if entry.wait is None else _named(f"{name} waits", entry.wait)
-    return replace(entry, run=_named(name, entry.run), wait=wait)
+def _ranged(each: BoundAction, name: str) -> BoundAction:
+    wait = None if each.wait is None else _named(f"{name} waits", each.wait)
+    return replace(each, run=_named(name, each.run), wait=wait)
 
 
 def _named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

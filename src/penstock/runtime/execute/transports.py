@@ -106,7 +106,7 @@ def _check_made(made: object, name: str) -> None:
         raise ArgumentError(
             f"transport={name} made {_said(made)}, which lacks {', '.join(lacking)}; expected an object with the "
             f"methods of penstock.runtime.transport.PointToPoint ({', '.join(POINT_TO_POINT)}) and, if it is to do the "
-            "collectives as well, reduce and share: have the factory return one"
+            "collectives as well, reduce and broadcast: have the factory return one"
         )
 
 

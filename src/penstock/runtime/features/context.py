@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """What a job is bound from: partitions, a schedule, and what the user chose about how stages run.
+    """What a bound schedule is bound from: partitions, a schedule, and what the user chose about how stages run.
 
     Attributes:
         partitions: of each microbatch; they differ in shapes only.

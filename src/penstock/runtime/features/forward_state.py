@@ -50,7 +50,7 @@ class ContainerCopies:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class Snapshots:
     """What the places held before and after the forward of a microbatch, and after it was run again, if it was."""
 
     before: Values
@@ -83,7 +83,7 @@ class ForwardState(Feature):
         self._places: dict[Key, Place] = {}
         self._learning = True
         self._changes = -1  # those that are learned from
-        self._kept: dict[int, Kept] = {}
+        self._kept: dict[int, Snapshots] = {}
         self._latest = -1  # the microbatch of the last forward
 
     def begin_step(self, start: Start) -> None:
@@ -111,7 +111,7 @@ class ForwardState(Feature):
                     values.update({key: before.get(key, MISSING) for key in new})
         if self._places or self._learning:
             before = {key: before.get(key, MISSING) for key in self._places}
-            self._kept[microbatch] = Kept(before, self._now(), {})
+            self._kept[microbatch] = Snapshots(before, self._now(), {})
 
     def backward(self, microbatch: int) -> Context:
         """Around a backward: puts back what its forward has set."""
@@ -150,7 +150,7 @@ class ForwardState(Feature):
                     left[key] = _renamed(left[key], again, kept.after[key])
             counts += self._settle(microbatch, kept, now, left)
             if not ends:
-                self._kept[microbatch] = Kept(kept.before, left, {})
+                self._kept[microbatch] = Snapshots(kept.before, left, {})
         if counts:
             raise PartitionError(
                 f"forwards and backwards both change {counts[0].text}, a number; with forwards of other microbatches "
@@ -158,7 +158,7 @@ class ForwardState(Feature):
                 "schedule='naive' or microbatches=1"
             )
 
-    def _settle(self, microbatch: int, kept: Kept, now: Values, left: Values) -> Iterator[Place]:
+    def _settle(self, microbatch: int, kept: Snapshots, now: Values, left: Values) -> Iterator[Place]:
         """Ends a backward. `now` is what was there before it, `left` what it has left. Gives numbers that it changed.
 
         What backward took from a container, or added to it, is taken or added for later backwards too: a stack that

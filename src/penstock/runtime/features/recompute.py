@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from penstock.errors import PartitionError
 from penstock.partition.state.remembered import refuse_again
 from penstock.runtime.exact import rules as exact
-from penstock.runtime.exact.kept import Kept
+from penstock.runtime.exact.saved import SavedTensor
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature, Rerun
 from penstock.runtime.features.offload import Away, Offload, can_go
@@ -25,7 +25,7 @@ from penstock.runtime.front_end import Stage
 from penstock.schedule import Action, Op
 from penstock.stages import StageMeta
 
-KEPT: Mapping[str, Callable[[Sequence[int | None]], Sequence[int | None]]] = {
+KEPT_FORWARDS: Mapping[str, Callable[[Sequence[int | None]], Sequence[int | None]]] = {
     "except_last": lambda forwards: forwards[-1:],
     "always": lambda forwards: (),
 }
@@ -40,7 +40,7 @@ def microbatches_to_recompute(policy: Recompute, row: Iterable[Action], stage: i
     Args:
         row: the actions of the stage's rank, in order.
     """
-    if not isinstance(policy, str) or policy not in KEPT:
+    if not isinstance(policy, str) or policy not in KEPT_FORWARDS:
         return frozenset()
     work = [action for action in row if action.op.is_compute]
     forwards = [action.microbatch for action in work if action.stage == stage and action.op is Op.F]
@@ -51,7 +51,7 @@ def microbatches_to_recompute(policy: Recompute, row: Iterable[Action], stage: i
         if action.stage == stage and action.op is Op.F
         if (following.stage, following.microbatch) == (stage, action.microbatch) and following.op in (Op.B, Op.I)
     }
-    kept = at_once | set(KEPT[policy](forwards))
+    kept = at_once | set(KEPT_FORWARDS[policy](forwards))
     return frozenset(k for k in backwards - kept if k is not None)
 
 
@@ -166,14 +166,14 @@ class RecomputedStage(Feature):
             return self._offload.away(arg, microbatch)
         if position in self._overwritten:
             arg = exact.copy_as(exact.Layout.of(arg), arg)
-        return Kept.of(arg)
+        return SavedTensor.of(arg)
 
     def _arg(self, position: int, arg: Any) -> Any:
         """What was kept, as the forward takes it. Raises PartitionError if it was updated in place meanwhile, which was
         not seen when the model was recorded."""
         if isinstance(arg, Away):
             return arg.get()
-        if not isinstance(arg, Kept):
+        if not isinstance(arg, SavedTensor):
             return arg
         if arg.is_changed:
             raise PartitionError(

@@ -24,7 +24,7 @@ from penstock.compat import storage_of
 from penstock.errors import PartitionError
 from penstock.partition.values.memory import same_bits
 from penstock.partition.values.objects import tensors_in
-from penstock.runtime.exact.kept import Kept
+from penstock.runtime.exact.saved import SavedTensor
 from penstock.runtime.features.backward_updates import LOOKS, Reads
 from penstock.runtime.features.compiled import any_compiled
 from penstock.runtime.features.context import StageContext
@@ -182,7 +182,9 @@ class _Watched:
         """Before a call in a forward, while it is not known whether backward runs it again."""
         if module.training:
             self._first = self._first or self._buffers.copy()
-            self._calls.append(_Call(microbatch, [Kept.of(arg) if isinstance(arg, Tensor) else arg for arg in args]))
+            self._calls.append(
+                _Call(microbatch, [SavedTensor.of(arg) if isinstance(arg, Tensor) else arg for arg in args])
+            )
 
     def update_again(self, microbatch: int, module: nn.Module, args: Any) -> None:
         """Before a call in a forward: makes the updates that backward will not make."""
@@ -220,7 +222,9 @@ class _Watched:
         self._first = None
         for call in calls:
             self._due[call.microbatch] += self._again
-            self._update([self._given(arg) if isinstance(arg, Kept) else arg for arg in call.args], 1 + self._again)
+            self._update(
+                [self._given(arg) if isinstance(arg, SavedTensor) else arg for arg in call.args], 1 + self._again
+            )
         return True
 
     def check(self, microbatch: int) -> None:
@@ -234,7 +238,7 @@ class _Watched:
                 "checkpointing has been switched on or off in the model, make a new pipeline"
             )
 
-    def _given(self, arg: Kept) -> Tensor:
+    def _given(self, arg: SavedTensor) -> Tensor:
         if arg.is_changed:
             raise PartitionError(
                 f"what enters a {type(self.module).__name__}, which runs again in backward, is updated in place later, "

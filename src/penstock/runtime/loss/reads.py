@@ -1,7 +1,7 @@
 """What a loss function reads of the model: only what the last stage has.
 
 A penalty on all weights (`sum(p.square().sum() for p in model.parameters())`) would train those of the last stage,
-or take what lies on the meta device in another rank's place. The first loss of a job is watched for that.
+or take what lies on the meta device in another rank's place. The first loss of a bound schedule is watched for that.
 """
 
 from __future__ import annotations

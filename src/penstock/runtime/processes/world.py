@@ -42,7 +42,7 @@ class World:
         lines, replica_sets, columns: the same of all processes: each divides `everyone` into disjoint parts.
         divided: the dimensions of the mesh along which the batch is divided.
         replica: this process's number among `replicas`.
-        share: this process's number among those that share a replica's layers (tensor parallelism).
+        tp_rank: this process's number among those that share a replica's layers (tensor parallelism).
     """
 
     ranks: int
@@ -53,7 +53,7 @@ class World:
     column: tuple[int, ...] = ()
     divided: tuple[str, ...] = ()
     replica: int = 0
-    share: int = 0
+    tp_rank: int = 0
     lines: tuple[tuple[int, ...], ...] = ()
     replica_sets: tuple[tuple[int, ...], ...] = ()
     columns: tuple[tuple[int, ...], ...] = ()

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.runtime.exact.kept import Kept
+from penstock.runtime.exact.saved import SavedTensor
 
 _MM = frozenset({"AddmmBackward0", "MmBackward0"})
 _GROUPED_MM = frozenset({"GroupedMmBackward0"})
@@ -21,7 +21,7 @@ _CONVOLUTION = frozenset({"ConvolutionBackward0"})
 _EMBEDDING = frozenset({"EmbeddingBackward0"})
 
 
-class Plan(NamedTuple):
+class DeferredCall(NamedTuple):
     """One call, with the gradient of its weights put off.
 
     Attributes:
@@ -37,11 +37,11 @@ class Plan(NamedTuple):
     gradients: Callable[[Tensor], Sequence[Tensor]]
 
 
-Form = Callable[..., Plan | None]
+Form = Callable[..., DeferredCall | None]
 """Takes the arguments of a call; None where the gradient of its weight cannot wait."""
 
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **other: Any) -> Plan | None:
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **other: Any) -> DeferredCall | None:
     """`F.linear`: a product with the transposed weight."""
     if other or weight.dim() != 2 or not _is_matrix(input):
         return None
@@ -53,10 +53,10 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **other: A
         grad = grad if grad.dim() == 2 else grad.reshape(len(first), -1)
         return (grad.t().mm(first) if by_rows else first.t().mm(grad).t(),)
 
-    return Plan((weight,), lambda w: F.linear(input, w, bias), _MM, gradients)
+    return DeferredCall((weight,), lambda w: F.linear(input, w, bias), _MM, gradients)
 
 
-def matmul(input: Tensor, other: Tensor, **more: Any) -> Plan | None:
+def matmul(input: Tensor, other: Tensor, **more: Any) -> DeferredCall | None:
     """`input @ weight`, also of more than two dimensions: torch folds them into one product."""
     if more or not isinstance(other, Tensor) or other.dim() != 2 or not _is_matrix(input):
         return None
@@ -65,31 +65,31 @@ def matmul(input: Tensor, other: Tensor, **more: Any) -> Plan | None:
     def gradients(grad: Tensor) -> Sequence[Tensor]:
         return (_of_second_matrix(grad, x.get(), other),)
 
-    return Plan((other,), lambda w: torch.matmul(input, w), _MM, gradients)
+    return DeferredCall((other,), lambda w: torch.matmul(input, w), _MM, gradients)
 
 
-def mm(input: Tensor, mat2: Tensor, **more: Any) -> Plan | None:
+def mm(input: Tensor, mat2: Tensor, **more: Any) -> DeferredCall | None:
     """`torch.mm(input, weight)`."""
     return matmul(input, mat2, **more)
 
 
-def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **scales: Any) -> Plan | None:
+def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **scales: Any) -> DeferredCall | None:
     """`torch.addmm(bias, input, weight)`, as in the Conv1D of `transformers`."""
     if any(scale != 1 for scale in scales.values()) or not _is_matrix(mat1):
         return None
-    x = Kept.of(mat1)
+    x = SavedTensor.of(mat1)
 
     def gradients(grad: Tensor) -> Sequence[Tensor]:
         return (_of_second_matrix(grad, x.get(), mat2),)
 
-    return Plan((mat2,), lambda w: torch.addmm(input, mat1, w), _MM, gradients)
+    return DeferredCall((mat2,), lambda w: torch.addmm(input, mat1, w), _MM, gradients)
 
 
-def grouped_mm(input: Tensor, mat2: Tensor, *, offs: Tensor | None = None, **more: Any) -> Plan | None:
+def grouped_mm(input: Tensor, mat2: Tensor, *, offs: Tensor | None = None, **more: Any) -> DeferredCall | None:
     """`torch._grouped_mm(input, weights, offs=...)`: each group of rows times its own matrix, as experts do."""
     if offs is None or any(value is not None for value in more.values()) or (input.dim(), mat2.dim()) != (2, 3):
         return None
-    x, ends = Kept.of(input), Kept.of(offs)
+    x, ends = SavedTensor.of(input), SavedTensor.of(offs)
 
     def gradients(grad: Tensor) -> Sequence[Tensor]:
         first, offs = x.get(), ends.get()
@@ -97,7 +97,7 @@ def grouped_mm(input: Tensor, mat2: Tensor, *, offs: Tensor | None = None, **mor
             return (torch._grouped_mm(grad.transpose(-2, -1), first, offs=offs).transpose(-2, -1),)
         return (torch._grouped_mm(first.transpose(-2, -1), grad, offs=offs),)
 
-    return Plan((mat2,), lambda w: torch._grouped_mm(input, w, offs=offs), _GROUPED_MM, gradients)
+    return DeferredCall((mat2,), lambda w: torch._grouped_mm(input, w, offs=offs), _GROUPED_MM, gradients)
 
 
 def embedding(
@@ -108,11 +108,11 @@ def embedding(
     norm_type: float = 2.0,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
-) -> Plan | None:
+) -> DeferredCall | None:
     """`F.embedding` with a dense gradient."""
     if max_norm is not None or sparse:
         return None
-    ids, rows = Kept.of(input), weight.shape[0]
+    ids, rows = SavedTensor.of(input), weight.shape[0]
     padding = -1 if padding_idx is None else padding_idx % rows
 
     def run(w: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ def embedding(
     def gradients(grad: Tensor) -> Sequence[Tensor]:
         return (torch.ops.aten.embedding_dense_backward(grad, ids.get(), rows, padding, scale_grad_by_freq),)
 
-    return Plan((weight,), run, _EMBEDDING, gradients)
+    return DeferredCall((weight,), run, _EMBEDDING, gradients)
 
 
 class _Shifts(NamedTuple):
@@ -136,11 +136,11 @@ class _Shifts(NamedTuple):
 def _convolution(call: Callable[..., Tensor], dims: int, *, transposed: bool) -> Form:
     """A form for `F.conv1d` and its like. One kernel may compute the gradients of weight and bias, so both wait."""
 
-    def plan(input: Tensor, weight: Tensor, bias: Tensor | None, shifts: _Shifts, groups: int) -> Plan | None:
+    def plan(input: Tensor, weight: Tensor, bias: Tensor | None, shifts: _Shifts, groups: int) -> DeferredCall | None:
         if any(isinstance(shift, str) for shift in shifts) or input.dim() != dims + 2:
             return None
         shifts = _Shifts(*(_each(shift, dims) for shift in shifts))
-        x, kernel = Kept.of(input), Kept.of(weight)
+        x, kernel = SavedTensor.of(input), SavedTensor.of(weight)
         with_bias = bias is not None and bias.requires_grad
         bias_sizes = None if bias is None else list(bias.shape)
 
@@ -157,18 +157,18 @@ def _convolution(call: Callable[..., Tensor], dims: int, *, transposed: bool) ->
             return (of_weight, of_bias) if with_bias else (of_weight,)
 
         weights = (weight, bias) if bias is not None and with_bias else (weight,)
-        return Plan(weights, run, _CONVOLUTION, gradients)
+        return DeferredCall(weights, run, _CONVOLUTION, gradients)
 
     def convolution(
         input: Tensor, weight: Tensor, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
         groups: int = 1,
-    ) -> Plan | None:  # fmt: skip
+    ) -> DeferredCall | None:  # fmt: skip
         return plan(input, weight, bias, _Shifts(stride, padding, dilation, 0), groups)  # type: ignore[arg-type]
 
     def transposed_convolution(
         input: Tensor, weight: Tensor, bias: Any = None, stride: Any = 1, padding: Any = 0, output_padding: Any = 0,
         groups: int = 1, dilation: Any = 1,
-    ) -> Plan | None:  # fmt: skip
+    ) -> DeferredCall | None:  # fmt: skip
         return plan(input, weight, bias, _Shifts(stride, padding, dilation, output_padding), groups)
 
     return transposed_convolution if transposed else convolution
@@ -186,10 +186,10 @@ def _is_matrix(x: Tensor) -> bool:
     return x.is_floating_point() and (x.dim() == 2 or (x.dim() > 2 and x.is_contiguous()))
 
 
-def _rows(x: Tensor) -> Kept:
+def _rows(x: Tensor) -> SavedTensor:
     """What is kept of it, with two dimensions."""
     kept = x.detach()
-    return Kept(kept if x.dim() == 2 else kept.view(x.shape[:-1].numel(), x.shape[-1]), x._version)
+    return SavedTensor(kept if x.dim() == 2 else kept.view(x.shape[:-1].numel(), x.shape[-1]), x._version)
 
 
 def _of_second_matrix(grad: Tensor, first: Tensor, second: Tensor) -> Tensor:

@@ -19,11 +19,11 @@ from torch.autograd.graph import Node
 
 from penstock.errors import PartitionError
 from penstock.runtime.exact import rules as exact
-from penstock.runtime.split_backward.weight_gradients import FORMS, Plan
+from penstock.runtime.split_backward.weight_gradients import FORMS, DeferredCall
 
 
 class Waiting(NamedTuple):
-    """A call whose weight gradients wait: `gradients(grad)` gives them. (`Plan.run` would keep the graph alive.)"""
+    """A call whose weight gradients wait: `gradients(grad)` gives them. (`DeferredCall.run` would hold the graph.)"""
 
     weights: tuple[Tensor, ...]
     gradients: Callable[[Tensor], Sequence[Tensor]]
@@ -154,7 +154,7 @@ class WeightUses:
                 part.__class__ = self._of_views
         return result
 
-    def _put_off(self, plan: Plan, waiting: list[Waiting]) -> Tensor | None:
+    def _put_off(self, plan: DeferredCall, waiting: list[Waiting]) -> Tensor | None:
         """The call's result; None where autograd has not recorded what was expected."""
         result = plan.run(*(weight.detach() for weight in plan.weights))
         keep = partial(self._keep, waiting, plan.weights, plan.gradients)
@@ -218,7 +218,7 @@ def _is_ordinary_call(weight: Tensor) -> bool:
     )
 
 
-def _node_of(result: Tensor, plan: Plan) -> Node | None:
+def _node_of(result: Tensor, plan: DeferredCall) -> Node | None:
     """Autograd's node of a call, below the view that a product of more than two dimensions ends with."""
     node = result.grad_fn
     while node is not None and node.name() in ("ViewBackward0", "UnsafeViewBackward0"):

@@ -1,1 +1,1 @@
-"""One step seen by all ranks: which job runs this batch, a loss tried in advance, outputs brought to who asks."""
+"""One step seen by all ranks: which bound schedule runs a batch, a loss tried in advance, outputs for whoever asks."""

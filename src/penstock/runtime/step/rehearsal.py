@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from penstock.compat import FakeTensorMode, fake_mode
 from penstock.errors import ArgumentError, PenstockError
-from penstock.runtime.execute.engine import Job
+from penstock.runtime.execute.engine import BoundSchedule
 from penstock.runtime.loss.loss import no_gradient
 from penstock.stages import Output, needs_backward
 from penstock.trees import map_tensors
@@ -33,7 +33,7 @@ _FILLING = 0.5
 """A probability, a logit and a distance: few losses refuse it."""
 
 
-def try_loss(job: Job, target: Any, weight: float, loss: object) -> str | None:
+def try_loss(bound: BoundSchedule, target: Any, weight: float, loss: object) -> str | None:
     """Calls the loss for the first microbatch. What it changes of itself, if it is a module, is put back.
 
     Args:
@@ -47,36 +47,36 @@ def try_loss(job: Job, target: Any, weight: float, loss: object) -> str | None:
     Raises:
         ArgumentError: it raises whatever the values, or it does not return a scalar that takes a gradient.
     """
-    metas = job.partitions[0].stages[-1].meta.outputs
+    metas = bound.partitions[0].stages[-1].meta.outputs
     small = sum(prod(o.meta.shape) * _dtype(o).itemsize for o in metas) <= LARGE
-    real = None if not small else _attempt(job, metas, target, weight, loss, None)
+    real = None if not small else _attempt(bound, metas, target, weight, loss, None)
     if small and real is None:
         return None
-    fake = _attempt(job, metas, target, weight, loss, fake_mode())
+    fake = _attempt(bound, metas, target, weight, loss, fake_mode())
     if fake is None:
         return None
-    if real is not None and _same(real, fake) and not job.partitions[0].leaves_here:
+    if real is not None and _same(real, fake) and not bound.partitions[0].leaves_here:
         raise ArgumentError(f"the loss raised {in_a_line(real)}") from real
     return f"the loss could not be tried without real values ({in_a_line(fake)})"
 
 
 def _attempt(
-    job: Job, metas: Sequence[Output], target: Any, weight: float, loss: object, mode: FakeTensorMode | None
+    bound: BoundSchedule, metas: Sequence[Output], target: Any, weight: float, loss: object, mode: FakeTensorMode | None
 ) -> Exception | None:
     """What the loss raised. Raises ArgumentError for what it returned."""
-    head = job.head
+    head = bound.head
     try:
         with torch.enable_grad(), _as_it_was(loss), nullcontext() if mode is None else mode:
             given = target if mode is None else map_tensors(mode.from_tensor, target)
             head.start([given], [weight], keep_outputs=False)
-            found = head(0, [_made_up(output, job.partitions[0].stages[-1].device) for output in metas])
+            found = head(0, [_made_up(output, bound.partitions[0].stages[-1].device) for output in metas])
     except PenstockError:
         raise
     except Exception as error:
         return error
     finally:
         head.start([], [], keep_outputs=False)
-    trains = any(needs_backward(stage.meta) for stage in job.partitions[0].stages)
+    trains = any(needs_backward(stage.meta) for stage in bound.partitions[0].stages)
     if found is not None and not found.requires_grad and trains:
         raise no_gradient()
     return None

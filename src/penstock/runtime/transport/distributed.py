@@ -5,8 +5,8 @@ that was posted behind it, is waited for. From the second step on layouts are kn
 fresh memory, nothing but payload travels, and a sender whose tensor is not as agreed raises before anything leaves.
 
 Messages keep to what NCCL asks for, on gloo as well, so that what is tested on one holds on the other. Nothing has a
-tag: what one rank sends another matches what that one receives in order (`Way`). The first operation of two ranks,
-which waits for the other one's, is `connect`. What travels is bytes, since NCCL has no type for some of torch's.
+tag: what one rank sends another matches what that one receives in order (`ReceiveOrder`). The first operation of two
+ranks, which waits for the other one's, is `connect`. What travels is bytes, since NCCL has no type for some of torch's.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch import Tensor
 from penstock.errors import ClosedError, ShapeError
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.rules import Layout
-from penstock.runtime.processes.shares import SHARES_IN_FLIGHT
+from penstock.runtime.processes.broadcasts import BROADCASTS_IN_FLIGHT
 from penstock.runtime.processes.world import World
 from penstock.runtime.transport.agreement import Agreement, Layouts, describe
 from penstock.runtime.transport.protocol import Message, Pending
-from penstock.runtime.transport.ways import Way
+from penstock.runtime.transport.receive_order import ReceiveOrder
 from penstock.stages import Link
 
 SENDS_IN_FLIGHT = 2
@@ -162,8 +162,8 @@ class DistributedTransport:
         self.device = device
         self._groups = groups
         self._channels: dict[int, list[DistributedChannel]] = {}
-        self._ways: dict[tuple[int, int], Way[DistributedChannel]] = {}
-        self._shared: deque[_Shared] = deque()
+        self._ways: dict[tuple[int, int], ReceiveOrder[DistributedChannel]] = {}
+        self._broadcasts: deque[_Broadcast] = deque()
 
     def connect(self, source_rank: int, target_rank: int) -> None:
         group, token = self._groups.way(source_rank, target_rank), torch.zeros(1, dtype=torch.uint8, device=self.device)
@@ -177,7 +177,7 @@ class DistributedTransport:
     def channel(
         self, program: int, link: Link, source_rank: int, target_rank: int, *, backward: bool
     ) -> DistributedChannel:
-        way = self._ways.setdefault((source_rank, target_rank), Way())
+        way = self._ways.setdefault((source_rank, target_rank), ReceiveOrder())
         peer = target_rank if source_rank == self.rank else source_rank
         group = partial(self._groups.way, source_rank, target_rank)
         channel = DistributedChannel(link, group, peer, way, self.device)
@@ -187,11 +187,11 @@ class DistributedTransport:
     def reduce(self, group: int, holders: Sequence[int], tensors: Sequence[Tensor]) -> Pending:
         return all_reduce(tensors, self._groups.of(holders))
 
-    def share(self, value: Tensor, source_rank: int) -> Pending:
-        while len(self._shared) >= SHARES_IN_FLIGHT:
-            self._shared.popleft().wait()  # long done; but work that is under way must not be dropped
-        self._shared.append(_Shared(value, source_rank, self._groups.control))
-        return self._shared[-1]
+    def broadcast(self, value: Tensor, source_rank: int) -> Pending:
+        while len(self._broadcasts) >= BROADCASTS_IN_FLIGHT:
+            self._broadcasts.popleft().wait()  # long done; but work that is under way must not be dropped
+        self._broadcasts.append(_Broadcast(value, source_rank, self._groups.control))
+        return self._broadcasts[-1]
 
     def release(self, program: int) -> None:
         for channel in self._channels.pop(program, ()):
@@ -208,8 +208,8 @@ class DistributedTransport:
     def close(self) -> None:
         for program in list(self._channels):
             self.release(program)
-        while self._shared:
-            self._shared.popleft().wait()
+        while self._broadcasts:
+            self._broadcasts.popleft().wait()
 
 
 class DistributedChannel:
@@ -220,7 +220,7 @@ class DistributedChannel:
         link: Link,
         group: Callable[[], dist.ProcessGroup],
         peer: int,
-        way: Way[DistributedChannel],
+        way: ReceiveOrder[DistributedChannel],
         device: torch.device,
     ) -> None:
         self._link = link
@@ -320,7 +320,7 @@ class _Sum:
         self._works.clear()
 
 
-class _Shared:
+class _Broadcast:
     """A broadcast of a small value."""
 
     def __init__(self, buffer: Tensor, source: int, group: dist.ProcessGroup) -> None:

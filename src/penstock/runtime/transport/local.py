@@ -23,7 +23,7 @@ class LocalHub:
         self.devices = tuple(devices)
         self.channels: dict[tuple[int, Link, bool], LocalChannel] = {}
         self.sums: dict[int, _Sum] = {}
-        self.share = _Share()
+        self.broadcast = _Broadcast()
 
 
 class LocalChannel:
@@ -76,14 +76,14 @@ class LocalTransport:
             del self._hub.sums[group]
         return total
 
-    def share(self, value: Tensor, source_rank: int) -> _Share:
-        share = self._hub.share
-        if len(share.buffers) == self.ranks:
-            share = self._hub.share = _Share()
-        share.buffers.append(value)
+    def broadcast(self, value: Tensor, source_rank: int) -> _Broadcast:
+        broadcast = self._hub.broadcast
+        if len(broadcast.buffers) == self.ranks:
+            broadcast = self._hub.broadcast = _Broadcast()
+        broadcast.buffers.append(value)
         if self.rank == source_rank:
-            share.source = value
-        return share
+            broadcast.source = value
+        return broadcast
 
     def release(self, program: int) -> None:
         for key in [key for key in self._hub.channels if key[0] == program]:
@@ -97,7 +97,7 @@ class LocalTransport:
         for channel in self._hub.channels.values():
             channel.drop_step()
         self._hub.sums.clear()
-        self._hub.share = _Share()
+        self._hub.broadcast = _Broadcast()
 
     def close(self) -> None:
         self._hub.channels.clear()
@@ -124,7 +124,7 @@ class _Sum:
                 term.copy_(total)
 
 
-class _Share:
+class _Broadcast:
     """A value that every rank has a buffer for."""
 
     def __init__(self) -> None:

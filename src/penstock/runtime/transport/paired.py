@@ -28,8 +28,8 @@ class Paired:
     def reduce(self, group: int, holders: Sequence[int], tensors: Sequence[Tensor]) -> Pending:
         return self._collectives.reduce(group, holders, tensors)
 
-    def share(self, value: Tensor, source_rank: int) -> Pending:
-        return self._collectives.share(value, source_rank)
+    def broadcast(self, value: Tensor, source_rank: int) -> Pending:
+        return self._collectives.broadcast(value, source_rank)
 
     def release(self, program: int) -> None:
         self.messages.release(program)

@@ -90,7 +90,7 @@ class Collectives(Protocol):
         Every holder gives tensors of the same shapes, and starts its reductions in ascending order of `group`.
         """
 
-    def share(self, value: Tensor, source_rank: int) -> Pending:
+    def broadcast(self, value: Tensor, source_rank: int) -> Pending:
         """Starts to copy a small float64 tensor on the CPU, in place, from one rank to all. Never blocks."""
 
     def close(self) -> None:
@@ -130,7 +130,7 @@ TransportFactory = Callable[[Endpoint], PointToPoint]
 """Makes one rank's side of a transport. Every rank's process calls the same one, once for each pipeline."""
 
 POINT_TO_POINT = ("connect", "channel", "release", "end_step", "drop_step", "close")
-COLLECTIVES = ("reduce", "share", "close")
+COLLECTIVES = ("reduce", "broadcast", "close")
 """The methods of the two protocols, by which an object without a base class is known."""
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.rules import Layout
 from penstock.runtime.processes.board import Process
-from penstock.runtime.processes.shares import Shares, receive_exactly
+from penstock.runtime.processes.broadcasts import Broadcasts, receive_exactly
 from penstock.runtime.transport.agreement import Agreement, Layouts
 from penstock.runtime.transport.distributed import DistributedChannel, DistributedTransport
 from penstock.runtime.transport.protocol import Channel, Message, Pending
@@ -59,7 +59,7 @@ class Neighbours:
         self._rank = rank
         self._connections: dict[int, socket.socket] = {}
         self.lines: dict[int, socket.socket] = {}
-        """A second socket to each of them, for `Shares`."""
+        """A second socket to each of them, for `Broadcasts`."""
         self._arrived: dict[tuple[int, bytes], tuple[int, socket.socket]] = {}
         token = gather(secrets.token_hex(16))[0]
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
@@ -127,7 +127,7 @@ class SharedMemoryTransport:
         self._inner = inner
         self._neighbours = neighbours
         one_machine = len(neighbours.ranks) == self.ranks - 1
-        self._shares = Shares(self.rank, neighbours.lines) if one_machine else None
+        self._broadcasts = Broadcasts(self.rank, neighbours.lines) if one_machine else None
         self._channels: dict[int, list[SharedMemoryChannel]] = {}
 
     def connect(self, source_rank: int, target_rank: int) -> None:
@@ -145,8 +145,8 @@ class SharedMemoryTransport:
     def reduce(self, group: int, holders: Sequence[int], tensors: Sequence[Tensor]) -> Pending:
         return self._inner.reduce(group, holders, tensors)
 
-    def share(self, value: Tensor, source_rank: int) -> Pending:
-        return (self._shares.start if self._shares else self._inner.share)(value, source_rank)
+    def broadcast(self, value: Tensor, source_rank: int) -> Pending:
+        return (self._broadcasts.start if self._broadcasts else self._inner.broadcast)(value, source_rank)
 
     def release(self, program: int) -> None:
         self._inner.release(program)
@@ -161,8 +161,8 @@ class SharedMemoryTransport:
 
     def close(self) -> None:
         self._inner.close()
-        if self._shares:
-            self._shares.close()
+        if self._broadcasts:
+            self._broadcasts.close()
         for program in list(self._channels):
             self.release(program)
         self._neighbours.close()

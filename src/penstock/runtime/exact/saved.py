@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class Kept(NamedTuple):
+class SavedTensor(NamedTuple):
     """A tensor on its own memory, without its graph, so that what came before can be freed.
 
     Attributes:
@@ -18,7 +18,7 @@ class Kept(NamedTuple):
     version: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Kept:
+    def of(cls, tensor: Tensor) -> SavedTensor:
         """The tensor as it is now."""
         return cls(tensor.detach(), tensor._version)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from penstock import verify
 from penstock.compat import fake_mode, storage_of
-from penstock.partition.run.known import Known, Restart
+from penstock.partition.run.known_values import KnownValues, Restart
 from penstock.partition.watch.observer import Observer
 
 TESTS = Path(__file__).parents[2]
@@ -26,7 +26,7 @@ def fresh_storages(count: int = 200) -> list[int]:
 
 def test_no_new_memory_is_taken_for_that_of_a_known_value() -> None:
     mode = fake_mode()
-    known, value = Known(Observer(), mode, frozenset()), torch.arange(3)
+    known, value = KnownValues(Observer(), mode, frozenset()), torch.arange(3)
     assert known.assume(value, 0)
     known.expose([value])
     with mode:

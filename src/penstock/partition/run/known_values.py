@@ -31,7 +31,7 @@ class Restart(BaseException):
         self.fake_calls = fake_calls
 
 
-class Outcome(NamedTuple):
+class CallResult(NamedTuple):
     """A call's result, the modules in which it drew random numbers, the memory that it wrote, and whether the result
     depends on the values of the model's inputs although it is not a tensor.
     """
@@ -42,7 +42,7 @@ class Outcome(NamedTuple):
     reads_inputs: bool = False
 
 
-class Known:
+class KnownValues:
     """Runs calls: for real where all their tensors are known, else on fake tensors.
 
     Args:
@@ -70,7 +70,7 @@ class Known:
         self._origins[storage_of(value)] = -1 - index
         return True
 
-    def run(self, function: Callable[..., Any], args: Any, kwargs: Any, *, is_unknown: bool = False) -> Outcome:
+    def run(self, function: Callable[..., Any], args: Any, kwargs: Any, *, is_unknown: bool = False) -> CallResult:
         """Make a call. `is_unknown`: something stands in among the arguments for what is drawn."""
         self._calls += 1
         given = [leaf for leaf in flatten((args, kwargs)).leaves if isinstance(leaf, Tensor)]
@@ -85,19 +85,19 @@ class Known:
                 self._keep(result, from_inputs)
                 if from_inputs:
                     self._from_inputs |= writes
-                return Outcome(result, drew, writes, reads)
+                return CallResult(result, drew, writes, reads)
             self.refuse_writes(writes)  # what was drawn is not known: draw again, on fake tensors
         self.expose(given)
         decided = self._decided(function, args)
         if decided is not None:
             self._keep(decided, from_inputs=False)
-            return Outcome(decided, [], frozenset())
+            return CallResult(decided, [], frozenset())
         result = function(*args, **kwargs)
         drew, writes = self._observer.take()
         self.refuse_writes(writes)
         if function is torch.rand:
             self._uniform[id(result)] = result
-        return Outcome(result, drew, writes)
+        return CallResult(result, drew, writes)
 
     def are_known(self, args: Any, kwargs: Any) -> bool:
         """Whether the values of all tensors among some arguments are known."""

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import PartitionError
 from penstock.partition import source
-from penstock.partition.record.recorder import Recorder
+from penstock.partition.recorder.recorder import Recorder
 from penstock.partition.recording.facts import Fact
 
 

@@ -1,8 +1,8 @@
-"""Which job runs a batch: one for each kind of batch and mode, under a number by which every rank knows it.
+"""Which bound schedule runs a batch: one for each kind of batch and mode, under a number by which every rank knows it.
 
-Only the first stage's rank looks at inputs. So it begins every step with an announcement: the number of the job that
-comes, or that a new one is needed, and then what the others must know of the batch to record it too. What the ranks
-must say alike in a step goes along, so that ranks that do not are told, and none waits for another in vain.
+Only the first stage's rank looks at inputs. So it begins every step with an announcement: the number of the bound
+schedule that comes, or that a new one is needed, and then what the others must know of the batch to record it too. What
+the ranks must say alike in a step goes along, so that ranks that do not are told, and none waits for another in vain.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from penstock.errors import ArgumentError, ShapeError
-from penstock.runtime.batch.microbatches import Cut
+from penstock.runtime.batch.microbatches import CutBatch
 from penstock.runtime.batch.outline import Outline, telling_rows
-from penstock.runtime.execute.engine import Engine, Job
+from penstock.runtime.execute.engine import BoundSchedule, Engine
 from penstock.runtime.front_end import Partition
 from penstock.runtime.model.split_model import SplitModel
 from penstock.runtime.step.outputs import words
 
-KNOWN_JOBS = 32
-"""How many jobs a pipeline keeps; the one that was not used for longest is forgotten for the next."""
+CACHED_SCHEDULES = 32
+"""How many bound schedules a pipeline keeps; the one that was not used for longest is forgotten for the next."""
 
 _NEW = -1
 
-Bind = Callable[[Sequence[Partition], bool], Job]
-"""The job of some partitions, for training or evaluation."""
+Bind = Callable[[Sequence[Partition], bool], BoundSchedule]
+"""The bound schedule of some partitions, for training or evaluation."""
 
 
 class Call(NamedTuple):
@@ -42,8 +42,8 @@ class Call(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """A job, and for what it was made.
+class Cached:
+    """A bound schedule, and for what it was made.
 
     Attributes:
         sizes: the rows of each microbatch.
@@ -52,19 +52,18 @@ class Known:
         kept: the plain values of the batch, whose identity may be part of its kind.
     """
 
-    number: int
-    job: Job
+    bound: BoundSchedule
     sizes: tuple[int, ...]
     mode: Hashable
     kind: Hashable
     kept: Sequence[Any]
 
 
-class Jobs:
-    """The jobs of one pipeline. Every process makes the same calls in the same order.
+class BoundSchedules:
+    """The bound schedules of one pipeline. Every process makes the same calls in the same order.
 
     Args:
-        bind: makes a job of partitions.
+        bind: makes a bound schedule of partitions.
         source_rank: the rank that announces: the first stage's.
     """
 
@@ -75,38 +74,35 @@ class Jobs:
         self._source = source_rank
         self._announcer = engine.world.names[source_rank]
         self._announces = source_rank in engine.ranks
-        self._known: OrderedDict[int, Known] = OrderedDict()
-        self._made = 0
+        self._cached: OrderedDict[int, Cached] = OrderedDict()
         self._digest: tuple[Hashable, int] = (None, 0)
 
-    def __iter__(self) -> Iterator[Job]:
-        """The jobs, the one that was used last at the end."""
-        return iter([known.job for known in self._known.values()])
+    def __iter__(self) -> Iterator[BoundSchedule]:
+        """The bound schedules, the one that was used last at the end."""
+        return iter([cached.bound for cached in self._cached.values()])
 
-    def add(self, cut: Cut | None, outline: Outline, *, training: bool) -> Known:
-        """Records microbatches, and binds their job. `cut` is None on ranks that do not look at inputs."""
+    def add(self, cut: CutBatch | None, outline: Outline, *, training: bool) -> Cached:
+        """Records microbatches, and binds their bound schedule. `cut` is None on ranks that do not look at inputs."""
         with telling_rows(outline.sizes):
             partitions = self._split.partitions(training=training, examples=outline.fill())
         plain = [] if cut is None else [leaf for piece in cut.pieces for leaf in piece.leaves]
-        known = Known(
-            number=self._made,
-            job=self._bind(partitions, training),
+        cached = Cached(
+            bound=self._bind(partitions, training),
             sizes=outline.sizes,
             mode=(training, *self._split.signature()),
             kind=None if cut is None else cut.kind,
             kept=[leaf for leaf in plain if not isinstance(leaf, Tensor)],
         )
-        self._made += 1
-        self._known[known.number] = known
-        if len(self._known) > KNOWN_JOBS:
-            _, oldest = self._known.popitem(last=False)
-            self._engine.release(oldest.job)
-            if self._made == KNOWN_JOBS + 1:
+        self._cached[cached.bound.number] = cached
+        if len(self._cached) > CACHED_SCHEDULES:
+            _, oldest = self._cached.popitem(last=False)
+            self._engine.release(oldest.bound)
+            if cached.bound.number == CACHED_SCHEDULES:  # numbers begin at 0
                 warnings.warn(_MANY, stacklevel=5)
-        return known
+        return cached
 
-    def next(self, cut: Cut | None, call: Call) -> Known:
-        """The job of this step.
+    def next(self, cut: CutBatch | None, call: Call) -> Cached:
+        """The bound schedule of this step.
 
         Args:
             cut: the batch; None on ranks that do not look at inputs.
@@ -119,7 +115,7 @@ class Jobs:
         signature = self._split.signature()
         mode = (call.training, *signature)
         found = self._find(cut, mode) if cut is not None and self._announces else None
-        number = self._announced(_NEW if found is None else found.number, call, signature[:-1])
+        number = self._announced(_NEW if found is None else found.bound.number, call, signature[:-1])
         if number == _NEW:
             mine = Outline.of(cut) if cut is not None and self._announces else None
             outline = self._engine.control.give(mine, self._source)
@@ -129,39 +125,39 @@ class Jobs:
             except Exception as error:
                 error.add_note(f"penstock: while the model was recorded for a batch of a new kind: {outline.text}")
                 raise
-        known = self._known[number]
-        if known.mode != mode:
+        cached = self._cached[number]
+        if cached.mode != mode:
             raise ArgumentError(
                 "a plain attribute of the model has changed on this rank, but not on the one that has the inputs; "
                 "change it on every rank alike"
             )
-        self._known.move_to_end(number)
-        return known
+        self._cached.move_to_end(number)
+        return cached
 
     def settings(self) -> int:
         """A number for the modes, requires_grad flags and autocast of this process."""
         return self._digest_of(self._split.signature()[:-1])
 
-    def inputs(self, known: Known, cut: Cut) -> list[list[Tensor]]:
+    def inputs(self, cached: Cached, cut: CutBatch) -> list[list[Tensor]]:
         """The tensors that the first stage receives, in its order, of each microbatch.
 
         Raises:
             ShapeError: another rank, which has inputs as well, announced a batch of another kind.
         """
-        if self._announces:  # the job was chosen for this batch
-            pairs = zip(known.job.partitions, cut.pieces, strict=True)
+        if self._announces:  # the bound schedule was chosen for this batch
+            pairs = zip(cached.bound.partitions, cut.pieces, strict=True)
             return [partition.arrange(piece.leaves) for partition, piece in pairs]
-        if cut.sizes != known.sizes:
+        if cut.sizes != cached.sizes:
             raise ShapeError(
                 f"the inputs are microbatches of {list(cut.sizes)} rows on rank {self._engine.world.name}, and of "
-                f"{list(known.sizes)} on rank {self._announcer}; give both the same batch"
+                f"{list(cached.sizes)} on rank {self._announcer}; give both the same batch"
             )
-        return [partition.take(piece) for partition, piece in zip(known.job.partitions, cut.pieces, strict=True)]
+        return [partition.take(piece) for partition, piece in zip(cached.bound.partitions, cut.pieces, strict=True)]
 
-    def _find(self, cut: Cut, mode: Hashable) -> Known | None:
-        for known in reversed(self._known.values()):
-            if known.kind == cut.kind and known.mode == mode and _holds(known.job, cut):
-                return known
+    def _find(self, cut: CutBatch, mode: Hashable) -> Cached | None:
+        for cached in reversed(self._cached.values()):
+            if cached.kind == cut.kind and cached.mode == mode and _holds(cached.bound, cut):
+                return cached
         return None
 
     def _announced(self, number: int, call: Call, settings: Hashable) -> int:
@@ -186,9 +182,9 @@ class Jobs:
         return self._digest[1]
 
 
-def _holds(job: Job, cut: Cut) -> bool:
+def _holds(bound: BoundSchedule, cut: CutBatch) -> bool:
     """Whether the forward reads from the values of these inputs what it read when it was recorded."""
-    pairs = zip(job.partitions, cut.pieces, strict=True)
+    pairs = zip(bound.partitions, cut.pieces, strict=True)
     return all(partition.holds(piece.leaves) for partition, piece in pairs)
 
 
@@ -200,7 +196,7 @@ _WORDS: tuple[Callable[[int], str], ...] = (
 )
 
 _MANY = (
-    f"penstock: more than {KNOWN_JOBS} kinds of batches. Each new kind (a shape, a dtype, a plain value that changes) "
-    "is recorded, which takes longer than a step, and the kind that was not used for longest is forgotten. Pad batches "
-    "to a few shapes, and pass numbers that change as 0-dimensional tensors"
+    f"penstock: more than {CACHED_SCHEDULES} kinds of batches. Each new kind (a shape, a dtype, a plain value that "
+    "changes) is recorded, which takes longer than a step, and the kind that was not used for longest is forgotten. "
+    "Pad batches to a few shapes, and pass numbers that change as 0-dimensional tensors"
 )

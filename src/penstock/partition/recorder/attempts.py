@@ -17,7 +17,7 @@ from penstock.errors import PartitionError
 from penstock.partition.chance.branches import with_branches
 from penstock.partition.chance.foreign import WholeFunction
 from penstock.partition.obstacle import Obstacle
-from penstock.partition.record.attempt import Attempt
+from penstock.partition.recorder.attempt import Attempt
 from penstock.partition.recording.recording import Recording
 from penstock.partition.state.left_behind import EVERY
 from penstock.partition.units.opening import NOTHING, Opening, StayWhole

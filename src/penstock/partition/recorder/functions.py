@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
-from penstock.partition.record.recorder import Recorder
-from penstock.partition.record.reentrant import Reentrant
+from penstock.partition.recorder.recorder import Recorder
+from penstock.partition.recorder.reentrant import Reentrant
 
 
 @contextmanager

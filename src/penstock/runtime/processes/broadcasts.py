@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-SHARES_IN_FLIGHT = 4
+BROADCASTS_IN_FLIGHT = 4
 """Values from one rank that may be on their way at once: two steps' losses and announcements. The next waits for the
 first, so that what nobody reads does not pile up."""
 
@@ -29,35 +29,35 @@ def receive_exactly(connection: socket.socket, size: int) -> bytes:
     return data
 
 
-class Shares:
+class Broadcasts:
     """One rank's side: `lines` has a connected socket for each other rank."""
 
     def __init__(self, rank: int, lines: Mapping[int, socket.socket]) -> None:
         self._rank = rank
         self._lines = dict(lines)
-        self._arriving: dict[int, deque[Share]] = {peer: deque() for peer in lines}
+        self._arriving: dict[int, deque[Broadcast]] = {peer: deque() for peer in lines}
 
-    def start(self, value: Tensor, source_rank: int) -> Share:
+    def start(self, value: Tensor, source_rank: int) -> Broadcast:
         """Starts to copy a contiguous float64 tensor on the CPU, in place, from one rank to all."""
-        share = Share(self, value, source_rank)
+        broadcast = Broadcast(self, value, source_rank)
         if source_rank == self._rank:
-            share.here = True
+            broadcast.here = True
             for line in self._lines.values():
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a receiver may have ended already
                     line.sendall(value.numpy().tobytes())
-            return share
+            return broadcast
         arriving = self._arriving[source_rank]
-        while len(arriving) >= SHARES_IN_FLIGHT:
+        while len(arriving) >= BROADCASTS_IN_FLIGHT:
             self.receive(source_rank)
-        arriving.append(share)
-        return share
+        arriving.append(broadcast)
+        return broadcast
 
     def receive(self, source_rank: int) -> None:
         """Waits for the oldest value that is on its way from a rank: values of one rank arrive in order."""
-        share = self._arriving[source_rank][0]
-        data = bytearray(receive_exactly(self._lines[source_rank], share.value.numel() * share.value.itemsize))
-        share.value.copy_(torch.frombuffer(data, dtype=share.value.dtype).view_as(share.value))
-        share.here = True
+        broadcast = self._arriving[source_rank][0]
+        data = bytearray(receive_exactly(self._lines[source_rank], broadcast.value.numel() * broadcast.value.itemsize))
+        broadcast.value.copy_(torch.frombuffer(data, dtype=broadcast.value.dtype).view_as(broadcast.value))
+        broadcast.here = True
         self._arriving[source_rank].popleft()
 
     def close(self) -> None:
@@ -69,16 +69,16 @@ class Shares:
             line.close()
 
 
-class Share:
+class Broadcast:
     """One value on its way."""
 
-    def __init__(self, shares: Shares, value: Tensor, source_rank: int) -> None:
+    def __init__(self, shares: Broadcasts, value: Tensor, source_rank: int) -> None:
         self.value = value
         self.here = False
-        self._shares = shares
+        self._broadcasts = shares
         self._source = source_rank
 
     def wait(self) -> None:
         """Returns when the value is here."""
         while not self.here:
-            self._shares.receive(self._source)
+            self._broadcasts.receive(self._source)

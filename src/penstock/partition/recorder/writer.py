@@ -21,7 +21,7 @@ from penstock.partition.chance.draws import node_of_drawn
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.recording import calls
 from penstock.partition.recording.facts import Fact, Kind, tensor_meta
-from penstock.partition.recording.modes import Entry
+from penstock.partition.recording.modes import EntryModes
 from penstock.partition.run.loan import Loan
 from penstock.partition.run.sideways import Sideways
 from penstock.partition.units.opening import Opening
@@ -53,7 +53,7 @@ class Writer:
         self,
         model: nn.Module,
         loan: Loan,
-        entry: Entry,
+        entry: EntryModes,
         names: dict[int, str],
         opening: Opening,
         observer: Observer,

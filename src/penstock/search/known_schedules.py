@@ -15,7 +15,7 @@ from penstock.simulate.costs import StageCost
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownSchedule:
     """A generator's schedule that fits in memory: its objective, and its rows.
 
     None where it is more than rows: it has whole backwards, overlaps, or microbatches that do not ascend.
@@ -26,9 +26,9 @@ class Known:
     rows: Rows | None
 
 
-def known_schedules(problem: Problem, costs: StageCost | Sequence[StageCost], links: Links) -> list[Known]:
+def known_schedules(problem: Problem, costs: StageCost | Sequence[StageCost], links: Links) -> list[KnownSchedule]:
     """The schedules of all generators that have the problem's placement and fit in its memory."""
-    found: list[Known] = []
+    found: list[KnownSchedule] = []
     for generator in generators():
         chunks = problem.placement.depth // problem.ranks or 1
         try:
@@ -62,18 +62,18 @@ def one_by_one(problem: Problem, *, last_first: bool = False) -> Rows:
 
 def _known(
     problem: Problem, schedule: Schedule, costs: StageCost | Sequence[StageCost], links: Links
-) -> Iterator[Known]:
+) -> Iterator[KnownSchedule]:
     """As it is, and with its backwards split, which is never worse but for overlaps. What fits of these."""
     split = split_backward(schedule)
     is_split = split.rows == schedule.rows and not any(any(row.joined) for row in schedule.rows)
     if not is_split and _fits(problem, schedule):
-        yield Known(schedule, timed(schedule, costs, links, problem.objective)[1], None)
+        yield KnownSchedule(schedule, timed(schedule, costs, links, problem.objective)[1], None)
     rows = problem.rows(split)
     if rows is not None and all(fits(problem, rank, row) for rank, row in enumerate(rows)):
         timing = time_rows(problem, rows)
         if timing is not None:
             name = schedule.name if is_split else f"{schedule.name}, split"
-            yield Known(problem.schedule(name, rows), timing.cost, rows)
+            yield KnownSchedule(problem.schedule(name, rows), timing.cost, rows)
 
 
 def _fits(problem: Problem, schedule: Schedule) -> bool:

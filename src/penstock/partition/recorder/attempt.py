@@ -24,14 +24,14 @@ from penstock.errors import PartitionError
 from penstock.partition.chance.draws import node_of_drawn
 from penstock.partition.chance.foreign import WholeFunction
 from penstock.partition.obstacle import Obstacle, rates_read
-from penstock.partition.record.backward_hooks import refuse_backward_hooks
-from penstock.partition.record.functions import autograd_functions
-from penstock.partition.record.recorder import Recorder
-from penstock.partition.record.validation import without_validation
+from penstock.partition.recorder.backward_hooks import refuse_backward_hooks
+from penstock.partition.recorder.functions import autograd_functions
+from penstock.partition.recorder.recorder import Recorder
+from penstock.partition.recorder.validation import without_validation
 from penstock.partition.recording.guards import is_integer
-from penstock.partition.recording.modes import Entry
+from penstock.partition.recording.modes import EntryModes
 from penstock.partition.recording.recording import Constant, Recording
-from penstock.partition.run.known import Restart
+from penstock.partition.run.known_values import Restart
 from penstock.partition.run.loan import Loan, Snapshot, fake_like, fake_value, untouched_generators
 from penstock.partition.source import raising_line
 from penstock.partition.state.carried_over import carried_over, same
@@ -98,7 +98,9 @@ def _record(attempt: Attempt, choices: Mapping[int, bool], fake_calls: frozenset
             loan = Loan(model, mode, device)
             reach = Reach(model)
             stack.enter_context(iterators_stopped(reach))
-            new = partial(Recorder, model, units, loan, Entry(device), names, mode, fake_calls, reach, choices, opening)
+            new = partial(
+                Recorder, model, units, loan, EntryModes(device), names, mode, fake_calls, reach, choices, opening
+            )
             new = partial(new, taken=attempt.grain.taken)
             recorder = new(once=attempt.grain.once, watches_saved=watches)
             provenance = recorder.observer.provenance

@@ -27,7 +27,7 @@ class UnlikeError(Exception):
 
 
 @dataclass(frozen=True)
-class Way:
+class Variant:
     """One recording, the answers that it got, and its calls up to the first question, to the second, and so on."""
 
     recording: Recording
@@ -35,7 +35,7 @@ class Way:
     segments: Sequence[Sequence[fx.Node]]
 
     @classmethod
-    def of(cls, recording: Recording, answers: Sequence[bool]) -> Way:
+    def of(cls, recording: Recording, answers: Sequence[bool]) -> Variant:
         if len(recording.asks) != len(answers):
             raise UnlikeError(
                 "how often it asks depends on the answers" + (f" ({len(answers)} times, or {len(recording.asks)})")
@@ -60,12 +60,12 @@ class Found:
         instead: for a node in a region that is used after it, what is used there where the region did not run.
     """
 
-    base: Way
+    base: Variant
     regions: dict[int, tuple[fx.Node, ...]] = field(default_factory=dict)
     instead: dict[fx.Node, fx.Node] = field(default_factory=dict)
     region_of: dict[fx.Node, int] = field(default_factory=dict)
 
-    def learn(self, ways: Sequence[Way]) -> None:
+    def learn(self, ways: Sequence[Variant]) -> None:
         """Compare the base with the others. Raises UnlikeError."""
         equations = [self._align(way) for way in ways]
         facts = self.base.recording.facts
@@ -90,11 +90,11 @@ class Found:
             node = self.instead[node]
         return node
 
-    def _flipped(self, way: Way) -> frozenset[int]:
+    def _flipped(self, way: Variant) -> frozenset[int]:
         pairs = zip(self.base.answers, way.answers, strict=True)
         return frozenset(number for number, (mine, theirs) in enumerate(pairs) if mine != theirs)
 
-    def _align(self, way: Way) -> list[tuple[fx.Node, fx.Node]]:
+    def _align(self, way: Variant) -> list[tuple[fx.Node, fx.Node]]:
         """For each value that a call of the base takes, and of the other way at the same place: the former, and the
         node of the base that the latter corresponds to."""
         flipped = self._flipped(way)
@@ -145,10 +145,10 @@ def explore(first: Recording, record: Callable[[Mapping[int, bool]], Recording])
     """
     count = len(first.asks)
 
-    def way(answers: Sequence[bool]) -> Way:
-        return Way.of(record(dict(enumerate(answers))), answers)
+    def way(answers: Sequence[bool]) -> Variant:
+        return Variant.of(record(dict(enumerate(answers))), answers)
 
-    none, every = Way.of(first, [False] * count), way([True] * count)
+    none, every = Variant.of(first, [False] * count), way([True] * count)
     richer = [len(b) > len(a) for a, b in zip(none.segments[1:], every.segments[1:], strict=True)]
     base = next((w for w in (none, every) if list(w.answers) == richer), None) or way(richer)
     known = {w.answers: w for w in (none, every, base)}

@@ -21,15 +21,15 @@ from penstock.errors import PartitionError
 from penstock.partition import source
 from penstock.partition.chance.draws import Chance, holds_drawn, stand_ins
 from penstock.partition.obstacle import Obstacle
-from penstock.partition.record.writer import Writer
+from penstock.partition.recorder.writer import Writer
 from penstock.partition.recording import calls
 from penstock.partition.recording.facts import Fact
 from penstock.partition.recording.guards import Guard, make_guard
-from penstock.partition.recording.modes import Entry
+from penstock.partition.recording.modes import EntryModes
 from penstock.partition.recording.returned import Returned
 from penstock.partition.run.fixed import Fixed
 from penstock.partition.run.gradient_hooks import Hook
-from penstock.partition.run.known import Known
+from penstock.partition.run.known_values import KnownValues
 from penstock.partition.run.loan import Loan
 from penstock.partition.run.real import may_draw, run_for_real
 from penstock.partition.run.sideways import Sideways
@@ -61,7 +61,7 @@ class Recorder(Writer, TorchFunctionMode):
         model: nn.Module,
         units: dict[int, Unit],
         loan: Loan,
-        entry: Entry,
+        entry: EntryModes,
         names: dict[int, str],
         mode: FakeTensorMode,
         fake_calls: frozenset[int],
@@ -81,7 +81,7 @@ class Recorder(Writer, TorchFunctionMode):
         sideways = Sideways(model, units, reach, observer, once=once)
         super().__init__(model, loan, entry, names, opening, observer, sideways)
         self.units, self.reach = units, reach
-        self.known = Known(self.observer, mode, fake_calls)
+        self.known = KnownValues(self.observer, mode, fake_calls)
         self.chance = Chance(self, choices)
         self.notes: list[str] = []
         self.guards: list[Guard] = []

@@ -28,7 +28,7 @@ class Receiver(Protocol):
 R = TypeVar("R", bound=Receiver)
 
 
-class Way(Generic[R]):
+class ReceiveOrder(Generic[R]):
     """The receives from one rank, first in, first out."""
 
     def __init__(self) -> None:

@@ -1,0 +1,26 @@
+"""Programs that run in the process of the tests, which has imported what they need."""
+
+from __future__ import annotations
+
+import io
+import runpy
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch
+
+
+def lines_here(script: Path, *arguments: str | Path) -> list[str]:
+    """What `python SCRIPT ARGUMENTS` prints, on one thread. Raises what it raises."""
+    said, threads = io.StringIO(), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(said):
+            patch.setattr(sys, "argv", [str(script), *map(str, arguments)])
+            patch.setattr(sys, "path", [str(script.parent), *sys.path])
+            runpy.run_path(str(script), run_name="__main__")
+    finally:
+        torch.set_num_threads(threads)
+    return said.getvalue().splitlines()
