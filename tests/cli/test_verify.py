@@ -14,12 +14,12 @@ import torch
 from click.testing import Result
 from typer.testing import CliRunner
 
-from distributed.ranks import Ranks
 from penstock.cli import app
 from penstock.cli.verify import Line, block, fold, rank_main
 from penstock.errors import ArgumentError
 from penstock.launch.target import load
-from support.tcp import EXAMPLE
+from scaffolding.ranks import Ranks
+from scaffolding.tcp import EXAMPLE
 
 CASES = '''
 import itertools, os
