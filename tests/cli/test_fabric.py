@@ -67,7 +67,7 @@ WRONG = {
     "--sizes 4 --iterations 0": "--iterations 0: at least one is needed",
     "--preset mlp --op max": "--op belongs to --sizes or --from and --to, and --preset was given: leave it out",
     "--sizes 4 --op mean": "there is no op 'mean': give one of sum, prod, min, max, avg",
-    "--sizes 4 --op avg --dtype int8": "an average of int8 is no int8",
+    "--sizes 4 --op avg --dtype int8": "an average of int8 is not int8",
     "--sizes 4 --op avg --algorithm engine": "gloo has no average of its own",
     "--sizes 4 --op max --collective all_gather": "op is 'max', but nothing is reduced",
     "--sizes 4 --dtype float8": "there is no dtype 'float8': give one of int8",

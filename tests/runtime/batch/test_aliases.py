@@ -1,0 +1,129 @@
+"""Inputs that the forward updates in place, and that share memory with other tensors of the batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock import ArgumentError, Microbatch, Microbatches, Pipeline, pipeline, verify
+from scaffolding.models import squared_error
+
+WIDTH, ROWS = 4, 6
+
+
+class Model(nn.Module):
+    """Rectifies its first input: in place, where it is told to."""
+
+    def __init__(self, inplace: bool = True) -> None:
+        super().__init__()
+        self.first = nn.ReLU(inplace=inplace)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor, beside: Tensor | None = None) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x if beside is None else x + beside
+
+
+def wide() -> Tensor:
+    return torch.randn(ROWS, 2 * WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def pipe_for(x: Any, beside: Any = None, *, inplace: bool = True, **options: Any) -> Pipeline:
+    torch.manual_seed(0)
+    given = (x,) if beside is None else (x, beside)
+    return pipeline(Model(inplace), given, loss=squared_error, ranks=2, microbatches=2, **options)
+
+
+def halves(tensor: Tensor) -> Microbatches:
+    return Microbatches(tensor.chunk(2))
+
+
+def test_an_input_that_is_the_target_too() -> None:
+    x = wide()[:, :WIDTH].contiguous()
+    with pipe_for(x) as pipe:
+        for target in (x, x[:], x.view(ROWS, 2, 2).flatten(1), torch.from_numpy(x.numpy())):
+            with pytest.raises(
+                ArgumentError, match=r"updates input args\[0\] in place, and target shares memory with it"
+            ):
+                pipe.step(x, target=target)
+            with pytest.raises(ArgumentError, match="and target shares memory with it"):
+                pipe.evaluate(x, target=target)
+        assert all(parameter.grad is None for parameter in pipe.parameters())
+        pipe.predict(x)
+        pipe.step(x, target=x.clone())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_verify_refuses_it_as_well(schedule: str) -> None:
+    x = wide()[:, :WIDTH].contiguous()
+    before = x.clone()
+    with pytest.raises(ArgumentError, match=r"and target shares memory with it.*x\.clone\(\)"):
+        verify(Model, (x,), target=x, loss_fn=squared_error, ranks=2, schedule=schedule, microbatches=2)
+    assert torch.equal(x, before)
+    report = verify(Model, (x,), target=x.clone(), loss_fn=squared_error, ranks=2, schedule=schedule, microbatches=2)
+    assert report.ok, report.summary()
+
+
+def test_two_inputs_in_the_same_memory() -> None:
+    x, y = wide().chunk(2, 1)
+    with pipe_for(x, y) as pipe:
+        with pytest.raises(ArgumentError, match=r"input args\[0\] in place, and args\[1\] shares memory with it"):
+            pipe.step(x, x, target=y)
+        with pytest.raises(ArgumentError, match=r"and kwargs\['beside'\] shares memory with it"):
+            pipe.step(x, beside=x, target=y)
+        pipe.step(x, y, target=y)  # only the first one is updated
+
+
+def test_columns_of_one_tensor_do_not_overlap() -> None:
+    both = wide()
+    x, y = both[:, :WIDTH], both[:, WIDTH:]
+    with pipe_for(x) as pipe:
+        pipe.step(x, target=y)
+        with pytest.raises(ArgumentError, match="and target shares memory with it"):
+            pipe.step(x, target=both[:, WIDTH - 1 : -1])
+        bytes_of = np.asarray(both.numpy()).view(np.uint8)  # of another type
+        with pytest.raises(ArgumentError, match="and target shares memory with it"):
+            pipe.step(x, target=torch.from_numpy(bytes_of)[:, :WIDTH])
+
+
+def test_batches_that_are_cut_already() -> None:
+    x, y = (half.contiguous() for half in wide().chunk(2, 1))
+    with pipe_for(halves(x)) as pipe:
+        with pytest.raises(ArgumentError, match=r"args\[0\] in place, and target shares memory"):
+            pipe.step(halves(x), target=halves(x))
+        with pytest.raises(ArgumentError, match=r"args\[0\] in place, and target shares memory"):
+            pipe.step(halves(x), target=x)
+        pipe.step(halves(x), target=halves(y))
+
+
+def test_pieces_that_share_memory_with_each_other() -> None:
+    x, y = (half.contiguous() for half in wide().chunk(2, 1))
+    with pipe_for(halves(x)) as pipe:
+        for pieces in ([x[:3], x[:3]], [x[:3], x[2:5]]):
+            with pytest.raises(ArgumentError, match=r"and args\[0\] of another microbatch shares memory with it"):
+                pipe.step(Microbatches(pieces), target=y)
+        pipe.step(Microbatches([x[:3], x[3:]]), target=y)
+
+
+def test_batches_that_a_function_cuts() -> None:
+    def split(args: Any, kwargs: Any, target: Any, microbatches: int) -> list[Microbatch]:
+        pairs = zip(args[0]["x"].chunk(2), [None] * 2 if target is None else target.chunk(2), strict=True)
+        return [Microbatch((x,), target=y) for x, y in pairs]
+
+    x, y = (half.contiguous() for half in wide().chunk(2, 1))
+    with pipe_for({"x": x}, split=split) as pipe:
+        with pytest.raises(ArgumentError, match=r"args\[0\] in place, and target shares memory"):
+            pipe.step({"x": x}, target=x)
+        pipe.step({"x": x}, target=y)
+
+
+def test_what_is_only_read_may_be_given_twice() -> None:
+    x = wide()[:, :WIDTH].contiguous()
+    with pipe_for(x, x, inplace=False) as pipe:
+        pipe.step(x, x, target=x)

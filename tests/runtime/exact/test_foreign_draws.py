@@ -1,0 +1,292 @@
+"""Random numbers of Python and numpy in a forward: from keyed streams as torch's are, never frozen in a recording."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from penstock import pipeline, verify
+from penstock.errors import PartitionError
+from penstock.runtime.exact.streams import key_of, mix
+from penstock.trees import flatten
+from scaffolding.models import squared_error
+from test_layer_drop import Dropping, check
+
+SEED = 3
+own = np.random.default_rng(1)
+
+
+class Noisy(nn.Module):
+    """A block that draws inside."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.linear, self.draw = nn.Linear(7, 7), draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.draw()
+
+
+def noises(*draws: Callable[[], float]) -> list[nn.Module]:
+    return [Noisy(draw) for draw in draws]
+
+
+held = random._inst.random  # not replaced by a recording
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": "always"}, {"recompute": 1}, {"schedule": "zb-h1"}], ids=str)
+def test_inside_of_blocks(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    # Functions of ours: a copy of `np.random.rand`, as in the reference, draws from a generator of its own.
+    draws = (lambda: -random.random(), lambda: -np.random.rand(), lambda: -held(), lambda: np.random.permutation(5)[0])
+    given = {"ranks": 2, "microbatches": 4, "seed": SEED, **options}
+    report = verify(noises(*draws), (torch.randn(8, 7),), target=torch.randn(8, 7), loss_fn=squared_error, **given)
+    assert report.ok, report.summary()
+
+
+class PassesBy(nn.Module):
+    """Leaves its parameters out, by chance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if random.random() < 0.5 else x + self.linear(x)
+
+
+def test_a_block_that_leaves_its_parameters_out_by_chance_is_to_be_taken_apart() -> None:
+    """Where it is the first, whether its result takes a gradient differs from what was recorded."""
+    x, model = torch.randn(8, 7), nn.Sequential(*(PassesBy() for _ in range(4)), nn.Linear(7, 7))
+    options: dict[str, Any] = {"ranks": 2, "microbatches": 4, "cuts": ["1"], "seed": SEED}
+    takes_gradient = True
+    while takes_gradient:  # until chance has the recording pass the first block by
+        pipe = pipeline(model, (x,), loss=squared_error, **options)
+        takes_gradient = pipe.stages[1].inputs[0].meta.requires_grad
+    with pipe, pytest.raises(PartitionError, match=r"'_0' of stage 0 .* by chance, take all .* apart with opens="):
+        pipe.step(x, target=x)
+    report = verify(model, (x,), target=x, loss_fn=squared_error, opens=["0", "1", "2", "3"], **options)
+    assert report.ok, report.summary()
+
+
+def test_blocks_draw_what_their_streams_say_and_leave_the_generators_alone() -> None:
+    x = torch.ones(4, 7)
+    model = noises(random.random, np.random.rand)
+    random.seed(1)
+    np.random.seed(1)
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    options = {"ranks": 2, "microbatches": 2, "seed": SEED, "loss": squared_error}
+    with pipeline(model, (x,), **options) as pipe:
+        outputs = pipe.step(x, target=x, outputs=True).outputs
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+    for k, output in enumerate(outputs):
+        first, second = (mix(mix(SEED, 0, k), key_of(name), 0) for name in "01")
+        draws = random.Random(first), np.random.RandomState((second & 0xFFFFFFFF, second >> 32))
+        expected = model[1].linear(model[0].linear(x[:2]) * draws[0].random()) * draws[1].rand()
+        assert torch.equal(output, expected)
+
+
+def mixed_up(output: Tensor, target: Tensor) -> Tensor:
+    share, order = random.random(), torch.from_numpy(np.random.permutation(len(target)))
+    return share * squared_error(output, target) + (1 - share) * squared_error(output, target[order])
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "dualpipe"])
+def test_a_loss_draws_the_same_under_every_schedule_and_leaves_the_generators_alone(schedule: str) -> None:
+    x, target = torch.randn(2, 8, 7, generator=torch.Generator().manual_seed(1))
+    losses = []
+    for ranks, order in ((1, "naive"), (2, schedule)):
+        torch.manual_seed(0)
+        model = [nn.Linear(7, 7) for _ in range(4)]
+        random.seed(ranks)
+        np.random.seed(ranks)
+        before = random.getstate(), np.random.get_state()[1].tolist()
+        with pipeline(model, (x,), ranks=ranks, schedule=order, microbatches=4, seed=SEED, loss=mixed_up) as pipe:
+            losses.append([float(pipe.step(x, target=target).loss) for _ in range(2)])
+        assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+    assert losses[0] == losses[1]
+
+
+def scaled(self: Dropping, number: int, block: nn.Module, x: Tensor) -> Tensor:
+    return block(x) * random.random() + np.random.uniform(-1, 1) * 0.1
+
+
+def dropped(self: Dropping, number: int, block: nn.Module, x: Tensor) -> Tensor:
+    return x if random.random() < 0.5 else x + block(x)
+
+
+def dropped_by_numpy(self: Dropping, number: int, block: nn.Module, x: Tensor) -> Tensor:
+    probability = np.random.uniform(0, 1)
+    skip = self.training and probability < 0.5
+    if not skip:
+        x = x + block(x)
+    return x
+
+
+def dropped_by_integer(self: Dropping, number: int, block: nn.Module, x: Tensor) -> Tensor:
+    return x if random.randint(0, 2) == 0 else x + block(x)
+
+
+def tensor(self: Dropping, number: int, block: nn.Module, x: Tensor) -> Tensor:
+    return block(x) + torch.tensor(np.random.randn(7), dtype=torch.float32)
+
+
+def from_array(self: Dropping, number: int, block: nn.Module, x: Tensor) -> Tensor:
+    return block(x) * torch.from_numpy(np.random.rand(7).astype(np.float32))
+
+
+def masked(size: int) -> np.ndarray:
+    chosen = np.random.choice(size, 3, replace=False)
+    mask = np.zeros(size, dtype=bool)
+    mask[chosen] = True
+    return mask
+
+
+def by_function(self: Dropping, number: int, block: nn.Module, x: Tensor) -> Tensor:
+    x = block(x)
+    x[:, torch.tensor(masked(7))] = 0.0
+    return x
+
+
+WAYS = [scaled, dropped, dropped_by_numpy, dropped_by_integer, tensor, from_array, by_function]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_between_blocks(way: Callable[..., Tensor]) -> None:
+    check(way)
+
+
+@pytest.mark.parametrize("way", [scaled, tensor, from_array, by_function])
+def test_nothing_is_frozen(way: Callable[..., Tensor]) -> None:
+    """Every microbatch and every step has numbers of its own."""
+    torch.manual_seed(0)
+    x = torch.ones(4, 7)
+    model = Dropping(way)
+    model.blocks = nn.ModuleList(nn.Linear(7, 7) for _ in range(4))
+    with pipeline(model, (x,), ranks=2, microbatches=4, seed=SEED, loss=squared_error) as pipe:
+        outputs = [out for _ in range(2) for out in pipe.step(x, target=x, outputs=True).outputs]
+    assert not any(torch.equal(a, b) for i, a in enumerate(outputs) for b in outputs[:i])
+
+
+def test_a_number_of_the_stream() -> None:
+    """Against plain arithmetic with the number that the call's stream gives."""
+
+    class Once(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers[1](self.layers[0](x) * random.random())
+
+    model, x = Once(), torch.randn(4, 7)
+    with pipeline(model, (x,), ranks=2, microbatches=2, seed=SEED, loss=squared_error) as pipe:
+        outputs = pipe.step(x, target=x, outputs=True).outputs
+    for k, output in enumerate(outputs):
+        number = random.Random(mix(mix(SEED, 0, k), key_of("()#0"), 0)).random()
+        piece = x[2 * k : 2 * k + 2].clone()
+        assert torch.equal(output, model.layers[1](model.layers[0](piece) * number))
+
+
+def test_what_a_recording_cannot_follow_is_refused_by_module_and_line() -> None:
+    ways: list[Callable[[Tensor], Any]] = [
+        lambda x: x[:, : random.randint(1, 7)],
+        lambda x: x * int(random.random() * 3),
+        lambda x: x * float(np.random.rand()),
+        lambda x: x * np.random.rand(7).mean(),
+        lambda x: x * np.asarray(np.random.rand(7))[0],
+        lambda x: x * random.choice([nn.ReLU(), nn.Tanh()])(x),
+        lambda x: x * np.random.default_rng().random(),
+        lambda x: x * [1, 2, 3][random.randrange(3)],
+    ]
+    for way in ways:
+        with pytest.raises(PartitionError, match=r"test_foreign_draws.py:\d+, in .*a recording cannot follow"):
+            check(lambda self, number, block, x, way=way: way(block(x))[:, :7])
+
+
+def test_a_number_that_reaches_a_block_is_refused() -> None:
+    def given(self: Dropping, number: int, block: nn.Module, x: Tensor) -> Tensor:
+        block.rate = random.random()
+        return block(x)
+
+    class Rated(nn.Module):
+        rate = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.rate if self.rate > 0.5 else x
+
+    model = Dropping(given)
+    model.blocks = nn.ModuleList(Rated() for _ in range(4))
+    with pytest.raises(PartitionError, match="a random number"):
+        pipeline(model, (torch.ones(4, 7),), ranks=2, microbatches=2, loss=squared_error)
+
+
+class Owner(Dropping):
+    """Of this module, whose globals are looked at."""
+
+
+def test_a_generator_of_its_own_is_refused_by_name_and_left_as_it_was() -> None:
+    model = Dropping(lambda self, number, block, x: block(x) * self.rng.random())
+    model.rng = np.random.default_rng(1)
+    given: dict[str, Any] = {"ranks": 2, "microbatches": 2, "loss": squared_error}
+    with pytest.raises(PartitionError, match=r"draws from 'rng', a random generator of its own"):
+        pipeline(model, (torch.ones(4, 7),), **given)
+    assert model.rng.random() == np.random.default_rng(1).random()
+    with pytest.raises(PartitionError, match=r"draws from 'test_foreign_draws.own'"):
+        pipeline(Owner(lambda self, number, block, x: block(x) * own.random()), (torch.ones(4, 7),), **given)
+
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 2}
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_bigbird(ranks: int) -> None:
+    """It chooses its sparse blocks with numpy, inside of its attention."""
+    torch.manual_seed(0)
+    config = transformers.BigBirdConfig(
+        **SMALL, vocab_size=64, max_position_embeddings=64, block_size=2, num_random_blocks=1, sep_token_id=2
+    )
+    ids = torch.randint(3, 60, (4, 32))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    report = verify(transformers.BigBirdForMaskedLM(config).train(), (), kwargs=inputs, ranks=ranks, microbatches=2)
+    assert report.ok, report.summary()
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_spec_augment_and_layer_drop(ranks: int) -> None:
+    """Wav2Vec2 as it comes: masks of numpy over time and features, layers dropped by torch."""
+    torch.manual_seed(0)
+    config = transformers.Wav2Vec2Config(
+        **SMALL, conv_dim=(16, 16), conv_kernel=(10, 3), conv_stride=(5, 2), num_feat_extract_layers=2, num_labels=5,
+        num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4, mask_time_prob=0.3, mask_time_length=3,
+        mask_feature_prob=0.3, mask_feature_length=2,
+    )  # fmt: skip
+    model = transformers.Wav2Vec2ForSequenceClassification(config).train()
+    model.freeze_feature_encoder()
+    inputs = {"input_values": torch.randn(4, 400), "labels": torch.randint(5, (4,))}
+    report = verify(model, (), kwargs=inputs, ranks=ranks, microbatches=2)
+    assert report.ok, report.summary()
+
+
+def test_a_drawn_number_holds_no_tensors() -> None:
+    """What stands for a number knows the recording, whose tensors are no arguments of a call that takes the number."""
+
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            number = random.random()
+            assert flatten((number, x)).leaves[0] is number
+            return self.layers[1](self.layers[0](x) * number)
+
+    with pipeline(Looks(), (torch.randn(4, 7),), ranks=2, microbatches=2, seed=SEED, loss=squared_error) as pipe:
+        assert len(pipe.cuts) == 1

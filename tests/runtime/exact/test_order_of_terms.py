@@ -1,0 +1,103 @@
+"""In which order the terms of a gradient are added: as one device adds them, told by plain torch, whatever the order of
+the schedule's own actions."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.schedule import from_csv, generate
+from scaffolding.by_hand import assert_same_gradients, step_by_hand
+
+ROWS, WIDTH, MICROBATCHES = 11, 33, 3
+
+
+class Twice(nn.Module):
+    """A norm whose weights cannot wait for W, and a layer that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(torch.tanh(self.layer(self.norm(x)))))
+
+
+def spread(output: Tensor, target: Tensor) -> Tensor:
+    """A loss whose microbatches have gradients of unlike sizes, so that another order shows in their sum."""
+    return ((output - target) * (1 + 100 * target.abs())).square().mean()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+
+
+ORDERS = list(itertools.permutations(range(MICROBATCHES)))
+
+
+@pytest.mark.parametrize("forwards", ORDERS)
+@pytest.mark.parametrize("backwards", ORDERS)
+def test_microbatches_are_added_in_their_order_whatever_the_order_of_i(
+    forwards: tuple[int, ...], backwards: tuple[int, ...]
+) -> None:
+    """Where I comes in another order than W, and where F does."""
+    torch.manual_seed(0)
+    model, (x, target) = Twice(), batch()
+    twin = copy.deepcopy(model)
+    row = [*(f"0F{k}" for k in forwards), *(f"0I{k}" for k in backwards), *(f"0W{k}" for k in range(MICROBATCHES))]
+    for _ in range(2):  # the first backward of a pipeline is whole, to learn what can wait
+        step_by_hand(twin, (x,), target, spread, MICROBATCHES)
+    schedule = from_csv(",".join(row))
+    with penstock.pipeline(model, (x,), loss=spread, ranks=1, schedule=schedule) as pipe:
+        for _ in range(2):
+            pipe.step(x, target=target)
+    assert_same_gradients(model, twin)
+
+
+def test_the_order_would_show() -> None:
+    """Or the test above could not fail: any other order of the terms gives other bits."""
+    torch.manual_seed(0)
+    model, (x, target) = Twice(), batch()
+    pieces = list(zip(torch.split(x, [4, 4, 3]), torch.split(target, [4, 4, 3]), strict=True))
+    sums = []
+    for order in ORDERS:
+        model.zero_grad()
+        for k in order:
+            spread(model(pieces[k][0].clone()), pieces[k][1]).backward(torch.tensor(len(pieces[k][0]) / ROWS))
+        sums.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, ascending in sums[0].items():
+        for order, other in zip(ORDERS, sums, strict=True):  # the first two terms may change places
+            assert torch.equal(ascending, other[name]) == (order[-1] == MICROBATCHES - 1), (name, order)
+
+
+class Tied(nn.Module):
+    """One weight in the first and in the last stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_a_tie_has_the_terms_of_all_its_stages_and_microbatches(schedule: str) -> None:
+    """In an order of its own, which only its rounding may show."""
+    torch.manual_seed(0)
+    model, (x, target) = Tied(), batch()
+    twin = copy.deepcopy(model)
+    made = generate(schedule, 2, MICROBATCHES)
+    with penstock.pipeline(model, (x,), loss=spread, ranks=2, schedule=made, cuts=("last",)) as pipe:
+        for _ in range(2):
+            pipe.step(x, target=target)
+            step_by_hand(twin, (x,), target, spread, MICROBATCHES)
+            assert_same_gradients(model, twin, but=("first.weight",))
+        assert all("first.weight" in stage.parameters for stage in pipe.stages), "tied across the cut"

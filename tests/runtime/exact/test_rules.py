@@ -1,0 +1,389 @@
+"""Each rule of `penstock.runtime.exact.rules` is broken on purpose, and the proof sees it.
+
+A rule is broken inside of the pipeline's step only, so that the reference keeps it. Some shapes are looked for: whether
+a matrix product's bits depend on an address is the machine's affair. A layer that reads its input's address shows the
+same on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+import penstock
+from penstock.pipe.pipeline import Pipeline
+from penstock.runtime.exact import rules as exact
+from penstock.runtime.exact.rules import Buffer, Layout
+from penstock.runtime.exact.streams import Streams
+from penstock.schedule import Action, Op, Schedule, check, generate
+from scaffolding.models import ConvNet, InPlace, SkipsTwice, squared_error
+
+ROWS, WIDTH, MICROBATCHES = 11, 33, 3
+
+Break = Callable[[object, str, Any], None]
+
+
+@pytest.fixture
+def break_in_step(monkeypatch: pytest.MonkeyPatch) -> Break:
+    """`break_in_step(owner, name, value)`: the attribute has that value as long as a pipeline's step runs."""
+
+    def break_it(owner: object, name: str, value: Any) -> None:
+        step = Pipeline.step
+
+        def broken_step(self: Pipeline, *args: Any, **kwargs: Any) -> Any:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(owner, name, value)
+                return step(self, *args, **kwargs)
+
+        monkeypatch.setattr(Pipeline, "step", broken_step)
+
+    return break_it
+
+
+def verify_skips(**options: Any) -> penstock.Report:
+    """The first value is used twice on stage 1 and once on stage 2; stage 0 returns two values."""
+    torch.manual_seed(0)
+    model, x, y = SkipsTwice(WIDTH), torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+    given = {"ranks": 3, "cuts": ("layers.2", "layers.4"), "microbatches": MICROBATCHES, **options}
+    return penstock.verify(model, (x,), target=y, loss_fn=squared_error, exact=True, **given)
+
+
+def wrong_gradients(report: penstock.Report) -> list[str]:
+    return [row.name for row in report.wrong if row.kind == "gradient"]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "naive"])
+def test_the_rules_kept(schedule: str) -> None:
+    assert verify_skips(schedule=schedule).ok
+
+
+# -- 1. ascending order of microbatch ---------------------------------------------------------------------------------
+
+
+def test_descending_weight_gradients_are_reported_as_inexact_and_have_other_bits() -> None:
+    gpipe = generate("gpipe", 3, MICROBATCHES)
+    rows = [[*row[:MICROBATCHES], *reversed(row[MICROBATCHES:])] for row in gpipe.rows]
+    assert str(rows[0][-1]) == "0B0"
+    descending = gpipe.with_rows(rows)
+    violations = check(descending)
+    assert {v.kind for v in violations} == {"inexact"}
+    assert not any(v.fatal for v in violations)
+    report = verify_skips(schedule=descending)
+    assert len(wrong_gradients(report)) > 6
+    assert {row.kind for row in report.wrong} == {"gradient"}
+
+
+def test_a_schedule_that_goes_down_on_one_stage_only_spoils_that_stage_only() -> None:
+    rows = [[Action(s, Op.F, k) for k in range(3)] for s in range(3)]
+    for stage, order in enumerate([(0, 1, 2), (0, 1, 2), (0, 1, 2)]):
+        rows[stage] += [Action(stage, Op.B, k) for k in order]
+    rows[0][3:] = [Action(0, Op.B, k) for k in (2, 0, 1)]
+    report = verify_skips(schedule=Schedule("mixed", generate("gpipe", 3, 3).placement, 3, rows))
+    assert set(wrong_gradients(report)) <= {f"layers.{i}.{kind}" for i in (0, 1) for kind in ("weight", "bias")}
+    assert wrong_gradients(report)
+
+
+# -- 2. one backward from all roots -----------------------------------------------------------------------------------
+
+
+def test_a_backward_for_each_root(break_in_step: Break) -> None:
+    def one_after_the_other(roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
+        for root, grad in zip(roots, grads, strict=True):
+            torch.autograd.backward((root,), (grad,), retain_graph=True)
+
+    break_in_step(exact, "backward", one_after_the_other)
+    report = verify_skips()
+    assert "layers.0.weight" in wrong_gradients(report)  # stage 0 returns what its two layers made
+
+
+# -- 3. the loss is scaled by its seed --------------------------------------------------------------------------------
+
+
+def test_gradients_divided_afterwards(monkeypatch: pytest.MonkeyPatch, break_in_step: Break) -> None:
+    break_in_step(exact, "seeds", lambda weights, total: list(weights))
+    step = Pipeline.step
+
+    def step_and_divide(self: Pipeline, *args: Any, **kwargs: Any) -> Any:
+        result = step(self, *args, **kwargs)
+        for parameter in self.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= ROWS
+        return result
+
+    monkeypatch.setattr(Pipeline, "step", step_and_divide)
+    report = verify_skips()
+    assert wrong_gradients(report)
+    for row in report.wrong:
+        if row.kind == "gradient":  # the right value, but for the last bits
+            assert row.max_difference < 1e-6 * row.max_reference
+
+
+# -- 4. gradients go from consumer to consumer ------------------------------------------------------------------------
+
+
+def test_gradients_of_later_stages_added_after_the_own_terms(break_in_step: Break) -> None:
+    """As if they were sent straight to the producer and added there."""
+
+    def add_after(roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
+        pairs = list(zip(roots, grads, strict=True))
+        own = [(root, grad) for root, grad in pairs if not hasattr(root.node, "slot")]
+        torch.autograd.backward(tuple(root for root, _ in own), tuple(grad for _, grad in own))
+        for root, grad in pairs:
+            if hasattr(root.node, "slot"):
+                root.node.slot[0] = root.node.slot[0] + grad
+
+    break_in_step(exact, "backward", add_after)
+    names = wrong_gradients(verify_skips())
+    assert names
+    assert set(names) <= {f"layers.{i}.{kind}" for i in (0, 1) for kind in ("weight", "bias")}
+
+
+# -- 5. strides and addresses -----------------------------------------------------------------------------------------
+
+
+class Product(nn.Module):
+    """A first layer, something between, and a layer on the next stage whose bits depend on how its input lies."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor], width: int, second: nn.Linear) -> None:
+        super().__init__()
+        self.first, self.between, self.second = nn.Linear(7, width), between, second
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.between(self.first(x)))
+
+
+def shapes() -> Iterator[tuple[int, int, int]]:
+    """Rows, width in and width out of products."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(300):
+        rows, inner, outer = torch.randint(2, 60, (3,), generator=generator).tolist()
+        yield rows, inner, outer
+
+
+@torch.library.custom_op("penstock_tests::bytes_past_a_cache_line", mutates_args=())
+def bytes_past_a_cache_line(x: Tensor) -> Tensor:
+    return torch.tensor(float(x.data_ptr() % exact.CACHE_LINE_BYTES))
+
+
+@bytes_past_a_cache_line.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty(())
+
+
+class ReadsAddress(nn.Linear):
+    """Its output depends on where its input lies, whatever the machine's products do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + bytes_past_a_cache_line(x.detach())
+
+
+Lie = Callable[[Tensor, int, int], Tensor]
+
+
+class Sensitive(NamedTuple):
+    """A layer, and the shape of a product, for which it matters how the input lies."""
+
+    layer: type[nn.Linear]
+    rows: int
+    inner: int
+    outer: int
+
+
+def sensitive(lie: Lie) -> list[Sensitive]:
+    """Those whose bits on `lie(values, rows, width)` differ from those on a layout's plain version."""
+    found = [Sensitive(ReadsAddress, 21, 7, 11)]
+    for rows, inner, outer in shapes():
+        torch.manual_seed(rows)
+        weight = torch.randn(outer, inner)
+        there = lie(torch.randn(4 + rows * (inner + 1)), rows, inner)
+        moved = torch.empty_strided(there.shape, there.stride())
+        moved.copy_(there)
+        if not torch.equal(F.linear(there, weight), F.linear(moved, weight)):
+            return [*found, Sensitive(nn.Linear, rows, inner, outer)]
+    return found  # on this machine no product of 300 depends on the address
+
+
+def shifted(values: Tensor, rows: int, width: int) -> Tensor:
+    return values.flatten()[1 : 1 + rows * width].view(rows, width)
+
+
+def without_first_column(values: Tensor, rows: int, width: int) -> Tensor:
+    return values.flatten()[: rows * (width + 1)].view(rows, width + 1)[:, 1:]
+
+
+@pytest.mark.parametrize("lie", [shifted, without_first_column])
+def test_received_tensors_at_another_address(break_in_step: Break, lie: Lie) -> None:
+    def run(layer: type[nn.Linear], rows: int, inner: int, outer: int) -> penstock.Report:
+        torch.manual_seed(rows)
+        model = Product(lambda x: lie(x, len(x), inner), inner + 3, layer(inner, outer))
+        x, y = torch.randn(rows * MICROBATCHES, 7), torch.randn(rows * MICROBATCHES, outer)
+        return penstock.verify(
+            model,
+            (x,),
+            target=y,
+            loss_fn=squared_error,
+            ranks=2,
+            cuts=["second"],
+            microbatches=MICROBATCHES,
+            exact=True,
+            whole_batch=False,  # `lie` mixes rows
+        )
+
+    def aligned(layout: Layout, device: torch.device) -> Buffer:
+        return allocate(layout._replace(misalignment=0), device)
+
+    cases = sensitive(lie)
+    assert all(run(*case).ok for case in cases)
+    allocate = exact.allocate
+    break_in_step(exact, "allocate", aligned)
+    for case in cases:
+        assert {row.kind for row in run(*case).wrong} >= {"output"}, case
+
+
+def test_microbatches_that_are_slices_of_the_batch(break_in_step: Break) -> None:
+    def run(layer: type[nn.Linear], rows: int, inner: int, outer: int) -> penstock.Report:
+        torch.manual_seed(rows)
+        model = nn.Sequential(layer(inner, outer), nn.Linear(outer, 3))
+        x, y = torch.randn(rows * MICROBATCHES, inner), torch.randn(rows * MICROBATCHES, 3)
+        return penstock.verify(
+            model, (x,), target=y, loss_fn=squared_error, ranks=2, microbatches=MICROBATCHES, exact=True
+        )
+
+    cases = sensitive(
+        lambda values, rows, width: values.flatten()[rows * width % 16 :][: rows * width].view(rows, width)
+    )
+    assert all(run(*case).ok for case in cases)
+    break_in_step(exact, "own", lambda tensor: tensor)
+    for case in cases:
+        assert wrong_gradients(run(*case)), case
+
+
+def test_received_tensors_with_other_strides(break_in_step: Break) -> None:
+    class ChannelsLast(ConvNet):
+        def forward(self, images: Tensor) -> Tensor:
+            return super().forward(images.to(memory_format=torch.channels_last))
+
+    def run() -> penstock.Report:
+        torch.manual_seed(0)
+        model, x, y = ChannelsLast(), torch.randn(ROWS, 3, 9, 9), torch.randn(ROWS, 3)
+        return penstock.verify(
+            model, (x,), target=y, loss_fn=squared_error, ranks=3, microbatches=MICROBATCHES, exact=True
+        )
+
+    assert run().ok
+
+    def contiguous(layout: Layout, tensor: Tensor, device: torch.device | None = None) -> Tensor:
+        return tensor.detach().contiguous().clone(memory_format=torch.contiguous_format)
+
+    break_in_step(exact, "copy_as", contiguous)
+    assert wrong_gradients(run())
+
+
+# -- 6. what is received may be updated in place ----------------------------------------------------------------------
+
+
+def receive_as_leaf(anchor: Tensor, buffer: Tensor) -> tuple[Tensor, list[Tensor]]:
+    slot: list[Tensor] = []
+    leaf = buffer.requires_grad_()
+    leaf.register_post_accumulate_grad_hook(lambda tensor: slot.append(tensor.grad))
+    return leaf, slot
+
+
+def verify_in_place() -> penstock.Report:
+    torch.manual_seed(0)
+    x, y = torch.randn(ROWS, 6), torch.randn(ROWS, 6)
+    return penstock.verify(
+        InPlace(), (x,), target=y, loss_fn=squared_error, ranks=3, microbatches=MICROBATCHES, exact=True
+    )
+
+
+def test_received_leaves_cannot_be_updated_in_place(break_in_step: Break) -> None:
+    assert verify_in_place().ok
+    break_in_step(exact, "receive", receive_as_leaf)
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad is being used in an in-place"):
+        verify_in_place()
+
+
+class Turned(nn.Linear):
+    """The gradient of its input comes with the strides of the transpose."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.t().contiguous())
+
+
+def test_gradients_of_received_leaves_lose_their_strides(break_in_step: Break) -> None:
+    def run() -> penstock.Report:
+        torch.manual_seed(0)
+        model, x = nn.Sequential(nn.Linear(7, WIDTH), Turned(12, 5)), torch.randn(12 * MICROBATCHES, 7)
+        return penstock.verify(
+            model,
+            (x,),
+            target=x,
+            loss_fn=lambda y, _: y.square().mean(),
+            ranks=2,
+            microbatches=MICROBATCHES,
+            exact=True,
+        )
+
+    assert run().ok
+    break_in_step(exact, "receive", receive_as_leaf)
+    assert wrong_gradients(run()) == ["0.bias"]
+
+
+def test_views_of_what_is_received_cannot_be_updated_in_place(break_in_step: Break) -> None:
+    """A buffer must be no view of what travelled: autograd refuses to update what a function returned as a view."""
+    allocate = exact.allocate
+
+    def view(layout: Layout, device: torch.device) -> Buffer:
+        buffer = allocate(layout, device)
+        return buffer._replace(tensor=buffer.tensor.view_as(buffer.tensor))
+
+    break_in_step(exact, "allocate", view)
+    with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+        verify_in_place()
+
+
+# -- 7. random streams ------------------------------------------------------------------------------------------------
+
+
+def verify_dropout(ranks: int = 3) -> penstock.Report:
+    torch.manual_seed(0)
+    layers = [m for _ in range(6) for m in (nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3))]
+    x, y = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+    return penstock.verify(
+        nn.Sequential(*layers),
+        (x,),
+        target=y,
+        loss_fn=squared_error,
+        ranks=ranks,
+        microbatches=MICROBATCHES,
+        exact=True,
+    )
+
+
+def test_all_draws_from_one_stream(break_in_step: Break) -> None:
+    assert verify_dropout().ok
+
+    def once(self: Streams, name: str) -> None:
+        if not self._calls:
+            torch.default_generator.manual_seed(self.seed)
+            self._calls[name] = 1
+
+    break_in_step(Streams, "enter", once)
+    assert {row.kind for row in verify_dropout().wrong} == {"output", "loss", "gradient"}
+
+
+@pytest.mark.parametrize("forgotten", ["microbatch", "module"])
+def test_streams_that_forget_a_part_of_their_key(break_in_step: Break, forgotten: str) -> None:
+    enter, begin = Streams.enter, Streams.begin
+    if forgotten == "module":
+        break_in_step(Streams, "enter", lambda self, name: enter(self, "the same"))
+    else:
+        break_in_step(Streams, "begin", lambda self, _, offsets, **again: begin(self, 0, offsets, **again))
+    assert wrong_gradients(verify_dropout())

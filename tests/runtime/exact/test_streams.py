@@ -1,0 +1,193 @@
+"""Random streams: known values, the user's generators left as they were, and masks that follow their key alone."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import penstock
+from penstock.runtime.exact.streams import Streams, key_of, mix
+from scaffolding.models import GPT, squared_error, token_error
+from scaffolding.small import ONE_STAGE
+
+CPU = (torch.device("cpu"),)
+
+
+def test_mix_has_the_values_that_it_always_had() -> None:
+    """They decide every mask: another value would change all runs that are taken up from a checkpoint."""
+    assert mix() == 0
+    assert mix(0) == 16294208416658607535  # splitmix64's first value from seed 0
+    assert mix(1, 2, 3) == 7702586659592502839
+    assert mix(3, 2, 1) != mix(1, 2, 3)
+    assert key_of("h.0.drop") == 2774884591786673151
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=4), st.integers(0, 3), st.integers(1, 2**64 - 1))
+def test_mix_depends_on_every_word(words: list[int], place: int, change: int) -> None:
+    place %= len(words)
+    other = [word ^ change if index == place else word for index, word in enumerate(words)]
+    assert 0 <= mix(*words) < 2**64
+    assert mix(*words) != mix(*other)
+
+
+def draw(streams: Streams, name: str) -> float:
+    streams.enter(name)
+    return float(torch.rand(()))
+
+
+def test_a_draw_depends_on_its_key_alone() -> None:
+    streams = Streams(5)
+    found: dict[tuple[int, int, str, int], float] = {}
+    for order in ((0, 1), (1, 0)):
+        for step in (0, 1):
+            with streams.drawing(step, CPU):
+                for microbatch in order:
+                    streams.begin(microbatch, {})
+                    for call in (0, 1):
+                        for name in ("a", "b") if order[0] else ("b", "a"):
+                            value = draw(streams, name)
+                            assert found.setdefault((step, microbatch, name, call), value) == value
+    assert len(set(found.values())) == len(found) == 16
+
+
+def test_a_loss_draws_from_a_stream_of_its_own_for_each_microbatch() -> None:
+    found: dict[tuple[int, int, int], float] = {}
+    own: set[float] = set()
+    for seed in (5, 6):
+        for first in (0, 2):  # the second replica, whose microbatches are numbers 2 and 3 of the whole batch
+            streams = Streams(seed)
+            streams.first_microbatch = first
+            for step in (0, 1):
+                with streams.drawing(step, CPU):
+                    for microbatch in (1, 0):
+                        streams.begin(microbatch, {})
+                        own.add(draw(streams, "a"))
+                        streams.begin_loss(microbatch)
+                        found[seed, step, first + microbatch] = float(torch.rand(()))
+    assert len(set(found.values()) | own) == 2 * 2 * 2 * 4
+
+
+def test_offsets_go_on_where_earlier_stages_stopped() -> None:
+    streams = Streams(5)
+    with streams.drawing(0, CPU):
+        streams.begin(0, {})
+        whole = [draw(streams, "a") for _ in range(3)]
+        streams.begin(0, {"a": 2})
+        assert draw(streams, "a") == whole[2]
+
+
+def test_generators_are_given_back_even_after_an_error() -> None:
+    streams, state = Streams(5), torch.get_rng_state()
+
+    def fail() -> None:
+        with streams.drawing(0, CPU):
+            streams.begin(0, {})
+            draw(streams, "a")
+            raise ValueError("stop")
+
+    with pytest.raises(ValueError, match="stop"):
+        fail()
+    assert torch.equal(torch.get_rng_state(), state)
+    streams.enter("a")  # outside of a step it does nothing
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_hooks_are_inert_outside_of_a_step_and_stay_behind_on_copies() -> None:
+    streams, module = Streams(5), nn.Dropout(0.5)
+    streams.watch({"drop": module})
+    streams.watch({"drop": module})
+    assert len(module._forward_pre_hooks) == 1
+    x = torch.ones(64)
+    torch.manual_seed(1)
+    plain = nn.Dropout(0.5)(x)
+    for other in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        torch.manual_seed(1)
+        assert torch.equal(other(x), plain)
+    copied = copy.deepcopy(module)
+    with streams.drawing(0, CPU):
+        streams.begin(0, {})
+        torch.manual_seed(1)
+        assert torch.equal(copied(x), plain)
+        assert not torch.equal(module(x), plain)
+    streams.close()
+    assert not module._forward_pre_hooks
+
+
+def test_a_generator_that_was_restored_gets_the_same_stream_again() -> None:
+    """As checkpointing does it: calls are run again in the opposite order."""
+    streams = Streams(5)
+    with streams.drawing(0, CPU):
+        streams.begin(0, {})
+        states, values = [], []
+        for _ in range(3):
+            states.append(torch.get_rng_state())
+            values.append((draw(streams, "a"), draw(streams, "b")))
+        streams.begin(0, {}, again=True)
+        for state, value in reversed(list(zip(states, values, strict=True))):
+            torch.set_rng_state(state)
+            assert (draw(streams, "a"), draw(streams, "b")) == value
+
+
+class Masks(nn.Module):
+    """Dropout in a block, and between blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.5)) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = nn.functional.dropout(block(x), 0.2, self.training)
+        return x
+
+
+def outputs(model: nn.Module, x: Tensor, target: Tensor, loss: Any, **options: Any) -> list[Tensor]:
+    model = copy.deepcopy(model)
+    with penstock.pipeline(model, (x,), microbatches=3, loss=loss, **{"seed": 9, **options}) as pipe:
+        return [out for _ in range(2) for out in pipe.step(x, target=target, outputs=True).outputs]
+
+
+@pytest.mark.parametrize("schedule", ONE_STAGE)
+def test_masks_do_not_depend_on_ranks_or_schedule(schedule: str) -> None:
+    torch.manual_seed(0)
+    x, ids = torch.randn(7, 5), torch.randint(0, 19, (7, 6))
+    for model, inputs, target, loss in (
+        (Masks(), x, x, squared_error),
+        (GPT(dropout=0.3), ids, ids, token_error),
+    ):
+        first = outputs(model, inputs, target, loss)
+        assert not torch.equal(first[0], first[3])
+        for ranks in (2, 4):
+            torch.manual_seed(ranks)
+            assert all(map(torch.equal, first, outputs(model, inputs, target, loss, ranks=ranks, schedule=schedule)))
+        assert not torch.equal(first[0], outputs(model, inputs, target, loss, seed=8)[0])
+
+
+def test_without_a_seed_torchs_initial_seed_is_taken() -> None:
+    x = torch.randn(7, 5)
+    for seed in (3, 4):
+        torch.manual_seed(seed)
+        with penstock.pipeline(Masks(), (x,), loss=squared_error, microbatches=3) as pipe:
+            assert pipe.seed == seed
+
+
+def noise(output: Tensor, target: Tensor) -> Tensor:
+    return (output * 0).sum() + torch.rand(())
+
+
+def test_the_noise_of_a_loss_differs_where_rows_do_not() -> None:
+    """By microbatch and by step, and not by the number of ranks."""
+    x = torch.ones(6, 5)
+    found = []
+    for ranks in (1, 2):
+        with penstock.pipeline(Masks(), (x,), loss=noise, microbatches=3, ranks=ranks, seed=4) as pipe:
+            found.append([float(loss) for _ in range(2) for loss in pipe.step(x, target=x).losses])
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 6

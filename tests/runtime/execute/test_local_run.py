@@ -1,0 +1,234 @@
+"""One process that drives all ranks: its transport, its processes and devices, and the timeline of a real step."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import weakref
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.errors import ArgumentError
+from penstock.report import summary
+from penstock.runtime.processes.world import World, device_of, join
+from penstock.runtime.transport.local import LocalHub, LocalTransport
+from penstock.schedule import forward_only, generate
+from penstock.testing import check_transport
+from penstock.testing.transports import SCRIPTS
+from scaffolding.models import GPT, squared_error, token_error
+from scaffolding.small import ONE_STAGE
+
+CPU = torch.device("cpu")
+
+
+def test_the_local_transport_conforms() -> None:
+    hub = LocalHub([CPU, CPU])
+    transports = {rank: LocalTransport(rank, hub) for rank in (0, 1)}
+    assert check_transport(transports) == [script.__name__ for script in SCRIPTS]
+
+
+def test_the_conformance_checks_find_a_transport_that_does_not_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = LocalHub([CPU, CPU])
+    transports = {rank: LocalTransport(rank, hub) for rank in (0, 1)}
+    monkeypatch.setattr("penstock.runtime.exact.rules.copy_as", lambda layout, tensor, device: tensor)
+    with pytest.raises(AssertionError, match="an update of what arrived changed what was sent"):
+        check_transport(transports)
+
+
+def test_the_conformance_checks_find_sums_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = LocalHub([CPU, CPU])
+    transports = {rank: LocalTransport(rank, hub) for rank in (0, 1)}
+    monkeypatch.setattr("penstock.runtime.transport.local._Sum.wait", lambda self: None)
+    with pytest.raises(AssertionError, match="a sum is not that of both ranks' terms"):
+        check_transport(transports)
+
+
+def test_a_process_alone_drives_all_ranks() -> None:
+    world = join(None, None, "cpu")
+    assert world == World(1)
+    assert world.is_local
+    assert join(4, None, "cpu") == World(4)
+    for ranks in (0, -3):
+        with pytest.raises(ArgumentError, match=f"ranks={ranks}: expected at least 1"):
+            join(ranks, None, "cpu")
+
+
+def test_devices() -> None:
+    world = World(2)
+    assert device_of(None, world, 1, CPU) == CPU
+    assert device_of("cpu", world, 1, torch.device("meta")) == CPU
+    assert device_of(["cpu", "meta"], world, 1, CPU) == torch.device("meta")
+    with pytest.raises(ArgumentError, match="devices has 3 entries; expected one for each of 2 ranks"):
+        device_of(["cpu"] * 3, world, 0, CPU)
+    if not torch.cuda.is_available():
+        assert device_of(None, world, 1, torch.device("meta")) == CPU
+        with pytest.raises(ArgumentError, match="CUDA is not available here"):
+            device_of(torch.device("cuda", 3), world, 1, CPU)
+
+
+def test_devices_of_a_machine_with_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    world = World(2)
+    assert device_of(torch.device("cuda", 3), world, 1, CPU) == torch.device("cuda", 3)
+    assert device_of("cuda", world, 1, CPU) == torch.device("cuda", 1)
+    assert device_of(None, world, 1, torch.device("cuda", 2)) == torch.device("cuda", 2)
+
+
+@pytest.mark.parametrize("schedule", ONE_STAGE)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_timeline_of_a_step_is_its_schedule(schedule: str, ranks: int) -> None:
+    torch.manual_seed(0)
+    ids = torch.randint(0, 19, (7, 6))
+    with penstock.pipeline(GPT(), (ids,), ranks=ranks, schedule=schedule, microbatches=5, loss=token_error) as pipe:
+        timeline = pipe.step(ids, target=ids, timeline=True).timeline
+        assert timeline is not None
+        assert [list(track.actions) for track in timeline.tracks] == [list(row) for row in pipe.schedule.rows]
+        compute = sorted(str(span.action) for span in timeline if span.action.op.is_compute)
+        expected = generate(schedule, ranks, 5)
+        assert compute == sorted(str(action) for row in expected.rows for action in row)
+        spans = sorted(timeline, key=lambda span: span.start_seconds)
+        assert spans[0].start_seconds >= 0
+        assert all(a.end_seconds <= b.start_seconds for a, b in pairwise(spans))  # one process: nothing overlaps
+        assert 0 < sum(map(timeline.busy_seconds, range(ranks))) <= timeline.makespan_seconds
+        assert timeline.in_turns == (ranks > 1) == math.isnan(timeline.bubble_rate)
+        assert ("took turns" in summary(timeline)) == (ranks > 1)
+        assert pipe.step(ids, target=ids).timeline is None
+
+        evaluated = pipe.evaluate(ids, target=ids, timeline=True).timeline
+        assert evaluated is not None
+        compute = sorted(str(span.action) for span in evaluated if span.action.op.is_compute)
+        assert compute == sorted(str(action) for row in forward_only(expected).rows for action in row)
+
+
+def test_nothing_of_a_batch_is_kept_after_a_step() -> None:
+    """Neither activations nor gradients of values: only parameters, their gradients, and what was asked for."""
+    x, made = torch.randn(8, 5), []
+
+    class Watched(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = super().forward(x)
+            made.append(weakref.ref(out))
+            return out
+
+    model = nn.Sequential(*(Watched(5, 5) for _ in range(4)))
+    with penstock.pipeline(model, (x,), ranks=2, microbatches=4, loss=squared_error) as pipe:
+        made.clear()
+        for _ in range(2):
+            pipe.step(x, target=x)
+        gc.collect()
+        assert len(made) == 32
+        assert not [ref for ref in made if ref() is not None]
+
+
+class Marked(torch.autograd.Function):
+    """Leaves something in the graph that is there for as long as the graph is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mark: object) -> torch.Tensor:
+        ctx.mark = mark
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, None]:
+        return grads[0], None
+
+
+def test_nothing_of_a_step_that_raised_is_kept_in_the_next_one() -> None:
+    """Its graphs would be in memory beside those of the next, until each microbatch's turn comes."""
+    refs: list[weakref.ref[set[int]]] = []
+    left = list[int]()
+    fails = True
+
+    class Fails(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            gc.collect()
+            left.append(sum(ref() is not None for ref in refs))
+            if fails and len(left) == 3:
+                raise ValueError("in the third microbatch")
+            mark: set[int] = set()
+            refs.append(weakref.ref(mark))
+            marked: torch.Tensor = Marked.apply(super().forward(x), mark)  # type: ignore[no-untyped-call]
+            return marked
+
+    x = torch.randn(8, 5)
+    model = nn.Sequential(Fails(5, 5), nn.Linear(5, 5))
+    with penstock.pipeline(model, (x,), microbatches=4, schedule="gpipe", loss=squared_error, leaves=["0"]) as pipe:
+        refs.clear()  # of the recording
+        for fails, expected in ((True, [0, 1, 2]), (False, [0, 1, 2, 3])):
+            left.clear()
+            with pytest.raises(ValueError, match="third") if fails else contextlib.nullcontext():
+                pipe.step(x, target=x)
+            assert left == expected
+
+
+def test_a_first_step_that_raised_leaves_nothing_for_the_next_ones() -> None:
+    """Neither half of what its channels agree on, for an evaluation to take as all of it, nor mail."""
+    fails = False
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if fails:
+            raise ValueError("the loss fails")
+        return squared_error(output, target)
+
+    torch.manual_seed(0)
+    x = torch.randn(8, 5)
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    with penstock.pipeline(model, (x,), ranks=2, microbatches=4, schedule="1f1b", loss=loss) as pipe:
+        fails = True
+        with pytest.raises(ValueError, match="the loss fails"):
+            pipe.step(x, target=x)
+        fails = False
+        model.zero_grad()
+        pipe.evaluate(x, target=x)
+        pipe.step(x, target=x)
+    got = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    for x_k in x.chunk(4):
+        (squared_error(model(x_k), x_k) / 4).backward()
+    for gradient, parameter in zip(got, model.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad)
+
+
+def test_a_step_that_raised_leaves_no_terms_of_a_tied_gradient() -> None:
+    """The last stage has given its part when the last backward of the middle one raises."""
+    fails, calls = False, 0
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.inner, self.last = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)
+            self.last.weight = self.first.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.inner(self.first(x)))
+
+    def hook(_gradient: torch.Tensor) -> None:
+        nonlocal calls
+        calls += 1
+        if fails and calls == 3:
+            raise ValueError("the hook fails")
+
+    torch.manual_seed(0)
+    x, model = torch.randn(9, 5), Tied()
+    model.inner.bias.register_hook(hook)
+    with penstock.pipeline(model, (x,), ranks=3, microbatches=3, schedule="1f1b", loss=squared_error) as pipe:
+        pipe.step(x, target=x)
+        fails, calls = True, 0
+        with pytest.raises(ValueError, match="the hook fails"):
+            pipe.step(x, target=2 * x)
+        fails = False
+        model.zero_grad()
+        pipe.step(x, target=x)
+    got = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    for x_k in x.chunk(3):
+        (squared_error(model(x_k), x_k) / 3).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(got[name], parameter.grad, msg=name)

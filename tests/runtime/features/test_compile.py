@@ -1,0 +1,322 @@
+"""Compiled stages: by backends that keep the bits all is equal; what cannot be split or kept is said."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock
+from distributed.jobs import train, train_here
+from penstock.errors import ArgumentError
+from penstock.runtime.features.compiled import notes_of
+from penstock.schedule import generate
+from scaffolding.by_hand import assert_same_gradients, step_by_hand
+from scaffolding.models import CASES, Case, gpt
+from scaffolding.ranks import Ranks
+from scaffolding.small import batch, mlp
+
+# torch's compiler hides this warning of its own, but not from a filter that makes errors of warnings.
+pytestmark = pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
+
+SAME_BITS = {"backend": "aot_eager"}
+
+
+@pytest.fixture(autouse=True)
+def _forget_compiled_code() -> None:
+    torch.compiler.reset()
+
+
+class Counting:
+    """A backend that runs graphs as they are, and counts them."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+        self.graphs += 1
+        forward: Callable[..., Any] = graph.forward
+        return forward
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "schedule"), [("convnet", 2, "zb-h1"), ("in_place", 4, "1f1b"), ("gpt", 2, "zb-h1")]
+)
+def test_compiled_stages_give_the_bits_of_one_device(name: str, ranks: int, schedule: str) -> None:
+    case = gpt(0.2) if name == "gpt" else CASES[name]()
+    options = {"ranks": ranks, "schedule": schedule, "microbatches": 2, "compile": SAME_BITS}
+    penstock.verify(case.model, case.args, target=case.target, loss_fn=case.loss, exact=True, **options).check()
+
+
+def test_a_compiler_may_add_in_another_order_and_verify_allows_that() -> None:
+    case = CASES["skips"]()
+    report = penstock.verify(
+        case.model, case.args, target=case.target, loss_fn=case.loss, ranks=4, microbatches=2, compile=SAME_BITS
+    ).check()
+    assert not report.exact
+    assert all(row.max_difference <= 1e-6 * row.max_reference for row in report.rows)
+
+
+def test_stages_are_compiled_once_for_all_microbatches_and_steps() -> None:
+    x, y = batch(8)
+    backend = Counting()
+    with penstock.pipeline(mlp(), (x,), ranks=2, microbatches=4, loss=F.mse_loss, compile={"backend": backend}) as pipe:
+        for _ in range(4):
+            pipe.step(x, target=y)
+        assert backend.graphs == 2
+        pipe.evaluate(x, target=y)
+        pipe.evaluate(x, target=y)
+    assert backend.graphs == 4
+
+
+def test_draws_do_not_make_it_compile_again() -> None:
+    x, y = batch(8)
+    backend = Counting()
+    model = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(9, 9), nn.Dropout(0.3))))
+    with penstock.pipeline(model, (x,), ranks=2, microbatches=4, loss=F.mse_loss, compile={"backend": backend}) as pipe:
+        pipe.step(x, target=y)
+        before = backend.graphs
+        for _ in range(12):
+            pipe.step(x, target=y)
+    assert backend.graphs == before
+
+
+def test_a_split_backward_runs_whole_at_i_and_the_pipeline_says_so() -> None:
+    x, y = batch(8)
+    options: dict[str, Any] = {"ranks": 2, "microbatches": 4, "loss": F.mse_loss}
+    with penstock.pipeline(mlp(), (x,), schedule="zb-h1", compile=SAME_BITS, **options) as pipe:
+        pipe.step(x, target=y)
+        assert pipe.split_share == {0: 0.0, 1: 0.0}
+        assert any("split_share is 0" in note for note in pipe.notes)
+    with penstock.pipeline(mlp(), (x,), schedule="1f1b", compile=SAME_BITS, **options) as pipe:
+        assert not any("split_share" in note for note in pipe.notes)
+        assert any("close, not equal" in note for note in pipe.notes)
+    with penstock.pipeline(mlp(), (x,), schedule="zb-h1", **options) as pipe:
+        assert not any("compiled" in note for note in pipe.notes)
+
+
+class Sliced(nn.Module):
+    """Two parameters, of which one's gradient is a slice of the other's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.all = nn.Parameter(torch.randn(1, 1, 9)), nn.Parameter(torch.randn(1, 3, 9))
+        self.embed, self.head = nn.Linear(9, 9), nn.Linear(9, 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        x = torch.cat([self.first.expand(x.shape[0], -1, -1), x.unflatten(1, (1, 9)).expand(-1, 2, -1)], 1)
+        return self.head(x + self.all).sum(1)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_gradients_that_share_memory_are_accumulated_apart(schedule: str) -> None:
+    x, y = batch(4)  # a row a microbatch: more rows are summed, each gradient into memory of its own
+    torch.manual_seed(0)
+    penstock.verify(
+        Sliced(),
+        (x,),
+        target=y,
+        loss_fn=F.mse_loss,
+        microbatches=4,
+        ranks=1,
+        schedule=schedule,
+        compile=SAME_BITS,
+        exact=True,
+    ).check()
+
+
+class Half(nn.Module):
+    """Enters and leaves autocast in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(9, 9) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=index % 2 == 0):
+                x = layer(x).float()
+        return x
+
+
+@pytest.mark.parametrize("around", [False, True], ids=["inside", "around"])
+def test_autocast_in_compiled_stages(around: bool) -> None:
+    x, y = batch(8)
+    torch.manual_seed(0)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=around):
+        penstock.verify(
+            mlp() if around else Half(),
+            (x,),
+            target=y,
+            loss_fn=F.mse_loss,
+            microbatches=4,
+            ranks=2,
+            compile=SAME_BITS,
+            exact=True,
+        ).check()
+    assert not torch.is_autocast_enabled("cpu")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(9, 9), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.linear(x)).tanh()
+
+
+def compiled_blocks(in_place: bool) -> Case:
+    torch.manual_seed(0)
+    blocks: list[Any] = [Block() for _ in range(4)]
+    if in_place:
+        for block in blocks:
+            block.compile(**SAME_BITS)
+    else:
+        blocks = [torch.compile(block, **SAME_BITS) for block in blocks]
+    return Case(nn.Sequential(*blocks), batch(8)[:1], {}, batch(8)[1], F.mse_loss)
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["block.compile()", "torch.compile(block)"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_model_with_compiled_blocks_runs_unedited(in_place: bool, schedule: str) -> None:
+    case = compiled_blocks(in_place)
+    penstock.verify(
+        case.model,
+        case.args,
+        target=case.target,
+        loss_fn=case.loss,
+        ranks=2,
+        microbatches=4,
+        schedule=schedule,
+        exact=True,
+    ).check()
+
+
+@pytest.mark.distributed
+def test_compiled_stages_train_alike_on_real_ranks(ranks2: Ranks) -> None:
+    expected = train("dropout", 3, ranks=1, microbatches=3)
+    trained = ranks2.run(train_here, "dropout", 3, {"microbatches": 3, "schedule": "zb-h1", "compile": SAME_BITS})
+    weights = {name: tensor for one in trained for name, tensor in one.weights.items()}
+    assert weights.keys() == expected.weights.keys()
+    for name, tensor in weights.items():
+        assert torch.equal(tensor, expected.weights[name]), name
+    assert all(one.losses == expected.losses and one.evaluated == expected.evaluated for one in trained)
+
+
+@pytest.mark.parametrize(
+    ("compile", "says"),
+    [
+        ("inductor", r"compile='inductor': expected True, False, or a dict"),
+        ({"mode": "reduce-overhead"}, "CUDA graphs"),
+        ({"mode": "max-autotune"}, "max-autotune-no-cudagraphs"),
+        ({"options": {"triton.cudagraphs": True}}, "CUDA graphs"),
+        ({"disable": True}, "leave compile= out"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(compile: Any, says: str) -> None:
+    with pytest.raises(ArgumentError, match=says):
+        penstock.pipeline(mlp(), batch(8)[:1], loss=F.mse_loss, ranks=2, compile=compile)
+
+
+@pytest.mark.parametrize(
+    ("compile", "expected"),
+    [
+        (False, False),
+        (True, False),
+        (SAME_BITS, False),
+        ({"mode": "max-autotune-no-cudagraphs"}, True),
+        ({"options": {"fallback_random": False}}, True),
+    ],
+)
+def test_masks_of_the_compilers_own_are_told(compile: Any, expected: bool) -> None:
+    notes = notes_of(compile, generate("1f1b", 2, 4), draws=True)
+    assert any("of the compiler's own" in note for note in notes) is expected
+    assert not any("of the compiler's own" in note for note in notes_of(compile, generate("1f1b", 2, 4), draws=False))
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing inductor uses what torch deprecates
+@pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_inductor_is_close_and_draws_the_same_masks(schedule: str) -> None:
+    case = gpt(0.2)
+    options = {"microbatches": 2, "ranks": 2, "schedule": schedule, "compile": True}
+    report = penstock.verify(case.model, case.args, target=case.target, loss_fn=case.loss, **options).check()
+    assert not report.exact  # other masks would differ by far more than rounding
+    assert all(row.max_difference <= 1e-4 * row.max_reference for row in report.rows if row.verdict == "close")
+
+
+# -- what a forward keeps for its backward, beside compiled code -------------------------------------------------------
+
+
+class Keeps(nn.Module):
+    """A hook in its backward reads what its forward has noted; both run in Python, and its `part` may be compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.part, self.noted = nn.Linear(9, 9), nn.Sequential(nn.Linear(9, 9)), torch.zeros(())
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        self.note(x.detach().mean())
+        y: Tensor = self.part(self.linear(x).tanh())
+        y.register_hook(lambda gradient: gradient * self.noted)
+        return y
+
+    def note(self, mean: Tensor) -> None:
+        self.noted = mean
+
+
+class Writes(Keeps):
+    def note(self, mean: Tensor) -> None:
+        self.noted.copy_(mean)
+
+
+class Averages(Keeps):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.noted
+        self.register_buffer("noted", torch.zeros(()))
+
+    def note(self, mean: Tensor) -> None:
+        with torch.no_grad():
+            self.noted.lerp_(mean, 0.5)
+
+
+def keeping(kind: type[Keeps], *, whole: bool) -> tuple[nn.Module, nn.Module]:
+    """A model after a pipeline's step in which parts of blocks, or stages, are compiled; and the same by hand."""
+    (x, y), models = batch(8), list[nn.Sequential]()
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(*(kind() for _ in range(4))))
+    mine, its = models
+    for block in () if whole else mine:
+        block.part.compile(backend="eager")
+    options: dict[str, Any] = {"compile": {"backend": "eager"}} if whole else {}
+    with penstock.pipeline(
+        mine, (x,), loss_fn=F.mse_loss, ranks=2, microbatches=4, schedule="gpipe", **options
+    ) as pipe:
+        pipe.step(x, target=y)
+    step_by_hand(its, (x,), y, F.mse_loss, 4)
+    return mine, its
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["stages", "parts of blocks"])
+def test_each_backward_finds_what_its_own_forward_has_kept_beside_compiled_code(whole: bool) -> None:
+    assert_same_gradients(*keeping(Keeps, whole=whole))
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["stages", "parts of blocks"])
+@pytest.mark.parametrize("kind", [Writes, Averages])
+def test_a_backward_that_reads_what_others_wrote_is_refused_beside_compiled_code(
+    kind: type[Keeps], whole: bool
+) -> None:
+    with pytest.raises(penstock.PartitionError, match="forwards of other microbatches have"):
+        keeping(kind, whole=whole)

@@ -1,0 +1,297 @@
+"""Batch norm that commits its running statistics once a step, as one forward of the whole batch would."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock import ArgumentError, pipeline, verify
+from scaffolding.everything import everything
+from scaffolding.models import ConvNet, squared_error
+from scaffolding.small import WIDTH, batch, mlp
+
+ROWS = 11
+SCHEDULES = [("gpipe", 4, 1), ("1f1b", 4, 1), ("interleaved-1f1b", 2, 2), ("zb-h1", 4, 1), ("zb-v", 2, 2)]
+
+
+def normed(**options: Any) -> nn.Sequential:
+    """What enters the norm does not depend on how the batch is cut, so that the whole batch shows what is expected."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, **options), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+
+def buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def train(model: nn.Module, x: Tensor, y: Tensor, steps: int = 3, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """The evaluated loss, and the buffers, after some steps on batches that drift."""
+    given = {"ranks": 2, "microbatches": 4, "schedule": "gpipe", "deferred_batch_norm": True, "seed": 0, **options}
+    with pipeline(model, (x,), loss=squared_error, **given) as pipe:
+        for step in range(steps):
+            pipe.step(x * (1 + step) + step, target=y)
+        before = buffers(model)
+        loss = pipe.evaluate(x, target=y).loss
+        assert all(map(torch.equal, before.values(), buffers(model).values()))
+    return loss, buffers(model)
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.7, None])
+def test_the_statistics_are_those_of_the_whole_batch(momentum: float | None) -> None:
+    model, (x, y) = normed(momentum=momentum), batch()
+    whole = copy.deepcopy(model)
+    for step in range(3):
+        whole(x * (1 + step) + step)
+    loss, found = train(model, x, y)
+    expected = buffers(whole)
+    assert found["1.num_batches_tracked"] == expected["1.num_batches_tracked"] == 3
+    for name in ("1.running_mean", "1.running_var"):
+        torch.testing.assert_close(found[name], expected[name])
+    whole.eval()
+    torch.testing.assert_close(loss, squared_error(whole(x), y))
+    _, plain = train(normed(momentum=momentum), x, y, deferred_batch_norm=False)
+    assert plain["1.num_batches_tracked"] == 3 * 4
+    assert not torch.allclose(plain["1.running_var"], expected["1.running_var"], rtol=1e-3)
+
+
+def assert_as_one_forward(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    """One step leaves the buffers that one forward of the whole batch leaves."""
+    whole = copy.deepcopy(model)
+    whole(x)
+    _, found = train(model, x, y, steps=1)
+    for name, expected in whole.named_buffers():
+        torch.testing.assert_close(found[name], expected)
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_images_and_volumes(dims: int) -> None:
+    torch.manual_seed(0)
+    conv, norm = (getattr(nn, f"{kind}{dims}d") for kind in ("Conv", "BatchNorm"))
+    model = nn.Sequential(conv(2, 5, 3), norm(5), conv(5, 2, 3))
+    x, y = torch.randn(ROWS, 2, *([6] * dims)), torch.randn(ROWS, 2, *([2] * dims))
+    assert_as_one_forward(model, x, y)
+
+
+def test_neither_schedule_nor_recomputation_changes_a_bit() -> None:
+    found = []
+    for (schedule, ranks, chunks), recompute in itertools.product(SCHEDULES[::2], ("never", "always", 1)):
+        model, x, y = everything()
+        options = {"schedule": schedule, "ranks": ranks, "chunks": chunks, "recompute": recompute}
+        found.append(train(model, x, y, 2, **options))
+    for loss, statistics in found[1:]:
+        assert torch.equal(loss, found[0][0])
+        assert all(torch.equal(statistics[name], found[0][1][name]) for name in statistics)
+
+
+@pytest.mark.parametrize(("schedule", "ranks", "chunks"), SCHEDULES, ids=[name for name, *_ in SCHEDULES])
+def test_the_result_is_that_of_one_device(schedule: str, ranks: int, chunks: int) -> None:
+    model, x, y = everything()
+    report = verify(
+        model, (x,), target=y, loss_fn=squared_error, schedule=schedule, ranks=ranks, chunks=chunks, microbatches=5,
+        deferred_batch_norm=True, recompute={1: "always"}, exact=True,
+    )  # fmt: skip
+    assert report.ok, report.summary()
+
+
+class Twice(nn.Module):
+    """Uses one norm twice, by position and by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        return self.norm(x) + self.norm(input=x * 2)
+
+
+@pytest.mark.parametrize("recompute", ["never", "always", 1])
+def test_a_norm_that_is_used_twice_is_updated_twice(recompute: Any) -> None:
+    torch.manual_seed(0)
+    (x, y), model = batch(), nn.Sequential(Twice(), nn.Linear(WIDTH, WIDTH))
+    whole = copy.deepcopy(model)
+    whole(x)
+    _, found = train(model, x, y, steps=1, recompute=recompute)
+    for name, expected in whole.named_buffers():
+        torch.testing.assert_close(found[name], expected)
+    assert found["0.norm.num_batches_tracked"] == 2
+
+
+def test_norms_in_evaluation_mode_and_without_statistics_are_left_alone() -> None:
+    model, (x, y) = normed(), batch()
+    model.append(nn.BatchNorm1d(WIDTH).eval())
+    model.append(nn.BatchNorm1d(WIDTH, track_running_stats=False))
+    _, found = train(model, x, y)
+    assert found["1.num_batches_tracked"] == 3
+    assert found["4.num_batches_tracked"] == 0
+    assert torch.equal(found["4.running_var"], torch.ones(WIDTH))
+
+
+class Own(nn.BatchNorm1d):
+    """A class of somebody's own, with an activation behind it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.relu(super().forward(input))
+
+
+def test_a_class_that_derives_from_batch_norm() -> None:
+    torch.manual_seed(0)
+    model, (x, y) = nn.Sequential(nn.Linear(WIDTH, WIDTH), Own(WIDTH), nn.Linear(WIDTH, WIDTH)), batch()
+    assert_as_one_forward(model, x, y)
+
+
+def test_a_step_that_raises_leaves_the_buffers_as_they_were() -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        raise ValueError("not today")
+
+    model, (x, y) = normed(), batch()
+    before = buffers(model)
+    with pipeline(model, (x,), ranks=2, microbatches=3, loss=loss, deferred_batch_norm=True) as pipe:
+        with pytest.raises(ValueError, match="not today"):
+            pipe.step(x, target=y)
+    assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+class Uneven(nn.Module):
+    """Calls its norm once more where values ask for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.norm, self.after = nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.before(x * 1.0))
+        return self.after(self.norm(x) if float(x.detach()[0, 0]) > 0 else x)
+
+
+def test_a_norm_that_is_called_another_number_of_times_is_refused_and_nothing_is_committed() -> None:
+    model, (x, y) = nn.Sequential(nn.Linear(WIDTH, WIDTH), Uneven(), nn.Linear(WIDTH, WIDTH)), batch()
+    before = buffers(model)
+    with pipeline(model, (x,), ranks=2, microbatches=3, loss=squared_error, deferred_batch_norm=True) as pipe:
+        with pytest.raises(ArgumentError, match="called 2 times in one microbatch and 1 in another"):
+            pipe.step(x, target=y)
+    assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+class Functional(nn.Module):
+    """Batch norm that no module of torch runs."""
+
+    def __init__(self, mean: str = "running_mean", var: str = "running_var") -> None:
+        super().__init__()
+        self.names = mean, var
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer(mean, torch.zeros(WIDTH))
+        self.register_buffer(var, torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, var = (getattr(self, name) for name in self.names)
+        return F.batch_norm(self.layer(x), mean, var, training=True)
+
+
+class Holder(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (lambda: mlp(2), "no batch norm of the model updates running statistics"),
+        (lambda: normed().eval(), "no batch norm of the model updates running statistics"),
+        (lambda: nn.Sequential(*mlp(1), Functional()), r"'1' \(Functional\) keeps running statistics of its own"),
+        (lambda: Holder(Functional("a", "b")), "is a call of batch norm as a function"),
+        (
+            lambda: nn.Sequential(nn.Conv2d(3, 3, 1), nn.InstanceNorm2d(3, track_running_stats=True)),
+            r"'1' \(InstanceNorm2d\) normalises by itself",
+        ),
+    ],
+)
+def test_what_cannot_be_deferred_is_refused(model: Any, words: str) -> None:
+    made = model()
+    x = torch.randn(4, 3, 5, 5) if any(isinstance(m, nn.Conv2d) for m in made.modules()) else batch()[0]
+    with pytest.raises(ArgumentError, match=rf"deferred_batch_norm=True: .*{words}"):
+        pipeline(made, (x,), microbatches=2, loss=squared_error, deferred_batch_norm=True)
+
+
+def test_a_step_in_evaluation_mode_leaves_the_statistics() -> None:
+    """As it is when norms are frozen after some steps of training."""
+    x, y = batch()
+    with pipeline(normed(), (x,), microbatches=2, loss=squared_error, deferred_batch_norm=True) as pipe:
+        pipe.step(x, target=y)
+        before = buffers(pipe.model)
+        pipe.eval()
+        pipe.step(x, target=y)
+        assert all(torch.equal(buffer, before[name]) for name, buffer in pipe.named_buffers())
+
+
+@pytest.mark.filterwarnings("default")  # torch.compile's own
+def test_a_compiled_norm_is_refused() -> None:
+    model = normed()
+    model[1].compile()
+    with pytest.raises(ArgumentError, match="deferred_batch_norm=True: '1' is compiled"):
+        pipeline(model, batch()[:1], microbatches=2, loss=squared_error, deferred_batch_norm=True)
+
+
+def test_batch_norm_in_blocks_is_seen() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(ROWS, 3, 6, 6), torch.randn(ROWS, 3)
+    _, found = train(ConvNet(), x, y, steps=2)
+    assert all(count == 2 for name, count in found.items() if name.endswith("num_batches_tracked"))
+
+
+class Doubling(nn.BatchNorm1d):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input * 2)
+
+
+class Watching(nn.BatchNorm1d):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).clone()
+
+
+class Past(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm.forward(x)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_a_class_that_changes_what_enters_it_is_refused(momentum: float | None) -> None:
+    model, (x, y) = normed(), batch()
+    model[1] = Doubling(WIDTH, momentum=momentum)
+    with pytest.raises(ArgumentError, match=r"a Doubling normalises something else than what enters it"):
+        train(model, x, y)
+
+
+def test_a_class_with_a_forward_of_its_own_may_be_deferred() -> None:
+    (model, same), (x, y) = (normed(), normed()), batch()
+    model[1] = Watching(WIDTH)
+    found, expected = train(model, x, y)[1], train(same, x, y)[1]
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_norm_that_is_called_past_its_hooks_is_refused() -> None:
+    model, (x, y) = normed(), batch()
+    model[1] = Past()
+    model.append(nn.BatchNorm1d(WIDTH))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with pytest.raises(ArgumentError, match=r"updated its statistics, but no call of it was seen"):
+        train(model, x, y)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())

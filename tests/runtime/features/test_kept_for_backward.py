@@ -1,0 +1,434 @@
+"""What a microbatch's own forward, or its loss, has left is what its backward finds, in whatever part of it code runs;
+or the step is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from penstock import PartitionError, pipeline
+from scaffolding.by_hand import assert_same_gradients, step_by_hand
+from scaffolding.small import WIDTH, batch
+
+
+def around(*blocks: nn.Module) -> nn.Module:
+    """The blocks on the first of two stages."""
+    ends = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)
+    return nn.Sequential(ends[0], nn.Tanh(), *blocks, *ends[1:])
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+def as_one_device(
+    make: Callable[[], nn.Module],
+    *,
+    loss: Callable[[], Any] = lambda: F.mse_loss,
+    between: Callable[[nn.Module, int], object] = lambda model, step: None,
+    steps: int = 2,
+    **options: Any,
+) -> None:
+    """Two steps give the gradients of plain torch."""
+    (mine, its), (x, y) = (seeded(make), seeded(make)), batch()
+    losses = loss(), loss()
+    with pipeline(mine, (x,), loss=losses[0], ranks=2, microbatches=4, **options) as pipe:
+        for step in range(steps):
+            between(mine, step)
+            between(its, step)
+            pipe.step(x, target=y)
+            step_by_hand(its, (x,), y, losses[1], 4)
+            assert_same_gradients(mine, its)
+
+
+# -- weight gradients that wait ---------------------------------------------------------------------------------------
+
+
+class Scales(nn.Module):
+    """A hook on a weight's gradient takes what the forward has noted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.noted = nn.Linear(WIDTH, WIDTH), torch.tensor(1.0)
+        self.linear.weight.register_hook(lambda gradient: gradient * self.take())
+
+    def take(self) -> Tensor:
+        return self.noted
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.noted = x.detach().mean()
+        return self.linear(x)
+
+
+class Pops(Scales):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack: list[Tensor] = []
+
+    def take(self) -> Tensor:
+        return self.stack.pop()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.stack.append(x.detach().mean())
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("kind", [Scales, Pops])
+def test_hooks_on_weights_that_wait_for_w_find_what_their_own_forward_left(kind: type[Scales], recompute: str) -> None:
+    as_one_device(lambda: around(kind()), schedule="zb-h1", recompute=recompute)
+
+
+class FromBuffer(Scales):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def take(self) -> Tensor:
+        return self.mean
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.lerp_(x.detach().mean(), 0.5)
+        return self.linear(x)
+
+
+class FromTensor(Scales):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.noted.copy_(x.detach().mean())
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("kind", [FromBuffer, FromTensor])
+def test_hooks_in_w_that_read_what_later_forwards_wrote_are_refused(kind: type[Scales], recompute: str) -> None:
+    with pytest.raises(PartitionError, match=r"reads|carries"):
+        as_one_device(lambda: around(kind()), schedule="zb-h1", recompute=recompute)
+
+
+# -- the loss ---------------------------------------------------------------------------------------------------------
+
+
+class Noting:
+    """Keeps a weight for a hook in its backward."""
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        self.weight = output.detach().abs().mean()
+        output.register_hook(lambda gradient: gradient * self.weight)
+        return F.mse_loss(output, target)
+
+
+class Writing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.ones(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.weight.copy_(output.detach().abs().mean())
+        output.register_hook(lambda gradient: gradient * self.weight)
+        return F.mse_loss(output, target)
+
+
+@pytest.mark.parametrize("recompute", ["never", "except_last", "always", 1])
+def test_what_a_loss_keeps_is_there_in_its_own_backward(recompute: Any) -> None:
+    as_one_device(around, loss=Noting, schedule="gpipe", recompute=recompute)
+
+
+def test_a_loss_whose_backward_reads_what_later_calls_wrote_is_refused() -> None:
+    with pytest.raises(PartitionError, match="reads 'weight'"):
+        as_one_device(around, loss=Writing, schedule="gpipe")
+
+
+# -- buffers beside deferred batch norms ------------------------------------------------------------------------------
+
+
+class Averages(nn.Module):
+    """Its moving average matters in backward alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.lerp_(x.detach().mean(0), 0.5)
+        y = x * 1.0
+        y.register_hook(lambda gradient: gradient * self.mean)
+        return y
+
+
+class InBackward(Averages):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + self.mean.clone()
+        if y.requires_grad:
+            y.register_hook(self.update)
+        return y
+
+    @torch.no_grad()
+    def update(self, gradient: Tensor) -> None:
+        self.mean.add_(gradient.mean(0))
+
+
+class InBackwardUnseen(InBackward):
+    @torch.no_grad()
+    def update(self, gradient: Tensor) -> None:
+        self.mean.data.add_(gradient.mean(0))
+
+
+class Counting(nn.Module):
+    """Its average is updated twice, in the forward and where the checkpoint runs it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.lerp_(x.detach().mean(0), 0.5)
+        return self.linear(x)
+
+
+class Again(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Counting()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("kind", [Averages, InBackward])
+def test_deferred_batch_norms_excuse_no_other_buffers(kind: type[nn.Module], deferred: bool) -> None:
+    with pytest.raises(PartitionError, match="mean"):
+        as_one_device(lambda: around(kind(), nn.BatchNorm1d(WIDTH)), schedule="1f1b", deferred_batch_norm=deferred)
+
+
+def test_a_checkpoint_beside_deferred_batch_norms_updates_in_order() -> None:
+    mine, its = (seeded(lambda: around(Again(), nn.BatchNorm1d(WIDTH))) for _ in range(2))
+    x, y = batch()
+    with pipeline(
+        mine, (x,), loss=F.mse_loss, ranks=2, microbatches=4, schedule="gpipe", deferred_batch_norm=True
+    ) as pipe:
+        pipe.step(x, target=y)
+    step_by_hand(its, (x,), y, F.mse_loss, 4)
+    assert torch.equal(mine[2].inner.mean, its[2].inner.mean)
+
+
+# -- writes that autograd does not see, and layers that run again -----------------------------------------------------
+
+
+def test_a_buffer_that_backward_writes_through_data_is_refused() -> None:
+    with pytest.raises(PartitionError, match="updates buffer"):
+        as_one_device(lambda: around(InBackwardUnseen()), schedule="1f1b")
+
+
+def test_a_layer_that_would_run_again_behind_its_hook_is_refused() -> None:
+    class Layer(InBackward):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.linear(x))
+
+    with pytest.raises(PartitionError, match="a layer runs again"):
+        as_one_device(lambda: around(Layer()), schedule="naive", recompute=1)
+    as_one_device(lambda: around(Layer()), schedule="naive", recompute="always")
+
+
+def test_the_last_microbatch_finds_what_others_wrote_when_they_ran_again() -> None:
+    class Sets(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = torch.ones(WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.mean.data = x.detach().mean(0)
+            y = x * 1.0
+            y.register_hook(lambda gradient: gradient * self.mean)
+            return y
+
+    with pytest.raises(PartitionError, match="reads 'mean'"):
+        as_one_device(lambda: around(Sets()), schedule="gpipe", recompute="except_last")
+
+
+# -- counts, and hooks that come with each forward --------------------------------------------------------------------
+
+
+class UnderWay(nn.Module):
+    """Counts the microbatches that are under way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        y = x * 1.0
+        y.register_hook(self.leave)
+        return y
+
+    def leave(self, gradient: Tensor) -> Tensor:
+        self.count -= 1
+        return gradient * (1.0 + self.count)
+
+
+class Hooking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def hook(gradient: Tensor) -> Tensor:
+            handle.remove()
+            return gradient * scale
+
+        scale, handle = x.detach().mean(), self.linear.weight.register_hook(hook)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize(("kind", "words"), [(UnderWay, "'count', a number"), (Hooking, "registers a hook")])
+def test_what_mixes_up_microbatches_under_way_is_refused(kind: type[nn.Module], words: str) -> None:
+    as_one_device(lambda: around(kind()), schedule="naive")
+    with pytest.raises(PartitionError, match=words):
+        as_one_device(lambda: around(kind()), schedule="gpipe")
+
+
+class NotesLate(nn.Module):
+    """Sets an attribute only where values ask for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.tensor(1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if float(x.detach().mean()) > 0.1:
+            self.scale = x.detach().mean()
+        y = x * 1.0
+        y.register_hook(lambda gradient: gradient * self.scale)
+        return y
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_an_attribute_that_a_later_microbatch_sets_first(schedule: str) -> None:
+    as_one_device(lambda: around(NotesLate()), schedule=schedule)
+
+
+# -- steps that raise -------------------------------------------------------------------------------------------------
+
+
+class BadBatchError(Exception):
+    """What a caller skips a bad batch for."""
+
+
+class RaisesAtFirst(Scales):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise BadBatchError
+        return super().forward(x)
+
+
+class NotingAfter(Noting):
+    def __init__(self) -> None:
+        self.fails = False
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        if self.fails:
+            raise BadBatchError
+        return super().__call__(output, target)
+
+
+@pytest.mark.parametrize("where", ["a block", "the loss"])
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+def test_what_is_kept_is_learned_after_a_first_step_that_raised(where: str, schedule: str) -> None:
+    (mine, its), (x, y) = (seeded(lambda: around(RaisesAtFirst())) for _ in range(2)), batch()
+    loss = NotingAfter()
+    with pipeline(mine, (x,), loss=loss, ranks=2, microbatches=4, schedule=schedule) as pipe:
+        failing = loss if where == "the loss" else mine[2]
+        failing.fails = True
+        with pytest.raises(BadBatchError):
+            pipe.step(x, target=y)
+        failing.fails = False
+        mine.zero_grad()
+        pipe.step(x, target=y)
+    step_by_hand(its, (x,), y, Noting(), 4)
+    assert_same_gradients(mine, its)
+
+
+# -- blocks that are switched between steps ---------------------------------------------------------------------------
+
+
+class KeepsIfOn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.on, self.scale = False, torch.tensor(1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.on:
+            self.scale = x.detach().mean()
+        y = x * 1.0
+        y.register_hook(lambda gradient: gradient * self.scale)
+        return y
+
+
+class ReadsIfOn(Averages):
+    def __init__(self) -> None:
+        super().__init__()
+        self.on = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.lerp_(x.detach().mean(0), 0.5)
+        y = x * 1.0
+        y.register_hook(lambda gradient: gradient * self.mean if self.on else gradient)
+        return y
+
+
+class UpdatesIfOn(ReadsIfOn):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.on:
+            with torch.no_grad():
+                self.mean.lerp_(x.detach().mean(0), 0.5)
+        return self.linear(x) * (1 + self.mean.clone())
+
+
+def switch(model: nn.Module, step: int) -> None:
+    model[2].on = step >= 2
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_what_a_forward_keeps_from_some_step_on(schedule: str) -> None:
+    as_one_device(lambda: around(KeepsIfOn()), schedule=schedule, between=switch, steps=4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "recompute", "words"),
+    [
+        (ReadsIfOn, "never", "reads buffer"),
+        (UpdatesIfOn, "always", "updates '2.mean'"),
+        (UpdatesIfOn, 1, "updates its buffer"),
+    ],
+)
+def test_what_is_switched_on_between_steps_is_refused_as_from_the_beginning(
+    kind: type[nn.Module], recompute: Any, words: str
+) -> None:
+    with pytest.raises(PartitionError, match=words):
+        as_one_device(lambda: around(kind()), schedule="1f1b", between=switch, steps=4, recompute=recompute)

@@ -1,0 +1,168 @@
+"""Activations on the host: everything that backward needs goes there and comes back, with the same bits and strides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from penstock import pipeline, verify
+from penstock.errors import ArgumentError
+from penstock.runtime.features import offload
+from penstock.runtime.features.offload import Away, Offload
+from scaffolding.everything import WIDTH, everything, inputs_alive
+from scaffolding.models import ConvNet, squared_error
+from scaffolding.small import batch, mlp, training_runners
+
+SCHEDULES = [("gpipe", 4, 1), ("1f1b", 4, 1), ("interleaved-1f1b", 2, 2), ("zb-h1", 4, 1), ("zb-v", 2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "chunks", "recompute"),
+    [
+        *((*schedule, "never") for schedule in SCHEDULES),
+        *((*schedule, policy) for schedule in (SCHEDULES[0], SCHEDULES[4]) for policy in ("except_last", "always", 2)),
+    ],
+)
+def test_the_result_is_that_of_one_device(schedule: str, ranks: int, chunks: int, recompute: Any) -> None:
+    model, x, y = everything()
+    report = verify(
+        model, (x,), target=y, loss_fn=squared_error, schedule=schedule, ranks=ranks, chunks=chunks, microbatches=5,
+        offload=True, recompute=recompute, exact=True,
+    )  # fmt: skip
+    assert report.ok, report.summary()
+
+
+class Counted:
+    """Follows what goes to the host and comes back."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.gone: list[Tensor] = []
+        self.back = 0
+        leave, come = Away.__init__, Away.get
+
+        def leaving(away: Away, tensor: Tensor, *args: Any) -> None:
+            self.gone.append(tensor)
+            leave(away, tensor, *args)
+
+        def coming(away: Away) -> Tensor:
+            self.back += 1
+            return come(away)
+
+        monkeypatch.setattr(Away, "__init__", leaving)
+        monkeypatch.setattr(Away, "get", coming)
+
+
+def saved_by_hand(model: nn.Module, x: Tensor, y: Tensor) -> int:
+    """How many tensors autograd saves in a forward and its loss, besides parameters."""
+    saved: list[Tensor] = []
+    with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        squared_error(model(x), y)
+    held = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    return sum(t.untyped_storage().data_ptr() not in held for t in saved)
+
+
+def test_everything_but_parameters_goes_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (x, y) = nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(WIDTH, WIDTH), nn.Tanh()))), batch()
+    expected = saved_by_hand(model, x, y)
+    assert expected > 6
+    with pipeline(model, (x,), schedule="gpipe", ranks=1, microbatches=4, loss=squared_error, offload=True) as pipe:
+        counted = Counted(monkeypatch)
+        pipe.step(x, target=y)
+    assert len(counted.gone) == counted.back == 4 * expected
+    held = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    assert not held & {t.untyped_storage().data_ptr() for t in counted.gone}
+
+
+@pytest.mark.parametrize(("choice", "stages"), [(True, {0, 1}), ([False, True], {1}), ({0: True}, {0}), (False, set())])
+def test_a_choice_a_stage(choice: Any, stages: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (x, y) = mlp(4), batch()
+    with pipeline(model, (x,), schedule="gpipe", ranks=2, microbatches=2, loss=squared_error, offload=choice) as pipe:
+        counted = Counted(monkeypatch)
+        pipe.step(x, target=y)
+        assert len(counted.gone) == counted.back
+        assert bool(counted.gone) == bool(stages)
+        assert {
+            r.meta.index for r in training_runners(pipe) if any(isinstance(each, Offload) for each in r.features)
+        } == stages
+        counted.gone.clear()
+        pipe.evaluate(x, target=y)
+        assert not counted.gone
+
+
+def test_what_is_away_is_not_on_the_device() -> None:
+    """On two stages of two layers, when the last of four microbatches is in the last layer."""
+    assert inputs_alive(4, ranks=2) == [4, 4, 4, 4]
+    assert inputs_alive(4, ranks=2, offload=True) == [4, 0, 1, 1]  # the batch itself is there until the step ends
+    # The last microbatch is still in the last stage's forward.
+    assert inputs_alive(4, ranks=2, recompute="always") == [4, 0, 4, 1]
+    assert inputs_alive(4, ranks=2, offload=True, recompute="always") == [4, 0, 1, 1]
+
+
+def test_strides_and_alignment_come_back() -> None:
+    torch.manual_seed(0)
+    memory = torch.randn(1000)
+    for tensor in (
+        memory[3:33].view(5, 6),
+        memory[:60].view(3, 4, 5).permute(2, 0, 1),
+        memory[:40].view(5, 8)[:, 1:7],
+        memory[:5, None].expand(5, 4),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    ):
+        found = Away(tensor, None).get()
+        assert torch.equal(found, tensor)
+        assert found.stride() == tensor.stride()
+        assert found.data_ptr() % 64 == tensor.data_ptr() % 64
+        assert found.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
+
+
+def test_batch_norm_and_channels_last() -> None:
+    torch.manual_seed(0)
+    net = ConvNet().to(memory_format=torch.channels_last)
+    x, y = torch.randn(8, 3, 6, 6).to(memory_format=torch.channels_last), torch.randn(8, 3)
+    report = verify(net, (x,), target=y, loss_fn=squared_error, ranks=2, microbatches=4, offload=True, exact=True)
+    assert report.ok, report.summary()
+
+
+def test_a_split_backward_is_done_at_once_and_says_so() -> None:
+    model, (x, y) = mlp(8), batch()
+    with pipeline(
+        model, (x,), schedule="zb-h1", ranks=2, microbatches=4, loss=squared_error, offload={1: True}
+    ) as pipe:
+        pipe.step(x, target=y)
+        assert pipe.split_share[0] > 0.8
+        assert pipe.split_share[1] == 0
+        assert any("stage 1" in note and "offload" in note for note in pipe.notes)
+        assert not any("stage 0" in note for note in pipe.notes)
+    assert offload.can_go(x)
+    assert not offload.can_go(torch.randn(3).to_sparse())
+
+
+class Mixes(nn.Module):
+    """Has a sparse buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("sparse", torch.eye(WIDTH).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(torch.sparse.mm(self.sparse, x.T).T))
+
+
+def test_sparse_buffers_stay() -> None:
+    x, y = torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(1))
+    verify([Mixes(), Mixes()], (x,), target=y, loss_fn=squared_error, ranks=2, microbatches=4, offload=True).check()
+
+
+def test_what_draws_after_it_was_saved_is_refused() -> None:
+    x, y = torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(1))
+    model = [nn.Linear(WIDTH, WIDTH), nn.RReLU(), nn.Linear(WIDTH, WIDTH)]
+    with pytest.raises(ArgumentError, match=r"nn.RReLU .* offload=\{0: False\}"):
+        verify(model, (x,), target=y, loss_fn=squared_error, ranks=2, cuts=["2"], microbatches=4, offload=True)
+    verify(
+        model, (x,), target=y, loss_fn=squared_error, ranks=2, cuts=["2"], microbatches=4, offload={0: False, 1: True}
+    ).check()

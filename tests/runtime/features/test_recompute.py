@@ -1,0 +1,648 @@
+"""Forwards that are run again in backward: the same bits, nothing counted twice, and less kept."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from penstock import ArgumentError, PartitionError, Pipeline, pipeline, verify
+from penstock.runtime.exact import rules as exact
+from penstock.runtime.features import recompute
+from penstock.runtime.features.recompute import microbatches_to_recompute
+from penstock.schedule import Op, generate, split_backward
+from scaffolding.everything import WIDTH, Layer, everything, inputs_alive
+from scaffolding.models import squared_error
+from scaffolding.small import batch, mlp, training_runners
+
+POLICIES: list[Any] = ["except_last", "always", 1, 2, {0: "always", 1: 2, 3: "except_last"}]
+SCHEDULES = [("gpipe", 4, 1), ("1f1b", 4, 1), ("interleaved-1f1b", 2, 2), ("zb-h1", 4, 1), ("zb-v", 2, 2)]
+MICROBATCHES = 5
+
+
+# -- the same bits ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize(("schedule", "ranks", "chunks"), SCHEDULES, ids=[name for name, *_ in SCHEDULES])
+def test_trap_19_the_result_is_that_of_one_device(schedule: str, ranks: int, chunks: int, policy: Any) -> None:
+    model, x, y = everything()
+    report = verify(
+        model, (x,), target=y, loss_fn=squared_error, schedule=schedule, ranks=ranks, chunks=chunks,
+        microbatches=MICROBATCHES, recompute=policy, exact=True,
+    )  # fmt: skip
+    assert report.ok, report.summary()
+    assert report.stages == 4
+    assert sum(row.kind == "buffer" for row in report.rows) == 3 * 8
+
+
+@pytest.mark.parametrize("schedule", ["chimera", "dualpipe"])
+def test_two_copies_of_a_model(schedule: str) -> None:
+    model, x, y = everything(norm=False)
+    report = verify(
+        model,
+        (x,),
+        target=y,
+        loss_fn=squared_error,
+        schedule=schedule,
+        ranks=2,
+        microbatches=4,
+        recompute={0: "always"},
+    )
+    assert report.ok, report.summary()
+
+
+class Checkpointed(nn.Module):
+    """Recomputes by itself, as models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Layer(norm=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.layer, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("policy", ["always", "except_last", 1])
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+def test_models_that_recompute_by_themselves(schedule: str, policy: Any) -> None:
+    """One block is used twice, so that the same module draws twice in a microbatch."""
+    torch.manual_seed(0)
+    block, (x, y) = Checkpointed(), batch()
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), block, nn.Tanh(), block, Checkpointed(), nn.Linear(WIDTH, WIDTH))
+    for ranks in (1, 2):
+        report = verify(
+            model,
+            (x,),
+            target=y,
+            loss_fn=squared_error,
+            ranks=ranks,
+            microbatches=3,
+            schedule=schedule,
+            recompute=policy,
+            exact=True,
+        )
+        assert report.ok, report.summary()
+
+
+class DrawsItself(nn.Module):
+    """Draws in its own forward, which is recorded call by call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.dropout(layer(x).tanh(), 0.3, self.training)
+        return x
+
+
+@pytest.mark.parametrize("policy", ["except_last", "always"])
+def test_draws_between_layers_are_drawn_again(policy: Any) -> None:
+    x, y = batch(6, WIDTH)
+    report = verify(
+        DrawsItself, (x,), target=y, loss_fn=F.mse_loss, schedule="gpipe", ranks=2, microbatches=3, recompute=policy
+    )
+    assert report.ok, report.summary()
+
+
+class Counts(nn.Module):
+    """Its output depends on how often it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.calls.clone()
+
+
+class Restores(nn.Module):
+    """Undoes what it has set, after the last thing that its backward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.busy, self.act = False, torch.tanh
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale, self.busy = 0.5 if self.busy else 1.0, True
+        handle = self.linear.register_forward_hook(lambda module, args, output: output * 0.9)
+        act, self.act = self.act, lambda x: act(x) * 0.8
+        self.norm.eval()
+        y = self.act(checkpoint(self.linear, x, use_reentrant=False) + self.norm(x)) * scale
+        self.norm.train()
+        self.busy, self.act = False, act
+        handle.remove()
+        return y
+
+
+@pytest.mark.parametrize("schedule", ["naive", "1f1b"])
+def test_a_layer_that_runs_again_runs_to_its_end(schedule: str) -> None:
+    """`torch.utils.checkpoint` would stop at the last saved tensor, and leave undone what comes after it in Python."""
+    torch.manual_seed(0)
+    (x, y), model = batch(), nn.Sequential(nn.Linear(WIDTH, WIDTH), Restores(), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    report = verify(
+        model, (x,), target=y, loss_fn=squared_error, ranks=2, microbatches=3, schedule=schedule, recompute=1
+    )
+    assert report.ok, report.summary()
+    with pipeline(model, (x,), loss=squared_error, ranks=2, microbatches=3, schedule=schedule, recompute=1) as pipe:
+        pipe.step(x, target=y)
+        assert (model[1].busy, model[1].norm.training, len(model[1].linear._forward_hooks)) == (False, True, 0)
+
+
+def buffers_that_matter() -> nn.Module:
+    torch.manual_seed(0)
+    spectral = parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+    counting = nn.Sequential(nn.Linear(WIDTH, WIDTH), Counts())
+    average = nn.Sequential(nn.BatchNorm1d(WIDTH, momentum=None), nn.Linear(WIDTH, WIDTH))
+    return nn.ModuleList([nn.Linear(WIDTH, WIDTH), spectral, counting, average])
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = buffers_that_matter()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        x = x / self.steps.clone()
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("policy", ["always", 1])
+def test_a_forward_that_depends_on_buffers_it_updates(policy: Any) -> None:
+    x, y = batch()
+    report = verify(
+        Chain(), (x,), target=y, loss_fn=squared_error, schedule="gpipe", ranks=2, microbatches=3, recompute=policy
+    )
+    assert report.ok, report.summary()
+
+
+class Overwriting(nn.Module):
+    """Updates what it is given, and that is given to others as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        x.mul_(scale).sin_()
+        return self.linear(x) + x
+
+
+class Overwritten(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH), *(Overwriting() for _ in range(3)), Adding()])
+        self.add = Adding()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layers[0](x)
+        total = self.layers[4](y)  # keeps nothing of y, which is updated below
+        for layer in self.layers[1:4]:
+            y = layer(y, scale=1.5)
+            total = total + y.detach()
+            y = y * 2
+        return total + y
+
+
+class Adding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x + self.bias)
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("policy", ["always", 1])
+def test_inputs_that_are_updated_in_place_after_they_were_kept(policy: Any, chunks: int) -> None:
+    torch.manual_seed(0)
+    x, y = batch()
+    report = verify(
+        Overwritten(), (x,), target=y, loss_fn=squared_error, schedule="gpipe", ranks=1 if chunks == 3 else 2,
+        chunks=chunks, microbatches=3, recompute=policy, exact=True,
+    )  # fmt: skip
+    assert report.ok, report.summary()
+
+
+class Remembering(Adding):
+    """Leaves what it made in the container that it is given."""
+
+    def forward(self, x: Tensor, memory: list[Tensor]) -> Tensor:  # type: ignore[override]
+        y = x + torch.tanh(x * self.bias + memory[0])
+        memory[0] = memory[0] * 0.5 + y
+        return y
+
+
+class Memory(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Remembering() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = [x * 0]
+        for layer in self.layers:
+            x = layer(x, memory)
+        return x
+
+
+def test_a_list_of_one_tensor_is_as_it_was_when_a_layer_runs_again() -> None:
+    torch.manual_seed(0)
+    x, y = batch()
+    report = verify(
+        Memory(), (x,), target=y, loss_fn=squared_error, schedule="gpipe", ranks=2, microbatches=2, recompute=1
+    )
+    assert report.ok, report.summary()
+
+
+def test_the_first_run_takes_the_kernels_of_training() -> None:
+    """Under no_grad a frozen transformer layer takes a fast path, with other bits."""
+    torch.manual_seed(0)
+    frozen = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True).requires_grad_(False).eval()
+    model = nn.Sequential(nn.Linear(8, 8), frozen, nn.Linear(8, 8))
+    x, y = torch.randn(6, 5, 8), torch.randn(6, 5, 8)
+    with torch.no_grad():
+        fast = frozen(x)
+    assert not torch.equal(fast, frozen(x.clone().requires_grad_()))
+    report = verify(
+        model, (x,), target=y, loss_fn=squared_error, schedule="gpipe", ranks=2, microbatches=3, recompute="always"
+    )
+    assert report.ok, report.summary()
+
+
+@pytest.mark.parametrize("policy", ["always", "except_last", 1])
+def test_autocast(policy: Any) -> None:
+    def gradients(recompute: Any) -> list[Tensor]:
+        model, x, y = everything()
+        with pipeline(
+            model, (x,), schedule="gpipe", ranks=2, microbatches=3, loss=squared_error, recompute=recompute, seed=0
+        ) as pipe:
+            for _ in range(2):
+                with torch.autocast("cpu", torch.bfloat16):
+                    pipe.step(x, target=y)
+            return [p.grad for p in pipe.parameters() if p.grad is not None]
+
+    assert all(map(torch.equal, gradients(policy), gradients("never")))
+
+
+def test_a_loss_that_draws_is_drawn_again() -> None:
+    def noisy(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output + torch.randn_like(output), target)
+
+    x, y = batch()
+    report = verify(
+        mlp(), (x,), target=y, loss_fn=noisy, schedule="gpipe", ranks=2, microbatches=3, recompute="always", exact=True
+    )
+    assert report.ok, report.summary()
+
+
+def test_a_frozen_beginning_is_run_once() -> None:
+    model, (x, y) = mlp(), batch()
+    model[:3].requires_grad_(False)
+    calls = calls_in_a_step(model, (x, y), ranks=2, schedule="gpipe", recompute="always", microbatches=3, cuts=["3"])
+    assert calls == {"0": 3, "1": 3, "2": 3, "3": 6, "4": 6, "5": 6}
+    report = verify(
+        model,
+        (x,),
+        target=y,
+        loss_fn=squared_error,
+        schedule="gpipe",
+        ranks=2,
+        microbatches=3,
+        recompute="always",
+        cuts=["3"],
+    )
+    assert report.ok, report.summary()
+
+
+def test_the_split_backward_still_waits_for_w() -> None:
+    """And what it learns, it learns from the first microbatch, even if that is run again."""
+    shares = {}
+    for policy in ("never", "always", "except_last", 2):
+        model, (x, y) = mlp(8), batch()
+        with pipeline(
+            model, (x,), schedule="zb-h1", ranks=2, microbatches=4, loss=squared_error, recompute=policy
+        ) as pipe:
+            pipe.step(x, target=y)
+            shares[policy] = pipe.split_share
+    assert shares["always"] == shares["except_last"] == shares["never"]
+    assert all(share == pytest.approx(WIDTH / (WIDTH + 1)) for share in shares["never"].values())
+    assert all(0 < shares[2][stage] < shares["never"][stage] for stage in (0, 1))
+
+
+@pytest.mark.parametrize("policy", ["always", "except_last"])
+def test_weights_are_learned_from_the_first_forward_though_it_is_run_again(policy: Any) -> None:
+    """Learned from the last microbatch, whose backward would then be whole, its gradients would be added too early."""
+    order = split_backward(generate("gpipe", 2, 4))
+    late = order.with_rows([sorted(row, key=lambda action: action.op is Op.W) for row in order.rows])
+
+    def gradients_of_the_first_step(recompute: Any) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        model, (x, y) = nn.Sequential(*(Layer() for _ in range(6))), batch()
+        options: dict[str, Any] = {"schedule": late, "ranks": 2, "recompute": recompute, "seed": 0}
+        with pipeline(model, (x,), loss=squared_error, **options) as pipe:
+            pipe.step(x, target=y)
+            return [parameter.grad for parameter in pipe.parameters()]
+
+    for mine, expected in zip(gradients_of_the_first_step(policy), gradients_of_the_first_step("never"), strict=True):
+        assert mine is not None
+        assert expected is not None
+        assert torch.equal(mine, expected)
+
+
+# -- how often, and how much is kept ----------------------------------------------------------------------------------
+
+
+def calls_in_a_step(model: nn.Sequential, data: tuple[Tensor, Tensor], **options: Any) -> Counter[str]:
+    calls: Counter[str] = Counter()
+    with pipeline(model, data[:1], loss=squared_error, **options) as pipe:
+        for name, module in model.named_children():
+            module.register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
+        pipe.step(data[0], target=data[1])
+        stepped = calls.copy()
+        pipe.evaluate(data[0], target=data[1])  # is recorded
+        calls.clear()
+        pipe.evaluate(data[0], target=data[1])
+        assert set(calls.values()) == {options["microbatches"]}
+    return stepped
+
+
+def test_how_often_each_layer_runs() -> None:
+    def runs(policy: Any, schedule: str = "gpipe", ranks: int = 2) -> list[int]:
+        calls = calls_in_a_step(mlp(8), batch(), ranks=ranks, schedule=schedule, recompute=policy, microbatches=4)
+        return [calls[str(layer)] for layer in range(8)]
+
+    assert runs("never") == [4] * 8
+    assert runs("always") == [8] * 8
+    assert runs("except_last") == [7] * 8
+    assert runs(1) == [8] * 8
+    assert runs(2) == [8, 4] * 4
+    assert runs(3) == [8, 4, 4, 8] * 2
+    assert runs(["never", "always"]) == [4] * 4 + [8] * 4
+    assert runs({1: 2}) == [4] * 4 + [8, 4] * 2
+    assert runs("always", "1f1b") == [8] * 4 + [4] * 4  # on the last stage each backward follows its forward at once
+    assert runs("always", "1f1b", ranks=1) == [4] * 8
+
+
+def test_which_microbatches_are_run_again() -> None:
+    for name, ranks in (("gpipe", 3), ("1f1b", 3), ("zb-h1", 3), ("interleaved-1f1b", 2), ("chimera", 2)):
+        schedule = generate(name, ranks, 6)
+        for rank, row in enumerate(schedule.rows):
+            for stage in schedule.placement.stages_on(rank):
+                own = {a.microbatch for a in row if a.stage == stage and a.op is Op.F}
+                text = " ".join(str(a) for a in row)
+                at_once = {k for k in own for op in ("B", "I") if f"{stage}F{k} {stage}{op}{k}" in text}
+                assert microbatches_to_recompute("always", row, stage) == own - at_once
+                last = [a.microbatch for a in row if a.stage == stage and a.op is Op.F][-1]
+                assert microbatches_to_recompute("except_last", row, stage) == own - at_once - {last}
+                assert not microbatches_to_recompute("never", row, stage)
+
+
+class Live:
+    """Counts the bytes of what autograd has saved and not yet freed."""
+
+    def __init__(self) -> None:
+        self.bytes = self.peak = 0
+
+    def pack(self, tensor: Tensor) -> Saved:
+        return Saved(tensor, self)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        with saved_tensors_hooks(self.pack, lambda saved: saved.tensor):
+            yield
+
+
+class Saved:
+    def __init__(self, tensor: Tensor, live: Live) -> None:
+        self.tensor, self.live = tensor.detach(), live  # a graph that holds its own output would never be freed
+        self.size = 0 if isinstance(tensor, nn.Parameter) else tensor.nbytes
+        live.bytes += self.size
+        live.peak = max(live.peak, live.bytes)
+
+    def __del__(self) -> None:
+        self.live.bytes -= self.size
+
+
+def peak_of(policy: Any, schedule: str = "gpipe", **options: Any) -> int:
+    """The most that autograd had saved at a time in a step, in bytes."""
+    torch.manual_seed(0)
+    x, y = torch.randn(8 * 16, WIDTH), torch.randn(8 * 16, WIDTH)
+    model = nn.Sequential(*(Layer(norm=False) for _ in range(8)))
+    live = Live()
+    with pipeline(
+        model, (x,), schedule=schedule, microbatches=8, loss=squared_error, recompute=policy, **{"ranks": 1, **options}
+    ) as pipe:
+        gc.collect()
+        with live.watching():
+            pipe.step(x, target=y)
+        gc.collect()
+        assert live.bytes == 0  # nothing is left behind
+    return live.peak
+
+
+def test_what_is_kept() -> None:
+    """On one rank with eight microbatches; a unit is what one of them saves."""
+    everything_kept = peak_of("never")
+    unit = everything_kept / 8
+    assert peak_of("always") == pytest.approx(unit, rel=0.01)
+    assert peak_of("except_last") == pytest.approx(2 * unit, rel=0.01)
+    inputs = 8 * 8 * (16 * WIDTH * 4)  # of each layer, of each microbatch
+    assert inputs + unit / 8 < peak_of(1) < inputs + unit / 2  # and one layer at a time
+    assert peak_of(1) < peak_of(2) < everything_kept
+
+
+def test_what_is_kept_while_several_microbatches_are_under_way() -> None:
+    """1F1B on four ranks: four microbatches on the first stage, or one."""
+    others = {1: "always", 2: "always", 3: "always"}
+    assert peak_of({0: "always", **others}, "1f1b", ranks=4) < peak_of(others, "1f1b", ranks=4) / 2
+
+
+def test_what_enters_a_stage_is_all_that_is_kept_of_it() -> None:
+    """Of three stages with three layers each, when the last of four microbatches is in the last layer."""
+
+    def alive(policy: Any) -> list[int]:
+        return inputs_alive(9, ranks=3, recompute=policy)
+
+    assert alive("never") == [4] * 9
+    assert alive("always") == [4, 0, 0, 4, 0, 0, 4, 1, 1]  # the last microbatch is still in the last stage's forward
+    assert alive({1: 1}) == [4] * 9  # what enters each layer
+    assert alive({1: "except_last"}) == [4, 4, 4, 4, 1, 1, 4, 4, 4]
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"recompute": "sometimes"}, ["recompute='sometimes'", "'except_last'", "every n-th layer"]),
+        ({"recompute": 0}, ["recompute=0", "at least 1"]),
+        ({"recompute": True}, ["recompute=True", "'always'"]),
+        ({"recompute": None}, ["recompute=None", "'always'"]),
+        ({"recompute": ["always"]}, ["recompute has 1 entries", "2 stages"]),
+        ({"recompute": {2: "always"}}, ["recompute: there is no stage 2", "0 to 1"]),
+        ({"recompute": {0: "all"}}, ["recompute='all'"]),
+        ({"offload": "host"}, ["offload='host'", "True or False"]),
+        ({"offload": [True]}, ["offload has 1 entries"]),
+    ],
+)
+def test_bad_choices(options: dict[str, Any], words: list[str]) -> None:
+    x, _ = batch()
+    with pytest.raises(ArgumentError) as caught:
+        pipeline(mlp(), (x,), loss=squared_error, ranks=2, **options)
+    assert all(word in str(caught.value) for word in words)
+
+
+class Stray(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.total = torch.zeros(WIDTH)  # neither parameter nor buffer
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        self.total += x.detach().sum(0)
+        return x + self.total.clone()
+
+
+class Renorms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.layer.weight.mul_(0.5)
+        return self.layer(x)
+
+
+def test_what_cannot_be_run_again_is_refused() -> None:
+    x, _ = batch()
+    options: dict[str, Any] = {"loss": squared_error, "schedule": "gpipe", "microbatches": 3}
+    with pytest.raises(PartitionError, match=r"recompute: 'total', a tensor that is not a buffer, of stage 0 carries"):
+        pipeline(Stray(), (x,), recompute="always", **options)
+    with pytest.raises(PartitionError, match=r"recompute: .*stage 0 updates parameter 'layer.weight' in place"):
+        pipeline(Renorms(), (x,), recompute="always", **options)
+
+
+class Equilibrium(nn.Module):
+    """As in the tutorial on deep equilibrium models: a hook solves for the gradient of a fixed point."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.tanh(self.linear(torch.zeros_like(x)) + x)
+        start = z.detach().requires_grad_()
+        again = torch.tanh(self.linear(start) + x.detach())
+
+        def solve(grad: Tensor) -> Tensor:
+            return grad + 0.5 * torch.autograd.grad(again, start, grad, retain_graph=True)[0]
+
+        if z.requires_grad:
+            z.register_hook(solve)
+        return z
+
+
+class Descends(nn.Module):
+    """A step down an energy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(6, 6), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        energy = self.drop(torch.tanh(self.linear(x))).square().sum()
+        return x - torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("policy", ["always", 1])
+def test_layers_that_call_autograd_themselves(policy: Any) -> None:
+    x, y = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(0)
+    options: Any = {"ranks": 2, "schedule": "gpipe", "microbatches": 4, "recompute": policy, "whole_batch": False}
+    verify([Equilibrium() for _ in range(4)], (x,), target=y, loss_fn=squared_error, **options).check()
+    descends = [Descends() for _ in range(4)]
+    if policy == "always":
+        verify(descends, (x,), target=y, loss_fn=squared_error, **options).check()
+        return
+    with pytest.raises(
+        PartitionError, match=r"a Descends takes a gradient within its own forward .* recompute='always'"
+    ):
+        verify(descends, (x,), target=y, loss_fn=squared_error, **options)
+
+
+class Weight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def test_a_stage_without_layers_is_refused() -> None:
+    x, _ = batch()
+    with pytest.raises(ArgumentError, match="recompute=2: the code of stage 0 calls no module with parameters"):
+        pipeline(Weight(), (x,), loss=squared_error, recompute=2)
+
+
+def test_a_step_that_raised_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, y = everything()
+    raised = []
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if not raised:
+            raised.append(1)
+            raise ValueError("not today")
+        return squared_error(output, target)
+
+    with pipeline(model, (x,), ranks=2, schedule="gpipe", microbatches=3, loss=loss, recompute="always") as pipe:
+        with pytest.raises(ValueError, match="not today"):
+            pipe.step(x, target=y)
+        buffers = {name: id(buffer) for name, buffer in model.named_buffers()}
+        pipe.step(x, target=y)
+        assert {name: id(buffer) for name, buffer in model.named_buffers()} == buffers
+        assert _kept(pipe) == 0
+
+
+def test_what_was_kept_is_let_go_before_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[int] = []
+    backward = exact.backward
+
+    def counting(roots: Any, grads: Any) -> None:
+        alive.append(sum(type(each) is recompute._Again for each in gc.get_objects()))
+        backward(roots, grads)
+
+    monkeypatch.setattr(exact, "backward", counting)
+    x, y = batch()
+    with pipeline(
+        mlp(), (x,), schedule="gpipe", ranks=1, microbatches=3, loss=squared_error, recompute="always"
+    ) as pipe:
+        pipe.step(x, target=y)
+    assert alive == [2, 1, 0][-len(alive) :]
+
+
+def _kept(pipe: Pipeline) -> int:
+    return sum(len(runner._kept) + len(runner._saved) for runner in training_runners(pipe))

@@ -1,0 +1,623 @@
+"""I and W of one stage leave in `.grad` what a whole backward leaves, to the bit and to the stride, whatever the model
+does with its weights; and W does as much of it as can wait."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from penstock.errors import PartitionError, ScheduleError
+from penstock.runtime.execute.assembly import _split
+from penstock.runtime.features.context import Binding, StageContext
+from penstock.runtime.split_backward.backward import SplitBackward
+from penstock.runtime.split_backward.weight_uses import WeightUses
+from penstock.schedule import Action, Op
+from scaffolding.models import GPT, ConvNet
+
+MICROBATCHES = 3
+STEPS = 2
+"""The first microbatch of the first one is not split."""
+
+ORDERS = {
+    "at once": "F0 I0 W0 F1 I1 W1 F2 I2 W2",
+    "late": "F0 F1 I0 F2 I1 W0 I2 W1 W2",
+    "at the end": "F0 F1 F2 I0 I1 I2 W0 W1 W2",
+}
+OUT_OF_ORDER = {
+    "I": "F0 F1 F2 I2 I1 I0 W0 W1 W2",
+    "F": "F2 F0 F1 I0 I1 I2 W0 W1 W2",
+    "both": "F1 F0 F2 I1 I2 I0 W0 W1 W2",
+}
+
+
+class Stage:
+    """A model whose microbatches go through F, I and W in a given order."""
+
+    def __init__(self, model: nn.Module, order: str, inputs: list[Tensor]) -> None:
+        self.model, self.order, self.inputs = model, order.split(), inputs
+        row = [Action(0, Op(action[0]), int(action[1:])) for action in self.order]
+        part: Any = SimpleNamespace(
+            meta=SimpleNamespace(index=0), module=model, parameters=dict(model.named_parameters()), buffers={}
+        )
+        partition: Any = SimpleNamespace(stages=[part])
+        schedule: Any = SimpleNamespace(rows=[row])
+        binding = Binding([partition], schedule, loss=None, training=True)
+        found = _split(StageContext(binding, 0, 0, [part], row, torch.device("cpu"), None, None))
+        assert found is not None
+        self.split = found
+
+    def step(self) -> None:
+        losses: dict[int, Tensor] = {}
+        self.split.begin_step()
+        for action in self.order:
+            k = int(action[1:])
+            match action[0]:
+                case "F":
+                    with self.split.forward(k):
+                        value = self.model(self.inputs[k])
+                    losses[k] = loss_of(value)
+                    self.split.learn([get_gradient_edge(losses[k])])
+                case "I":
+                    with self.split.input_gradients(k):
+                        losses.pop(k).backward()
+                case "W":
+                    self.split.weight_gradients(k)
+
+
+def loss_of(value: Tensor) -> Tensor:
+    return (value * torch.linspace(-1, 1, value.numel()).view(value.shape)).tanh().sum()
+
+
+def split_and_compare(model: nn.Module, make: Callable[[], Tensor], order: str = ORDERS["late"]) -> float:
+    """The share that was put off. Some inputs of the same values go through a copy of the model."""
+    inputs, twin = [make() for _ in range(MICROBATCHES)], copy.deepcopy(model)
+    copies = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+    stage = Stage(model, order, inputs)
+    for step in range(STEPS):
+        if step != 1:  # gradients accumulate over several steps
+            model.zero_grad()
+            twin.zero_grad()
+        stage.step()
+        for x in copies:
+            loss_of(twin(x)).backward()
+        for (name, mine), its in zip(model.named_parameters(), twin.parameters(), strict=True):
+            assert type(mine) is nn.Parameter
+            assert (mine.grad is None) == (its.grad is None), name
+            if mine.grad is not None and its.grad is not None:
+                a, b = mine.grad.to_dense(), its.grad.to_dense()
+                assert torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32)), name
+                assert a.stride() == b.stride(), name
+    for x, other in zip(inputs, copies, strict=True):
+        assert (x.grad is None) == (other.grad is None)
+        if x.grad is not None and other.grad is not None:
+            assert torch.equal(x.grad, other.grad)
+    return stage.split.share
+
+
+def noise(*shape: int, gives: bool = True) -> Callable[[], Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return lambda: torch.randn(shape, generator=generator).requires_grad_(gives)
+
+
+def tokens(vocabulary: int, *shape: int) -> Callable[[], Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return lambda: torch.randint(0, vocabulary, shape, generator=generator)
+
+
+def put_off(stage_or_model: nn.Module, make: Callable[[], Tensor]) -> set[str]:
+    """The names of the parameters whose gradient waits."""
+    stage = Stage(stage_or_model, "F0 I0 W0", [make()])
+    stage.step()
+    return {name for name, p in stage_or_model.named_parameters() if id(p) in stage.split._uses.can_wait}
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+class Forward(nn.Module):
+    """A model from a function of its parameters and its input."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor], **parts: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+def parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape))
+
+
+class OwnProduct(torch.autograd.Function):
+    """Its use of the weight cannot be seen from Python."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        return grads[0] @ weight.t(), x.t() @ grads[0]
+
+
+class Lose(torch.autograd.Function):
+    """Gives no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> None:
+        return None
+
+
+def experts(m: Any, x: Tensor) -> Tensor:
+    """Each row is for the expert that its first value chooses, as a mixture of experts routes it."""
+    result = torch.zeros_like(x)
+    for number in range(len(m.w)):
+        rows = torch.where((x[:, 0].detach() * 10).long().abs() % len(m.w) == number)[0]
+        if len(rows):
+            result = result.index_add(0, rows, F.linear(F.linear(x[rows], m.w[number]).tanh(), m.v[number]))
+    return result
+
+
+ALL = 1.0
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], float | None]] = {
+    "one weight many times": (
+        lambda: Forward(lambda m, x: m.w(m.w(m.w(x).tanh()) * m.w(x)), w=nn.Linear(33, 33, bias=False)),
+        noise(7, 33),
+        ALL,
+    ),
+    "embedding and head tied": (
+        lambda: Forward(lambda m, x: F.linear(F.linear(m.e(x), m.e.weight).softmax(-1) @ m.e.weight, m.e.weight),
+                        e=nn.Embedding(19, 13)),
+        tokens(19, 3, 5),
+        ALL,
+    ),
+    "a tied one with another use": (
+        lambda: Forward(lambda m, x: F.linear(m.e(x), m.e.weight) + m.e.weight.square().sum(), e=nn.Embedding(19, 13)),
+        tokens(19, 3, 5),
+        0.0,
+    ),
+    "parts of one weight": (
+        lambda: Forward(lambda m, x: sum(F.linear(x, w) for w in m.qkv.chunk(3)), qkv=parameter(99, 33)),
+        noise(2, 7, 33),
+        ALL,
+    ),
+    "one part twice, made early": (
+        lambda: Forward(lambda m, x: (lambda v, u: F.linear(F.linear(F.linear(x, u), v), u))(m.w[0], m.w[1]),
+                        w=parameter(3, 33, 33)),
+        noise(7, 33),
+        ALL,
+    ),
+    "a transposed weight": (
+        lambda: Forward(lambda m, x: x @ m.w.t() @ m.v.T @ m.u.transpose(0, 1)[:, :20],
+                        w=parameter(31, 33), v=parameter(29, 31), u=parameter(27, 29)),
+        noise(7, 33),
+        ALL,
+    ),
+    "a part and the whole": (
+        lambda: Forward(lambda m, x: F.linear(F.linear(x, m.w), m.w[:20]), w=parameter(33, 33)),
+        noise(7, 33),
+        0.0,
+    ),
+    "experts": (lambda: Forward(experts, w=parameter(4, 29, 33), v=parameter(4, 33, 29)), noise(11, 33), ALL),
+    "conv1d of transformers": (
+        lambda: Forward(lambda m, x: torch.addmm(m.b, x.view(-1, 33), m.w).view(2, 7, 31), w=parameter(33, 31),
+                        b=parameter(31)),
+        noise(2, 7, 33),
+        33 * 31 / (33 * 31 + 31),
+    ),
+    "a weight that is not contiguous": (
+        lambda: Forward(lambda m, x: F.linear(x, m.w), w=nn.Parameter(torch.randn(33, 31).t())),
+        noise(7, 33),
+        ALL,
+    ),
+    "a weight with gaps": (
+        lambda: Forward(lambda m, x: F.linear(x, m.w), w=nn.Parameter(torch.randn(31, 40)[:, :33])),
+        noise(7, 33),
+        ALL,
+    ),
+    "what is updated in place": (
+        lambda: nn.Sequential(nn.Linear(33, 31), nn.ReLU(inplace=True), nn.Linear(31, 31), nn.SELU(inplace=True)),
+        noise(2, 7, 33, gives=False),
+        None,
+    ),
+    "convolutions": (
+        lambda: Forward(lambda m, x: m.c(m.b(F.relu(m.a(x)))), a=nn.Conv2d(3, 5, 3, bias=False),
+                        b=nn.BatchNorm2d(5), c=nn.ConvTranspose2d(5, 3, 2, stride=2)),
+        noise(2, 3, 7, 7),
+        None,
+    ),
+    "a bias used twice": (
+        lambda: Forward(lambda m, x: F.conv1d(x, m.w, m.b) + m.b[:, None], w=parameter(5, 3, 2), b=parameter(5)),
+        noise(2, 3, 9),
+        0.0,
+    ),
+    "no bias but a frozen weight": (
+        lambda: Forward(lambda m, x: m.a(x), a=nn.Linear(33, 31)).requires_grad_(False),
+        noise(7, 33),
+        0.0,
+    ),
+    "a frozen weight": (
+        lambda: nn.Sequential(nn.Linear(33, 31).requires_grad_(False), nn.Linear(31, 29, bias=False)),
+        noise(7, 33),
+        ALL,
+    ),
+    "a weight that is computed": (
+        lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(33, 31)), nn.Linear(31, 29)),
+        noise(7, 33),
+        None,
+    ),
+    "a use that cannot be seen": (
+        lambda: Forward(lambda m, x: OwnProduct.apply(m.v(F.linear(x, m.w)), m.w),  # type: ignore[no-untyped-call]
+                        w=parameter(33, 33), v=nn.Linear(33, 33, bias=False)),
+        noise(7, 33),
+        0.5,
+    ),
+    "attention": (lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), noise(3, 5, 8), None),
+    "lstm": (lambda: Forward(lambda m, x: m.a(m.l(x)[0]), l=nn.LSTM(7, 9), a=nn.Linear(9, 9, bias=False)),
+             noise(5, 3, 7), None),
+    "sparse gradients": (lambda: nn.Embedding(19, 13, sparse=True), tokens(19, 3, 5), 0.0),
+    "nothing that comes in takes a gradient": (
+        lambda: Forward(lambda m, x: m.b(m.a(x)), a=nn.Linear(33, 31, bias=False), b=nn.Linear(31, 29, bias=False)),
+        noise(2, 7, 33, gives=False),
+        ALL,
+    ),
+    "a weight that nothing uses": (
+        lambda: Forward(lambda m, x: m.a(x), a=nn.Linear(33, 31, bias=False), b=nn.Linear(33, 31, bias=False)),
+        noise(7, 33),
+        0.5,
+    ),
+    "a weight under no_grad": (
+        lambda: Forward(lambda m, x: m.a(x) + without_graph(m.a, x), a=nn.Linear(33, 31, bias=False)),
+        noise(7, 33),
+        ALL,
+    ),
+    "autocast": (
+        lambda: Forward(lambda m, x: autocast(m.b, m.a(x)), a=nn.Linear(33, 33, bias=False),
+                        b=nn.Linear(33, 33, bias=False)),
+        noise(7, 33),
+        0.5,
+    ),
+    "recomputation": (
+        lambda: Forward(lambda m, x: m.b(checkpoint(m.a, x, use_reentrant=False)), a=nn.Linear(33, 33, bias=False),
+                        b=nn.Linear(33, 33, bias=False)),
+        noise(7, 33),
+        0.5,
+    ),
+    "recomputation in a backward of its own": (
+        lambda: Forward(lambda m, x: m.b(checkpoint(m.a, m.b(x), use_reentrant=True)),
+                        a=nn.Sequential(nn.Linear(33, 33), nn.Linear(33, 33)), b=nn.Linear(33, 33)),
+        noise(7, 33),
+        0.0,
+    ),
+    "recomputation of a tied weight": (
+        lambda: Forward(lambda m, x: m.a(checkpoint(m.a, x, use_reentrant=False)), a=nn.Linear(33, 33)),
+        noise(7, 33),
+        0.0,
+    ),
+    "an embedding that lies by columns": (
+        lambda: nn.Embedding(19, 13, _weight=nn.Parameter(torch.randn(13, 19).t())),
+        tokens(19, 3, 5),
+        ALL,
+    ),
+    "a gradient that is None": (
+        lambda: Forward(lambda m, x: Lose.apply(m.a(x)) + m.b(x),  # type: ignore[no-untyped-call]
+                        a=nn.Linear(33, 31, bias=False), b=nn.Linear(33, 31, bias=False)),
+        noise(7, 33),
+        ALL,
+    ),
+    "a gradient that is None where nothing that comes in takes one": (
+        lambda: Forward(lambda m, x: Lose.apply(m.a(x)) + m.b(x),  # type: ignore[no-untyped-call]
+                        a=nn.Linear(33, 31, bias=False), b=nn.Linear(33, 31, bias=False)),
+        noise(7, 33, gives=False),
+        ALL,
+    ),
+    "an update in place of what takes no gradient but for its weight": (
+        lambda: Forward(lambda m, x: F.linear(m.e(x), m.w, m.b).relu_(), e=nn.Embedding(19, 13).requires_grad_(False),
+                        w=parameter(9, 13), b=parameter(9).requires_grad_(False)),
+        tokens(19, 3, 5),
+        ALL,
+    ),
+    "no parameters": (nn.Tanh, noise(7, 33), 0.0),
+}  # fmt: skip
+
+
+def without_graph(layer: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return layer(x)
+
+
+def autocast(layer: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return layer(x).float()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_gradients_are_those_of_a_whole_backward(name: str, order: str) -> None:
+    torch.manual_seed(0)
+    build, make, share = MODELS[name]
+    found = split_and_compare(build(), make, ORDERS[order])
+    if share is None:
+        assert 0 < found < 1
+    else:
+        assert found == pytest.approx(share)
+
+
+@pytest.mark.parametrize("order", OUT_OF_ORDER)
+@pytest.mark.parametrize("name", ["one weight many times", "experts", "attention", "convolutions", "sparse gradients"])
+def test_an_order_of_i_that_is_not_that_of_w(name: str, order: str) -> None:
+    torch.manual_seed(0)
+    build, make, _ = MODELS[name]
+    split_and_compare(build(), make, OUT_OF_ORDER[order])
+
+
+def test_whole_models() -> None:
+    torch.manual_seed(0)
+    assert split_and_compare(GPT(layers=2), tokens(19, 3, 7)) > 0.85
+    torch.manual_seed(0)
+    net = ConvNet()
+    net.forward = lambda x, run=net.forward: run(x.to(memory_format=torch.channels_last))  # type: ignore[method-assign]
+    for part in net.modules():
+        if isinstance(part, nn.BatchNorm2d):
+            part.momentum = 0.0
+    inputs = noise(4, 3, 9, 9, gives=False)
+    assert put_off(net, inputs) >= {"blocks.0.0.weight", "blocks.3.0.weight", "head.weight"}
+
+
+# -- what cannot wait -------------------------------------------------------------------------------------------------
+
+
+def test_one_kernel_computes_the_gradients_of_weight_and_bias_of_a_convolution() -> None:
+    one = Forward(lambda m, x: F.conv1d(x, m.w, m.b), w=parameter(5, 3, 2), b=parameter(5))
+    assert put_off(one, noise(2, 3, 9)) == {"w", "b"}
+    assert put_off(MODELS["a bias used twice"][0](), noise(2, 3, 9)) == set()
+
+
+@pytest.mark.filterwarnings("default")  # torch.compile's own
+def test_compiled_parts_are_left_alone() -> None:
+    model = nn.Sequential(nn.Linear(33, 33, bias=False), nn.Linear(33, 33, bias=False))
+    model[1].compile(backend="eager")
+    assert put_off(model, noise(4, 33)) == {"0.weight"}
+    compiled = torch.compile(F.linear, backend="eager")
+    function = Forward(lambda m, x: compiled(m.a(x), m.w), a=nn.Linear(33, 33, bias=False), w=parameter(33, 33))
+    assert put_off(function, noise(4, 33)) == {"a.weight"}
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_use_that_comes_up_later_and_cannot_be_seen_is_refused(in_order: bool) -> None:
+    model = Forward(lambda m, x: OwnProduct.apply(F.linear(x, m.w), m.w) if len(x) > 4 else F.linear(x, m.w),
+                    w=parameter(9, 9))  # type: ignore[no-untyped-call]  # fmt: skip
+    order = "F0 I0 W0 F1 I1 W1" if in_order else "F0 F1 I1 I0 W0 W1"
+    stage = Stage(model, order, [torch.randn(4, 9), torch.randn(5, 9)])
+    with pytest.raises(PartitionError, match="'w' is used in microbatch 1 as it was not in the first one"):
+        stage.step()
+    assert type(model.w) is nn.Parameter
+
+
+def test_a_use_in_another_form_that_comes_up_later_is_refused() -> None:
+    model = Forward(lambda m, x: F.linear(F.linear(x, m.w), m.w[:3] if len(x) > 4 else m.w), w=parameter(9, 9))
+    stage = Stage(model, "F0 I0 W0 F1 I1 W1", [torch.randn(4, 9), torch.randn(5, 9)])
+    with pytest.raises(PartitionError, match="merge_backward"):
+        stage.step()
+
+
+@pytest.mark.parametrize("handed_on", [True, False])
+def test_a_weight_part_of_which_is_handed_on_cannot_wait(handed_on: bool) -> None:
+    weight = parameter(3, 9, 9)
+    uses = WeightUses([weight])
+    with uses.learning():
+        part = weight[0]
+        value = F.linear(torch.randn(4, 9), part)
+    uses.decide([value.grad_fn, part.grad_fn] if handed_on else [value.grad_fn])
+    assert list(uses.can_wait) == ([] if handed_on else [id(weight)])
+
+
+def test_a_microbatch_without_any_use() -> None:
+    """Experts that a microbatch does not need get nothing from it."""
+    model = Forward(lambda m, x: F.linear(x, m.w) if len(x) > 1 else x.clone(), w=parameter(9, 9))
+    twin = copy.deepcopy(model)
+    inputs = [torch.randn(rows, 9).requires_grad_() for rows in (4, 1, 3)]
+    Stage(model, ORDERS["at the end"], inputs).step()
+    for x in inputs:
+        loss_of(twin(x)).backward()
+    assert torch.equal(model.w.grad, twin.w.grad)
+
+
+# -- hooks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters_see_one_gradient_a_microbatch(kind: str) -> None:
+    def watched(stage: nn.Module) -> list[Tensor]:
+        seen: list[Tensor] = []
+        for p in stage.parameters():
+            getattr(p, kind)(lambda t: seen.append((t if kind == "register_hook" else t.grad).clone()))
+        return seen
+
+    torch.manual_seed(0)
+    model = Forward(lambda m, x: m.w(m.w(x)), w=nn.Linear(9, 9, bias=False))
+    twin = copy.deepcopy(model)
+    mine, its = watched(model), watched(twin)
+    inputs = [torch.randn(4, 9) for _ in range(3)]
+    stage = Stage(model, ORDERS["late"], inputs)
+    stage.step()
+    for x in inputs:
+        loss_of(twin(x)).backward()
+    assert stage.split.share == 1
+    assert len(mine) == len(its) == 3
+    assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
+
+
+def test_a_hook_on_accumulated_gradients_is_refused_where_they_are_kept_until_w() -> None:
+    model = nn.Linear(9, 9)
+    model.bias.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(ScheduleError, match="parameter 'bias' has a hook"):
+        Stage(model, OUT_OF_ORDER["I"], [torch.randn(4, 9) for _ in range(3)]).step()
+
+
+def test_a_hook_on_the_output_changes_the_gradient_that_is_kept() -> None:
+    def doubled(m: Any, x: Tensor) -> Tensor:
+        y = m.a(x)
+        y.register_hook(lambda grad: 2 * grad)
+        return y
+
+    split_and_compare(Forward(doubled, a=nn.Linear(33, 31, bias=False)), noise(2, 7, 33))
+    split_and_compare(Forward(doubled, a=nn.Linear(33, 31, bias=False)), noise(2, 7, 33, gives=False))
+
+
+# -- what is kept, and for how long -----------------------------------------------------------------------------------
+
+
+class Remember(torch.autograd.Function):
+    """Its node keeps an object alive."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, thing: object) -> Tensor:
+        ctx.thing = thing
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+class Thing:
+    """Something that a weak reference can point to."""
+
+
+@pytest.mark.parametrize("call", [lambda m, x: m.b(x), lambda m, x: torch.addmm(m.b.bias, x, m.b.weight)])
+def test_i_frees_all_but_what_w_needs_and_w_frees_that(call: Callable[[Any, Tensor], Tensor]) -> None:
+    graph: list[weakref.ref[Thing]] = []
+    activations: list[weakref.ref[Tensor]] = []
+
+    def model(m: Any, x: Tensor) -> Tensor:
+        thing = Thing()
+        graph.append(weakref.ref(thing))
+        hidden = m.a(Remember.apply(x, thing)).exp()  # type: ignore[no-untyped-call]
+        activations.append(weakref.ref(hidden))
+        return call(m, hidden.sin() * 2)
+
+    gc.disable()  # what is freed is freed at once, without cycles
+    try:
+        stage = Stage(Forward(model, a=nn.Linear(9, 9), b=nn.Linear(9, 9)), "F0 I0 W0", [noise(4, 9)()])
+        stage.step()
+        stage.order = ["F0", "I0"]
+        stage.step()
+        assert graph[-1]() is None
+        assert activations[-1]() is None
+        waiting = [weakref.ref(call.grad) for call in stage.split._waiting[0]]
+        assert [ref() is not None for ref in waiting] == [True, True]
+        stage.split.weight_gradients(0)
+        assert [ref() for ref in waiting] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_a_forward_that_raises_leaves_the_parameters_as_they_were() -> None:
+    def fail(m: Any, x: Tensor) -> Tensor:
+        m.a(x)
+        raise ValueError("no")
+
+    model = Forward(fail, a=nn.Linear(9, 9))
+    stage = Stage(model, "F0 I0 W0", [torch.randn(4, 9)])
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no"):
+            stage.step()
+        assert all(type(p) is nn.Parameter for p in model.parameters())
+    model.function = lambda m, x: m.a(x)
+    stage.step()
+    assert stage.split.share > 0.8
+
+
+def test_somebody_elses_tensors_are_left_to_them() -> None:
+    class Meters(Tensor):
+        pass
+
+    model = nn.Sequential(nn.Linear(9, 9))
+    found: list[type] = []
+    model.register_forward_hook(lambda _, __, y: found.append(type(y)))
+    stage = Stage(model, "F0 I0 W0", [torch.randn(4, 9).as_subclass(Meters)])
+    stage.step()
+    stage.step()
+    assert found == [Meters, Meters]
+    assert stage.split.share == 0
+
+
+class Descent(nn.Module):
+    """Takes a step down its own energy, by a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.on = nn.Linear(4, 4), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        value = self.linear(x).tanh()
+        if self.on:
+            value = x - torch.autograd.grad(value.square().sum(), x, create_graph=True)[0]
+        return value
+
+
+def test_a_weight_that_a_backward_inside_the_forward_uses_cannot_wait() -> None:
+    module, x = Descent(), torch.randn(3, 4, requires_grad=True)
+    uses = WeightUses(module.parameters())
+    with uses.learning():
+        value = module(x)
+    uses.decide([value.grad_fn])
+    assert not uses.can_wait
+
+
+def test_a_backward_inside_a_later_forward_is_refused() -> None:
+    module, x = Descent(), torch.randn(3, 4, requires_grad=True)
+    uses, module.on = WeightUses(module.parameters()), False
+    with uses.learning():
+        value = module(x)
+    uses.decide([value.grad_fn])
+    module.on = True
+    with uses.putting_off([], x), pytest.raises(PartitionError, match="a backward of its own"):
+        module(x)
+
+
+def test_weight_gradients_that_a_step_that_raised_put_off_are_dropped() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    split = SplitBackward(lambda: dict(model.named_parameters()), model, torch.device("cpu"), range(2), in_order=True)
+
+    def until_i(microbatch: int) -> None:
+        with split.forward(microbatch):
+            loss = model(torch.ones(2, 3)).sum()
+        edge = get_gradient_edge(loss)
+        split.learn([edge])
+        with split.input_gradients(microbatch):
+            torch.autograd.backward((edge,), (torch.ones(()),))
+
+    split.begin_step()
+    until_i(0)  # whole, to learn what can wait
+    split.weight_gradients(0)
+    weight = model[0].get_parameter("weight")
+    assert weight.grad is not None
+    before = weight.grad.clone()
+    until_i(1)
+    assert torch.equal(weight.grad, before), "it waits"
+    split.begin_step()
+    split.weight_gradients(1)
+    assert torch.equal(weight.grad, before)

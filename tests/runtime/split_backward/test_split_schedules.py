@@ -1,0 +1,235 @@
+"""Schedules that split the backward give the bits of one device, wherever they put their W's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.pipe.pipeline import Pipeline
+from penstock.schedule import Action, Op, Overlap, Schedule, check, generate, names, reduce_ties, split_backward
+from scaffolding.model_kinds import EXAMPLES
+from scaffolding.models import TRANSFORMERS as TINY
+from scaffolding.models import squared_error
+from scaffolding.representatives import representatives
+from scaffolding.small import WIDTH, batch, mlp
+
+MICROBATCHES = 3
+
+
+def with_late_weights(schedule: Schedule, late: int | None) -> Schedule:
+    """The backward split, with each W behind the next `late` I's of its row; None: at the row's end."""
+    rows = []
+    for row in split_backward(schedule).rows:
+        items: list[Action | Overlap] = []
+        waiting: list[Action | Overlap] = []
+        for item in row.items():
+            if isinstance(item, Action) and item.op is Op.W:
+                waiting.append(item)
+            else:
+                items.append(item)
+            if late is not None and len(waiting) > late:
+                items.append(waiting.pop(0))
+        rows.append(items + waiting)
+    return schedule.with_rows(rows)
+
+
+@pytest.fixture(autouse=True)
+def shares(monkeypatch: pytest.MonkeyPatch) -> list[dict[int, float]]:
+    """What every step reports to have put off."""
+    found: list[dict[int, float]] = []
+    step = Pipeline.step
+
+    def seen_step(self: Pipeline, *args: Any, **kwargs: Any) -> Any:
+        result = step(self, *args, **kwargs)
+        found.append(self.split_share)
+        return result
+
+    monkeypatch.setattr(Pipeline, "step", seen_step)
+    return found
+
+
+def verify(name: str, schedule: Schedule) -> penstock.Report:
+    torch.manual_seed(0)
+    model, args, kwargs, target, loss = EXAMPLES[name]() if name in EXAMPLES else TINY[name]()
+    if name in TINY:
+        loss = None  # these compute their own
+    return penstock.verify(
+        model,
+        args,
+        target=target,
+        loss_fn=loss,
+        kwargs=kwargs,
+        ranks=schedule.ranks,
+        schedule=schedule,
+        seed=7,
+        exact=True,
+    )
+
+
+# -- the proof --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "late"), representatives(3, list(EXAMPLES), [0, 1, None]))
+def test_bits_of_one_device(name: str, late: int | None, shares: list[dict[int, float]]) -> None:
+    schedule = with_late_weights(generate("1f1b", 3, MICROBATCHES), late)
+    assert check(schedule) == []
+    report = verify(name, schedule)
+    assert report.ok, report.summary()
+    of_split = next(share for share in shares if share)  # models with dropout are compared with a pipeline of one rank
+    assert set(of_split) == {0, 1, 2}
+    assert all(share > 0.9 for share in shares[1].values())
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen_moe", "bert", "vit"])
+def test_tiny_models_of_transformers(name: str, shares: list[dict[int, float]]) -> None:
+    report = verify(name, with_late_weights(generate("gpipe", 2, 2), 1))
+    assert report.ok, report.summary()
+    assert all(share > 0.9 for share in shares[1].values())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks"), representatives(2, [name for name in names() if name.startswith(("zb", "v-"))], [2, 4])
+)
+def test_generated_schedules(schedule: str, ranks: int) -> None:
+    order = generate(schedule, ranks, 4)
+    assert any(action.op is Op.W for row in order.rows for action in row)
+    report = verify("tied_gpt_with_dropout", order)
+    assert report.ok, report.summary()
+
+
+def test_overlapping_pairs_run_one_after_the_other() -> None:
+    order = Schedule.parse(
+        "pairs: 3 microbatches, stages on ranks 0 1\n"
+        "rank 0: 0F0 0F1 (0F2;0B0)OVERLAP_F_B 0I1 0B2 0W1\n"
+        "rank 1: 1F0 1B0 1F1 (1F2;1I1)OVERLAP_F_B 1W1 1B2"
+    )
+    assert {violation.kind for violation in check(order)} == {"inexact"}
+    order = Schedule.parse(str(order).replace("0B2 0W1", "0W1 0B2"))
+    assert check(order) == []
+    report = verify("skips", order)
+    assert report.ok, report.summary()
+
+
+# -- orders -----------------------------------------------------------------------------------------------------------
+
+
+def rows_of(*rows: str) -> Schedule:
+    text = "\n".join(f"rank {rank}: {row}" for rank, row in enumerate(rows))
+    return Schedule.parse(f"by hand: 3 microbatches, stages on ranks 0 1\n{text}")
+
+
+def test_input_gradients_in_another_order_than_weight_gradients() -> None:
+    order = rows_of("0F0 0F1 0F2 0I2 0I0 0I1 0W0 0W1 0W2", "1F0 1F1 1F2 1I2 1I0 1I1 1W0 1W1 1W2")
+    assert check(order) == []
+    for name in ("skips", "batch_norm_on_digits", "gpt2"):
+        report = verify(name, order)
+        assert report.ok, report.summary()
+
+
+def test_descending_weight_gradients_are_reported_as_inexact_and_have_other_bits() -> None:
+    order = rows_of("0F0 0F1 0F2 0I0 0I1 0I2 0W2 0W1 0W0", "1F0 1F1 1F2 1I0 1I1 1I2 1W0 1W1 1W2")
+    assert {(violation.kind, violation.rank) for violation in check(order)} == {("inexact", 0)}
+    report = verify("mlp", order)
+    assert {row.kind for row in report.wrong} == {"gradient"}
+    assert {row.stages for row in report.wrong} == {(0,)}
+    assert all(row.name.endswith("weight") for row in report.wrong)  # biases were done at I
+
+
+# -- stages -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_schedule_that_splits_nothing_is_left_alone() -> None:
+    x, y = batch()
+    with penstock.pipeline(mlp(), (x,), ranks=2, microbatches=3, loss=squared_error) as pipe:
+        pipe.step(x, target=y)
+        assert pipe.split_share == {}
+        runners = [
+            runner for job in pipe.session.steps.bound_schedules for p in job.programs for runner in p.runners.values()
+        ]
+        assert all(runner.split is None for runner in runners)
+
+
+def test_some_stages_split_and_others_not() -> None:
+    order = rows_of("0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1I0 1I1 1B2 1W0 1W1")
+    order = Schedule.parse(str(order).replace("1B2 1W0 1W1", "1W0 1W1 1B2"))
+    x, y = batch()
+    with penstock.pipeline(mlp(), (x,), ranks=2, schedule=order, loss=squared_error) as pipe:
+        pipe.step(x, target=y)
+        share = WIDTH / (WIDTH + 1)
+        assert pipe.split_share == {1: pytest.approx(share)}
+        pipe.evaluate(x, target=y)
+        assert pipe.split_share == {1: pytest.approx(share)}
+    assert verify("mlp", order).ok
+
+
+@pytest.mark.parametrize("frozen", [(), (0,), (1,), (0, 1), (3,)])
+def test_frozen_stages_and_stages_without_parameters(frozen: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)]
+    for index in frozen:
+        layers[index].requires_grad_(False)
+    x, y = batch()
+    order = with_late_weights(generate("1f1b", 4, MICROBATCHES), 1)
+    report = penstock.verify(layers, (x,), target=y, loss_fn=squared_error, ranks=4, schedule=order, exact=True)
+    assert report.ok, report.summary()
+
+
+def test_gradients_accumulate_over_steps() -> None:
+    x, y = batch()
+    torch.manual_seed(0)
+    split, whole = mlp(), mlp()
+    for model, order in ((split, with_late_weights(generate("1f1b", 2, 3), 1)), (whole, generate("1f1b", 2, 3))):
+        with penstock.pipeline(model, (x,), ranks=2, schedule=order, loss=squared_error) as pipe:
+            for _ in range(3):
+                pipe.step(x, target=y)
+    for a, b in zip(split.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+def test_the_next_step_is_right_after_one_that_raised() -> None:
+    x, y = batch()
+    calls: list[int] = []
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 5:
+            raise ValueError("once")
+        return squared_error(output, target)
+
+    order = with_late_weights(generate("1f1b", 2, 3), None)
+    model, other = mlp(), mlp()
+    with penstock.pipeline(model, (x,), ranks=2, schedule=order, loss=loss) as pipe:
+        pipe.step(x, target=y)
+        with pytest.raises(ValueError, match="once"):
+            pipe.step(x, target=y)
+        model.zero_grad()
+        pipe.step(x, target=y)
+    with penstock.pipeline(other, (x,), ranks=2, schedule=generate("1f1b", 2, 3), loss=squared_error) as pipe:
+        pipe.step(x, target=y)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+def test_the_timeline_and_the_watchdog_name_i_and_w() -> None:
+    x, y = batch()
+    order = with_late_weights(generate("1f1b", 2, 3), 1)
+    with penstock.pipeline(mlp(), (x,), ranks=2, schedule=order, loss=squared_error) as pipe:
+        timeline = pipe.step(x, target=y, timeline=True).timeline
+        assert timeline is not None
+        assert {str(span.action) for span in timeline} >= {"0I0", "0W0", "1I2", "1W2"}
+        entries = next(job for job in pipe.session.steps.bound_schedules if job.training).actions
+        places = {str(e.action): (str(e.waiting.action), e.waiting.peers, str(e.running.action)) for e in entries}
+        assert places["0I1"] == ("0RECV_B1", (1,), "0I1")
+        assert places["1W1"] == ("1W1", (), "1W1")
+        assert next(e for e in entries if str(e.action) == "1W1").wait is None
+
+
+def test_ties_are_reduced_after_the_last_w() -> None:
+    order = reduce_ties(with_late_weights(generate("1f1b", 3, MICROBATCHES), None), [(0, 2)])
+    for rank in (0, 2):
+        row = [str(action) for action in order.rows[rank]]
+        assert row[-2:] == [f"{rank}W2", f"{rank}REDUCE_GRAD0"]

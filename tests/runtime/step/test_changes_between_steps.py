@@ -1,0 +1,243 @@
+"""What a user changes between two steps counts from the next step on, as it does in plain torch, or is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.errors import ArgumentError
+from scaffolding.models import squared_error
+
+STEPS = 3
+
+
+SETTINGS = {"factor": 1.0}
+
+
+class Slotted:
+    """An object without a `__dict__`."""
+
+    __slots__ = ("t",)
+
+    def __init__(self) -> None:
+        self.t = 1.0
+
+
+def scaling() -> tuple[Callable[[Tensor], Tensor], list[float]]:
+    factors = [1.0]
+    return lambda x: x * factors[0], factors
+
+
+def helped(x: Tensor) -> Tensor:
+    return x * SETTINGS["factor"]
+
+
+class Block(nn.Module):
+    """Draws where its rate is not 0."""
+
+    scale, rate, strength = 1.0, 0.0, 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(self.linear(x).tanh(), self.rate)
+
+    def strengthened(self, x: Tensor) -> Tensor:
+        return x * self.strength
+
+
+class Reader(nn.Module):
+    """Reads attributes of all kinds in a forward that is recorded call by call."""
+
+    of_class = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.number: Any = 1.0
+        self.items, self.table, self.pair = [1.0], {"a": {"b": 1.0}}, (1.0, 2.0)
+        self.config = SimpleNamespace(inner=SimpleNamespace(t=1.0))
+        self.tensor = torch.tensor(1.0)
+        self.function = torch.tanh
+        self.slotted, self.doubled, self.array = Slotted(), set[int](), np.ones(2)
+        self.multiply = partial(torch.mul, other=1.0)
+        self.closure, self.in_closure = scaling()
+        self.__dict__["in_closure"] = (self.in_closure,) * 65  # too long to be looked into
+
+    @property
+    def of_property(self) -> float:
+        return self.blocks[1].strength
+
+    def forward(self, x: Tensor, options: Any = None) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            x = block.strengthened(block(x) * block.scale) * (1.0 + (i in self.doubled))
+        x = self.closure(self.multiply(helped(x))) * self.slotted.t * float(self.array[0]) * self.of_property
+        factor = self.number * self.items[0] * self.table["a"]["b"] * self.pair[0] * self.config.inner.t * self.of_class
+        bonus = getattr(self, "bonus", 1.0) * (1.0 if options is None else options.t)
+        return self.function(x) * float(factor) * self.tensor * bonus
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(4, 5, generator=generator), torch.randn(4, 5, generator=generator)) for _ in range(STEPS)]
+
+
+def model() -> Reader:
+    torch.manual_seed(0)
+    return Reader()
+
+
+def trained(change: Callable[[Reader, int], object], ranks: int) -> list[Tensor]:
+    """The outputs of each step and the gradients of all, by Penstock; by plain torch for no ranks."""
+    reader, found = model(), []
+    if not ranks:
+        for step, (x, y) in enumerate(batches()):
+            change(reader, step)
+            for row, target in zip(x.split(2), y.split(2), strict=True):
+                found.append(reader(row.clone()))
+                (squared_error(found[-1], target.clone()) / 2).backward()
+    else:
+        with penstock.pipeline(
+            reader, (batches()[0][0],), ranks=ranks, schedule="gpipe", microbatches=2, loss=squared_error
+        ) as pipe:
+            for step, (x, y) in enumerate(batches()):
+                change(reader, step)
+                found += pipe.step(x, target=y, outputs=True).outputs
+    return [*found, *(p.grad for p in reader.parameters() if p.grad is not None)]
+
+
+def doubled(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return 2 * output
+
+
+def patch_forward(reader: Reader) -> None:
+    forward = reader.forward
+    reader.forward = lambda x: 2 * forward(x)  # type: ignore[method-assign]
+
+
+CHANGES: dict[str, Callable[[Reader], object]] = {
+    "number": lambda m: setattr(m, "number", 2.0),
+    "number of numpy": lambda m: setattr(m, "number", np.float32(2.0)),
+    "item of a list": lambda m: m.items.__setitem__(0, 2.0),
+    "item of a dict in a dict": lambda m: m.table["a"].__setitem__("b", 2.0),
+    "tuple": lambda m: setattr(m, "pair", (2.0, 2.0)),
+    "field of an object": lambda m: setattr(m.config.inner, "t", 2.0),
+    "another tensor": lambda m: setattr(m, "tensor", torch.tensor(2.0)),
+    "a tensor's value": lambda m: m.tensor.fill_(2.0),
+    "function": lambda m: setattr(m, "function", torch.sigmoid),
+    "attribute that was not there": lambda m: setattr(m, "bonus", 2.0),
+    "attribute of a block": lambda m: [setattr(block, "scale", 2.0) for block in m.blocks],
+    "hook on the model": lambda m: m.register_forward_hook(doubled),
+    "hook before the model": lambda m: m.register_forward_pre_hook(lambda _, args: (2 * args[0],)),
+    "forward of the model": patch_forward,
+    "attribute that a method of a block reads": lambda m: setattr(m.blocks[1], "strength", 2.0),
+    "object with slots": lambda m: setattr(m.slotted, "t", 2.0),
+    "set": lambda m: m.doubled.add(2),
+    "array": lambda m: m.array.fill(2.0),
+    "keywords of a partial": lambda m: m.multiply.keywords.update(other=2.0),
+    "closure of a function": lambda m: m.in_closure[0].__setitem__(0, 2.0),
+    "module without parameters": lambda m: setattr(m.blocks[1].linear, "extra", nn.Identity()),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_counts_from_the_next_step_on(name: str) -> None:
+    def change(reader: Reader, step: int) -> None:
+        if step == 1:
+            CHANGES[name](reader)
+
+    expected = trained(change, 0)
+    got = trained(change, 2)
+    assert len(expected) == len(got)
+    assert all(torch.equal(one, other) for one, other in zip(expected, got, strict=True))
+
+
+def test_a_global_that_a_function_reads_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(reader: Reader, step: int) -> None:
+        monkeypatch.setitem(SETTINGS, "factor", 1.0 + step)
+
+    assert all(map(torch.equal, trained(change, 0), trained(change, 2)))
+
+
+def test_an_attribute_of_the_class_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(reader: Reader, step: int) -> None:
+        monkeypatch.setattr(Reader, "of_class", 1.0 + step)
+
+    assert all(map(torch.equal, trained(change, 0), trained(change, 2)))
+
+
+def test_dropout_that_is_switched_on_later_draws_alike_for_any_number_of_ranks() -> None:
+    def change(reader: Reader, step: int) -> None:
+        for block in reader.blocks:
+            block.rate = 0.5 * (step > 0)
+
+    one, three = trained(change, 1), trained(change, 3)
+    assert all(map(torch.equal, one, three))
+    assert (one[2] == 0).any()
+
+
+def test_fields_of_an_input_count() -> None:
+    reader, options, (x, y) = model(), SimpleNamespace(t=1.0), batches()[0]
+    with penstock.pipeline(reader, (x, options), ranks=2, microbatches=2, loss=squared_error) as pipe:
+        for options.t in (1.0, 3.0, 1.0):
+            got = torch.cat(list(pipe.step(x, options, target=y, outputs=True).outputs))
+            assert torch.equal(got, torch.cat([reader(row.clone(), options) for row in x.split(2)]))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda m: m.blocks.__setitem__(1, Block()), "'blocks.1.linear.weight' is new"),
+        (lambda m: m.blocks.append(Block()), "'blocks.3.linear.weight' is new"),
+        (
+            lambda m: setattr(m.blocks[1].linear, "weight", nn.Parameter(torch.eye(5))),
+            "'blocks.1.linear.weight' is new",
+        ),
+        (lambda m: m.blocks.__delitem__(2), "'blocks.2.linear.weight' is gone"),
+    ],
+)
+def test_other_parameters_are_refused(change: Callable[[Reader], object], words: str) -> None:
+    reader, (x, y) = model(), batches()[0]
+    with penstock.pipeline(reader, (x,), ranks=2, microbatches=2, loss=squared_error) as pipe:
+        pipe.step(x, target=y)
+        change(reader)
+        with pytest.raises(ArgumentError, match=f"(?s){words}.*make a new pipeline"):
+            pipe.step(x, target=y)
+
+
+class Counting(Block):
+    """Counts its own calls, in an object that its parent reads from, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.shared.calls += 1
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().forward(x)
+
+
+def test_what_blocks_change_themselves_is_no_reason_to_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, (x, y) = model(), batches()[0]
+    reader.blocks[1] = Counting()
+    reader.blocks[1].shared = reader.config
+    reader.config.calls = 1
+    recorded: list[object] = []
+    from penstock.partition import partitioner
+
+    original = partitioner.record
+    monkeypatch.setattr(
+        partitioner, "record", lambda *args, **options: recorded.append(args) or original(*args, **options)
+    )
+    with penstock.pipeline(reader, (x,), ranks=2, microbatches=2, loss=squared_error) as pipe:
+        before = len(recorded)
+        for _ in range(3):
+            pipe.step(x, target=y)
+    assert len(recorded) == before

@@ -1,0 +1,438 @@
+"""Batches as they come, in one process: cut already, of any structure, with values that change, put together again.
+
+Real ranks do the same in tests/distributed/test_changing.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+import penstock.runtime.step.bound_schedules
+from penstock import ArgumentError, Microbatches, PartitionError, ShapeError, pipeline, verify
+from penstock.runtime.step.outputs import code_of, words
+from scaffolding.by_hand import assert_same_gradients, step_by_hand
+from scaffolding.models import GPT, ConvNet, squared_error, token_error
+from scaffolding.small import ONE_STAGE, WIDTH, batch, mlp
+
+# -- fewer rows than microbatches, other lengths ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", [*ONE_STAGE, "interleaved-1f1b", "zb-v", "hanayo", "chimera", "dualpipe"])
+def test_trap_12_a_batch_of_fewer_rows_than_microbatches(schedule: str) -> None:
+    chunks = 2 if schedule in ("interleaved-1f1b", "zb-v", "hanayo") else 1
+    copies = schedule in ("chimera", "dualpipe")
+    model = mlp(8)
+    reference, names = copy.deepcopy(model), [name for name, _ in model.named_parameters()]
+    options = {"ranks": 2, "microbatches": 8, "loss": squared_error, "schedule": schedule, "chunks": chunks}
+    with pipeline(model, batch()[:1], **options) as pipe:
+        for rows in (11, 2, 5, 3):
+            x, y = batch(rows)
+            model.zero_grad()
+            reference.zero_grad()
+            expected = step_by_hand(reference, (x,), y, squared_error, min(8, rows))
+            result = pipe.step(x, target=y)
+            assert torch.equal(result.loss, expected.total)
+            assert len(result.losses) == len(result.sizes) == min(8, rows)
+            assert_same_gradients(model, reference, but=names if copies else ())
+        if copies:
+            with pytest.raises(ArgumentError, match="1 row, but the schedule needs at least 2"):
+                pipe.step(x[:1], target=y[:1])
+
+
+def test_an_example_that_does_not_fill_the_schedule_is_refused() -> None:
+    x, _ = batch(3)
+    with pytest.raises(ArgumentError, match="microbatches=4, but the example makes 3, of 3 rows"):
+        pipeline(mlp(), (x,), microbatches=4, loss=squared_error)
+    with pytest.raises(ArgumentError, match="microbatches=4, but the example makes 2, of 3 rows"):
+        pipeline(mlp(), (Microbatches([x[:1], x[1:]]),), microbatches=4, loss=squared_error)
+
+
+def test_trap_4_batch_norm_counts_each_microbatch_of_each_size_once() -> None:
+    torch.manual_seed(0)
+    model = ConvNet()
+    reference = copy.deepcopy(model)
+    with pipeline(model, (torch.randn(9, 3, 6, 6),), ranks=3, microbatches=3, loss=squared_error) as pipe:
+        for rows, size in ((9, 6), (4, 8), (2, 6), (9, 6)):
+            images, target = torch.randn(rows, 3, size, size), torch.randn(rows, 3)
+            pipe.evaluate(images, target=target)
+            pipe.step(images, target=target)
+            step_by_hand(reference, (images,), target, squared_error, min(3, rows))
+            for (name, a), (_, b) in zip(model.named_buffers(), reference.named_buffers(), strict=True):
+                assert torch.equal(a, b), name
+        assert_same_gradients(model, reference)
+
+
+def test_masks_of_a_step_do_not_depend_on_what_came_before() -> None:
+    """Streams are keyed by step and microbatch: the first recording of a kind draws what a known one does."""
+    found = []
+    for lengths in ((5, 5, 4), (4, 3, 4)):
+        torch.manual_seed(0)
+        model = GPT(dropout=0.3)
+        with pipeline(
+            model, (torch.zeros(4, 5, dtype=torch.int64),), ranks=2, microbatches=2, loss=token_error
+        ) as pipe:
+            for length in lengths:
+                ids = torch.arange(4 * length).view(4, length) % 19
+                loss = pipe.step(ids, target=ids).loss
+            found.append(loss)
+    assert torch.equal(*found)
+
+
+def test_a_transposed_batch_is_of_another_kind() -> None:
+    """Its values travel with its strides, which both ends of a channel have agreed on."""
+
+    class Passes(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + x  # x itself crosses the cut
+
+    torch.manual_seed(0)
+    model = Passes(*mlp(4))
+    reference = copy.deepcopy(model)
+    x, y = batch()
+    with pipeline(model, (x,), ranks=2, microbatches=3, loss=squared_error) as pipe:
+        for given in (x, x.t().contiguous().t(), x):
+            model.zero_grad()
+            reference.zero_grad()
+            expected = step_by_hand(reference, (given,), y, squared_error, 3)
+            assert torch.equal(pipe.step(given, target=y).loss, expected.total)
+            assert_same_gradients(model, reference)
+
+
+# -- cut already ------------------------------------------------------------------------------------------------------
+
+
+def pieces(*lengths: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(len(lengths))
+    return [torch.randint(0, 19, (rows + 1, n), generator=generator) for rows, n in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("schedule", ONE_STAGE)
+def test_microbatches_that_are_cut_already(schedule: str) -> None:
+    """Each of its own length and rows; the mean is that of the rows."""
+    torch.manual_seed(0)
+    model = GPT()
+    reference = copy.deepcopy(model)
+    with pipeline(
+        model, (Microbatches(pieces(3, 5, 2)),), ranks=3, schedule=schedule, microbatches=3, loss=token_error
+    ) as pipe:
+        for given in (pieces(3, 5, 2), pieces(7, 2), pieces(4, 4, 4)):
+            model.zero_grad()
+            reference.zero_grad()
+            rows = [len(one) for one in given]
+            losses = []
+            for one in given:
+                loss = token_error(reference(one.clone()), one)
+                loss.backward(torch.tensor(len(one) / sum(rows)))
+                losses.append(loss.detach())
+            result = pipe.step(Microbatches(given), target=Microbatches(given), outputs=True)
+            assert list(result.sizes) == rows
+            assert [list(output.shape[:2]) for output in result.outputs] == [list(one.shape) for one in given]
+            assert all(map(torch.equal, result.losses, losses))
+            assert_same_gradients(model, reference, but=["wte.weight"])
+
+
+def test_microbatches_beside_tensors_and_numbers_in_any_nesting() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: dict[str, Tensor], factor: int, *, bias: Tensor) -> Tensor:
+            return self.last(self.first(x["a"]).tanh() * factor + bias)
+
+    torch.manual_seed(0)
+    model, (x, y) = Mixed(), batch(6)
+    reference, bias = copy.deepcopy(model), torch.randn(6, WIDTH)
+    given = {"a": Microbatches([x[:1], x[1:6]])}
+    with pipeline(model, (given, 2), {"bias": bias}, ranks=2, microbatches=2, loss=squared_error) as pipe:
+        result = pipe.step(given, 2, bias=bias, target=y)
+    assert result.sizes == (1, 5)
+    for rows in (slice(0, 1), slice(1, 6)):
+        loss = squared_error(reference({"a": x[rows].clone()}, 2, bias=bias[rows].clone()), y[rows].clone())
+        loss.backward(torch.tensor((rows.stop - rows.start) / 6))
+    assert_same_gradients(model, reference)
+
+
+def test_microbatches_that_do_not_fit_are_refused() -> None:
+    x, y = batch(6)
+    two, three = Microbatches([x[:2], x[2:]]), Microbatches(torch.split(x, 2))
+    with pytest.raises(ArgumentError, match=r"Microbatches\(\[\]\): expected at least one"):
+        Microbatches([])
+    with pytest.raises(ArgumentError, match=r"args is a Microbatches.*give \(x,\)"):
+        pipeline(mlp(), two, loss=squared_error)
+    with pipeline(mlp(), (two,), microbatches=2, loss=squared_error) as pipe:
+        with pytest.raises(ArgumentError, match="3 microbatches were given, but the schedule is for 2; give at most"):
+            pipe.step(three, target=y)
+        with pytest.raises(ShapeError, match="target has 3 pieces; expected 2, the number of microbatches"):
+            pipe.step(two, target=three)
+        with pytest.raises(ShapeError, match=r"target has 5 rows .*expected 6"):
+            pipe.step(two, target=y[:5])
+        with pytest.raises(ShapeError, match="requires a gradient"):
+            pipe.step(Microbatches([x[:2].requires_grad_(), x[2:]]), target=y)
+        assert pipe.step(two, target=y).loss > 0
+
+
+def test_a_batch_that_is_cut_already_can_be_verified() -> None:
+    given = Microbatches(pieces(3, 5, 2))
+    report = verify(GPT(), (given,), target=given, loss_fn=token_error, ranks=2, microbatches=3)
+    assert report.ok, report.summary()
+
+
+# -- any structure, plain values --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Pair:
+    value: Tensor
+    scale: Any
+    name: str
+    missing: Tensor | None = None
+
+
+_pytree.register_dataclass(Pair)
+
+
+class Dicts(nn.Module):
+    """Hands on a tensor, None, a number and a text, which cross the cuts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, values: dict[str, Any]) -> dict[str, Any]:
+        value = self.layer(values["value"]) * values["scale"]
+        return {**values, "value": value if values["name"] == "plus" else -value}
+
+
+class OfPairs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Dicts() for _ in range(3))
+
+    def forward(self, pair: Pair) -> Pair:
+        values = {"value": pair.value, "scale": pair.scale, "name": pair.name, "missing": pair.missing}
+        for layer in self.layers:
+            values = layer(values)
+        return Pair(**values)
+
+
+def pair_loss(output: Pair, target: Pair) -> Tensor:
+    assert output.missing is None
+    assert output.name in ("plus", "minus")
+    return (output.value - target.value).square().mean() * target.scale
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_trap_14_dataclasses_and_plain_values_that_change_between_steps(ranks: int) -> None:
+    """A number, a text: constants of a recording, so that each new one is a new kind of batch. A tensor is not."""
+    torch.manual_seed(0)
+    model, (x, y) = OfPairs(), batch()
+    reference, half, third = copy.deepcopy(model), torch.tensor(0.5), torch.tensor(1 / 3)
+    with pipeline(model, (Pair(x, 1.0, "plus"),), ranks=ranks, microbatches=3, loss=pair_loss) as pipe:
+        for scale, name in ((1.0, "plus"), (2.0, "plus"), (2, "minus"), (1.0, "plus"), (half, "plus"), (third, "plus")):
+            model.zero_grad()
+            reference.zero_grad()
+            result = pipe.step(Pair(x, scale, name), target=Pair(y, 3, "target"))
+            terms = []
+            for mine, wanted in zip(x.split([4, 4, 3]), y.split([4, 4, 3]), strict=True):
+                output = reference(Pair(mine.clone(), scale, name))
+                loss = pair_loss(output, Pair(wanted.clone(), 3, "target"))
+                loss.backward(torch.tensor(len(mine) / 11))
+                terms.append(loss.detach() * (len(mine) / 11))
+            assert torch.equal(result.loss, terms[0] + terms[1] + terms[2])
+            assert_same_gradients(model, reference)
+        assert len(list(pipe.session.steps.bound_schedules)) == 4
+
+
+class Branching(nn.Module):
+    """Takes another way, with other values between the stages, where nothing is masked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        masked = not bool(mask.all())
+        for layer in self.layers:
+            x = layer(x).tanh()
+            if masked:
+                x = x * mask[:, None]
+        return x
+
+
+def test_a_batch_that_takes_another_branch_is_recorded_anew() -> None:
+    torch.manual_seed(0)
+    model, (x, y) = Branching(), batch(6)
+    reference = copy.deepcopy(model)
+    full, holes = torch.ones(6, dtype=torch.int64), torch.tensor([1, 0, 1, 0, 0, 1])
+    with pipeline(model, (x, full), ranks=2, microbatches=3, loss=squared_error) as pipe:
+        for mask in (full, holes, full, holes):
+            model.zero_grad()
+            reference.zero_grad()
+            pipe.step(x, mask, target=y)
+            step_by_hand(reference, (x, mask), y, squared_error, 3)
+            assert_same_gradients(model, reference)
+        assert len(list(pipe.session.steps.bound_schedules)) == 2
+        with pytest.raises(PartitionError, match="not the same for all microbatches of the batch"):
+            pipe.step(x, torch.tensor([1, 1, 1, 0, 1, 1]), target=y)
+        pipe.step(x, full, target=y)
+
+
+def test_kinds_are_known_again_and_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[Any] = []
+    record = penstock.partition.partitioner.record
+    monkeypatch.setattr(
+        "penstock.partition.partitioner.record",
+        lambda *args, **options: (recorded.append(args), record(*args, **options))[1],
+    )
+    monkeypatch.setattr("penstock.runtime.step.bound_schedules.CACHED_SCHEDULES", 3)
+    with pipeline(mlp(2), batch(1)[:1], microbatches=1, loss=squared_error) as pipe:
+        for _ in range(3):
+            for rows in (1, 2, 3):
+                pipe.step(batch(rows)[0], target=batch(rows)[1])
+        assert len(recorded) == len(list(pipe.session.steps.bound_schedules)) == 3
+        with pytest.warns(UserWarning, match="kinds of batches.*Pad batches to a few shapes") as warned:
+            pipe.step(batch(4)[0], target=batch(4)[1])
+        assert warned[0].filename == __file__
+        pipe.step(batch(5)[0], target=batch(5)[1])  # said once
+        assert len(list(pipe.session.steps.bound_schedules)) == 3
+        oldest = next(iter(pipe.session.steps.bound_schedules))
+        for rows in (3, 6):
+            pipe.step(batch(rows)[0], target=batch(rows)[1])
+        assert any(job is oldest for job in pipe.session.steps.bound_schedules), "it was used after the others"
+        assert len(pipe.session.engine.transports[0]._hub.channels) == 0  # type: ignore[attr-defined]
+
+
+# -- whole outputs ----------------------------------------------------------------------------------------------------
+
+
+class Answers(nn.Module):
+    """Returns `answer(y)` beside its output."""
+
+    def __init__(self, answer: Any) -> None:
+        super().__init__()
+        self.layer, self.answer = nn.Linear(WIDTH, WIDTH), answer
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        y = self.layer(x)
+        return {"y": y, "pair": (y[:, 0], "text", None), "other": self.answer(y)}
+
+
+@pytest.mark.parametrize("wanted", ["all", 0, 1, 3])
+def test_who_wants_outputs_is_told_in_the_words_of_the_call(wanted: Any) -> None:
+    assert words(code_of(wanted, 4)) == f"outputs={wanted!r}"
+    assert words(code_of(True, 4)) == words(code_of(False, 4)) == "outputs=True or False"
+
+
+def test_predict_gives_what_the_unsplit_model_gives() -> None:
+    torch.manual_seed(0)
+    model, (x, _) = Answers(lambda y: 3), batch()
+    reference = copy.deepcopy(model)
+    with pipeline(model, (x,), microbatches=4, loss=lambda output, _: output["y"].sum()) as pipe:
+        for rows in (11, 2):
+            found, expected = pipe.predict(x[:rows]), reference(x[:rows])
+            torch.testing.assert_close(found["y"], expected["y"])
+            torch.testing.assert_close(found["pair"][0], expected["pair"][0])
+            assert (found["pair"][1:], found["other"]) == (("text", None), 3)
+        assert pipe.predict(x, outputs=False) is None
+        assert pipe.predict(x, outputs=0) is not None
+        with pytest.raises(ArgumentError, match="outputs=1: expected True, False, 'all' or a rank from 0 to 0"):
+            pipe.predict(x, outputs=1)
+        with pytest.raises(ArgumentError, match="there is no loss"):
+            _ = pipe.evaluate(x).loss
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (lambda y: y.mean(), r"output\['other'\] has shapes \[\[\], \[\]\] in microbatches of \[2, 1\] rows"),
+        (lambda y: y.t(), r"output\['other'\] has shapes \[\[9, 2\], \[9, 1\]\]"),
+        (len, r"output\['other'\] is not the same in all microbatches \(2 in the first\)"),
+        (
+            lambda y: y[:, :, None].expand(-1, 9, len(y)),
+            r"\[\[2, 9, 2\], \[1, 9, 1\]\], which do not make one tensor",
+        ),
+    ],
+    ids=["scalar", "no rows", "number", "lengths"],
+)
+def test_predict_refuses_what_makes_no_whole(answer: Any, words: str) -> None:
+    x, _ = batch(3)
+    with pipeline(Answers(answer), (x,), microbatches=2, loss=lambda output, _: output["y"].sum()) as pipe:
+        with pytest.raises(ShapeError, match=words) as caught:
+            pipe.predict(x)
+        assert "evaluate(..., outputs=True)" in str(caught.value)
+
+
+# -- a loss that counts items itself ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, int])
+def test_num_items_in_batch_makes_accumulated_microbatches_the_whole_batch(kind: Any) -> None:
+    """As the Trainer of transformers passes it: each microbatch's sum over the items of the batch, which add up."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=37, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=16,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    reference = copy.deepcopy(model)
+
+    def inputs(rows: int) -> dict[str, Any]:
+        ids = torch.randint(4, 37, (rows, 7), generator=torch.Generator().manual_seed(rows))
+        labels = ids.clone()
+        labels[0, 2:] = labels[-1, 5:] = -100
+        return {"input_ids": ids, "labels": labels, "num_items_in_batch": kind(int((labels[:, 1:] != -100).sum()))}
+
+    with pipeline(model, (), inputs(6), ranks=2, microbatches=3, reduction="sum") as pipe:
+        for rows in (6, 5, 2, 6):
+            given = inputs(rows)
+            model.zero_grad()
+            reference.zero_grad()
+            whole = reference(**given).loss
+            whole.backward()
+            result = pipe.step(**given)
+            torch.testing.assert_close(result.loss, whole.detach())
+            torch.testing.assert_close(torch.stack(result.losses).sum(), whole.detach())
+            logits = reference(given["input_ids"]).logits[:, :-1]
+            rows_apart = F.cross_entropy(logits.mT, given["labels"][:, 1:], reduction="none").sum(1)
+            parts = torch.stack([part.sum() for part in rows_apart.split(list(result.sizes))])
+            torch.testing.assert_close(torch.stack(result.losses), parts.detach() / given["num_items_in_batch"])
+            for (name, a), (_, b) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+                torch.testing.assert_close(a.grad, b.grad, msg=name, rtol=1e-4, atol=1e-7)
+
+
+def test_a_batch_that_needs_parameters_which_the_example_did_not_is_warned_of() -> None:
+    """An optimizer of `pipe.parameters()` would never train them."""
+
+    class Tasks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trunk = mlp(8)
+            self.heads = nn.ModuleDict({task: nn.Linear(WIDTH, WIDTH) for task in "ab"})
+
+        def forward(self, x: Tensor, task: str = "a") -> Tensor:
+            return self.heads[task](self.trunk(x))
+
+    model, (x, y) = Tasks(), batch(4)
+    with pipeline(model, (x,), ranks=2, microbatches=2, loss=squared_error) as pipe:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            pipe.step(x, target=y)
+            pipe.evaluate(x, "b", target=y)
+        with pytest.warns(UserWarning, match=r"uses 'heads\.b\.weight', which it did not for the pipeline's example"):
+            pipe.step(x, "b", target=y)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            pipe.step(x, "a", target=y)
+            pipe.step(x, "b", target=y)

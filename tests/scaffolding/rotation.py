@@ -1,0 +1,74 @@
+"""The part of the long tests whose turn it is: each commit to the main branch runs the next.
+
+`make test-part` runs it in CI, which has an hour in all. What a part may hold is reckoned by how long its tests have
+taken; nothing is cut off. Files whose long tests are not here yet run in `make test-all` only.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+CPU_SECONDS = {
+    "tests/search/test_published_found.py": 220,
+    "tests/distributed/test_bad_network.py": 350,
+    "tests/distributed/test_zoo_ranks.py": 350,
+    "tests/distributed/test_gloo.py": 330,
+    "tests/proof/test_verify_matrix.py": 310,
+    "tests/test_transformers_zoo.py": 200,
+    "tests/distributed/test_support_matrix.py": 135,
+    "tests/distributed/test_nccl_rules.py": 145,
+    "tests/distributed/test_changing.py": 100,
+    "tests/distributed/test_mesh.py": 85,
+    "tests/integrations/test_lightning.py": 45,
+    "tests/distributed/test_checkpoint.py": 40,
+    "tests/distributed/test_recompute_ranks.py": 40,
+    "tests/distributed/test_sharded.py": 40,
+    "tests/search/test_exact_found.py": 30,
+    "tests/distributed/test_falling.py": 25,
+    "tests/distributed/test_split_ranks.py": 25,
+    "tests/cli/test_demo.py": 20,
+    "tests/distributed/test_combined.py": 25,
+    "tests/distributed/test_layout_ranks.py": 15,
+    "tests/partition/run/test_sideways.py": 15,
+    "tests/partition/stages/test_exact.py": 15,
+    "tests/runtime/test_precision.py": 5,
+}
+"""What the long tests of a file take, all processes together."""
+
+MOST = 600
+"""CPU seconds of a part: some five to six minutes on two processors."""
+
+
+def parts(seconds: Mapping[str, int], most: int) -> list[list[str]]:
+    """Files in parts that take at most so long each, in as few as the longest first gives."""
+    found: list[list[str]] = []
+    for name in sorted(seconds, key=lambda name: (-seconds[name], name)):
+        if seconds[name] > most:
+            raise ValueError(f"{name} takes {seconds[name]} s, and a part {most} s at most: divide its tests")
+        for part in found:
+            if sum(seconds[other] for other in part) + seconds[name] <= most:
+                part.append(name)
+                break
+        else:
+            found.append([name])
+    return found
+
+
+def main(options: list[str]) -> int:
+    """Runs the part with pytest, whose exit status this is. `options` are pytest's."""
+    root = Path(__file__).parents[2]
+    count = subprocess.run(
+        ["git", "rev-list", "--count", "--first-parent", "HEAD"], cwd=root, capture_output=True, text=True, check=True
+    )
+    every = parts(CPU_SECONDS, MOST)
+    turn = int(count.stdout) % len(every)
+    print(f"long tests, part {turn + 1} of {len(every)}: {' '.join(every[turn])}", flush=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "long and not alone", *options, *every[turn]]
+    return subprocess.run(command, cwd=root, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
