@@ -324,6 +324,51 @@ def test_an_attribute_that_a_later_microbatch_sets_first(schedule: str) -> None:
     as_one_device(lambda: around(NotesLate()), schedule=schedule)
 
 
+# -- steps that raise -------------------------------------------------------------------------------------------------
+
+
+class BadBatchError(Exception):
+    """What a caller skips a bad batch for."""
+
+
+class RaisesAtFirst(Scales):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise BadBatchError
+        return super().forward(x)
+
+
+class NotingAfter(Noting):
+    def __init__(self) -> None:
+        self.fails = False
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        if self.fails:
+            raise BadBatchError
+        return super().__call__(output, target)
+
+
+@pytest.mark.parametrize("where", ["a block", "the loss"])
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+def test_what_is_kept_is_learned_after_a_first_step_that_raised(where: str, schedule: str) -> None:
+    (mine, its), (x, y) = (seeded(lambda: around(RaisesAtFirst())) for _ in range(2)), batch()
+    loss = NotingAfter()
+    with pipeline(mine, (x,), loss=loss, ranks=2, microbatches=4, schedule=schedule) as pipe:
+        failing = loss if where == "the loss" else mine[2]
+        failing.fails = True
+        with pytest.raises(BadBatchError):
+            pipe.step(x, target=y)
+        failing.fails = False
+        mine.zero_grad()
+        pipe.step(x, target=y)
+    step_by_hand(its, (x,), y, Noting(), 4)
+    assert_same_gradients(mine, its)
+
+
 # -- blocks that are switched between steps ---------------------------------------------------------------------------
 
 

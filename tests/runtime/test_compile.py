@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
+from by_hand import assert_same_gradients, step_by_hand
 from distributed.jobs import train, train_here
 from distributed.ranks import Ranks
 from models import CASES, Case, gpt
@@ -250,3 +251,72 @@ def test_inductor_is_close_and_draws_the_same_masks(schedule: str) -> None:
     report = penstock.verify(case.model, case.args, target=case.target, loss_fn=case.loss, **options).check()
     assert not report.exact  # other masks would differ by far more than rounding
     assert all(row.max_difference <= 1e-4 * row.max_reference for row in report.rows if row.verdict == "close")
+
+
+# -- what a forward keeps for its backward, beside compiled code -------------------------------------------------------
+
+
+class Keeps(nn.Module):
+    """A hook in its backward reads what its forward has noted; both run in Python, and its `part` may be compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.part, self.noted = nn.Linear(9, 9), nn.Sequential(nn.Linear(9, 9)), torch.zeros(())
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        self.note(x.detach().mean())
+        y: Tensor = self.part(self.linear(x).tanh())
+        y.register_hook(lambda gradient: gradient * self.noted)
+        return y
+
+    def note(self, mean: Tensor) -> None:
+        self.noted = mean
+
+
+class Writes(Keeps):
+    def note(self, mean: Tensor) -> None:
+        self.noted.copy_(mean)
+
+
+class Averages(Keeps):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.noted
+        self.register_buffer("noted", torch.zeros(()))
+
+    def note(self, mean: Tensor) -> None:
+        with torch.no_grad():
+            self.noted.lerp_(mean, 0.5)
+
+
+def keeping(kind: type[Keeps], *, whole: bool) -> tuple[nn.Module, nn.Module]:
+    """A model after a pipeline's step in which parts of blocks, or stages, are compiled; and the same by hand."""
+    (x, y), models = batch(8), list[nn.Sequential]()
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(*(kind() for _ in range(4))))
+    mine, its = models
+    for block in () if whole else mine:
+        block.part.compile(backend="eager")
+    options: dict[str, Any] = {"compile": {"backend": "eager"}} if whole else {}
+    with penstock.pipeline(
+        mine, (x,), loss_fn=F.mse_loss, ranks=2, microbatches=4, schedule="gpipe", **options
+    ) as pipe:
+        pipe.step(x, target=y)
+    step_by_hand(its, (x,), y, F.mse_loss, 4)
+    return mine, its
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["stages", "parts of blocks"])
+def test_each_backward_finds_what_its_own_forward_has_kept_beside_compiled_code(whole: bool) -> None:
+    assert_same_gradients(*keeping(Keeps, whole=whole))
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["stages", "parts of blocks"])
+@pytest.mark.parametrize("kind", [Writes, Averages])
+def test_a_backward_that_reads_what_others_wrote_is_refused_beside_compiled_code(
+    kind: type[Keeps], whole: bool
+) -> None:
+    with pytest.raises(penstock.PartitionError, match="forwards of other microbatches have"):
+        keeping(kind, whole=whole)

@@ -159,6 +159,27 @@ def test_a_step_that_raises_leaves_the_buffers_as_they_were() -> None:
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
+class Uneven(nn.Module):
+    """Calls its norm once more where values ask for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.norm, self.after = nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.before(x * 1.0))
+        return self.after(self.norm(x) if float(x.detach()[0, 0]) > 0 else x)
+
+
+def test_a_norm_that_is_called_another_number_of_times_is_refused_and_nothing_is_committed() -> None:
+    model, (x, y) = nn.Sequential(nn.Linear(WIDTH, WIDTH), Uneven(), nn.Linear(WIDTH, WIDTH)), batch()
+    before = buffers(model)
+    with pipeline(model, (x,), ranks=2, microbatches=3, loss=squared_error, deferred_batch_norm=True) as pipe:
+        with pytest.raises(ArgumentError, match="called 2 times in one microbatch and 1 in another"):
+            pipe.step(x, target=y)
+    assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 

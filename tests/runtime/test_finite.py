@@ -62,10 +62,18 @@ LINE = next(
 )
 
 
-def step(model: nn.Module, ranks: int = 2, schedule: str = "1f1b", loss: Any = F.mse_loss, **call: Any) -> str:
+def step(
+    model: nn.Module,
+    ranks: int = 2,
+    schedule: str = "1f1b",
+    loss: Any = F.mse_loss,
+    recompute: Any = "never",
+    **call: Any,
+) -> str:
     """The text of what one step raises."""
     x, y = batch(8)
     options: dict[str, Any] = {"microbatches": 4, "schedule": schedule, "loss": loss, "check_finite": True}
+    options["recompute"] = recompute
     with penstock.pipeline(model, (x,), ranks=ranks, **options) as pipe:
         with pytest.raises(NonFiniteError) as error:
             pipe.step(call.pop("x", x), target=y, **call)
@@ -154,6 +162,12 @@ def test_the_loss_function_is_named() -> None:
     assert said == (
         "rank 1, action 1F0, microbatch 0: the loss is NaN: the loss function made it of an output that is finite"
     )
+
+
+def test_a_loss_that_comes_in_backward_is_looked_at_too() -> None:
+    """Its gradients are finite."""
+    said = step(mlp(), schedule="gpipe", recompute="always", loss=lambda output, target: output.mean() + math.inf)
+    assert said.startswith("rank 1, action 1B0, microbatch 0: the loss is Inf: the loss function made it")
 
 
 @pytest.mark.parametrize(("value", "kind"), [(math.nan, finite.NAN), (-math.inf, finite.INF), (1.0, None)])

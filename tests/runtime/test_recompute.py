@@ -95,6 +95,28 @@ def test_models_that_recompute_by_themselves(schedule: str, policy: Any) -> None
         assert report.ok, report.summary()
 
 
+class DrawsItself(nn.Module):
+    """Draws in its own forward, which is recorded call by call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.dropout(layer(x).tanh(), 0.3, self.training)
+        return x
+
+
+@pytest.mark.parametrize("policy", ["except_last", "always"])
+def test_draws_between_layers_are_drawn_again(policy: Any) -> None:
+    x, y = batch(6, WIDTH)
+    report = verify(
+        DrawsItself, (x,), target=y, loss_fn=F.mse_loss, schedule="gpipe", ranks=2, microbatches=3, recompute=policy
+    )
+    assert report.ok, report.summary()
+
+
 class Counts(nn.Module):
     """Its output depends on how often it was called."""
 

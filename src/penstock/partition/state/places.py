@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from penstock.partition.state.cells import EMPTY, contents
 from penstock.partition.state.containers import is_container, refill
-from penstock.partition.state.library import OF_TORCH, is_library
+from penstock.partition.state.library import OF_TORCH, is_library, package_of
 from penstock.partition.state.reach import DEPTH, LARGEST, LARGEST_ARRAY, Trace, is_of_others, slots_of
 from penstock.partition.values.objects import CONSTANTS
 
@@ -251,7 +251,8 @@ class Survey:
         return place.key[0] in self._owners
 
     def _can_be_opened(self, value: Any, depth: int) -> bool:
-        """Whether to look into a value. Objects of libraries are looked into only as attributes of a root."""
+        """Whether to look into a value. Objects of libraries are looked into only as attributes of a root; Penstock's
+        own, which recorded code names, are not the model's."""
         kind = type(value)
         if kind in CONSTANTS or isinstance(value, (type, ModuleType)):
             return False
@@ -269,7 +270,7 @@ class Survey:
             return not is_of_others(value.__module__)
         if isinstance(value, (Tensor, MethodType, partial, threading.local)):
             return True
-        if depth > 0 and is_of_others(kind.__module__):
+        if (depth > 0 and is_of_others(kind.__module__)) or package_of(kind.__module__) == "penstock":
             return False
         return isinstance(getattr(value, "__dict__", None), dict) or bool(slots_of(kind))
 

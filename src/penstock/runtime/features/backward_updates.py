@@ -24,7 +24,6 @@ from penstock.compat import accumulation_hooks, storage_of
 from penstock.errors import PartitionError
 from penstock.partition.values.memory import same_bits
 from penstock.partition.watch.observer import RUNNING, argument_names, written_arguments
-from penstock.runtime.features.compiled import any_compiled
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import NOTHING, Context, Feature, Start
 from penstock.runtime.features.recomputed_layers import RunsAgain
@@ -57,7 +56,6 @@ class BackwardUpdates(Feature):
         copies: whether the schedule runs several copies of the stage.
         splits: the microbatches whose backward ends with their W.
         deferred: buffers of batch norms that are updated once a step.
-        is_compiled: whether parts of the stage are compiled, so that their operators cannot be watched.
     """
 
     @classmethod
@@ -68,7 +66,6 @@ class BackwardUpdates(Feature):
         return cls(
             stage.stage,
             copies=stage.copies,
-            is_compiled=stage.binding.compile is not None or any_compiled(stage.stage.module.modules()),
             splits=stage.microbatches(Op.W),
             deferred=stage.binding.norms.buffers() if stage.binding.norms is not None else (),
         )
@@ -78,7 +75,6 @@ class BackwardUpdates(Feature):
         stage: Stage,
         *,
         copies: bool,
-        is_compiled: bool,
         splits: Iterable[int] = (),
         deferred: Iterable[Tensor] = (),
     ) -> None:
@@ -87,7 +83,7 @@ class BackwardUpdates(Feature):
         passed_over = {id(buffer) for buffer in deferred}
         buffers = {name: buffer for name, buffer in stage.buffers.items() if id(buffer) not in passed_over}
         forward = (*stage.meta.updated, *stage.may_update)
-        self._copies, self._is_compiled = copies, is_compiled
+        self._copies = copies
         self._buffers: Mapping[str, Tensor] = {
             name: buffer for name, buffer in buffers.items() if copies or name in forward
         }
@@ -128,7 +124,7 @@ class BackwardUpdates(Feature):
             self._hooked = next(name for name, _ in new)
             if runs_again or self._has_layers:
                 raise self._refuses_hook("would register once more where it runs again")
-        if looks and not self._copies and not self._is_compiled:
+        if looks and not self._copies:
             self._left[microbatch] = {name: buffer.detach().clone() for name, buffer in self._buffers.items()}
 
     def autograd(self, microbatch: int) -> Context:
@@ -266,7 +262,8 @@ _TORCH, _PENSTOCK = str(Path(torch.__file__).parent), str(Path(__file__).parents
 
 
 class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Finds out whether operators read some memory, other than in order to update it.
+    """Finds out whether operators read some memory, other than in order to update it. Compiled code runs as it is, and
+    only what it leaves to torch's own kernels is seen of it.
 
     Attributes:
         found: what is read, in order.
@@ -280,6 +277,11 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._names = names
         self.found: dict[str, None] = {}
         self.ignored: set[int] = set()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Or torch would run code that is compiled as if it were not."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -105,7 +105,8 @@ class DeferredNorms(Feature):
             seen, self._seen = self._seen, {}
             self._expected.clear()
             past = [n for n, copies in before.items() if n not in seen and _has_changed(n, copies)] if ended else []
-            ended = ended and not past
+            uneven = [n for n in before if n in seen and len({*map(len, seen[n].values())}) > 1] if ended else []
+            ended = ended and not past and not uneven
             with torch.no_grad():
                 for norm, copies in before.items():
                     for name, copy in copies.items():
@@ -116,6 +117,13 @@ class DeferredNorms(Feature):
             raise ArgumentError(
                 f"deferred_batch_norm=True: a {type(past[0]).__name__} has updated its statistics, but no call of it "
                 "was seen: call the module itself, not its forward(...), or leave deferred_batch_norm out"
+            )
+        if uneven:
+            fewest, *_, most = sorted(map(len, seen[uneven[0]].values()))
+            raise ArgumentError(
+                f"deferred_batch_norm=True: a {type(uneven[0]).__name__} is called {most} times in one microbatch and "
+                f"{fewest} in another, so that no number of updates is that of the whole batch; call it equally often "
+                "in each, or leave deferred_batch_norm out"
             )
 
     def note(self, norm: nn.Module, values: Tensor) -> None:

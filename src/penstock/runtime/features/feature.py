@@ -31,7 +31,8 @@ class Start(NamedTuple):
     Attributes:
         reduces: gradients are summed over the processes that share a stage in this step.
         loss_scale: what gradients are multiplied by.
-        changes: how often the model was found changed between two steps; what was learned of it may no longer hold.
+        changes: how often the model was found changed between two steps, or a step raised: what was learned of it may
+            no longer hold, or not be all.
     """
 
     reduces: bool = True

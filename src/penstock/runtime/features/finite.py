@@ -56,6 +56,7 @@ class FiniteStage(Feature):
     def begin_step(self, start: Start) -> None:
         """In a step with a scaled loss, infinite gradients are the scaler's affair."""
         self._looks_at_gradients = start.loss_scale == 1.0
+        self._last = None
 
     def forward_of(self, run: Forward, stage: Stage) -> Forward:
         """The stage's forward, call by call."""
@@ -77,21 +78,19 @@ class FiniteStage(Feature):
         self._gradients.clear()
         self._inputs.clear()
         yield
-        if action.op is Op.F:
-            self._check_forward(action)
-        elif self._looks_at_gradients:
+        last, self._last = self._last, None
+        if last is not None and self._head is not None:  # where the stage runs again, its loss comes in backward
+            self._check_loss(action, *last)
+        elif last is not None and action.op is Op.F:
+            self._check_outputs(action, *last)
+        if action.op is not Op.F and self._looks_at_gradients:
             self._check_backward(action)
 
     def _note(self, found: list[str], where: str, gradient: Tensor) -> None:
         if self._looks_at_gradients and kind_of(gradient):
             found.append(where)
 
-    def _check_forward(self, action: Action) -> None:
-        assert self._last is not None
-        (watching, outputs), self._last = self._last, None
-        if self._head is not None:
-            self._check_loss(action, watching, outputs)
-            return
+    def _check_outputs(self, action: Action, watching: _Watching, outputs: Sequence[Tensor]) -> None:
         for value, output in zip(self._meta.outputs, outputs, strict=True):
             kind = kind_of(output) if value.meta.requires_grad else None
             if kind:

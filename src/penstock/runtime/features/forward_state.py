@@ -62,7 +62,7 @@ class ForwardState(Feature):
     """What the modules of one stage hold between forward and backward.
 
     Which places a forward sets is learned by comparing before and after, in every forward of the first step, and of
-    the first one after a change of the model.
+    the first one after a change of the model or a step that raised.
 
     Args:
         survey: finds the places there are.
@@ -71,8 +71,8 @@ class ForwardState(Feature):
 
     @classmethod
     def of(cls, stage: StageContext) -> ForwardState | None:
-        """In training, of stages whose Python runs each time."""
-        if not stage.training or stage.binding.compile is not None:
+        """In training. Under `compile=` as well: wherever the compiler breaks its graph, Python runs each time."""
+        if not stage.training:
             return None
         roots = roots_of(module for each in stage.stages for module in each.module.modules())
         return cls(partial(Survey, roots, stage.stage.traces), stage.microbatches(Op.W))

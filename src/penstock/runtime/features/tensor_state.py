@@ -20,7 +20,6 @@ from penstock.errors import PartitionError
 from penstock.partition.state.places import Survey
 from penstock.partition.values.memory import same_bits
 from penstock.runtime.features.backward_updates import Reads
-from penstock.runtime.features.compiled import any_compiled
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import NOTHING, Context, Feature, Start
 from penstock.runtime.features.forward_state import roots_of
@@ -59,12 +58,10 @@ class TensorState(Feature):
 
     @classmethod
     def of(cls, stage: StageContext) -> TensorState | None:
-        """In training, where operators can be watched."""
-        if not stage.training or stage.binding.compile is not None or stage.sharded is not None:
+        """In training."""
+        if not stage.training or stage.sharded is not None:
             return None
         modules = [module for each in stage.stages for module in each.module.modules()]
-        if any_compiled(modules):
-            return None
         survey = partial(Survey, roots_of(modules))
         return cls(stage.index, survey, stage.stage.buffers.values(), stage.microbatches(Op.W))
 

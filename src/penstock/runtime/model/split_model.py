@@ -151,9 +151,14 @@ class SplitModel:
 
     @contextmanager
     def settling(self) -> Iterator[None]:
-        """Around the run of a step: what it changes of the model's attributes by itself is nothing new to record."""
+        """Around the run of a step: what it changes of the model's attributes by itself is nothing new to record. One
+        that raises may have ended before anything was learned of the model."""
         before = self._partitioner.attributes()
-        yield
+        try:
+            yield
+        except BaseException:
+            self._touched.changes += 1
+            raise
         self._partitioner.settle(before)
         self._touched.settle()
         self._buffers = self._current_buffers()  # a forward may replace a buffer of constants that it makes itself

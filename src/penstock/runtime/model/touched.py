@@ -23,7 +23,7 @@ class Touched:
     zero or not, and other objects by their class.
 
     Attributes:
-        changes: how often something new was found.
+        changes: how often something new was found, or a step raised.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
