@@ -22,9 +22,9 @@ test: $(READY)
 	$(PYTEST) -m "not long and not alone" $(TOGETHER)
 	$(PYTEST) -m "not long and alone" $(ALONE)
 
-# The long tests whose turn it is: see tests/rotation.py.
+# The long tests whose turn it is: see tests/scaffolding/rotation.py.
 test-part: $(READY)
-	$(BIN)/python tests/rotation.py $(TOGETHER)
+	$(BIN)/python tests/scaffolding/rotation.py $(TOGETHER)
 
 test-all: $(READY)
 	$(PYTEST) -m "not alone" $(TOGETHER)

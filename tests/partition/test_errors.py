@@ -13,11 +13,11 @@ import torch
 from chained import NoStreams
 from torch import Tensor, nn
 
-from models import gpt, in_place, mlp, skips
 from penstock import inspect, verify
 from penstock.errors import ArgumentError, PartitionError, ShapeError
 from penstock.partition import Partition, Partitioner
 from penstock.trees import flatten
+from scaffolding.models import gpt, in_place, mlp, skips
 
 
 class Layers(nn.Module):

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models import gpt
 from penstock import verify
 from penstock.partition import Partition, Partitioner
 from penstock.trees import flatten
+from scaffolding.models import gpt
 
 
 class Streams:

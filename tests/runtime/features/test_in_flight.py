@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models import squared_error
 from penstock import pipeline
+from scaffolding.models import squared_error
 
 ODD = 37
 
