@@ -12,17 +12,29 @@ from collections.abc import Mapping
 from pathlib import Path
 
 CPU_SECONDS = {
-    "tests/proof/test_verify_matrix.py": 270,
-    "tests/distributed/test_gloo.py": 200,
-    "tests/distributed/test_nccl_rules.py": 130,
-    "tests/distributed/test_support_matrix.py": 110,
+    "tests/search/test_published_found.py": 220,
+    "tests/distributed/test_bad_network.py": 350,
+    "tests/distributed/test_zoo_ranks.py": 350,
+    "tests/distributed/test_gloo.py": 330,
+    "tests/proof/test_verify_matrix.py": 310,
+    "tests/test_transformers_zoo.py": 200,
+    "tests/distributed/test_support_matrix.py": 135,
+    "tests/distributed/test_nccl_rules.py": 145,
     "tests/distributed/test_changing.py": 100,
-    "tests/distributed/test_mesh.py": 50,
+    "tests/distributed/test_mesh.py": 85,
+    "tests/integrations/test_lightning.py": 45,
     "tests/distributed/test_checkpoint.py": 40,
     "tests/distributed/test_recompute_ranks.py": 40,
     "tests/distributed/test_sharded.py": 40,
-    "tests/distributed/test_combined.py": 20,
+    "tests/search/test_exact_found.py": 30,
+    "tests/distributed/test_falling.py": 25,
+    "tests/distributed/test_split_ranks.py": 25,
+    "tests/cli/test_demo.py": 20,
+    "tests/distributed/test_combined.py": 25,
     "tests/distributed/test_layout_ranks.py": 15,
+    "tests/partition/run/test_sideways.py": 15,
+    "tests/partition/stages/test_exact.py": 15,
+    "tests/runtime/test_precision.py": 5,
 }
 """What the long tests of a file take, all processes together."""
 

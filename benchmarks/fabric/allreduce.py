@@ -31,7 +31,8 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.fabric.forecast import FEWEST_SIZES
-from penstock.fabric.models import LinkFit, closed_form, fit, predict
+from penstock.fabric.models import LinkFit, fit, predict
+from penstock.fabric.terms import closed_form
 from penstock.fabric.units import size_text
 from penstock.launch.processes import launch
 

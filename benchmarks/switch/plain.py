@@ -185,8 +185,7 @@ def main(kind: str, usual: bool) -> int:
         serve.priority = lambda: "usual"
     if kind == "compiled":
         return serve.main()
-    first, second = sys.stdin.readline(), sys.stdin.readline()
-    forwarding = Forwarding(Setup.read(first, second))
+    forwarding = Forwarding(Setup.read(sys.stdin.readline()))
     say({"ready": True, "priority": serve.priority()})
     (OneLoop if kind == "asyncio" else Threads)(forwarding).run()
     return 0

@@ -287,6 +287,7 @@ def test_contended_links(write: Any) -> None:
         ({"stages": [STAGE], "link": {}}, "unknown key 'link'; known are stages, links"),
         ({"stages": [STAGE], "links": {"latency": 1, "bandwith": 2}}, "links: unknown key 'bandwith'"),
         ({"stages": [STAGE], "links": {"bandwidth": 0}}, "links: bandwidth=0: expected above 0"),
+        ({"stages": [STAGE, STAGE], "links": {"bandwidth": 2}}, "message takes depends on its size; give"),
         ({"stages": [STAGE], "links": [{"from": 0, "latency": 2}]}, "link 0: expected ranks, as in "),
         ({"stages": [STAGE, STAGE], "links": [{"from": 0, "to": 1}]}, "links has no cost from rank 1 to rank 0"),
         ([STAGE, STAGE, STAGE], "has 3 stages, but 1f1b needs 2: give as many"),

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from command_line import as_json, output, refusal
 
-from penstock.fabric.models import closed_form, known_algorithms
 from penstock.fabric.samples import HEAD, RUN, SAMPLES
+from penstock.fabric.terms import closed_form, known_algorithms
 from penstock.fabric.views import page
 from penstock.fabric.workload import Transfer, Workload
 

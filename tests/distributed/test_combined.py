@@ -53,7 +53,15 @@ def test_sequence_parallelism_with_replicas(ranks4: Ranks) -> None:
         assert rank.losses < 1e-5
 
 
-@pytest.mark.parametrize("options", [{}, {"schedule": "zb-h1", "recompute": "always"}, {"recompute": 1}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "zb-h1", "recompute": "always"},
+        pytest.param({}, marks=pytest.mark.long),
+        pytest.param({"recompute": 1}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 def test_sharded_stages_under_autocast(ranks4: Ranks, options: dict[str, Any]) -> None:
     plain = ranks4.run(combined_jobs.autocast, "", {})
     sharded = ranks4.run(combined_jobs.autocast, "every_block", options)

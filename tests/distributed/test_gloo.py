@@ -34,7 +34,7 @@ def ranks(request: pytest.FixtureRequest) -> Ranks:
 
 @pytest.mark.parametrize(
     ("ranks", "name", "schedule"),
-    representatives(3, [2, 3, 4], ["tied_gpt_with_dropout", "skips", "llama", "in_place"], CLASSIC),
+    representatives(4, [2, 3, 4], ["tied_gpt_with_dropout", "skips", "llama", "in_place"], CLASSIC),
     indirect=["ranks"],
 )
 def test_bits_of_one_device(ranks: Ranks, name: str, schedule: str) -> None:

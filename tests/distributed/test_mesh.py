@@ -82,7 +82,15 @@ def test_clipped_training_has_the_same_bits_at_any_depth(ranks4: Ranks, ranks2: 
     assert all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(deep[0].norms, alone.norms, strict=True))
 
 
-@pytest.mark.parametrize("plan", [[True, True], [False, True], [True, False, True], [False, False, True, True]])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        [True, False, True],
+        [False, False, True, True],
+        pytest.param([True, True], marks=pytest.mark.long),
+        pytest.param([False, True], marks=pytest.mark.long),
+    ],
+)
 def test_gradients_accumulate_over_steps_with_and_without_averages(ranks4: Ranks, plan: list[bool]) -> None:
     once = ranks4.run(mesh_jobs.gradients, [True])
     many = ranks4.run(mesh_jobs.gradients, plan)

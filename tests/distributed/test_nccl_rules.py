@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import nccl_jobs
 import pytest
@@ -12,7 +13,6 @@ from distributed.ranks import Ranks, RanksError
 from penstock.schedule import generator, generators
 from penstock.schedule.generators import Numbers
 from penstock.testing.transports import SCRIPTS
-from representatives import representatives
 
 pytestmark = pytest.mark.distributed
 
@@ -30,7 +30,16 @@ def cells(schedule: str, ranks: int, model: str) -> Iterator[Cell]:
 
 
 RUN = [g.name for g in generators() if g.slices == 1]
-CASES = [case for case in representatives(6, RUN, RANKS, list(MODELS)) if any(cells(*case.values))]
+
+
+def cases(schedule: str, turn: int) -> list[Any]:
+    """All that the schedule allows. All are long, but for one: the next model and number of ranks for each schedule."""
+    allowed = [(ranks, model) for ranks in RANKS for model in MODELS if any(cells(schedule, ranks, model))]
+    short = allowed[5 * turn % len(allowed)]  # there are 4, 8 or 12
+    return [pytest.param(schedule, *one, marks=() if one == short else pytest.mark.long) for one in allowed]
+
+
+CASES = [case for turn, schedule in enumerate(RUN) for case in cases(schedule, turn)]
 
 
 @pytest.mark.parametrize(("schedule", "p", "model"), CASES)
@@ -44,6 +53,7 @@ def test_the_short_cases_have_every_schedule_and_every_model() -> None:
     short = [case.values for case in CASES if not case.marks]
     assert {schedule for schedule, _, _ in short} == set(RUN)
     assert {model for _, _, model in short} == set(MODELS)
+    assert {ranks for _, ranks, _ in short} == set(RANKS)
     assert {chunks for case in short for chunks in (cell.chunks for cell in cells(*case))} == {1, 2}
 
 

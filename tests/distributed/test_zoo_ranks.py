@@ -1,4 +1,4 @@
-"""The zoo in real processes: many cells of the matrix in one job for each number of ranks and transport."""
+"""Some of the zoo in real processes: many cells of the matrix in one job for each number of ranks and transport."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from distributed.ranks import Ranks
 from penstock.schedule import generators
-from zoo import MICROBATCHES, ZOO
+from zoo import MICROBATCHES
 from zoo.matrix import Cell, refusal
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]
@@ -61,15 +61,6 @@ def test_a_model_of_each_kind(ranks: int, transport: str, kinds: list[str], requ
 def test_two_names_of_what_another_rank_holds(ranks2: Ranks) -> None:
     """On rank 1 of this placement neither stage uses the parameter that has two names in one module."""
     assert_proven(ranks2, [Cell("parameter_alias", "dualpipe-v", 2)], "auto")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("first", range(0, len(RUN), 5))
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_every_model(ranks: int, first: int, transport: str, request: pytest.FixtureRequest) -> None:
-    pool: Ranks = request.getfixturevalue(f"ranks{ranks}")
-    assert_proven(pool, some_cells(list(ZOO), ranks, first), transport)
 
 
 def test_the_runs_of_these_have_every_schedule() -> None:

@@ -16,19 +16,16 @@ from penstock.fabric.algorithms import algorithms, generate
 from penstock.fabric.algorithms.volume import cost
 from penstock.fabric.models import (
     LinkFit,
-    Terms,
-    busbw_factor,
-    closed_form,
     crossovers,
     fit,
     fit_link,
-    known_algorithms,
     links_json,
     predict,
     predictions,
     record_links,
 )
 from penstock.fabric.steps import Collective
+from penstock.fabric.terms import Terms, busbw_factor, closed_form, known_algorithms
 
 COLLECTIVES = get_args(Collective)
 EVERY = [(kind, name) for kind in COLLECTIVES for name in known_algorithms(kind)]

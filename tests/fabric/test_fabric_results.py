@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 
 from penstock.errors import ArgumentError
 from penstock.fabric.forecast import forecast
-from penstock.fabric.models import HOSTS, LinkFit, known_algorithms, predict
+from penstock.fabric.models import HOSTS, LinkFit, predict
 from penstock.fabric.results import results
 from penstock.fabric.samples import Run
 from penstock.fabric.steps import Collective
+from penstock.fabric.terms import known_algorithms
 from penstock.fabric.times import TransferTimes, computed_step, measured_step
 from penstock.fabric.views.facts import notes, warnings
 from penstock.fabric.workload import Transfer, Workload

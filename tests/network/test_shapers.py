@@ -152,9 +152,10 @@ def test_without_root_nothing_is_chosen(wanted: str, monkeypatch: pytest.MonkeyP
         choose(FAR if wanted == "switch" else PLAIN, 2, wanted)
 
 
-def test_without_numba_the_switch_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shapers.importlib.util, "find_spec", lambda name: None)
-    assert "needs numba: `pip install 'penstock[fabric]'`" in str(shapers.why_no_switch())
+@pytest.mark.parametrize("missing", ["numba", "scipy"])
+def test_without_its_packages_the_switch_says_what_to_install(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapers.importlib.util, "find_spec", lambda name: None if name == missing else object())
+    assert f"needs {missing}: `pip install 'penstock[fabric]'`" in str(shapers.why_no_switch())
 
 
 @hosts_needed

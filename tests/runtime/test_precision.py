@@ -19,6 +19,7 @@ from penstock import checkpoint
 from penstock.errors import ArgumentError
 from penstock.pipe.scaler import _next
 from penstock.schedule import generators
+from representatives import representatives
 from small import batch, mlp
 
 HALF = (torch.bfloat16, torch.float16)
@@ -240,8 +241,9 @@ def test_a_scale_is_a_positive_number(scale: Any) -> None:
 # -- models in half precision -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("name", [g.name for g in generators() if g.slices == 1])
+@pytest.mark.parametrize(
+    ("name", "dtype"), representatives(2, [g.name for g in generators() if g.slices == 1], HALF), ids=str
+)
 def test_half_models_through_every_schedule(name: str, dtype: torch.dtype) -> None:
     x, y = batch(16)
     report = penstock.verify(

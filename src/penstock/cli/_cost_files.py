@@ -71,7 +71,9 @@ def read_costs(path: Path) -> Costs:
         raise ArgumentError(f"--costs {path}: expected a list with an object for each stage; see --help")
     made = tuple(_stage(entry, f"--costs {path}, stage {index}") for index, entry in enumerate(stages))
     has_memory = any(key in entry for entry in stages for key in _MEMORY)
-    return Costs(made, _links(whole.get("links", {}), f"--costs {path}"), has_memory, source=f"--costs {path}")
+    costs = Costs(made, _links(whole.get("links", {}), f"--costs {path}"), has_memory, source=f"--costs {path}")
+    costs.check_sizes(costs.source)
+    return costs
 
 
 def read_links(path: Path) -> MeasuredLinks:

@@ -103,13 +103,16 @@ class Costs:
         """These costs, on a measured network. Raises ArgumentError where they have links, or messages have no size."""
         if self.links != NO_COST:
             raise ArgumentError(f"{self.source} has links, and {links.source} as well: give one of the two")
+        costs = replace(self, links=links)
+        costs.check_sizes(links.source)
+        return costs
+
+    def check_sizes(self, source: str) -> None:
+        """Raises ArgumentError where a link of `source` has a bandwidth, but no message has a size."""
         stages = [self.stages] if isinstance(self.stages, StageCost) else self.stages
-        if links.has_bandwidth and not any(stage.output_bytes for stage in stages):
-            raise ArgumentError(
-                f"{links.source}: how long a message takes depends on its size; give --output-bytes, or output_bytes "
-                "in the file of --costs"
-            )
-        return replace(self, links=links)
+        if self.has_bandwidth and not any(stage.output_bytes for stage in stages):
+            how = "--output-bytes, or output_bytes in the file of --costs"
+            raise ArgumentError(f"{source}: how long a message takes depends on its size; give {how}")
 
     @property
     def has_bandwidth(self) -> bool:

@@ -18,16 +18,14 @@ from penstock.fabric.models import (
     HOSTS,
     LinkFit,
     Prediction,
-    Terms,
-    closed_form,
     crossovers,
     fit,
-    known_algorithms,
     predictions,
     record_links,
     slowest_of,
 )
 from penstock.fabric.statistics import fewest
+from penstock.fabric.terms import Terms, closed_form, known_algorithms
 from penstock.fabric.times import rate_key
 
 FEWEST_SIZES = 3

@@ -19,24 +19,6 @@ import numpy as np
 from penstock.errors import ArgumentError
 from penstock.fabric.terms import PIECES, Terms, busbw_factor, closed_form, known_algorithms
 
-__all__ = [
-    "HOSTS",
-    "LinkFit",
-    "Prediction",
-    "Terms",
-    "busbw_factor",
-    "closed_form",
-    "crossovers",
-    "fit",
-    "fit_link",
-    "known_algorithms",
-    "links_json",
-    "predict",
-    "predictions",
-    "record_links",
-    "slowest_of",
-]
-
 HOSTS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 

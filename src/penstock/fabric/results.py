@@ -7,6 +7,7 @@ A trial's value is the maximum over its ranks, as nccl-tests has it; bandwidths 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,12 +17,13 @@ from penstock.fabric.bounds import lower_bound_seconds
 from penstock.fabric.dependence import effective_counts
 from penstock.fabric.forecast import forecasts
 from penstock.fabric.grouped import Group, groups
-from penstock.fabric.models import busbw_factor, record_links
+from penstock.fabric.models import record_links
 from penstock.fabric.ports import Measured, Ports, changed, measured_ports, shaped_ports
 from penstock.fabric.predicted import predicted_seconds
 from penstock.fabric.samples import Run
 from penstock.fabric.stalls import stalled
 from penstock.fabric.statistics import Saturation, Summary, fewest, log_histogram, outliers, saturation
+from penstock.fabric.terms import busbw_factor
 from penstock.fabric.times import (
     TransferTimes,
     algorithm_of,
@@ -73,12 +75,7 @@ def results(run: Run) -> dict[str, Any]:
         "groups": together,
         "step": step,
         "stalled": list(stalled(run)),
-        "cpu": {
-            "saturated": cpu.saturated,
-            "scheduler_tails": cpu.scheduler_tails,
-            "utilization": cpu.utilization,
-            "text": cpu.text,
-        },
+        "cpu": asdict(cpu),
         "links": record.get("links") or [],
         "environment": {
             "hosts": record.get("environment"),

@@ -29,6 +29,13 @@ HEAD = ("trial", "transfer", "rank", "start_ns", "end_ns")
 STEPS_HEAD = ("trial", "transfer", "rank", "round", "start_ns", "end_ns")
 
 
+def write_whole(path: Path, found: dict[str, Any]) -> None:
+    """As JSON, so that whoever reads it at any moment finds all of it, or what was there before."""
+    aside = path.with_suffix(".tmp")
+    aside.write_text(json.dumps(found, indent=1))
+    aside.replace(path)
+
+
 class SampleFile:
     """Appends rows to a file with a head; each call of `add` reaches the file system before it returns."""
 

@@ -58,7 +58,7 @@ class StepList:
         ranks: how many take part, 0..ranks-1. Roots are rank 0.
         chunks: into how many equal pieces the collective's bytes (nccl-tests' size: of the largest buffer of a rank)
             are divided, the last one padded. A slot has the size of one.
-        slots: of the memory of each rank. The input lies in slots 0..chunks-1, where this rank has one (see `proof`).
+        slots: of the memory of each rank. The input lies in slots 0..chunks-1, where this rank has one.
         output: the first slot of the result, which lies in order from there.
         shares: of an uneven all_to_all, how many chunks go to each rank; empty: as many to all.
         rounds: the messages of each round.

@@ -13,6 +13,6 @@ What makes it so
   director.py     plays a scenario                      duty.py  holds processes back without a cgroup
 What runs on it
   nodes.py        a job of torchrun over hosts, an agent on each
-  inside.py       work in a namespace, by a thread      offloads.py  what an interface's driver does
+  inside.py       work in a namespace, by a thread
   conditions.py   what a run's record says of a host and its network
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import os
 import platform
@@ -18,9 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from penstock.network.keeper import tool
-from penstock.network.offloads import offloads
 
 _IPV4 = Path("/proc/sys/net/ipv4")
+_SIOCGIFMTU, _SIOCETHTOOL = 0x8921, 0x8946
+_OFFLOADS = {
+    "rx-checksumming": 0x14,
+    "tx-checksumming": 0x16,
+    "scatter-gather": 0x18,
+    "tcp-segmentation-offload": 0x1E,
+    "generic-segmentation-offload": 0x23,
+    "generic-receive-offload": 0x2B,
+}
+"""By ethtool's names, which a host may not have: its system call's requests (linux/ethtool.h)."""
 
 
 def environment(interface: str | None = None) -> dict[str, Any]:
@@ -41,7 +51,7 @@ def environment(interface: str | None = None) -> dict[str, Any]:
         "interface": used,
         "interfaces": names,
         "mtu": names.get(used) if used else None,
-        "offloads": offloads(used) if used in names else None,
+        "offloads": _offloads(used) if used is not None and used in names else None,
         "qdiscs": _output("tc", "-s", "qdisc", "show"),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "load": list(os.getloadavg()),
@@ -59,10 +69,25 @@ def interfaces() -> dict[str, int]:
 
 
 def _mtu(name: str) -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        answer = fcntl.ioctl(any_socket, 0x8921, struct.pack("16si", name.encode(), 0).ljust(40, b"\0"))  # SIOCGIFMTU
-    mtu: int = struct.unpack_from("16si", answer)[1]
+    mtu: int = struct.unpack_from("16si", _asked(_SIOCGIFMTU, struct.pack("16si", name.encode(), 0)))[1]
     return mtu
+
+
+def _asked(request: int, of: bytes) -> bytes:
+    """What the kernel answers of an interface in the calling thread's network namespace."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        return fcntl.ioctl(any_socket, request, of.ljust(40, b"\0"))
+
+
+def _offloads(interface: str) -> dict[str, bool]:
+    """What an interface's driver does in place of the kernel; what cannot be asked is left out."""
+    found = {}
+    for name, number in _OFFLOADS.items():
+        data = ctypes.create_string_buffer(struct.pack("II", number, 0), 8)
+        with contextlib.suppress(OSError):
+            _asked(_SIOCETHTOOL, struct.pack("16sP", interface.encode(), ctypes.addressof(data)))
+            found[name] = bool(struct.unpack("II", data.raw)[1])
+    return found
 
 
 def _congestion_control(interface: str | None) -> str | None:

@@ -157,8 +157,9 @@ def _write_seconds(frame_bytes: int) -> float:
 
 def why_no_switch() -> str | None:
     """Why no switch can run here, and what to do about it; None if one can."""
-    if importlib.util.find_spec("numba") is None:
-        return "the switch for delay, jitter and loss needs numba: `pip install 'penstock[fabric]'`"
+    for package in ("numba", "scipy"):
+        if importlib.util.find_spec(package) is None:
+            return f"the switch for delay, jitter and loss needs {package}: `pip install 'penstock[fabric]'`"
     try:
         os.close(within(None, lambda: open_tap("probe", None)))
     except OSError as error:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from penstock import PartitionError, inspect, verify
 from penstock.partition import Partitioner, partitioner
 from penstock.partition.run.sideways import Sideways
+from representatives import representatives
 
 WIDTH = 6
 LEFT: list[Tensor] = []
@@ -142,9 +143,7 @@ def prove(model: nn.Module, **options: Any) -> None:
     assert report.ok, report.summary()
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("make", KINDS)
+@pytest.mark.parametrize(("make", "ranks", "schedule"), representatives(2, KINDS, [2, 4], ["gpipe", "1f1b"]))
 def test_blocks_that_talk(make: Callable[[], nn.Module], ranks: int, schedule: str) -> None:
     prove(make(), ranks=ranks, schedule=schedule)
 

@@ -10,13 +10,12 @@ from chained import NoStreams, assert_same, run_chained, run_unsplit
 
 from models import CASES, TRANSFORMERS
 from penstock.partition import Partitioner
+from representatives import representatives
 
-LIST_STAGES = {"list_of_stages": (1, 2, 4)}
 
-
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("stages", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", [*CASES, *TRANSFORMERS])
+@pytest.mark.parametrize(
+    ("name", "stages", "training"), representatives(2, [*CASES, *TRANSFORMERS], [1, 2, 3, 4], [True, False])
+)
 def test_stages_equal_the_unsplit_model(name: str, stages: int, training: bool) -> None:
     case = {**CASES, **TRANSFORMERS}[name]()
     partitioner = Partitioner(case.model, stages, streams=NoStreams())

@@ -18,7 +18,7 @@ from penstock.errors import FabricError
 from penstock.fabric.emulation.board import VARIABLE as BOARD
 from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.emulation.watch import Watch
-from penstock.fabric.samples import RUN, SAMPLES, STEPS
+from penstock.fabric.samples import RUN, SAMPLES, STEPS, write_whole
 from penstock.launch.agent import FAILURES, RankFailure, agent_command
 from penstock.launch.processes import Ended, Patience, memory, supervise
 from penstock.launch.step_file import VARIABLE as STEP_FILE
@@ -161,9 +161,7 @@ def _add(folder: Path, missing: str = "", **found: Any) -> None:
         if not record["complete"] and not record["missing"]:
             record["missing"] = missing
         record.update({name: value for name, value in found.items() if value})
-        aside = path.with_suffix(".tmp")
-        aside.write_text(json.dumps(record, indent=1))
-        aside.replace(path)
+        write_whole(path, record)
 
 
 def _cause(folder: Path, ended: Ended, killed: Sequence[RankFailure], by_host: bool) -> str:

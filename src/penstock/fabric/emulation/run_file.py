@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from penstock.errors import FabricError
 from penstock.fabric.emulation import clock
 from penstock.fabric.emulation.joining import Members, first_line, hosts_text, joined
 from penstock.fabric.emulation.spec import Spec
-from penstock.fabric.samples import RUN
+from penstock.fabric.samples import RUN, write_whole
 from penstock.network.conditions import environment
 
 
@@ -59,7 +58,6 @@ class Record:
     def __init__(self, spec: Spec, folder: Path, members: Members) -> None:
         interface = os.environ.get("GLOO_SOCKET_IFNAME")
         hosts = told_apart(gathered(environment(interface), members))
-        kernels = set(gathered(clock.kernel(), members))
         self._path = folder / RUN if members.rank == 0 else None
         self._found: dict[str, Any] = {
             "version": 1,
@@ -69,7 +67,7 @@ class Record:
             "algorithms": [spec.algorithm_of(place) for place in range(len(spec.workload.transfers))],
             "environment": hosts,
             "machine_cores": os.cpu_count(),
-            "shared_machine": len(kernels) == 1 and "" not in kernels,
+            "shared_machine": clock.is_one(members.control),
             "complete": False,
             "missing": "",
         }
@@ -81,9 +79,7 @@ class Record:
         """More of what is known."""
         self._found.update(found)
         if self._path is not None:
-            aside = self._path.with_suffix(".tmp")
-            aside.write_text(json.dumps(self._found, indent=1))
-            aside.replace(self._path)
+            write_whole(self._path, self._found)
 
 
 def told_apart(hosts: list[dict[str, Any]]) -> list[dict[str, Any]]:

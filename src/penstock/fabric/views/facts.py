@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.fabric.algorithms import ENGINE
 from penstock.fabric.dependence import FEWEST
@@ -15,7 +15,6 @@ from penstock.fabric.statistics import PERCENTILES, fewest
 from penstock.fabric.times import iterations_of, rate_key, runs_ahead
 from penstock.fabric.views.network import network_facts, saturated
 from penstock.fabric.views.numbers import NONE, seconds
-from penstock.fabric.views.ranks import figures_of_ranks
 from penstock.network.director import Happened
 from penstock.words import counted
 
@@ -118,6 +117,30 @@ def facts(run: Run, results: dict[str, Any]) -> list[tuple[str, str]]:
     if text and not (results["cpu"]["saturated"] or results["cpu"]["scheduler_tails"]):
         found.append(("cpu", str(text)))
     return found
+
+
+class OfRank(NamedTuple):
+    """Of one rank, over all trials of the transfers that it takes part in.
+
+    Attributes:
+        longest: the share for which it took the longest of all.
+        last: the share in which it was the last to begin: the others waited for it.
+    """
+
+    rank: int
+    longest: float
+    last: float
+
+
+def figures_of_ranks(results: dict[str, Any]) -> list[OfRank]:
+    """Of each rank that takes part in any transfer; of a run without trials, none."""
+    counts: dict[int, tuple[int, int, int]] = {}
+    for transfer in results["transfers"]:
+        for found in transfer["per_rank"]:
+            trials, longest, last = counts.get(found["rank"], (0, 0, 0))
+            more = transfer["trials"], found["trials_slowest"], found["trials_latest"]
+            counts[found["rank"]] = (trials + more[0], longest + more[1], last + more[2])
+    return [OfRank(rank, longest / n, last / n) for rank, (n, longest, last) in sorted(counts.items())]
 
 
 def _stalls(stalled: Sequence[int], trials: int) -> str:

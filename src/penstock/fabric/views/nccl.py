@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from penstock.fabric.dtypes import NCCL, REDUCES
-from penstock.fabric.models import busbw_factor
 from penstock.fabric.samples import Run
+from penstock.fabric.terms import busbw_factor
 from penstock.fabric.times import TransferTimes, iterations_of, rate_key
 from penstock.fabric.workload import Workload
 

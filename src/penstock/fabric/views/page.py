@@ -11,10 +11,19 @@ from markupsafe import Markup
 
 from penstock.errors import MissingExtraError, require
 from penstock.fabric.samples import Run
-from penstock.fabric.views.facts import TIMES, facts, headings, in_groups, mean, notes, rate_unit, warnings
+from penstock.fabric.views.facts import (
+    TIMES,
+    facts,
+    figures_of_ranks,
+    headings,
+    in_groups,
+    mean,
+    notes,
+    rate_unit,
+    warnings,
+)
 from penstock.fabric.views.numbers import NONE, digits, percent, seconds
 from penstock.fabric.views.plots import draw
-from penstock.fabric.views.ranks import figures_of_ranks, longest_group
 from penstock.fabric.views.style import INK, MUTED, RULE
 from penstock.fabric.views.template import PAGE
 
@@ -115,7 +124,7 @@ def _inline(drawn: str) -> Markup:
 def _ranks(run: Run, results: dict[str, Any]) -> dict[str, Any]:
     """The table of ranks: what they took, what their processors did, and how far their clocks were off."""
     record = run.record
-    longest = longest_group(results)
+    longest = max(results["groups"], key=lambda group: float(group["time_s"]["mean"] or 0))  # one of its transfers
     by_rank = {found["rank"]: found for found in longest["per_rank"]}
     heads = ["rank", "host", f"p50 of {longest['name']}", f"p99 of {longest['name']}", "took longest", "came last"]
     heads += ["busy", "switches", "clock offset"]

@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import scipy.special  # noqa: F401  (a link that changes to a normal jitter must not wait for it)
+
 from penstock.network.background import parse_background
 from penstock.network.switch import columns, loop
 from penstock.network.switch.filling import STALL, Decided, stalls, tables, told
@@ -97,11 +99,11 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # it goes when the maker closes its input
     incoming = sys.stdin
-    first, second = incoming.readline(), incoming.readline()
-    if not second:
+    first = incoming.readline()
+    if not first:
         return 0
     try:
-        served = Served(Setup.read(first, second))
+        served = Served(Setup.read(first))
     except OSError as error:
         _answer({"error": f"{error.strerror or error}"})
         return 1
