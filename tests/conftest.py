@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from distributed.ranks import Ranks
+from scaffolding.ranks import Ranks
 
 pytest_plugins = ["penstock.testing.fixtures"]
 

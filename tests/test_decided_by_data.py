@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from by_hand import assert_same_gradients, step_by_hand
-from models import squared_error
 from penstock import PartitionError, pipeline
 from penstock.partition.run import real
+from scaffolding.by_hand import assert_same_gradients, step_by_hand
+from scaffolding.models import squared_error
 
 WIDTH = 6
 X = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))

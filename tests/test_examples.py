@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.cli import app
-from support.scripts import lines_here
+from scaffolding.scripts import lines_here
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PENSTOCK = ["-c", "from penstock.cli import main; main()"]

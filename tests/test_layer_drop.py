@@ -12,11 +12,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from models import squared_error
 from penstock import pipeline, verify
 from penstock.errors import PartitionError
 from penstock.runtime.exact.streams import key_of, mix
 from penstock.stages import ties
+from scaffolding.models import squared_error
 
 SEED, MICROBATCHES = 5, 4
 SMALL = {"vocab_size": 23, "dropout": 0.0, "max_position_embeddings": 16, "pad_token_id": 0}

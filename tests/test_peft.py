@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import penstock
 from distributed.peft_jobs import adapted, by_hand, train
-from distributed.ranks import Ranks
+from scaffolding.ranks import Ranks
 
 torch.set_num_threads(1)  # bits are compared
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from models import squared_error
 from penstock import ArgumentError, PartitionError, ScheduleError, ShapeError, pipeline
 from penstock.schedule import Action, Op, drop_backward, forward_only, generate, reduce_ties
-from small import batch, mlp
+from scaffolding.models import squared_error
+from scaffolding.small import batch, mlp
 
 
 @pytest.mark.parametrize("without", [forward_only, lambda schedule: drop_backward(schedule, [0])])

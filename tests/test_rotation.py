@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rotation import CPU_SECONDS, MOST, parts
+from scaffolding.rotation import CPU_SECONDS, MOST, parts
 
 ROOT = Path(__file__).parents[1]
 

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from by_hand import assert_same_gradients, sizes_by_hand, step_by_hand
-from models import GPT, ConvNet, squared_error, token_error
 from penstock import ArgumentError, pipeline, verify
 from penstock.schedule import Op
-from small import ONE_STAGE, ROWS, WIDTH, batch, gradients, mlp, tokens
+from scaffolding.by_hand import assert_same_gradients, sizes_by_hand, step_by_hand
+from scaffolding.models import GPT, ConvNet, squared_error, token_error
+from scaffolding.small import ONE_STAGE, ROWS, WIDTH, batch, gradients, mlp, tokens
 
 # -- 1 ----------------------------------------------------------------------------------------------------------------
 

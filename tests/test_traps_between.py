@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from by_hand import assert_same_gradients, sizes_by_hand, step_by_hand
-from models import InPlace, SkipsTwice, squared_error
 from penstock import ArgumentError, ScheduleError, ShapeError, VerificationError, pipeline, verify
 from penstock.runtime.execute.stage_runner import StageRunner
 from penstock.runtime.transport.local import LocalChannel
 from penstock.schedule import Action, Op, Placement, Schedule
-from small import ONE_STAGE, ROWS, WIDTH, batch, mlp
+from scaffolding.by_hand import assert_same_gradients, sizes_by_hand, step_by_hand
+from scaffolding.models import InPlace, SkipsTwice, squared_error
+from scaffolding.small import ONE_STAGE, ROWS, WIDTH, batch, mlp
 
 # -- 5, 10, 18: what is between stages --------------------------------------------------------------------------------
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from models import squared_error
 from penstock import ArgumentError, checkpoint
-from small import WIDTH, batch
+from scaffolding.models import squared_error
+from scaffolding.small import WIDTH, batch
 
 
 def made(seed: int, ranks: int = 2, dropout: float = 0.4) -> penstock.Pipeline:

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import penstock
-from models import squared_error
 from penstock.partition.units.chain import known_names
+from scaffolding.models import squared_error
 
 
 class Tied(nn.Module):

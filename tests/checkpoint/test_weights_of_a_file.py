@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import penstock
-from models import squared_error
 from penstock import ArgumentError, checkpoint
 from penstock.checkpoint.export import FileEntry, in_order, write_file
-from small import WIDTH, batch
+from scaffolding.models import squared_error
+from scaffolding.small import WIDTH, batch
 
 
 def model() -> nn.Sequential:

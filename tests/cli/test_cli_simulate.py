@@ -22,7 +22,7 @@ from penstock.simulate import idle, memory
 from penstock.simulate import simulate as library
 from penstock.simulate.costs import LinkCost, StageCost
 
-PUBLISHED = json.loads((Path(__file__).parents[1] / "published.json").read_text())["tables5and6"]
+PUBLISHED = json.loads((Path(__file__).parents[1] / "scaffolding" / "published.json").read_text())["tables5and6"]
 NUMBERS = ("--ranks", "8", "--microbatches", "24")
 COSTS = ("--forward", "18522", "--backward-input", "18086", "--backward-weight", "9337", "--comm", "601")
 STAGE = {"forward": 3, "backward_input": 4, "backward_weight": 2}

@@ -9,11 +9,11 @@ import torch
 from command_line import as_json, output, refusal
 from torch import nn
 
-import models
 import penstock
+from scaffolding import models
 
 TARGETS = """
-import models
+from scaffolding import models
 from torch import nn
 
 def of(case):

@@ -16,7 +16,7 @@ from penstock.cli._cost_options import CostOptions
 from penstock.cli._outcome import Outcome
 from penstock.cli._picture import Palette, legend, proportional, slots, style
 from penstock.schedule import Op, Schedule, check, generate, grid, names
-from some_schedules import generated
+from scaffolding.some_schedules import generated
 
 palettes = st.sampled_from(Palette)
 NUMBERS = ("--ranks", "4", "--microbatches", "8")

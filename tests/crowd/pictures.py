@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models import Case
+from scaffolding.models import Case
 
 ROWS = 8
 

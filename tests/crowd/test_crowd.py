@@ -9,8 +9,8 @@ import torch
 
 from crowd import pictures, sequences
 from crowd.torchvision_operators import declare
-from models import Case
 from penstock import PartitionError, verify
+from scaffolding.models import Case
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]  # the warnings are theirs
 

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 
 import penstock
-from models import GPT, token_error
+from scaffolding.models import GPT, token_error
 
 STEPS = 3
 ROWS, LENGTH, VOCABULARY = 12, 24, 19

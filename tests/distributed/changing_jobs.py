@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from by_hand import sizes_by_hand, step_by_hand
-from models import squared_error, token_error
+from scaffolding.by_hand import sizes_by_hand, step_by_hand
+from scaffolding.models import squared_error, token_error
 
 MICROBATCHES = 4
 

@@ -12,7 +12,7 @@ from shard_jobs import Blocks, by_plan, by_sequence, every_block, whole
 from torch import Tensor, nn
 
 import penstock
-from models import squared_error
+from scaffolding.models import squared_error
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (every_block, by_plan, by_sequence)}
 

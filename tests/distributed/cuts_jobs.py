@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.partition import Partitioner
-from small import batch
+from scaffolding.small import batch
 
 
 class NoStreams:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from small import batch
+from scaffolding.small import batch
 
 What = Literal["real", "meta", "nothing", "other shape"]
 

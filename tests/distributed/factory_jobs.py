@@ -9,7 +9,7 @@ import jobs
 
 import penstock
 from penstock.runtime.transport import Endpoint, PointToPoint
-from support.tcp import sockets
+from scaffolding.tcp import sockets
 
 CLOSED: list[int] = []
 """The ranks whose transport was closed."""

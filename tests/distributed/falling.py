@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import warm
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -26,7 +25,8 @@ import penstock
 from penstock.runtime.execute.program import BoundAction
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from support.tcp import sockets
+from scaffolding import warm
+from scaffolding.tcp import sockets
 
 STAGES = 3
 LIMIT_SECONDS = 60.0

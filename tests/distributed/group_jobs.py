@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import checkpoint
-from small import batch
+from scaffolding.small import batch
 
 ROWS = 8
 

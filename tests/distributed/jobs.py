@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from models import GPT, ConvNet, InPlace, SkipsTwice, squared_error, token_error
 from penstock.runtime.execute.transports import TransportChoice
+from scaffolding.models import GPT, ConvNet, InPlace, SkipsTwice, squared_error, token_error
 
 ROWS = 12
 

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import penstock
 from penstock.runtime.exact import rules as exact
-from small import batch as rows
-from small import mlp
+from scaffolding.small import batch as rows
+from scaffolding.small import mlp
 from test_layouts import DIMS, batch, by_graphs, entropy, graph_net, graphs, recurrent
 
 

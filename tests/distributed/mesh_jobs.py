@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import penstock
-from models import GPT, ConvNet, squared_error, token_error
 from penstock.schedule import Action, Op, Schedule, generate, split_backward
+from scaffolding.models import GPT, ConvNet, squared_error, token_error
 
 
 @cache

@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import penstock
-from by_hand import step_by_hand
-from models import squared_error
 from penstock.runtime.execute.clock import StreamClock
 from penstock.runtime.transport.distributed import DistributedTransport
 from penstock.runtime.transport.receive_order import ReceiveOrder
 from penstock.testing import nccl
 from penstock.testing.nccl import nccl_rules
+from scaffolding.by_hand import step_by_hand
+from scaffolding.models import squared_error
 
 WIDTH = 5
 MICROBATCHES = 4

@@ -19,7 +19,7 @@ import penstock
 from penstock.runtime.transport.shared_memory import SharedMemoryTransport
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import models
+from scaffolding import models
 
 
 def neighbours() -> list[int]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from models import Case, gpt2, llama
+from scaffolding.models import Case, gpt2, llama
 
 STEPS, RATE = 3, 0.05
 

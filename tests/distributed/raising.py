@@ -13,10 +13,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import warm
 from torch import Tensor, nn
 
 import penstock
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from scaffolding import warm
 
 LIMIT_SECONDS = 60.0
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from everything import ROWS, WIDTH, Layer, everything
-from models import squared_error
+from scaffolding.everything import ROWS, WIDTH, Layer, everything
+from scaffolding.models import squared_error
 
 STEPS = 20
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 import penstock
-from models import squared_error
 from penstock.runtime.execute.control import Control
 from penstock.runtime.processes.board import Patience
+from scaffolding.models import squared_error
 
 BEAT_SECONDS = 0.02
 LATE_SECONDS = 0.1

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import penstock
-from models import GPT, squared_error, token_error
+from scaffolding.models import GPT, squared_error, token_error
 
 Function = Callable[[nn.Module], nn.Module | None]
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 from bad_network_job import LOST_AFTER, STEPS, Trained, demonstrate, train
 
-from distributed.ranks import Ranks
 from penstock.demo import show
 from penstock.testing import BadNetwork
+from scaffolding.ranks import Ranks
 
 JOB = Path(__file__).with_name("bad_network_job.py")
 SCHEDULES = ("1f1b", "zb-h1")

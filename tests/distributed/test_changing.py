@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import penstock.runtime.step.bound_schedules
-from distributed.ranks import Ranks, RanksError
-from representatives import representatives
+from scaffolding.ranks import Ranks, RanksError
+from scaffolding.representatives import representatives
 
 pytestmark = pytest.mark.distributed
 

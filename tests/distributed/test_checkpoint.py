@@ -12,9 +12,9 @@ import pytest
 import torch
 from checkpoint_jobs import Trained
 
-from distributed.ranks import Ranks
 from penstock import checkpoint
-from representatives import representatives
+from scaffolding.ranks import Ranks
+from scaffolding.representatives import representatives
 
 pytestmark = pytest.mark.distributed
 

@@ -6,8 +6,8 @@ import combined_jobs
 import pytest
 import torch
 
-from distributed.ranks import Ranks, RanksError
-from representatives import representatives
+from scaffolding.ranks import Ranks, RanksError
+from scaffolding.representatives import representatives
 
 pytestmark = pytest.mark.distributed
 

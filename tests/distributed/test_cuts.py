@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from distributed.cuts_jobs import borrow, borrower, cuts, model, overlap
-from distributed.ranks import Ranks
 from penstock import pipeline
-from small import batch
+from scaffolding.ranks import Ranks
+from scaffolding.small import batch
 
 pytestmark = pytest.mark.distributed
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from distributed import endings_jobs, jobs
-from distributed.ranks import Ranks
 from penstock.runtime.execute.transports import TransportChoice
+from scaffolding.ranks import Ranks
 
 pytestmark = pytest.mark.distributed
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from distributed.example_jobs import What, data, model, nobody, train
-from distributed.ranks import Ranks
 from penstock import ArgumentError, pipeline
+from scaffolding.ranks import Ranks
 
 pytestmark = pytest.mark.distributed
 

@@ -11,11 +11,11 @@ import torch
 from jobs import TASKS
 from torch import Tensor
 
-from by_hand import step_by_hand
-from distributed.ranks import Ranks, RanksError
 from penstock.schedule import Op, generators
 from penstock.testing.transports import SCRIPTS
-from representatives import representatives
+from scaffolding.by_hand import step_by_hand
+from scaffolding.ranks import Ranks, RanksError
+from scaffolding.representatives import representatives
 
 pytestmark = pytest.mark.distributed
 

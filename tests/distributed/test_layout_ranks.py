@@ -6,8 +6,8 @@ import layout_jobs
 import pytest
 import torch
 
-from distributed.ranks import Ranks
-from representatives import representatives
+from scaffolding.ranks import Ranks
+from scaffolding.representatives import representatives
 
 pytestmark = pytest.mark.distributed
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from distributed.ranks import Ranks
 from penstock.schedule import generate, reduce_replicas
-from representatives import representatives
+from scaffolding.ranks import Ranks
+from scaffolding.representatives import representatives
 
 pytestmark = pytest.mark.distributed
 

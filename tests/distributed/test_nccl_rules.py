@@ -9,10 +9,10 @@ import nccl_jobs
 import pytest
 from nccl_jobs import BUGS, MICROBATCHES, MODELS, RULES, Cell
 
-from distributed.ranks import Ranks, RanksError
 from penstock.schedule import generator, generators
 from penstock.schedule.generators import Numbers
 from penstock.testing.transports import SCRIPTS
+from scaffolding.ranks import Ranks, RanksError
 
 pytestmark = pytest.mark.distributed
 

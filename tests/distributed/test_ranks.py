@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distributed import warm
-from distributed.ranks import Ranks, RanksError
+from scaffolding import warm
+from scaffolding.ranks import Ranks, RanksError
 
 pytestmark = pytest.mark.distributed
 

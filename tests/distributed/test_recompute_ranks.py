@@ -8,8 +8,8 @@ import pytest
 import recompute_jobs
 import torch
 
-from distributed.ranks import Ranks
-from representatives import representatives
+from scaffolding.ranks import Ranks
+from scaffolding.representatives import representatives
 
 pytestmark = pytest.mark.distributed
 

@@ -10,8 +10,8 @@ import saving_jobs as jobs
 import stuck_jobs
 import torch
 
-from distributed.ranks import Ranks, RanksError
 from penstock import checkpoint
+from scaffolding.ranks import Ranks, RanksError
 
 pytestmark = pytest.mark.distributed
 

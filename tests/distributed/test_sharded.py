@@ -10,9 +10,9 @@ import torch
 from shard_jobs import Seen
 from torch import Tensor
 
-from distributed.ranks import Ranks, RanksError
 from penstock.schedule import Op, check, generate, generators, whole_last_backward
-from representatives import representatives
+from scaffolding.ranks import Ranks, RanksError
+from scaffolding.representatives import representatives
 
 pytestmark = pytest.mark.distributed
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import jobs
 import pytest
 
-from distributed.ranks import Ranks
 from penstock.schedule import Schedule, generate, split_backward
-from representatives import representatives
+from scaffolding.ranks import Ranks
+from scaffolding.representatives import representatives
 
 pytestmark = pytest.mark.distributed
 

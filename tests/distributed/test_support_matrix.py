@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed.ranks import Ranks
+from scaffolding.ranks import Ranks
 from support import cell_jobs
 from support.features import FAMILIES, FEATURES, cells, refusal, sampled, splits_nothing
 from support.page import page

@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch_jobs
 
-from distributed.ranks import Ranks
 from penstock.schedule import (
     Action,
     Format,
@@ -35,6 +34,7 @@ from penstock.schedule import (
 from penstock.search import search
 from penstock.simulate import simulate
 from penstock.simulate.costs import LinkCost, StageCost
+from scaffolding.ranks import Ranks
 
 schedules: Any = pytest.importorskip("torch.distributed.pipelining.schedules")
 runtime: Any = getattr(schedules, "_PipelineScheduleRuntime", None)

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from distributed import factory_jobs, jobs
-from distributed.ranks import Ranks, RanksError
 from penstock import ArgumentError, pipeline
 from penstock.runtime.transport import Endpoint, PointToPoint
 from penstock.testing import check_factory
 from penstock.testing.transports import POINT_TO_POINT_SCRIPTS, SCRIPTS
-from small import batch, mlp
-from support.tcp import EXAMPLE, EXAMPLES_OWN, sockets
+from scaffolding.ranks import Ranks, RanksError
+from scaffolding.small import batch, mlp
+from scaffolding.tcp import EXAMPLE, EXAMPLES_OWN, sockets
 
 pytestmark = pytest.mark.distributed
 
@@ -92,8 +92,8 @@ def test_a_rank_that_is_done_first_fails_nobody(ranks3: Ranks, share_loss: bool)
 def test_what_is_wrong_is_refused_on_every_rank(ranks2: Ranks) -> None:
     first, second = ranks2.run(factory_jobs.refused)
     other = "and rank 1 'auto'; every rank must give the same"
-    assert first["another"] == f"ArgumentError: transport: rank 0 has support.tcp.sockets, {other}"
-    assert "transport: rank 1 has 'auto', and rank 0 support.tcp.sockets" in second["another"]
+    assert first["another"] == f"ArgumentError: transport: rank 0 has scaffolding.tcp.sockets, {other}"
+    assert "transport: rank 1 has 'auto', and rank 0 scaffolding.tcp.sockets" in second["another"]
     assert "rank 1 distributed.factory_jobs.only_on" in first["other factories"]
     for said in (first, second):
         assert "made an object of Half, which lacks reduce; expected an object with the methods" in said["half"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import verify_jobs
 
-from distributed.ranks import Ranks
+from scaffolding.ranks import Ranks
 
 pytestmark = pytest.mark.distributed
 

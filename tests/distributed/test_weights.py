@@ -15,10 +15,10 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import penstock
-from distributed.ranks import Ranks
-from models import TRANSFORMERS
 from penstock import checkpoint
 from penstock.cli import app
+from scaffolding.models import TRANSFORMERS
+from scaffolding.ranks import Ranks
 
 pytestmark = pytest.mark.distributed
 

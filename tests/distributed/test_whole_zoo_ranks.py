@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from test_zoo_ranks import RUN, TRANSPORTS, assert_proven, some_cells
 
-from distributed.ranks import Ranks
+from scaffolding.ranks import Ranks
 from zoo import ZOO
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore"), pytest.mark.long]

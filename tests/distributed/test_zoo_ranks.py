@@ -7,8 +7,8 @@ from itertools import cycle
 import jobs
 import pytest
 
-from distributed.ranks import Ranks
 from penstock.schedule import generators
+from scaffolding.ranks import Ranks
 from zoo import MICROBATCHES
 from zoo.matrix import Cell, refusal
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from models import squared_error, token_error
 from penstock import checkpoint
+from scaffolding.models import squared_error, token_error
 
 WIDTH, LAYERS = 1024, 32
 

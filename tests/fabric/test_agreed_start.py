@@ -13,7 +13,6 @@ import fabric_jobs as jobs
 import numpy as np
 import pytest
 
-from distributed.ranks import Ranks
 from penstock.errors import FabricError
 from penstock.fabric.emulation import signals
 from penstock.fabric.emulation.board import VARIABLE, Board
@@ -22,6 +21,7 @@ from penstock.fabric.emulation.signals import enough
 from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.presets import preset
 from penstock.fabric.workload import Workload
+from scaffolding.ranks import Ranks
 
 pytestmark = pytest.mark.alone
 

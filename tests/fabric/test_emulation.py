@@ -21,7 +21,6 @@ import pytest
 from host_processes import Seen, kill_rank, processes
 from typer.testing import CliRunner
 
-from distributed.ranks import Ranks
 from penstock.cli import app
 from penstock.errors import ArgumentError, FabricError
 from penstock.fabric.algorithms import algorithms
@@ -33,6 +32,7 @@ from penstock.fabric.emulation.spec import Spec, usual_algorithm
 from penstock.fabric.samples import HEAD, RUN, SAMPLES, STEPS, STEPS_HEAD, Run
 from penstock.fabric.steps import Collective
 from penstock.fabric.workload import Transfer, Workload
+from scaffolding.ranks import Ranks
 
 pytestmark = pytest.mark.distributed
 

@@ -8,13 +8,13 @@ import fabric_jobs as jobs
 import pytest
 import torch
 
-from distributed.ranks import Ranks
 from penstock.fabric.algorithms import ENGINE, algorithms
 from penstock.fabric.dtypes import OPS
 from penstock.fabric.emulation import clock, payload
 from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.steps import Collective
 from penstock.fabric.workload import Transfer, Workload
+from scaffolding.ranks import Ranks
 
 SIZES = (1, 1001, 7)
 """In elements: fewer than there are ranks, and no multiple of anything."""

@@ -12,7 +12,6 @@ import pytest
 from drawn_runs import run_of
 from made_network import Tcp, TwoHosts
 
-from distributed.ranks import Ranks
 from penstock.fabric.emulation import links, probe
 from penstock.fabric.emulation.probe import CHUNKS, FIRST_BYTES, Measured, is_long, next_chunk, one_way, pace
 from penstock.fabric.emulation.spec import Spec
@@ -20,6 +19,7 @@ from penstock.fabric.views import facts
 from penstock.fabric.workload import Workload
 from penstock.network.parse import parse_link
 from penstock.network.topology import Topology
+from scaffolding.ranks import Ranks
 
 SPEC = Spec(Workload.of_sizes([4]), 2)
 

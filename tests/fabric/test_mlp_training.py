@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from distributed.ranks import Ranks, RanksError
 from penstock.demo import mlp
 from penstock.errors import ArgumentError
 from penstock.fabric.presets import preset
 from penstock.fabric.workload import Workload
+from scaffolding.ranks import Ranks, RanksError
 
 STEPS, BATCH = 4, 8
 

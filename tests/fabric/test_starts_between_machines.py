@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from distributed.ranks import Ranks
 from penstock.fabric.emulation import clock, signals
 from penstock.fabric.emulation.joining import Members
 from penstock.fabric.emulation.signals import Signals
@@ -22,6 +21,7 @@ from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.samples import Run
 from penstock.fabric.times import TransferTimes
 from penstock.fabric.workload import Workload
+from scaffolding.ranks import Ranks
 
 MS = 1_000_000
 AHEAD_NS = (0, 90_000 * MS, -40_000 * MS, 7 * MS)

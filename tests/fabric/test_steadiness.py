@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from made_runs import made_run
 
-from distributed.ranks import Ranks
 from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.results import results
 from penstock.fabric.steadiness import WarmUp, trend
 from penstock.fabric.views.facts import warnings
 from penstock.fabric.workload import Workload
+from scaffolding.ranks import Ranks
 
 REPETITIONS = 60
 

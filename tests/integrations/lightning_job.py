@@ -20,7 +20,7 @@ import penstock
 from penstock.integrations.lightning import PipelineStrategy
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import small
+from scaffolding import small
 
 
 class Module(lightning.LightningModule):

@@ -16,10 +16,10 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import penstock
-import small
 from penstock.errors import ArgumentError
 from penstock.integrations.lightning import PipelineStrategy
-from support.scripts import lines_here
+from scaffolding import small
+from scaffolding.scripts import lines_here
 
 JOB = Path(__file__).with_name("lightning_job.py")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_lightning.py"

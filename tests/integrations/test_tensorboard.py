@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import penstock
-import small
 from penstock.integrations.tensorboard import StepWriter
+from scaffolding import small
 
 
 def read(folder: Path) -> dict[str, list[tuple[int, float]]]:

@@ -82,7 +82,7 @@ def test_words_after_the_rate(text: str, expected: Link) -> None:
         ("100mbit gap 5", "gap", "reorder 1%"),
         ("100mbit stall 2s", "stall", "needs its period"),
         ("100mbit slot 1ms", "slot", "not held back"),
-        ("100mbit delay 5ms seed 3", "seed", "--seed"),
+        ("100mbit delay 5ms seed 3", "seed", "--link-seed"),
         ("netem delay 5ms", "netem", "leave that word out"),
         ("1gbit up 5mbit down 1gbit", "up", "no direction"),
         ("up 5mbit", "up", "other way"),

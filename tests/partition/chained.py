@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models import Case
 from penstock.partition import Partition, default_kwargs
 from penstock.stages import MODEL_INPUT
 from penstock.trees import flatten, map_tensors
+from scaffolding.models import Case
 
 
 class NoStreams:

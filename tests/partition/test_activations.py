@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from models import gpt
 from penstock import inspect
+from scaffolding.models import gpt
 
 WIDTH, ROWS = 8, 6
 ROW = 4 * WIDTH  # bytes

@@ -13,10 +13,10 @@ import torch
 from chained import NoStreams
 from torch import Tensor, nn
 
-from models import gpt, in_place, mlp, skips
 from penstock import inspect, verify
 from penstock.errors import ArgumentError, PartitionError, ShapeError
 from penstock.partition import Partition, Partitioner
+from scaffolding.models import gpt, in_place, mlp, skips
 
 
 class Layers(nn.Module):

@@ -10,10 +10,10 @@ from chained import NoStreams, assert_same, run_chained, run_unsplit
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from models import Case, squared_error
 from penstock import inspect
 from penstock.errors import PartitionError
 from penstock.partition import Partitioner
+from scaffolding.models import Case, squared_error
 
 WIDTH = 6
 

@@ -12,9 +12,9 @@ import torch
 from chained import NoStreams
 from torch import Tensor, nn
 
-from models import llama
 from penstock.errors import PartitionError
 from penstock.partition import Partitioner
+from scaffolding.models import llama
 
 WIDTH = 4
 

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from by_hand import assert_same_gradients, step_by_hand
-from models import GPT, SkipsTwice, squared_error, token_error
 from penstock import ArgumentError, NonFiniteError, PartitionError, ShapeError, pipeline, verify
 from penstock.schedule import generate
-from small import ONE_STAGE, WIDTH, batch, mlp, tokens
+from scaffolding.by_hand import assert_same_gradients, step_by_hand
+from scaffolding.models import GPT, SkipsTwice, squared_error, token_error
+from scaffolding.small import ONE_STAGE, WIDTH, batch, mlp, tokens
 
 # -- 17: options ------------------------------------------------------------------------------------------------------
 

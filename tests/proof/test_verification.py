@@ -22,7 +22,7 @@ from penstock.proof.term_sizes import TermSizes
 from penstock.proof.verify import _run_unsplit
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.loss.loss import LossHead
-from small import WIDTH, batch, mlp
+from scaffolding.small import WIDTH, batch, mlp
 
 TWO = {"ranks": 2, "microbatches": 4}
 

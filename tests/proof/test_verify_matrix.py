@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 import penstock
-from model_kinds import DEPTHS, EXAMPLES
 from penstock.errors import ArgumentError, PartitionError
 from penstock.schedule import Schedule, generate, generator, generators
 from penstock.schedule.generators import Numbers
-from representatives import representatives
+from scaffolding.model_kinds import DEPTHS, EXAMPLES
+from scaffolding.representatives import representatives
 from zoo.shared import Shared
 
 MICROBATCHES = (1, 2, 3, 8)

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, fx, nn
 
 import penstock
-from distributed.ranks import Ranks
 from penstock.errors import ArgumentError
 from penstock.pipe.build import build
 from penstock.pipe.options import Options
 from penstock.runtime.processes.world import World
 from penstock.schedule.lowering import order_of
 from runtime.ready_made import ReadyMade
+from scaffolding.ranks import Ranks
 
 MICROBATCHES = 4
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 import penstock
 from distributed.group_jobs import CUTS, Seen, model, options_of, train
-from distributed.ranks import Ranks
 from penstock.errors import ArgumentError
-from small import batch
+from scaffolding.ranks import Ranks
+from scaffolding.small import batch
 
 KINDS = [(0.1, 0.001), (0.0, 0.001), (0.0, 0.01), (0.1, 0.01)]
 """Weight decay and rate, as the unsplit model's parameters first have them."""

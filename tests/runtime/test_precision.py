@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 import penstock
 from distributed.precision_jobs import OVERFLOWS, STEPS, Trained, by_hand, in_a_pipeline, in_a_pipeline_of
-from distributed.ranks import Ranks
-from models import CASES
 from penstock import checkpoint
 from penstock.errors import ArgumentError
 from penstock.pipe.scaler import _next
 from penstock.schedule import generators
-from representatives import representatives
-from small import batch, mlp
+from scaffolding.models import CASES
+from scaffolding.ranks import Ranks
+from scaffolding.representatives import representatives
+from scaffolding.small import batch, mlp
 
 HALF = (torch.bfloat16, torch.float16)
 

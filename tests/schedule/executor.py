@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 from penstock.schedule import Action, Op, Schedule
-from some_schedules import needs_by_hand
+from scaffolding.some_schedules import needs_by_hand
 
 MESSAGES = {Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B}
 RECEIVES = {Op.RECV_F, Op.RECV_B}

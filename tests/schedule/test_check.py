@@ -19,7 +19,7 @@ from penstock.schedule import (
     reduce_ties,
     split_backward,
 )
-from some_schedules import arbitrary, generated
+from scaffolding.some_schedules import arbitrary, generated
 
 legal = st.one_of(
     generated(max_ranks=4, max_microbatches=6),

@@ -22,7 +22,7 @@ from penstock.schedule import (
     split_backward,
 )
 from penstock.schedule.communication import ways
-from some_schedules import Link, arbitrary, generated, needs_by_hand, skips
+from scaffolding.some_schedules import Link, arbitrary, generated, needs_by_hand, skips
 
 one_pipeline = generated(max_ranks=6, max_microbatches=10).filter(lambda s: s.placement.pipelines == 1)
 """Nothing is sent between two copies of the model."""

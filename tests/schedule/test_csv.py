@@ -26,7 +26,7 @@ from penstock.schedule import (
     to_csv,
     write_csv,
 )
-from some_schedules import arbitrary, generated
+from scaffolding.some_schedules import arbitrary, generated
 
 ONLY: Format = "compute_only"
 COMMS: Format = "compute_comms"

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 
 from penstock.errors import ScheduleError
 from penstock.schedule import Dependencies, Schedule, add_communication, drop_backward, generate, linearize
-from some_schedules import arbitrary, generated
+from scaffolding.some_schedules import arbitrary, generated
 
 
 def before(schedule: Schedule, text: str) -> set[str]:

@@ -18,7 +18,7 @@ from penstock.schedule import Op, Schedule, check, generate, generator, generato
 from penstock.schedule.generators import Numbers, interleaved_1f1b, naive, one_f_one_b
 from penstock.simulate import simulate
 from penstock.simulate.costs import StageCost
-from some_schedules import NAMES, generated
+from scaffolding.some_schedules import NAMES, generated
 
 GENERATORS = generators()
 registry = import_module("penstock.schedule.generators")  # a function has the same name in penstock.schedule

@@ -25,7 +25,7 @@ from penstock.schedule import (
     reduce_ties,
     split_backward,
 )
-from some_schedules import NAMES, needs_by_hand
+from scaffolding.some_schedules import NAMES, needs_by_hand
 
 Rows = list[list[Action]]
 Break = Callable[[st.DataObject, Schedule, Rows], set[str]]

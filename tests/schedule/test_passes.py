@@ -23,7 +23,7 @@ from penstock.schedule import (
     reduce_ties,
     split_backward,
 )
-from some_schedules import arbitrary, generated
+from scaffolding.some_schedules import arbitrary, generated
 
 SHARDING = (Op.UNSHARD, Op.RESHARD)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 
 from penstock.errors import ArgumentError, ScheduleError
 from penstock.schedule import Action, Op, Overlap, Placement, Row, Schedule, generate
-from some_schedules import arbitrary, generated
+from scaffolding.some_schedules import arbitrary, generated
 
 OVERLAP = Overlap(Action(0, Op.F, 1), Action(0, Op.B, 0))
 

@@ -15,9 +15,9 @@ from penstock.schedule import Placement, check
 from penstock.search import exact, search
 from penstock.simulate import memory
 from penstock.simulate.costs import LinkCost, StageCost
-from representatives import representatives
+from scaffolding.representatives import representatives
 
-PUBLISHED = json.loads((Path(__file__).parents[1] / "published.json").read_text())
+PUBLISHED = json.loads((Path(__file__).parents[1] / "scaffolding" / "published.json").read_text())
 UNIT = StageCost(1, 1, 1, activation_bytes=1, weight_gradient_bytes=1)
 SMALL = [row for row in PUBLISHED["proven_optima"] if row["ranks"] == 2]
 

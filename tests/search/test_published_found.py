@@ -18,7 +18,7 @@ from penstock.search import search
 from penstock.simulate import memory, simulate
 from penstock.simulate.costs import LinkCost, StageCost
 
-PUBLISHED = json.loads((Path(__file__).parents[1] / "published.json").read_text())
+PUBLISHED = json.loads((Path(__file__).parents[1] / "scaffolding" / "published.json").read_text())
 ROUNDING = 0.5e-4
 UNIT = StageCost(1, 1, 1, activation_bytes=1, weight_gradient_bytes=1)
 

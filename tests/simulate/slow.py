@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from penstock.schedule import Action, Op, Overlap, Schedule
 from penstock.simulate.costs import LinkCost, StageCost
-from some_schedules import needs_by_hand
+from scaffolding.some_schedules import needs_by_hand
 
 Times = dict[Action, tuple[int, int]]
 

@@ -25,7 +25,7 @@ from penstock.schedule import (
 from penstock.schedule.order import earliest_times
 from penstock.simulate import Links, simulate
 from penstock.simulate.costs import LinkCost, StageCost
-from some_schedules import small_ones, with_overlaps
+from scaffolding.some_schedules import small_ones, with_overlaps
 
 # Whole numbers: sums of them are exact.
 from_zero, from_one = st.integers(0, 9).map(float), st.integers(1, 5).map(float)

@@ -16,7 +16,7 @@ from penstock.schedule import Action, Op, Schedule, add_communication, generate,
 from penstock.schedule.timeline import Span, Timeline
 from penstock.simulate import Cause, critical_path, idle, simulate
 from penstock.simulate.costs import LinkCost, StageCost
-from some_schedules import small_ones, with_overlaps
+from scaffolding.some_schedules import small_ones, with_overlaps
 
 ROUNDING = Fraction(1, 2**40)
 """Of a sum of some hundred numbers, each rounded at 53 bits."""

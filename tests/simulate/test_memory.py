@@ -24,7 +24,7 @@ from penstock.schedule import (
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import Memory, memory, simulate
 from penstock.simulate.costs import StageCost
-from some_schedules import arbitrary, generated
+from scaffolding.some_schedules import arbitrary, generated
 
 schedules = st.one_of(
     arbitrary(),

@@ -1,7 +1,7 @@
 """What papers and constraint solvers found, held against the generators and the simulation.
 
-`tests/published.json` has tables 5 and 6 of "Zero Bubble Pipeline Parallelism" (ICLR 2024) and the same authors'
-figures of schedules on a V; times in microseconds.
+`tests/scaffolding/published.json` has tables 5 and 6 of "Zero Bubble Pipeline Parallelism" (ICLR 2024) and the same
+authors' figures of schedules on a V; times in microseconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.schedule.timeline import Timeline
 from penstock.simulate import simulate
 from penstock.simulate.costs import LinkCost, StageCost
 
-PUBLISHED = json.loads((Path(__file__).parents[1] / "published.json").read_text())
+PUBLISHED = json.loads((Path(__file__).parents[1] / "scaffolding" / "published.json").read_text())
 ROUNDING = 0.5e-4
 
 

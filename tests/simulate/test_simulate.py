@@ -16,7 +16,7 @@ from penstock.schedule import (
 )
 from penstock.simulate import simulate
 from penstock.simulate.costs import LinkCost, StageCost
-from some_schedules import generated
+from scaffolding.some_schedules import generated
 
 # Whole numbers: sums of them are exact.
 costs = st.builds(StageCost, *[st.integers(1, 50).map(float)] * 3)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import penstock
-from models import squared_error
+from scaffolding.models import squared_error
 from support.features import BY_NAME, FAMILIES, Cell
 
 RATE = 0.05

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import models
 from penstock.errors import ArgumentError
 from penstock.fabric.presets import preset
 from penstock.fabric.workload import Workload
 from penstock.schedule import Op, generate
 from penstock.traffic import DDP_BUCKET_BYTES, from_model, layers, pipeline
+from scaffolding import models
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe"]
 

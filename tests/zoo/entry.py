@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from models import Case
+from scaffolding.models import Case
 
 ROWS, MICROBATCHES = 5, 4
 """Of each batch: microbatches of 2, 1, 1 and 1 rows."""

@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import nn
 
-from models import Case
+from scaffolding.models import Case
 from zoo.entry import ROWS, Entry, noise, tokens
 
 SMALL = {

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models import GPT, Case, EncoderDecoder, InPlace, SkipsTwice, UNet, squared_error, token_error
+from scaffolding.models import GPT, Case, EncoderDecoder, InPlace, SkipsTwice, UNet, squared_error, token_error
 from zoo.entry import ROWS, Entry, noise, tokens
 
 WIDTH = 7

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models import Case, squared_error
+from scaffolding.models import Case, squared_error
 from zoo.entry import Entry, noise
 
 WIDTH = 6

@@ -9,13 +9,13 @@ import pytest
 from torch import nn
 
 import penstock
-from models import Case
 from penstock.partition import partitioner
 from penstock.partition.stages.partition import describe
 from penstock.partition.units.chain import Chain
 from penstock.proof import verify as verification
 from penstock.schedule import Schedule
 from penstock.trees import flatten
+from scaffolding.models import Case
 
 
 class Shared:

@@ -18,7 +18,7 @@ from penstock.network.link import BUFFER_BYTES, Link
 _NOT_HERE = {
     "slot": "frames are not held back to slots here: give delay and jitter",
     "ecn": "frames are not marked here: give loss alone",
-    "seed": "the seed is one for the whole network: give --seed",
+    "seed": "the seed is one for the whole network: give --link-seed",
     "netem": "leave that word out: what follows it is the same here",
 }
 """Words of netem that have no meaning here, and what to do instead."""

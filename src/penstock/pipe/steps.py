@@ -74,7 +74,7 @@ class Steps:
         first = self._first.bound
         if norms is not None:
             with engine.control.agreed():
-                refuse_none(stage.meta for stage in first.partitions[0].stages)
+                refuse_none(first.partitions[0].stages)
         self.schedule = first.schedule
 
     @property

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from models import gpt, mlp
 from penstock.errors import PartitionError
 from penstock.partition import Partitioner
 from penstock.partition.cut.balance import linear_partition
+from scaffolding.models import gpt, mlp
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.data())

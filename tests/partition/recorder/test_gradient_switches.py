@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributions import Distribution, Normal, kl_divergence
 
 import penstock
-from models import Case, squared_error
 from penstock.partition import Partitioner
+from scaffolding.models import Case, squared_error
 
 WIDTH = 4
 

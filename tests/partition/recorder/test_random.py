@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models import gpt
 from penstock import verify
 from penstock.partition import Partition, Partitioner
+from scaffolding.models import gpt
 
 
 class Streams:

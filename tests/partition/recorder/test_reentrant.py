@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import penstock
-from models import squared_error
+from scaffolding.models import squared_error
 
 Pass = Callable[["Checkpointed", Tensor], Any]
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models import squared_error
 from penstock import PartitionError, pipeline, verify
+from scaffolding.models import squared_error
 
 WIDTH = 4
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from penstock import PartitionError, inspect, verify
 from penstock.partition import Partitioner, partitioner
 from penstock.partition.run.sideways import Sideways
-from representatives import representatives
+from scaffolding.representatives import representatives
 
 WIDTH = 6
 LEFT: list[Tensor] = []

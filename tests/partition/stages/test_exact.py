@@ -8,9 +8,9 @@ import pytest
 import torch
 from chained import NoStreams, assert_same, run_chained, run_unsplit
 
-from models import CASES, TRANSFORMERS
 from penstock.partition import Partitioner
-from representatives import representatives
+from scaffolding.models import CASES, TRANSFORMERS
+from scaffolding.representatives import representatives
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from chained import NoStreams, assert_same, run_chained, run_unsplit
 from torch import Tensor, nn
 
-from models import CASES, Case, convnet, dicts, gpt, in_place, llama, mixtral, mlp, skips, squared_error
 from penstock.partition import Partition, Partitioner, default_kwargs, retarget
 from penstock.stages import MODEL_INPUT, Input, StageMeta, TensorMeta, backward_links, gradient_routes, ties
+from scaffolding.models import CASES, Case, convnet, dicts, gpt, in_place, llama, mixtral, mlp, skips, squared_error
 
 
 def check(model: nn.Module, *args: Tensor, stages: int = 2, **options) -> Partition:  # type: ignore[no-untyped-def]

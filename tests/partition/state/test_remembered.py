@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_full_backward_hook
 
 import penstock
-from by_hand import assert_same_gradients, step_by_hand
 from penstock import ArgumentError, PartitionError, inspect, verify
 from penstock.partition.recorder.attempts import record
 from penstock.partition.run import sideways
 from penstock.partition.state.remembered import Remembered
+from scaffolding.by_hand import assert_same_gradients, step_by_hand
 
 WIDTH = 4
 BANK = torch.zeros(WIDTH)

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from models import squared_error
 from penstock import PartitionError, inspect, pipeline, verify
+from scaffolding.models import squared_error
 
 WIDTH = 6
 

@@ -11,11 +11,11 @@ import transformers
 from chained import NoStreams
 from torch import Tensor, nn
 
-from models import gpt
 from penstock import inspect, pipeline
 from penstock.partition import Balance, Partitioner
 from penstock.partition.recorder.attempts import record
 from penstock.partition.watch.work import OPERATIONS_PER_BYTE as PER_BYTE
+from scaffolding.models import gpt
 
 
 def work(model: nn.Module, *args: Tensor) -> int:

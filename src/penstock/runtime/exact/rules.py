@@ -1,6 +1,6 @@
 """What keeps a pipelined step equal to the unsplit one, bit for bit: the rules, each in one place.
 
-Every rule was found by experiment; break it, and bits change (tests/runtime/test_rules.py breaks each on purpose).
+Every rule was found by experiment; break it, and bits change: tests/runtime/exact/test_rules.py breaks each on purpose.
 
 1. A stage's weight gradients accumulate in ascending order of microbatch. The schedule decides this;
    `penstock.schedule.check` reports one that does not as inexact.

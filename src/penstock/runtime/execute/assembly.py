@@ -16,6 +16,7 @@ from penstock.runtime.features.compiled import Compiled, OwnGradients
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature, Features, Forward
 from penstock.runtime.features.finite import FiniteStage
+from penstock.runtime.features.forward_order import ForwardOrder
 from penstock.runtime.features.forward_state import ForwardState, LossMemory
 from penstock.runtime.features.in_flight import Overwritten
 from penstock.runtime.features.offload import Offload
@@ -64,6 +65,7 @@ FEATURES: tuple[Make, ...] = (
     Framed.of,  # around whatever runs the code
     Reduced.of,
     _deferred_norms,
+    ForwardOrder.of,
     ForwardState.of,
     LossMemory.of,
     RepeatedUpdates.of,  # puts buffers right within a backward, in which nothing else may update them
@@ -101,7 +103,6 @@ def _split(stage: StageContext) -> SplitBackward | None:
     split = stage.microbatches(Op.I)
     if not split:
         return None
-    orders = (stage.microbatches(Op.F), stage.microbatches(Op.B, Op.I))
-    in_order = all(order == sorted(order) for order in orders)
+    in_order = stage.in_order(Op.F) and stage.in_order(Op.B, Op.I)
     module, device = stage.recorded.module, stage.device
     return SplitBackward(stage.parameters, module, device, split, in_order=in_order, can_wait=not stage.offload)

@@ -123,3 +123,8 @@ class StageContext:
         """The microbatches of this stage's actions of some kinds, in the row's order."""
         own = (action for action in self.row if action.stage == self.index and action.op in ops)
         return [action.microbatch for action in own if action.microbatch is not None]
+
+    def in_order(self, *ops: Op) -> bool:
+        """Whether these actions come in ascending order of microbatch, as on one device."""
+        numbers = self.microbatches(*ops)
+        return numbers == sorted(numbers)

@@ -24,7 +24,6 @@ from penstock.partition.values.memory import same_bits
 from penstock.runtime.features.feature import Feature
 from penstock.runtime.front_end import Partition, Stage
 from penstock.runtime.split_backward.backward import is_compiled
-from penstock.stages import StageMeta
 
 
 class Moments(NamedTuple):
@@ -236,9 +235,10 @@ def refuse_unseen(partition: Partition, model: nn.Module) -> None:
                 _refuse(name, f"({kind}) {norm}; only the batch norms of torch.nn can be deferred")
 
 
-def refuse_none(stages: Iterable[StageMeta]) -> None:
+def refuse_none(stages: Iterable[Stage]) -> None:
     """Raises ArgumentError where there are no running statistics at all."""
-    if not any(name.rpartition(".")[2] == "running_mean" for stage in stages for name in stage.updated):
+    updated = (name for stage in stages for name in (*stage.meta.updated, *stage.may_update))
+    if not any(name.rpartition(".")[2] == "running_mean" for name in updated):
         raise ArgumentError(
             "deferred_batch_norm=True: no batch norm of the model updates running statistics in training; leave it out"
         )

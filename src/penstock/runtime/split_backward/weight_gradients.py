@@ -1,7 +1,7 @@
 """The calls whose weight gradient can wait for W: for each, the expression that autograd's own formula computes.
 
 The same kernels on the same operands, with the same strides, so that the bits are those of a full backward
-(derivatives.yaml of torch; tests/runtime/test_weight_gradients.py compares them).
+(derivatives.yaml of torch; tests/runtime/split_backward/test_weight_gradients.py compares them).
 """
 
 from __future__ import annotations

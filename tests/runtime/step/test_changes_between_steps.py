@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from models import squared_error
 from penstock.errors import ArgumentError
+from scaffolding.models import squared_error
 
 STEPS = 3
 

@@ -19,9 +19,9 @@ from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature, Features, Start
 from penstock.runtime.features.recompute import RecomputedStage
 from penstock.schedule import Op
-from small import batch, mlp
+from scaffolding.small import batch, mlp
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def squared_error(output: Tensor, target: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 import penstock
-from models import GPT, squared_error, token_error
 from penstock.errors import ArgumentError
 from penstock.report import summary
 from penstock.runtime.processes.world import World, device_of, join
@@ -22,7 +21,8 @@ from penstock.runtime.transport.local import LocalHub, LocalTransport
 from penstock.schedule import forward_only, generate
 from penstock.testing import check_transport
 from penstock.testing.transports import SCRIPTS
-from small import ONE_STAGE
+from scaffolding.models import GPT, squared_error, token_error
+from scaffolding.small import ONE_STAGE
 
 CPU = torch.device("cpu")
 

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from everything import everything
-from models import ConvNet, squared_error
 from penstock import ArgumentError, pipeline, verify
-from small import WIDTH, batch, mlp
+from scaffolding.everything import everything
+from scaffolding.models import ConvNet, squared_error
+from scaffolding.small import WIDTH, batch, mlp
 
 ROWS = 11
 SCHEDULES = [("gpipe", 4, 1), ("1f1b", 4, 1), ("interleaved-1f1b", 2, 2), ("zb-h1", 4, 1), ("zb-v", 2, 2)]

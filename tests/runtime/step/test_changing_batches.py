@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 import penstock.runtime.step.bound_schedules
-from by_hand import assert_same_gradients, step_by_hand
-from models import GPT, ConvNet, squared_error, token_error
 from penstock import ArgumentError, Microbatches, PartitionError, ShapeError, pipeline, verify
 from penstock.runtime.step.outputs import code_of, words
-from small import ONE_STAGE, WIDTH, batch, mlp
+from scaffolding.by_hand import assert_same_gradients, step_by_hand
+from scaffolding.models import GPT, ConvNet, squared_error, token_error
+from scaffolding.small import ONE_STAGE, WIDTH, batch, mlp
 
 # -- fewer rows than microbatches, other lengths ----------------------------------------------------------------------
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models import squared_error
 from penstock import PartitionError, pipeline
 from penstock.schedule import read_csv
+from scaffolding.models import squared_error
 
 ODD = 37
 

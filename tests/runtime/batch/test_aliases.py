@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models import squared_error
 from penstock import ArgumentError, Microbatch, Microbatches, Pipeline, pipeline, verify
+from scaffolding.models import squared_error
 
 WIDTH, ROWS = 4, 6
 

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 import penstock
-from models import ConvNet, InPlace, SkipsTwice, squared_error
 from penstock.pipe.pipeline import Pipeline
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.rules import Buffer, Layout
 from penstock.runtime.exact.streams import Streams
 from penstock.schedule import Action, Op, Schedule, check, generate
+from scaffolding.models import ConvNet, InPlace, SkipsTwice, squared_error
 
 ROWS, WIDTH, MICROBATCHES = 11, 33, 3
 

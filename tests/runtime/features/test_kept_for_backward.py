@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from by_hand import assert_same_gradients, step_by_hand
 from penstock import PartitionError, pipeline
-from small import WIDTH, batch
+from scaffolding.by_hand import assert_same_gradients, step_by_hand
+from scaffolding.small import WIDTH, batch
 
 
 def around(*blocks: nn.Module) -> nn.Module:

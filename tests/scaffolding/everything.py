@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from models import squared_error
 from penstock import pipeline
 from penstock.compat import FakeTensor
-from small import batch
+from scaffolding.models import squared_error
+from scaffolding.small import batch
 
 ROWS, WIDTH = 11, 9
 

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
-from distributed import warm
+from scaffolding import warm
 
 LIBRARIES = ("transformers.models.llama.modeling_llama",)
 """What most models of `transformers` share."""

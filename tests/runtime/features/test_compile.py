@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from by_hand import assert_same_gradients, step_by_hand
 from distributed.jobs import train, train_here
-from distributed.ranks import Ranks
-from models import CASES, Case, gpt
 from penstock.errors import ArgumentError
 from penstock.runtime.features.compiled import notes_of
 from penstock.schedule import generate
-from small import batch, mlp
+from scaffolding.by_hand import assert_same_gradients, step_by_hand
+from scaffolding.models import CASES, Case, gpt
+from scaffolding.ranks import Ranks
+from scaffolding.small import batch, mlp
 
 # torch's compiler hides this warning of its own, but not from a filter that makes errors of warnings.
 pytestmark = pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models import GPT, Case, SkipsTwice, squared_error, token_error
+from scaffolding.models import GPT, Case, SkipsTwice, squared_error, token_error
 
 ROWS = 11
 

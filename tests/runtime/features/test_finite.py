@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from models import CASES, gpt
 from penstock.errors import ArgumentError, NonFiniteError
 from penstock.runtime.features import finite
 from penstock.schedule import Action
-from small import batch, mlp
+from scaffolding.models import CASES, gpt
+from scaffolding.small import batch, mlp
 
 
 class Root(nn.Module):

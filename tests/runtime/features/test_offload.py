@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from everything import WIDTH, everything, inputs_alive
-from models import ConvNet, squared_error
 from penstock import pipeline, verify
 from penstock.errors import ArgumentError
 from penstock.runtime.features import offload
 from penstock.runtime.features.offload import Away, Offload
-from small import batch, mlp, training_runners
+from scaffolding.everything import WIDTH, everything, inputs_alive
+from scaffolding.models import ConvNet, squared_error
+from scaffolding.small import batch, mlp, training_runners
 
 SCHEDULES = [("gpipe", 4, 1), ("1f1b", 4, 1), ("interleaved-1f1b", 2, 2), ("zb-h1", 4, 1), ("zb-v", 2, 2)]
 

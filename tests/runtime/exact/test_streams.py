@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import penstock
-from models import GPT, squared_error, token_error
 from penstock.runtime.exact.streams import Streams, key_of, mix
-from small import ONE_STAGE
+from scaffolding.models import GPT, squared_error, token_error
+from scaffolding.small import ONE_STAGE
 
 CPU = (torch.device("cpu"),)
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from by_hand import assert_same_gradients, step_by_hand
 from penstock.schedule import Schedule, from_csv
-from small import batch, mlp
+from scaffolding.by_hand import assert_same_gradients, step_by_hand
+from scaffolding.small import batch, mlp
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

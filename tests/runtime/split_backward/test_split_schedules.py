@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 import penstock
-from model_kinds import EXAMPLES
-from models import TRANSFORMERS as TINY
-from models import squared_error
 from penstock.pipe.pipeline import Pipeline
 from penstock.schedule import Action, Op, Overlap, Schedule, check, generate, names, reduce_ties, split_backward
-from representatives import representatives
-from small import WIDTH, batch, mlp
+from scaffolding.model_kinds import EXAMPLES
+from scaffolding.models import TRANSFORMERS as TINY
+from scaffolding.models import squared_error
+from scaffolding.representatives import representatives
+from scaffolding.small import WIDTH, batch, mlp
 
 MICROBATCHES = 3
 

@@ -16,14 +16,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from everything import WIDTH, Layer, everything, inputs_alive
-from models import squared_error
 from penstock import ArgumentError, PartitionError, Pipeline, pipeline, verify
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.features import recompute
 from penstock.runtime.features.recompute import microbatches_to_recompute
 from penstock.schedule import Op, generate, split_backward
-from small import batch, mlp, training_runners
+from scaffolding.everything import WIDTH, Layer, everything, inputs_alive
+from scaffolding.models import squared_error
+from scaffolding.small import batch, mlp, training_runners
 
 POLICIES: list[Any] = ["except_last", "always", 1, 2, {0: "always", 1: 2, 3: "except_last"}]
 SCHEDULES = [("gpipe", 4, 1), ("1f1b", 4, 1), ("interleaved-1f1b", 2, 2), ("zb-h1", 4, 1), ("zb-v", 2, 2)]

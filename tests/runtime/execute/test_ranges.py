@@ -11,7 +11,7 @@ from torch.autograd import profiler
 
 import penstock
 from penstock.runtime.execute import ranges
-from small import batch, mlp
+from scaffolding.small import batch, mlp
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

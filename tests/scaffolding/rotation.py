@@ -59,7 +59,7 @@ def parts(seconds: Mapping[str, int], most: int) -> list[list[str]]:
 
 def main(options: list[str]) -> int:
     """Runs the part with pytest, whose exit status this is. `options` are pytest's."""
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     count = subprocess.run(
         ["git", "rev-list", "--count", "--first-parent", "HEAD"], cwd=root, capture_output=True, text=True, check=True
     )

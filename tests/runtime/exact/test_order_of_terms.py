@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from by_hand import assert_same_gradients, step_by_hand
 from penstock.schedule import from_csv, generate
+from scaffolding.by_hand import assert_same_gradients, step_by_hand
 
 ROWS, WIDTH, MICROBATCHES = 11, 33, 3
 

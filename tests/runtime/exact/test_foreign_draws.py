@@ -12,11 +12,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from models import squared_error
 from penstock import pipeline, verify
 from penstock.errors import PartitionError
 from penstock.runtime.exact.streams import key_of, mix
 from penstock.trees import flatten
+from scaffolding.models import squared_error
 from test_layer_drop import Dropping, check
 
 SEED = 3

@@ -1,0 +1,84 @@
+"""Stages that keep something from one forward to the next, as batch norm does: they must see microbatches in order.
+
+On one device they do, and in all of Penstock's schedules but those with two copies of a stage, each of which sees only
+a part of the batch. A schedule of a user's own may run forwards in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import pairwise
+
+from torch import Tensor
+
+from penstock.errors import PartitionError
+from penstock.runtime.features.context import StageContext
+from penstock.runtime.features.feature import Feature
+from penstock.schedule import Action, Op
+
+
+class ForwardOrder(Feature):
+    """Refuses a forward that updates a buffer although the recording could not tell whether one does.
+
+    Args:
+        index: of the stage.
+        uncertain: the buffers that it may update, by name.
+        why: what is wrong with the order.
+    """
+
+    @classmethod
+    def of(cls, stage: StageContext) -> ForwardOrder | None:
+        """Where forwards are not in order. Raises PartitionError if the stage is known to keep something.
+
+        Of copies whatever is known is refused before. The statistics of deferred batch norms are merged in order when
+        the step ends, but not those of copies.
+        """
+        why = _disorder(stage)
+        if not why:
+            return None
+        one, norms = stage.stage, stage.binding.norms
+        deferred = {id(buffer) for buffer in norms.buffers()} if norms is not None and not stage.copies else set()
+        held = {name: buffer for name, buffer in one.buffers.items() if id(buffer) not in deferred}
+        for name in one.meta.updated:
+            if name in held or name not in one.buffers:
+                raise _refusal(stage.index, name, why)
+        for each in one.remembered:
+            raise PartitionError(
+                f"{each.text} of stage {stage.index} carries something over from one microbatch to the next, but {why}"
+            )
+        uncertain = {name: held[name] for name in one.may_update if name in held}
+        return cls(stage.index, uncertain, why) if uncertain else None
+
+    def __init__(self, index: int, uncertain: Mapping[str, Tensor], why: str) -> None:
+        self._index, self._uncertain, self._why = index, uncertain, why
+
+    @contextmanager
+    def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
+        """Around a forward. Raises PartitionError after one that has updated such a buffer."""
+        before = {name: buffer._version for name, buffer in self._uncertain.items()}
+        yield
+        for name, buffer in self._uncertain.items():
+            if buffer._version != before[name]:
+                raise _refusal(self._index, name, self._why)
+
+
+def _disorder(stage: StageContext) -> str:
+    """What is wrong with the order in which a stage's forwards run, and what to do; empty if nothing is."""
+    if stage.copies:
+        return (
+            "this schedule runs several copies of the stage, each of which would see only part of the batch; take a "
+            "schedule with one copy (dualpipe-v for dualpipe)"
+        )
+    if stage.in_order(Op.F):
+        return ""
+    pairs = pairwise(stage.microbatches(Op.F))
+    later, earlier = next((Action(stage.index, Op.F, a), Action(stage.index, Op.F, b)) for a, b in pairs if a > b)
+    return (
+        f"this schedule runs {later} before {earlier}, and one device runs the forwards of a stage in order of "
+        "microbatch; take a schedule that does so, like 1f1b or gpipe (or defer batch norm, deferred_batch_norm=True)"
+    )
+
+
+def _refusal(index: int, name: str, why: str) -> PartitionError:
+    return PartitionError(f"the forward of stage {index} updates buffer {name!r}, but {why}")

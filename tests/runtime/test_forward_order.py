@@ -1,0 +1,126 @@
+"""A schedule of one's own may run a stage's forwards in any order, but not those of a stage that keeps something."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.errors import PartitionError
+from penstock.schedule import Schedule
+
+WIDTH = 4
+BACKWARDS = Schedule.parse(
+    "mine: 2 microbatches, stages on ranks 0 1\nrank 0: 0F1 0F0 0B0 0B1\nrank 1: 1F1 1F0 1B0 1B1"
+)
+X, Y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+
+
+class Averages(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.mul_(0.5).add_(x.detach().mean(0))
+        return x - self.mean.clone()
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.calls
+
+
+class Follows(nn.Module):
+    last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        last, self.last = self.last, x.detach().mean(0)
+        return x if last is None else x - last
+
+
+class NormalisesSome(nn.Module):
+    """No made-up values are so large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x) if x.max() > 100 else x
+
+
+class Notes(nn.Module):
+    """Counts for others: what it computes does not depend on it."""
+
+    seen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return x
+
+
+def model(block: Callable[[], nn.Module], layers: int = 2) -> nn.Sequential:
+    torch.manual_seed(0)
+    others = [nn.Linear(WIDTH, WIDTH) for _ in range(layers - 1)]
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), block(), *others, nn.Linear(WIDTH, 1))
+
+
+def step(block: Callable[[], nn.Module], schedule: str | Schedule, x: Tensor = X, **options: Any) -> list[Tensor]:
+    """The loss, gradients and buffers of a training step."""
+    one = model(block)
+    options = {"loss_fn": nn.functional.mse_loss, "microbatches": 2, "ranks": 2, "schedule": schedule, **options}
+    with penstock.pipeline(one, (x,), **options) as pipe:
+        loss = pipe.step(x, target=Y[:, :1]).loss
+    assert loss is not None
+    return [loss, *(p.grad for p in one.parameters() if p.grad is not None), *one.buffers()]
+
+
+@pytest.mark.parametrize(
+    ("block", "kept"),
+    [
+        (Averages, "stage 0 updates buffer '1.mean'"),
+        (lambda: nn.BatchNorm1d(WIDTH), "updates buffer '1.running_mean'.*deferred_batch_norm=True"),
+        (Counts, "'1.calls' of stage 0 carries something over"),
+        (Follows, "'1.last' of stage 0 carries something over"),
+    ],
+)
+def test_what_is_kept_is_refused_before_the_first_step(block: Callable[[], nn.Module], kept: str) -> None:
+    order = "this schedule runs 0F1 before 0F0, .* take a schedule that does so, like 1f1b or gpipe"
+    for make in (penstock.pipeline, penstock.inspect):
+        with pytest.raises(PartitionError, match=order) as refused:
+            make(model(block), (X,), loss_fn=nn.functional.mse_loss, schedule=BACKWARDS, **TWO[make])
+        refused.match(kept)
+
+
+TWO: dict[Any, Any] = {penstock.pipeline: {"ranks": 2}, penstock.inspect: {"stages": 2, "target": Y[:, :1]}}
+
+
+@pytest.mark.parametrize("schedule", [BACKWARDS, "dualpipe"])
+def test_what_values_decide_is_refused_when_it_is_updated(schedule: str | Schedule) -> None:
+    step(NormalisesSome, schedule)
+    with pytest.raises(
+        PartitionError, match=r"the forward of stage 0 updates buffer '1.norm.\w+', but this schedule runs"
+    ):
+        step(NormalisesSome, schedule, x=1000 * X)
+
+
+def test_deferred_batch_norm_knows_no_order() -> None:
+    for block in (lambda: nn.BatchNorm1d(WIDTH), NormalisesSome):
+        found, ordered = (step(block, s, 1000 * X, deferred_batch_norm=True) for s in (BACKWARDS, "gpipe"))
+        assert all(map(torch.equal, found, ordered))
+
+
+@pytest.mark.parametrize("block", [nn.Tanh, Notes])
+def test_others_run_in_any_order(block: Callable[[], nn.Module]) -> None:
+    found, ordered = (step(block, s) for s in (BACKWARDS, "gpipe"))
+    assert all(map(torch.equal, found, ordered))
