@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from penstock.cli.verify import Line, block, fold, rank_main
 from penstock.errors import ArgumentError
 from penstock.launch.target import load
 from scaffolding.ranks import Ranks
+from scaffolding.tcp import EXAMPLE
 
 CASES = '''
 import itertools, os
@@ -309,6 +311,8 @@ def test_bad_target_exits_2_and_says_why(target: str, says: str) -> None:
         (["--ranks", "2", "--cuts", "7"], "7"),
         (["--replicas", "0"], "--replicas 0: expected at least 1"),
         (["--replicas", "2", "--transport", "local"], "a process for each rank; leave --transport local out"),
+        (["--transport", "shm"], "--transport shm: expected local, distributed, or a factory of your own"),
+        (["--transport", "cases.py:nothing"], "--transport 'cases.py:nothing': cases.py has no function 'nothing'"),
     ],
 )
 def test_bad_option_exits_2_and_says_why(options: list[str], says: str) -> None:
@@ -340,6 +344,26 @@ def test_processes_give_the_report_that_one_process_gives() -> None:
         assert json.loads(done.stdout) == json.loads(verify(*options).stdout)
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.distributed
+def test_processes_talk_over_a_transport_of_ones_own(folder: Path) -> None:
+    shutil.copy(EXAMPLE, folder / "sockets.py")
+    with (folder / "sockets.py").open("a") as file:
+        file.write(
+            "\n\ndef make(endpoint):\n    print(f'made for rank {endpoint.rank}')\n    return Sockets(endpoint)\n"
+        )
+    done = in_process("cases.py:good", "--ranks", "2", "--microbatches", "3", "--transport", "sockets.py:make")
+    assert done.returncode == 0, done.stderr
+    assert all(f"made for rank {rank}" in done.stdout + done.stderr for rank in (0, 1))
+
+
+def test_what_runs_again_is_said() -> None:
+    options = ("cases.py:good", "--microbatches", "3", "--schedule", "gpipe", "--recompute")
+    done = verify(*options, "except_last")
+    assert done.exit_code == 0, done.stderr
+    assert "note: recompute='except_last': 2 of 3 forwards run again in backward on stages 0-1\n" in done.stdout
+    assert "note: recompute" not in verify(*options, "never").stdout
 
 
 @pytest.mark.distributed

@@ -92,6 +92,7 @@ def test_torchrun_on_each_host(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["run"]
 
 
+@pytest.mark.long  # test_emulation.py has the end of another host
 def test_the_host_that_writes_is_dropped_and_named_and_all_is_taken_down(tmp_path: Path) -> None:
     spec = Spec(Workload.of_sizes([4000]), 2, trials=10_000_000, measures_links=False)
     with Machines(2) as made:

@@ -12,7 +12,6 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from enum import Enum
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -46,18 +45,12 @@ if TYPE_CHECKING:
 
     from penstock.launch.target import Target
     from penstock.runtime.batch.cutting import Microbatch
+    from penstock.runtime.transport.protocol import TransportFactory
 
 LONG_TABLE = 24
 """A table of more rows folds those that are equal, by module."""
 
 _STYLES = {"equal": "green", "close": "yellow"}
-
-
-class TransportName(Enum):
-    """One process that drives all ranks, or a process for each."""
-
-    local = "local"
-    distributed = "distributed"
 
 
 ReductionName = Literal["mean", "sum"]
@@ -67,7 +60,7 @@ ReductionName = Literal["mean", "sum"]
 @dataclass(frozen=True, slots=True)
 class Case:
     """What to verify. `chunks` None: what the schedule is known for. `microbatches` None: see `Cutting.usual`. `exact`
-    None: wherever it can be promised."""
+    None: wherever it can be promised. `transport`: names a factory; None: what the library chooses."""
 
     target: str
     ranks: int
@@ -83,6 +76,7 @@ class Case:
     opens: Sequence[str] | None = None
     balance: BalanceName = "flops"
     replicas: int = 1
+    transport: str | None = None
 
 
 def verify(
@@ -107,8 +101,12 @@ def verify(
         int, typer.Option(help="Pipelines that train together, each on its part of the batch; a process for each rank.")
     ] = 1,
     transport: Annotated[
-        TransportName | None,
-        typer.Option(help="All ranks in one process (the default without replicas), or a process for each."),
+        str | None,
+        typer.Option(
+            metavar="local|distributed|FILE:FACTORY",
+            help="All ranks in one process (local, the default without replicas), a process for each (distributed), "
+            "or a process for each with a transport of your own, made by a function named as TARGET is.",
+        ),
     ] = None,
     exact: Annotated[
         bool | None, typer.Option("--exact/--no-exact", help="Demand every bit; by default where it can be promised.")
@@ -144,8 +142,11 @@ def verify(
         whole_batch=whole_batch,
         balance=balance,
         replicas=replicas,
+        transport=None if transport in (None, "local", "distributed") else transport,
     )
-    alone = transport is TransportName.local or (transport is None and replicas == 1)
+    if case.transport is not None:
+        _factory(case.transport)  # says what is wrong before any process starts
+    alone = transport == "local" or (transport is None and replicas == 1)
     if replicas < 1 or (alone and replicas > 1):
         raise ArgumentError(
             f"--replicas {replicas}: "
@@ -205,8 +206,20 @@ def prove(case: Case) -> dict[str, Any]:
             recompute=case.recompute,
             leaves=case.leaves,
             whole_batch=case.whole_batch,
+            transport="auto" if case.transport is None else _factory(case.transport),
             **given.cutting,
         ).to_dict()
+
+
+def _factory(name: str) -> TransportFactory:
+    from penstock.launch.target import function_named
+
+    if ":" not in name:
+        raise ArgumentError(
+            f"--transport {name}: expected local, distributed, or a factory of your own as module:function or "
+            "file.py:function"
+        )
+    return function_named(name, "--transport")
 
 
 def _mesh(case: Case, given: Target) -> DeviceMesh:
@@ -296,6 +309,8 @@ def show(report: Mapping[str, Any], console: Console, *, show_all: bool = False)
     if report["replicas"] > 1:
         counts = {"replica": report["replicas"]} | counts
     sizes = ", ".join(counted(count, what) for what, count in counts.items())
+    if report["notes"]:
+        console.print("\n" + "\n".join(f"note: {note}" for note in report["notes"]), soft_wrap=True, markup=False)
     whole = report["whole_batch"]
     if whole is not None and whole["verdict"] == "explained":
         console.print(f"\nwhole batch: {whole['text']}", soft_wrap=True, markup=False)

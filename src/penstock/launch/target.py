@@ -61,22 +61,29 @@ def load(text: str) -> Target:
     Raises:
         ArgumentError: there is no such module, file or function, it raises, or it returns something else.
     """
+    return _call(text, function_named(text))
+
+
+def function_named(text: str, what: str = "TARGET") -> Callable[..., Any]:
+    """What `module:function` or `file.py:function` names. `what`: the argument, for messages.
+
+    Raises:
+        ArgumentError: there is no such module, file or function, or its module raises.
+    """
     place, colon, name = text.rpartition(":")
     if not colon or not place or not name:
-        raise ArgumentError(f"TARGET {text!r}: expected a colon between a module and a function; {_FORM}")
+        raise ArgumentError(f"{what} {text!r}: expected a colon between a module and a function; {_FORM}")
     try:
-        module = _from_file(Path(place)) if place.endswith(".py") else _from_name(place)
-        function = getattr(module, name, None)
-        if not callable(function):
-            there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-            raise ArgumentError(
-                f"TARGET {text!r}: {place} has no function {name!r}; it has {', '.join(there) or 'none'}"
-            )
+        module = _from_file(Path(place), what) if place.endswith(".py") else _from_name(place, what)
     except PenstockError:
         raise
     except Exception as error:
-        raise ArgumentError(f"TARGET {text!r} raised {describe(error)}") from error
-    return _call(text, function)
+        raise ArgumentError(f"{what} {text!r} raised {describe(error)}") from error
+    function: Callable[..., Any] | None = getattr(module, name, None)
+    if not callable(function):
+        there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise ArgumentError(f"{what} {text!r}: {place} has no function {name!r}; it has {', '.join(there) or 'none'}")
+    return function
 
 
 def _call(text: str, function: Callable[[], Any]) -> Target:
@@ -100,13 +107,13 @@ def describe(error: BaseException) -> str:
     return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else text
 
 
-def _from_file(path: Path) -> ModuleType:
+def _from_file(path: Path, what: str) -> ModuleType:
     if not path.is_file():
-        raise ArgumentError(f"TARGET: there is no file {str(path)!r} in {Path.cwd()}; {_FORM}")
+        raise ArgumentError(f"{what}: there is no file {str(path)!r} in {Path.cwd()}; {_FORM}")
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)  # as for a script
-    name = f"_target_{path.stem}"  # a file random.py must not hide the module of that name
+    name = f"_{what.strip('-').lower()}_{path.stem}"  # a file random.py must not hide the module of that name
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -116,7 +123,7 @@ def _from_file(path: Path) -> ModuleType:
     return module
 
 
-def _from_name(name: str) -> ModuleType:
+def _from_name(name: str, what: str) -> ModuleType:
     if "" not in sys.path:
         sys.path.insert(0, "")  # the current folder, as `python -m` has it
     try:
@@ -125,7 +132,7 @@ def _from_name(name: str) -> ModuleType:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # the module is there; something that it imports is not
         hint = f"; did you mean {name}.py?" if Path(f"{name}.py").is_file() else ""
-        raise ArgumentError(f"TARGET: there is no module {error.name!r}{hint}; {_FORM}") from None
+        raise ArgumentError(f"{what}: there is no module {error.name!r}{hint}; {_FORM}") from None
 
 
 def _check(text: str, returned: Any, again: Callable[[], Target]) -> Target:

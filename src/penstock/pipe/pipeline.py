@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from penstock.pipe.groups import OptionsOf, parameter_groups
 from penstock.pipe.result import StepResult
 from penstock.pipe.session import Session
-from penstock.runtime.features import compiled
-from penstock.runtime.features.per_stage import notes as offload_notes
-from penstock.runtime.features.per_stage import offload_by_stage
+from penstock.runtime.execute.assembly import RECOMPUTE
+from penstock.runtime.features import compiled, per_stage, recompute
+from penstock.runtime.features.per_stage import offload_by_stage, recompute_by_stage
 from penstock.runtime.gradients.distribution import local, whole
 from penstock.runtime.loss.loss import checked_scale
 from penstock.runtime.model.state_dicts import evaluating, load_into
@@ -192,13 +192,15 @@ class Pipeline:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What recording the model had to say, and what the schedule, compiled stages and offload cost."""
+        """What the recording had to say, what runs again in backward, and what schedule, compile and offload cost."""
         inexact = [violation.text for violation in check(self.schedule) if not violation.fatal]
         partition = self.session.partition
         draws = bool(partition.drawing_modules) or self.session.draws_in_glue
-        offload = offload_by_stage(self.session.options.offload, self.session.order.placement.depth)
-        compiling = compiled.notes_of(self.session.options.compile, self.schedule, draws=draws)
-        return (*partition.notes, *inexact, *compiling, *offload_notes(offload, self.session.order))
+        options, order = self.session.options, self.session.order
+        compiling = compiled.notes_of(options.compile, self.schedule, draws=draws)
+        again = recompute.notes(recompute_by_stage(options.recompute, order.placement.depth, RECOMPUTE), order)
+        moved = per_stage.notes(offload_by_stage(options.offload, order.placement.depth), order)
+        return (*partition.notes, *inexact, *compiling, *again, *moved)
 
     @property
     def split_share(self) -> dict[int, float]:

@@ -105,6 +105,7 @@ class Report:
         rows: each is of all steps.
         steps: how many were compared.
         whole_batch: whether microbatches make what the whole batch does; None if that was not asked.
+        notes: of the pipeline, among them what runs again in backward.
     """
 
     rows: tuple[Comparison, ...] = field(repr=False)
@@ -117,6 +118,7 @@ class Report:
     replicas: int = 1
     steps: int = 1
     whole_batch: WholeBatch | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:

@@ -117,6 +117,7 @@ def verify(
             pipe.world.data_parallel,
             len(compared),
             reference.whole_batch,
+            pipe.notes,
         )
 
 

@@ -16,7 +16,7 @@ from typing import Literal, get_args
 from penstock.errors import ArgumentError
 from penstock.schedule import Op, Placement, Row, Schedule
 from penstock.simulate import NO_COST, Links
-from penstock.simulate.costs import LinkCost, StageCost
+from penstock.simulate.costs import StageCost, cost_between, costs_by_stage
 
 Objective = Literal["makespan", "span"]
 """What is made small: the last end of all from 0, or the largest, over ranks, from its first F to its last end."""
@@ -138,7 +138,7 @@ def problem(
         raise ArgumentError(f"microbatches={microbatches!r}: expected a whole number of at least 1")
     if objective not in get_args(Objective):
         raise ArgumentError(f"objective={objective!r}: expected one of {', '.join(get_args(Objective))}")
-    by_stage = _by_stage(placement, costs)
+    by_stage = costs_by_stage(placement, costs)
     need, lag, feeds = _messages(placement, by_stage, links)
     held = tuple(float(cost.activation_bytes) for cost in by_stage)
     kept = tuple(float(cost.weight_gradient_bytes) for cost in by_stage)
@@ -163,15 +163,6 @@ def problem(
     )
 
 
-def _by_stage(placement: Placement, costs: StageCost | Sequence[StageCost]) -> list[StageCost]:
-    if isinstance(costs, StageCost):
-        return [costs] * placement.stages
-    given = list(costs) * (placement.pipelines if len(costs) == placement.depth else 1)
-    if len(given) != placement.stages:
-        raise ArgumentError(f"{len(given)} costs for {placement.stages} stages; give one, or one for each stage")
-    return given
-
-
 def _messages(
     placement: Placement, costs: Sequence[StageCost], links: Links
 ) -> tuple[tuple[int, ...], tuple[float, ...], tuple[int, ...]]:
@@ -187,10 +178,7 @@ def _messages(
             ends = placement.rank_of[source // 3], placement.rank_of[target // 3]
             if ends[0] == ends[1]:
                 continue
-            link = links if isinstance(links, LinkCost) else links.get(ends)
-            if link is None:
-                raise ArgumentError(f"links has no cost from rank {ends[0]} to rank {ends[1]}, which is used; give one")
-            lag[target] = link.seconds(costs[stage].output_bytes)
+            lag[target] = cost_between(links, *ends).seconds(costs[stage].output_bytes)
     return tuple(need), tuple(lag), tuple(feeds)
 
 

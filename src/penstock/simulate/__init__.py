@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from penstock.lazy import face
 
 if TYPE_CHECKING:
+    from penstock.simulate.costs import NO_COST as NO_COST
     from penstock.simulate.costs import LinkCost as LinkCost
+    from penstock.simulate.costs import Links as Links
     from penstock.simulate.costs import StageCost as StageCost
     from penstock.simulate.memory_use import Memory as Memory
     from penstock.simulate.memory_use import memory as memory
-    from penstock.simulate.simulator import NO_COST as NO_COST
-    from penstock.simulate.simulator import Links as Links
     from penstock.simulate.simulator import simulate as simulate
     from penstock.simulate.waits import Cause as Cause
     from penstock.simulate.waits import CriticalPath as CriticalPath
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "LinkCost": "costs",
     "StageCost": "costs",
-    "NO_COST": "simulator",
-    "Links": "simulator",
+    "NO_COST": "costs",
+    "Links": "costs",
     "simulate": "simulator",
     "Cause": "waits",
     "CriticalPath": "waits",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from penstock.errors import ArgumentError
+from penstock.schedule import Placement
 
 BOUND = 1e100
 """Costs are below it, and bandwidths above its inverse: sums, and sizes divided by bandwidths, stay finite."""
@@ -98,3 +100,30 @@ def _check(name: str, value: float) -> None:
     if not value >= 0:
         raise ArgumentError(f"{name}={value}: expected a cost of 0 or more")
     refuse_extreme(name, value, f"{name}={value}")
+
+
+NO_COST = LinkCost(0.0)
+"""Messages that arrive as they are sent."""
+
+Links = LinkCost | Mapping[tuple[int, int], LinkCost]
+"""One cost for all links, or one for each that is used, by (rank that sends, rank that receives)."""
+
+
+def costs_by_stage(placement: Placement, costs: StageCost | Sequence[StageCost]) -> list[StageCost]:
+    """One cost for each stage, copies included. Raises ArgumentError if there are too few or too many."""
+    if isinstance(costs, StageCost):
+        return [costs] * placement.stages
+    given = list(costs) * (placement.pipelines if len(costs) == placement.depth else 1)
+    if len(given) != placement.stages:
+        raise ArgumentError(f"{len(given)} costs for {placement.stages} stages; give one, or one for each stage")
+    return given
+
+
+def cost_between(links: Links, source_rank: int, target_rank: int) -> LinkCost:
+    """What a message costs. Raises ArgumentError if `links` has no cost from one of the ranks to the other."""
+    link = links if isinstance(links, LinkCost) else links.get((source_rank, target_rank))
+    if link is None:
+        raise ArgumentError(
+            f"links has no cost from rank {source_rank} to rank {target_rank}, which this schedule uses; give one"
+        )
+    return link

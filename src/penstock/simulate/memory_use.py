@@ -10,8 +10,7 @@ import numpy as np
 from penstock.schedule import Op, Schedule, stages_with_backward
 from penstock.schedule.timeline import Timeline
 from penstock.simulate.columns import Floats, Ints
-from penstock.simulate.costs import StageCost
-from penstock.simulate.simulator import costs_by_stage
+from penstock.simulate.costs import StageCost, costs_by_stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ def memory(schedule: Schedule, costs: StageCost | Sequence[StageCost], timeline:
     Raises:
         ArgumentError: not one cost for each stage.
     """
-    by_stage = costs_by_stage(schedule, costs)
+    by_stage = costs_by_stage(schedule.placement, costs)
     kept = stages_with_backward(schedule)
     table = np.zeros((2, len(Op), schedule.stages))  # what comes at the start, and what goes at the end
     for stage, cost in enumerate(by_stage):

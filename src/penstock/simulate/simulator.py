@@ -4,26 +4,20 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from penstock.errors import ArgumentError, ScheduleError
+from penstock.errors import ScheduleError
 from penstock.schedule import Dependencies, Op, Schedule
 from penstock.schedule.order import runnable_order
 from penstock.schedule.timeline import Timeline, Track
 from penstock.simulate.columns import Columns, Floats, Ints
-from penstock.simulate.costs import LinkCost, StageCost
-
-NO_COST = LinkCost(0.0)
-"""Messages that arrive as they are sent."""
+from penstock.simulate.costs import NO_COST, LinkCost, Links, StageCost, cost_between, costs_by_stage
 
 _NOT_RUN = -1.0
 """In place of the time at which a node's output has left: it has not run. Below that: so has not, and a rank sleeps."""
-
-Links = LinkCost | Mapping[tuple[int, int], LinkCost]
-"""One cost for all links, or one for each that is used, by (rank that sends, rank that receives)."""
 
 
 def simulate(
@@ -62,7 +56,7 @@ def simulate(
         ArgumentError: not one cost for each stage, or a link that is used has no cost.
         ScheduleError: the schedule cannot be run.
     """
-    by_stage = costs_by_stage(schedule, costs)
+    by_stage = costs_by_stage(schedule.placement, costs)
     columns = Columns.of(schedule)
     wire, latency = _link_seconds(columns, by_stage, links)
     ran = _run(columns, _durations(columns, by_stage), wire, latency, contended=contended)
@@ -80,17 +74,6 @@ def simulate(
         waited = start - np.concatenate([[0.0], end[:-1]])[: len(start)]
         tracks.append(Track(row, *(array("d", column.tobytes()) for column in (start, end, waited))))
     return Timeline(tuple(tracks))
-
-
-def costs_by_stage(schedule: Schedule, costs: StageCost | Sequence[StageCost]) -> list[StageCost]:
-    """One cost for each stage, copies included. Raises ArgumentError if there are too few or too many."""
-    if isinstance(costs, StageCost):
-        return [costs] * schedule.stages
-    placement = schedule.placement
-    given = list(costs) * (placement.pipelines if len(costs) == placement.depth else 1)
-    if len(given) != schedule.stages:
-        raise ArgumentError(f"{len(given)} costs for {schedule.stages} stages; give one, or one for each stage")
-    return given
 
 
 def _durations(columns: Columns, costs: Sequence[StageCost]) -> Floats:
@@ -124,9 +107,7 @@ def _link_seconds(columns: Columns, costs: Sequence[StageCost], links: Links) ->
     pairs = columns.rank[made] * len(columns.rows) + columns.rank[used]
     for pair in np.unique(pairs).tolist():
         ends = divmod(pair, len(columns.rows))
-        link = links if isinstance(links, LinkCost) else links.get(ends)
-        if link is None:
-            raise ArgumentError(f"links has no cost from rank {ends[0]} to rank {ends[1]}, which this schedule uses")
+        link = cost_between(links, *ends)
         on = pairs == pair if len(pairs) and not isinstance(links, LinkCost) else slice(None)
         latency[made[on]] = link.latency_seconds
         wire[made[on]] = size[on] / link.bytes_per_second

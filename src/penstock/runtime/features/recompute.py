@@ -22,8 +22,9 @@ from penstock.runtime.features.feature import Feature, Rerun
 from penstock.runtime.features.offload import Away, Offload, can_go
 from penstock.runtime.features.per_stage import Recompute
 from penstock.runtime.front_end import Stage
-from penstock.schedule import Action, Op
+from penstock.schedule import Action, Op, Schedule
 from penstock.stages import StageMeta
+from penstock.words import in_ranges
 
 KEPT_FORWARDS: Mapping[str, Callable[[Sequence[int | None]], Sequence[int | None]]] = {
     "except_last": lambda forwards: forwards[-1:],
@@ -53,6 +54,30 @@ def microbatches_to_recompute(policy: Recompute, row: Iterable[Action], stage: i
     }
     kept = at_once | set(KEPT_FORWARDS[policy](forwards))
     return frozenset(k for k in backwards - kept if k is not None)
+
+
+def notes(policies: Sequence[Recompute], order: Schedule) -> list[str]:
+    """Which forwards are run again, in words: a line for all stages that do the same.
+
+    Args:
+        policies: of each stage of the model.
+        order: its rows have the computations at least.
+    """
+    said: dict[str, list[int]] = {}
+    for stage, rank in enumerate(order.placement.rank_of):
+        policy = policies[stage % len(policies)]
+        if policy == "never":
+            continue
+        forwards = sum(action.stage == stage and action.op is Op.F for action in order.rows[rank])
+        again = len(microbatches_to_recompute(policy, order.rows[rank], stage))
+        which = (
+            f"{again} of {forwards} forwards" if isinstance(policy, str) else f"layers 0, {policy}, {2 * policy}, ..."
+        )
+        said.setdefault(f"recompute={policy!r}: {which} run again in backward", []).append(stage)
+    return [
+        f"{text} on {'stage' if len(at) == 1 else 'stages'} {', '.join(in_ranges(map(str, at)))}"
+        for text, at in said.items()
+    ]
 
 
 class BufferCopies(NamedTuple):

@@ -26,8 +26,9 @@ Message = Sequence[Tensor | None]
 class Channel(Protocol):
     """One link's messages in one direction, seen from one of its two ranks.
 
-    Where the other rank is gone, a method raises OSError or RuntimeError, or waits for ever: a watchdog of ours sees
-    either, and ends the run with its cause.
+    Microbatch numbers start again at 0 in every step, and messages of one number arrive in the order in which they were
+    sent. If the other rank is gone, a method may raise OSError or RuntimeError, or wait forever: the watchdog notices
+    either and ends the run with the cause.
     """
 
     def send(self, microbatch: int, message: Message) -> None:
@@ -38,13 +39,14 @@ class Channel(Protocol):
         """
 
     def post(self, microbatch: int) -> None:
-        """Makes ready to receive a message, so that it can arrive while the rank computes. Never blocks.
+        """Prepares to receive a message, so that it can arrive while the rank computes. Never blocks.
 
-        Every message is posted once, and of all channels from one rank to another in the order in which that one sends.
+        Every message is posted exactly once. A rank posts all messages from one other rank, over all their channels, in
+        the order in which that rank sends them.
         """
 
     def receive(self, microbatch: int) -> list[Tensor | None]:
-        """Waits for a message that was posted. Each tensor is in memory of its own, strides and alignment kept."""
+        """Waits for a posted message. Each tensor has its own memory and keeps its strides and alignment."""
 
 
 class Pending(Protocol):
@@ -58,27 +60,31 @@ class PointToPoint(Protocol):
     """Moves messages between the stages of one pipeline; one object a rank."""
 
     def connect(self, source_rank: int, target_rank: int) -> None:
-        """Makes ready for messages from one rank to another, before the first of them. May wait for the other rank.
+        """Prepares for messages from one rank to another, before the first of them. May wait for the other rank.
 
-        Both of the two call it, each of them in the same order of pairs as all other ranks.
+        Both ranks of the pair call it, and every rank goes through its pairs in the same order.
         """
 
     def channel(self, program: int, link: Link, source_rank: int, target_rank: int, *, backward: bool) -> Channel:
-        """The channel of a link within one program. Each of its two ranks asks for it once."""
+        """A link's channel within one program, in one direction. Each of the two ranks asks for it once.
+
+        The two ends of a channel are known by `(program, link, backward)`: use these as its key. `source_rank` is the
+        rank that sends on it, and `target_rank` the one that receives.
+        """
 
     def release(self, program: int) -> None:
-        """Gives back what the channels of a program hold. Both ends call it between the same two steps, and use these
-        channels no more.
+        """Frees what a program's channels hold. Both ends call it between the same two steps, and never use these
+        channels again.
         """
 
     def end_step(self) -> None:
-        """Ends a program's step: the layouts that its first step saw hold from now on."""
+        """Ends a step. The layouts of a program's first step are binding from then on."""
 
     def drop_step(self) -> None:
-        """Forgets what a step that raised has left, if there can be another one after it."""
+        """Called after a step that raised. Discards what it left behind, if another step can follow at all."""
 
     def close(self) -> None:
-        """Has everything that was sent arrive, and gives everything back. Others may close later, or have closed."""
+        """Delivers everything that was sent, then frees everything. Other ranks may close earlier or later."""
 
 
 class Collectives(Protocol):

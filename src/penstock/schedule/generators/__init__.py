@@ -94,7 +94,7 @@ class Generator:
         memory: the largest number of microbatches whose activations rank r holds; None if there is no formula.
         idle: how long the rank that has the longest span waits within it; None if there is no formula.
         bubble: the share of its span in which a rank waits, where F, I and W take equally long; None likewise.
-        rules: which numbers it works for.
+        rules: which numbers it works for, besides whole microbatches where `slices` is 1.
         chunks, slices: what it is generated with where nothing is said.
         placement: where stages are: "loop", "V", "wave" or "bidirectional".
         splits: whether backwards are split into I and W.
@@ -107,12 +107,16 @@ class Generator:
     memory: str | None
     idle: str | None
     bubble: str | None
-    rules: tuple[Rule, ...] = (_WHOLE,)
+    rules: tuple[Rule, ...] = ()
     chunks: int = 1
     slices: int = 1
     placement: str = "loop"
     splits: bool = False
     aliases: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.slices == 1:
+            object.__setattr__(self, "rules", (_WHOLE, *self.rules))
 
     def broken(self, numbers: Numbers) -> Rule | None:
         """The first rule that the numbers break."""
@@ -146,7 +150,7 @@ _GENERATORS = {
             memory="min(p - r, m)",
             idle="(p - 1)*(F + I + W)",
             bubble="(p - 1)/(m + p - 1)",
-            rules=(_WHOLE, _ONE_CHUNK),
+            rules=(_ONE_CHUNK,),
         ),
         Generator(
             "interleaved-1f1b",
@@ -173,7 +177,7 @@ _GENERATORS = {
             memory="min(p, m)",
             idle="(p - 1)*max(I, F + I - W)",
             bubble="(p - 1)/(3*m + p - 1)",
-            rules=(_WHOLE, _ONE_CHUNK),
+            rules=(_ONE_CHUNK,),
             splits=True,
         ),
         Generator(
@@ -183,7 +187,7 @@ _GENERATORS = {
             memory="min(2*p - 1, m)",
             idle="(p - 1)*max(0, I - F, F + I - 2*W)",
             bubble="0",
-            rules=(_WHOLE, _ONE_CHUNK),
+            rules=(_ONE_CHUNK,),
             splits=True,
         ),
         Generator(
@@ -193,7 +197,7 @@ _GENERATORS = {
             memory="min(p, m)",
             idle="0 if F == I == W else None",
             bubble="0",
-            rules=(_WHOLE, _TWO_CHUNKS),
+            rules=(_TWO_CHUNKS,),
             chunks=2,
             placement="V",
             splits=True,
@@ -205,7 +209,7 @@ _GENERATORS = {
             memory="(p + 2)//2",
             idle=None,
             bubble=None,
-            rules=(_WHOLE, _TWO_CHUNKS),
+            rules=(_TWO_CHUNKS,),
             chunks=2,
             placement="V",
             splits=True,
@@ -217,7 +221,7 @@ _GENERATORS = {
             memory="(p + 4)//3",
             idle=None,
             bubble=None,
-            rules=(_WHOLE, _TWO_CHUNKS),
+            rules=(_TWO_CHUNKS,),
             chunks=2,
             placement="V",
             splits=True,
@@ -229,7 +233,7 @@ _GENERATORS = {
             memory=None,
             idle=None,
             bubble=None,
-            rules=(_WHOLE, _TWO_CHUNKS),
+            rules=(_TWO_CHUNKS,),
             chunks=2,
             placement="V",
         ),
@@ -240,7 +244,7 @@ _GENERATORS = {
             memory=None,
             idle=None,
             bubble=None,
-            rules=(_WHOLE, _WAVES),
+            rules=(_WAVES,),
             chunks=2,
             placement="wave",
         ),
@@ -251,7 +255,7 @@ _GENERATORS = {
             memory="p//2 + min(r + 1, p - r)",
             idle=None,
             bubble=None,
-            rules=(_WHOLE, _ONE_CHUNK, _EVEN_RANKS, _EVEN_MICROBATCHES),
+            rules=(_ONE_CHUNK, _EVEN_RANKS, _EVEN_MICROBATCHES),
             placement="bidirectional",
         ),
         Generator(
@@ -261,7 +265,7 @@ _GENERATORS = {
             memory="p + 1",
             idle="(p/2 - 1)*max(2*F, 3*F - W) if F == I else None",
             bubble="(p - 2)/(3*m + p - 2)",
-            rules=(_WHOLE, _ONE_CHUNK, _EVEN_RANKS, _EVEN_MICROBATCHES),
+            rules=(_ONE_CHUNK, _EVEN_RANKS, _EVEN_MICROBATCHES),
             placement="bidirectional",
             splits=True,
         ),
@@ -272,7 +276,7 @@ _GENERATORS = {
             memory="(2*p + 1)/2",
             idle="(p - 1)*max(2*F, 3*F - W)/2 if F == I else None",
             bubble="(p - 1)/(3*m + p - 1)",
-            rules=(_WHOLE, _TWO_CHUNKS),
+            rules=(_TWO_CHUNKS,),
             chunks=2,
             placement="V",
             splits=True,
