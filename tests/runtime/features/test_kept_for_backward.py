@@ -4,6 +4,7 @@ or the step is refused."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -410,8 +411,93 @@ class UpdatesIfOn(ReadsIfOn):
         return self.linear(x) * (1 + self.mean.clone())
 
 
+class Mode(Enum):
+    OFF, ON = range(2)
+
+
+class KeepsInMode(KeepsIfOn):
+    """Keeps where a setting of some kind says so: its own, or one that only it knows of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number, self.mode, self.calls = 1, Mode.OFF, 0
+        self.config, self.options = Config(), {"on": False}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.on = self.number == 2 or self.mode is Mode.ON or self.config.on or self.options["on"] or SWITCHES["on"]
+        return super().forward(x)
+
+
+class Config:
+    on = False
+
+
+class KeepsInDict(KeepsInMode):
+    """Likewise, in a dict and an object of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if SWITCHES["on"]:
+            self.options["scale"] = self.config.shift = x.detach().mean()
+        y = x * 1.0
+        y.register_hook(lambda gradient: gradient * self.options.get("scale", 1.0) + getattr(self.config, "shift", 0.0))
+        return y
+
+
+class KeepsLate(KeepsIfOn):
+    """Begins in the middle of a step."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        self.on = self.calls > 6
+        return super().forward(x)
+
+
+class NotingIfOn(Noting):
+    """A loss that keeps something from some step on."""
+
+    weight = 1.0
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        if SWITCHES["on"]:
+            return super().__call__(output, target)
+        return F.mse_loss(output, target)
+
+
+SWITCHES = {"on": False}
+
+SETTINGS: dict[str, Callable[[Any], object]] = {
+    "number": lambda block: setattr(block, "number", 2),
+    "member of an enum": lambda block: setattr(block, "mode", Mode.ON),
+    "field of an object": lambda block: setattr(block.config, "on", True),
+    "entry of a dict": lambda block: block.options.update(on=True),
+}
+
+
 def switch(model: nn.Module, step: int) -> None:
     model[2].on = step >= 2
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_what_a_forward_keeps_from_some_step_on_for_any_reason(setting: str) -> None:
+    def change(model: Any, step: int) -> None:
+        if step == 2:
+            SETTINGS[setting](model[2])
+
+    as_one_device(lambda: around(KeepsInMode()), schedule="gpipe", between=change, steps=4)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+@pytest.mark.parametrize("kind", [KeepsInMode, KeepsInDict, KeepsLate, NotingIfOn])
+def test_what_no_look_between_steps_sees(kind: Any, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(model: Any, step: int) -> None:
+        monkeypatch.setitem(SWITCHES, "on", step >= 2)
+
+    options: dict[str, Any] = {"loss": kind} if kind is NotingIfOn else {}
+    make = around if options else lambda: around(kind())
+    as_one_device(make, schedule=schedule, between=change, steps=4, **options)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

@@ -21,6 +21,7 @@ from torch import nn
 from penstock.errors import PartitionError
 from penstock.partition.state.places import MISSING, Contents, Key, Place, Survey, named_by_code, same_items
 from penstock.partition.state.reach import Trace
+from penstock.runtime.features.attributes import Attributes
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import NOTHING, Context, Feature, Start
 from penstock.schedule import Op
@@ -62,10 +63,12 @@ class ForwardState(Feature):
     """What the modules of one stage hold between forward and backward.
 
     Which places a forward sets is learned by comparing before and after, in every forward of the first step, and of
-    the first one after a change of the model or a step that raised.
+    the first one after a change of the model or a step that raised. Attributes that are first set later are seen in any
+    step, and then everything is learned anew.
 
     Args:
         survey: finds the places there are.
+        owners: the modules and objects whose attributes are looked at in every step.
         splits: the microbatches whose backward ends with their W.
     """
 
@@ -74,28 +77,35 @@ class ForwardState(Feature):
         """In training. Under `compile=` as well: wherever the compiler breaks its graph, Python runs each time."""
         if not stage.training:
             return None
-        roots = roots_of(module for each in stage.stages for module in each.module.modules())
-        return cls(partial(Survey, roots, stage.stage.traces), stage.microbatches(Op.W))
+        modules = dict.fromkeys(module for each in stage.stages for module in each.module.modules())
+        return cls(partial(Survey, roots_of(modules), stage.stage.traces), modules, stage.microbatches(Op.W))
 
-    def __init__(self, survey: Callable[[], Survey], splits: Iterable[int] = ()) -> None:
+    def __init__(self, survey: Callable[[], Survey], owners: Iterable[Any] = (), splits: Iterable[int] = ()) -> None:
         self._survey = survey
+        self._owners = tuple(owners)
+        self._attributes = Attributes(())
         self._splits = frozenset(splits)
         self._places: dict[Key, Place] = {}
         self._learning = True
         self._changes = -1  # those that are learned from
         self._kept: dict[int, Snapshots] = {}
-        self._latest = -1  # the microbatch of the last forward
+        self._ran: list[int] = []  # the microbatches of this step's forwards
+        self._latest = -1  # that of the last one
 
     def begin_step(self, start: Start) -> None:
         """Drops anything left by a step that raised."""
         self._kept.clear()
-        self._learning = start.changes != self._changes
+        self._ran.clear()
+        learned, self._learning = self._learning, start.changes != self._changes
         self._changes = start.changes
+        if learned and not self._learning:
+            self._attributes = Attributes(self._owners)  # as the forwards that were learned from have left them
 
     @contextmanager
     def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
         """Around a forward: keeps what it sets."""
         survey = self._survey() if self._learning else None
+        reading = self._attributes.read()
         places = self._places if survey is None else survey.places
         before = {key: place.read() for key, place in places.items()}
         yield
@@ -104,14 +114,25 @@ class ForwardState(Feature):
             # A list or an object that was not there before is known by the place that it has been put in.
             found = [place for place in self._survey().places.values() if survey.has_owner_of(place)]
             changed = [place for place in found if not place.holds(before.get(place.key, MISSING))]
-            new = {place.key: place for place in changed if place.key not in self._places}
-            self._places.update(new)
-            for kept in self._kept.values():  # earlier forwards left these places as this one found them
-                for values in (kept.before, kept.after):
-                    values.update({key: before.get(key, MISSING) for key in new})
-        if self._places or self._learning:
+            self._add([place for place in changed if place.key not in self._places], before)
+        elif late := self._attributes.set_since(reading, self._places):
+            before.update({key: was for key, (_, was) in late.items()})
+            self._add([place for place, _ in late.values()], before)
+            self._learning, self._changes = True, -1  # in the rest of this step, and in the next one
+        self._ran.append(microbatch)
+        if self._places:
             before = {key: before.get(key, MISSING) for key in self._places}
             self._kept[microbatch] = Snapshots(before, self._now(), {})
+
+    def _add(self, places: Iterable[Place], before: Values) -> None:
+        """Places that a forward has set. Earlier ones left them as this one found them."""
+        new = {place.key: place for place in places}
+        if new and not self._places:
+            self._kept = {microbatch: Snapshots({}, {}, {}) for microbatch in self._ran}
+        self._places.update(new)
+        for kept in self._kept.values():
+            for values in (kept.before, kept.after):
+                values.update({key: before.get(key, MISSING) for key in new})
 
     def backward(self, microbatch: int) -> Context:
         """Around a backward: puts back what its forward has set."""
@@ -195,7 +216,7 @@ class LossMemory(ForwardState):
         """In training, on a last stage whose loss may hold anything."""
         if not stage.training or stage.head is None or not stage.head.may_remember:
             return None
-        return cls(stage.head.survey, stage.microbatches(Op.W))
+        return cls(stage.head.survey, stage.head.owners(), stage.microbatches(Op.W))
 
     @contextmanager
     def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:

@@ -143,6 +143,10 @@ class LossHead:
         """The places that the loss reaches."""
         return self._state.survey()
 
+    def owners(self) -> Sequence[Any]:
+        """The loss, if it is an object that has attributes, and the modules that it consists of."""
+        return self._state.owners()
+
     def start(
         self, targets: Sequence[Any] | None, weights: Sequence[float], keep_outputs: bool, scale: float = 1.0
     ) -> None:

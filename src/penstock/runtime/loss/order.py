@@ -86,6 +86,11 @@ class LossState:
             return False
         return bool(loss.__closure__ or vars(loss) or named_by_code([loss]) or [*stored_globals([loss])])
 
+    def owners(self) -> list[Any]:
+        """The loss, or the object whose method it is, and the modules that it consists of, but for the model's."""
+        found = [getattr(self._loss, "__self__", self._loss), *self._modules]
+        return [owner for owner in found if not self._is_of_model(owner)]
+
     def survey(self) -> Survey:
         """The places and tensors that the loss reaches, but for those of the model."""
         loss = self._loss

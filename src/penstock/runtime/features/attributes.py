@@ -1,0 +1,95 @@
+"""What the forwards of a stage, or a loss, set in attributes for the first time after the first step: because a flag
+was switched, a count has come so far, the batch's values ask for it, or a block was left out by chance until then.
+
+Attributes are read around every forward, so no Python runs for a single one unless something has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import chain, compress, count
+from operator import is_, is_not
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.partition.state.library import OF_TORCH
+from penstock.partition.state.places import MISSING, Attribute, Contents, Key, Place, same_items
+from penstock.partition.state.reach import is_of_others
+from penstock.partition.values.objects import CONSTANTS
+
+LARGEST = 100
+"""Dicts, and objects in attributes, with more entries are not looked at."""
+
+
+Reading = tuple[list[int], list[Any], list[Any]]
+"""How many entries each holder has, and the keys and values of all, one holder after the other."""
+
+
+class Attributes:
+    """The attributes of some modules and objects, and what dicts and plain objects there hold.
+
+    Args:
+        owners: those of torch's own classes, which set nothing, are passed over.
+    """
+
+    def __init__(self, owners: Iterable[Any]) -> None:
+        found = {id(held): (name, held, own) for owner in owners for name, held, own in _holders(owner)}
+        self._names = [(name, own) for name, _, own in found.values()]
+        self._holders = [held for _, held, _ in found.values()]
+        self._usual: tuple[list[int], list[Any]] = [], []
+
+    def read(self) -> Reading:
+        """What is there now."""
+        held = self._holders
+        return [*map(len, held)], [*chain.from_iterable(held)], [*chain.from_iterable(map(dict.values, held))]
+
+    def set_since(self, before: Reading, known: Collection[Key]) -> Mapping[Key, tuple[Place, Any]]:
+        """The places, other than those that are known, that are not as they were, each with what was there."""
+        lengths, keys, values = self.read()
+        changed: list[int] = []
+        if lengths == before[0]:
+            changed = [*compress(count(), map(is_not, values, before[2]))]
+            if not changed or (changed == self._usual[0] and all(map(is_, keys, self._usual[1]))):
+                return {}
+        owners = {key[0] for key in known}
+        new = {
+            place.key: (place, was)
+            for place, was in self._changes(before)
+            if place.key not in known and not (isinstance(place, Contents) and place.key[0] in owners)
+        }
+        if not new:
+            self._usual = changed, keys
+        return new
+
+    def _changes(self, before: Reading) -> Iterator[tuple[Place, Any]]:
+        start = 0
+        for (name, own), holder, length in zip(self._names, self._holders, before[0], strict=True):
+            part = slice(start, start := start + length)
+            was = dict(zip(before[1][part], before[2][part], strict=True))
+            if not own:
+                if not same_items(holder, was):
+                    yield Contents(holder, name), was
+                continue
+            for key in {**was, **holder}:
+                if key not in OF_TORCH and was.get(key, MISSING) is not holder.get(key, MISSING):
+                    yield Attribute(holder, key), was.get(key, MISSING)
+
+
+def _holders(owner: Any) -> Iterator[tuple[str, dict[Any, Any], bool]]:
+    """The attributes of an object, and of the objects there; and the dicts there. Each by its name, and whether it
+    holds attributes."""
+    own = getattr(owner, "__dict__", None)
+    if not isinstance(own, dict) or is_of_others(type(owner).__module__):
+        return
+    yield "", own, True
+    for name, value in own.items():
+        if name in OF_TORCH or type(value) in CONSTANTS:
+            continue
+        if isinstance(value, dict) and len(value) <= LARGEST:
+            yield name, value, False
+        elif not isinstance(value, (Tensor, nn.Module, type, ModuleType, FunctionType, MethodType)):
+            inside = getattr(value, "__dict__", None)
+            if isinstance(inside, dict) and len(inside) <= LARGEST and not is_of_others(type(value).__module__):
+                yield name, inside, True
