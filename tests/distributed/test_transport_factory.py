@@ -37,6 +37,13 @@ def test_the_kit_sees_a_transport_that_loses_strides(monkeypatch: pytest.MonkeyP
         check_factory(sockets)
 
 
+def test_the_kit_sees_a_number_that_arrives_as_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    unpack = EXAMPLES_OWN.from_bytes
+    monkeypatch.setattr(EXAMPLES_OWN, "from_bytes", lambda *given: torch.atleast_1d(unpack(*given)))
+    with pytest.raises(AssertionError, match=r"shape \(\) became \(1,\)"):
+        check_factory(sockets)
+
+
 def test_the_kit_sees_a_buffer_that_is_used_for_the_next_message(monkeypatch: pytest.MonkeyPatch) -> None:
     buffers: dict[tuple[int, torch.Size], torch.Tensor] = {}
     receive = EXAMPLES_OWN.Channel.receive

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,19 @@ def test_a_step_under_autocast_gives_the_bits_of_one_device(
             exact=True,
         )
     report.check()
+
+
+def test_the_backward_is_split_under_autocast_as_it_is_without() -> None:
+    case, found = CASES["gpt"](), []
+    for on in (True, False):
+        options = {"schedule": "zb-h1", "ranks": 2, "microbatches": 2, "loss_fn": case.loss}
+        with penstock.pipeline(copy.deepcopy(case.model), case.args, **options) as pipe:
+            for _ in range(2):
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=on):
+                    pipe.step(*case.args, target=case.target)
+            found.append(pipe.split_share)
+    assert found[0] == found[1]
+    assert min(found[0].values()) > 0.8
 
 
 class PartlyFull(nn.Module):

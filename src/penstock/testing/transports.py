@@ -7,7 +7,7 @@ collectives are for transports that have them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.pool import ThreadPool
 from threading import Barrier
@@ -119,10 +119,17 @@ def message(step: int, microbatch: int) -> list[Tensor]:
 
 
 def _same(got: Tensor | None, expected: Tensor) -> None:
+    arrived = _looks_like(got, expected)
+    assert arrived.data_ptr() % 64 == expected.data_ptr() % 64, "the address modulo a cache line changed"
+
+
+def _looks_like(got: Tensor | None, expected: Tensor) -> Tensor:
     assert got is not None, "a tensor did not arrive"
+    assert got.shape == expected.shape, f"shape {tuple(expected.shape)} became {tuple(got.shape)}"
+    assert got.dtype == expected.dtype, f"{expected.dtype} became {got.dtype}"
     assert torch.equal(got.cpu(), expected), "a tensor arrived with other values"
     assert got.stride() == expected.stride(), f"strides {expected.stride()} became {got.stride()}"
-    assert got.data_ptr() % 64 == expected.data_ptr() % 64, "the address modulo a cache line changed"
+    return got
 
 
 def ranks_connect_before_they_talk() -> Iterator[Step]:
@@ -368,6 +375,27 @@ def every_dtype_travels() -> Iterator[Step]:
         yield 1, lambda rank: rank.transport.end_step()
 
 
+def every_shape_travels() -> Iterator[Step]:
+    """Numbers, empty tensors, and tensors whose elements share memory."""
+    pairs = (
+        (torch.tensor(1.5), torch.tensor(7)),
+        (torch.empty(0), torch.empty(2, 0, 3)),
+        (torch.arange(3.0).unsqueeze(1).expand(3, 4), torch.tensor(2.0).expand(5)),
+    )
+    for _ in range(3):
+        for k, tensors in enumerate(pairs):
+            yield 0, lambda rank, k=k, tensors=tensors: rank.channel().send(k, tensors)  # type: ignore[misc]
+
+            def receive(rank: _Rank, k: int = k, tensors: Sequence[Tensor] = tensors) -> None:
+                rank.channel().post(k)
+                for got, expected in zip(rank.channel().receive(k), tensors, strict=True):
+                    _looks_like(got, expected)
+
+            yield 1, receive
+        yield 0, lambda rank: rank.transport.end_step()
+        yield 1, lambda rank: rank.transport.end_step()
+
+
 def sums_have_the_same_bits_everywhere() -> Iterator[Step]:
     """Also where a second one starts before the first is waited for."""
     for _ in range(2):
@@ -404,6 +432,7 @@ POINT_TO_POINT_SCRIPTS: tuple[Script, ...] = (
     a_released_program_makes_room_for_another,
     links_of_two_ranks_do_not_mix,
     every_dtype_travels,
+    every_shape_travels,
 )
 COLLECTIVE_SCRIPTS: tuple[Script, ...] = (
     a_loss_reaches_every_rank,

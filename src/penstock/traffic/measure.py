@@ -81,7 +81,7 @@ def stage_seconds(
     """
     partition = record(_copied(model, {}), args, kwargs, stages, **options).partition
     values: dict[tuple[int, str], Tensor] = {}
-    given = partition.flatten_inputs(args, kwargs)
+    given = partition.take(flatten((tuple(args), dict(kwargs))))
     values |= {(MODEL_INPUT, i.name): x for i, x in zip(partition.stages[0].meta.inputs, given, strict=True)}
     measured = []
     for stage in partition.stages:

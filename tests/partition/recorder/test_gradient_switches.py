@@ -115,6 +115,7 @@ def test_a_part_in_inference_mode() -> None:
     ).check()
 
 
+@pytest.mark.usefixtures("checked_distributions")
 def test_distributions_are_not_checked_and_a_note_says_so() -> None:
     torch.manual_seed(0)
     init, checks = Distribution.__init__, Distribution._validate_args

@@ -17,7 +17,7 @@ from penstock.partition.stages.stage import Stage
 from penstock.partition.state.given import contents_of
 from penstock.partition.state.left_behind import Left, in_place
 from penstock.partition.values.objects import input_path
-from penstock.trees import Flat, flatten, unflatten
+from penstock.trees import Flat, unflatten
 
 Leaf = tuple[object, ...]
 
@@ -81,18 +81,15 @@ class Partition:
     other_way: str = ""
     """How this model can be told not to branch on masks, in brackets; empty where there is no switch."""
 
-    def flatten_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """The tensors that stage 0 receives, in its order.
+    def take(self, given: Flat) -> list[Tensor]:
+        """The tensors that stage 0 receives, in its order, from flattened (args, kwargs).
 
         Raises ShapeError, naming the leaf, if structure, shape, dtype or a constant is not as recorded, and
         PartitionError if the forward would take another branch than the recorded one.
         """
-        return self.take(flatten((tuple(args), dict(kwargs))))
-
-    def take(self, given: Flat) -> list[Tensor]:
-        """The tensors that stage 0 receives, from flattened (args, kwargs); raises as `flatten_inputs` does."""
-        self.check_structure(given)
-        return self.select(given.leaves)
+        self._check_structure(given)
+        self._check_leaves(given.leaves)
+        return self.arrange(given.leaves)
 
     def holds(self, leaves: Sequence[Any]) -> bool:
         """Whether the forward reads from the values of these leaves of (args, kwargs) what it read when recorded."""
@@ -102,8 +99,7 @@ class Partition:
         """The tensors that stage 0 receives, from leaves of (args, kwargs) that are known to be as recorded."""
         return [leaves[i] for i in self.input_order]
 
-    def check_structure(self, given: Flat) -> None:
-        """Raises ShapeError unless flattened (args, kwargs) have the structure that was recorded."""
+    def _check_structure(self, given: Flat) -> None:
         if given.structure != self.input_structure:
             paths = [input_path(p) for p in given.paths]
             missing = ", ".join(p for p in self.input_paths if p not in paths) or "nothing"
@@ -113,8 +109,7 @@ class Partition:
                 "same arguments, or call the partitioner for new ones"
             )
 
-    def select(self, leaves: Sequence[Any]) -> list[Tensor]:
-        """The tensors that stage 0 receives, from the leaves of (args, kwargs); raises as `flatten_inputs` does."""
+    def _check_leaves(self, leaves: Sequence[Any]) -> None:
         for leaf, path, expected in zip(leaves, self.input_paths, self.input_leaves, strict=True):
             if isinstance(leaf, Tensor) and leaf.shape == expected[1] and leaf.dtype == expected[2]:
                 continue
@@ -128,7 +123,6 @@ class Partition:
                     "example that takes the same branch as the batches do, make a pipeline for each kind of batch, or "
                     f"have the model not branch{self.other_way}"
                 )
-        return self.arrange(leaves)
 
     def build_output(self, leaves: Sequence[Tensor]) -> Any:
         """The model's own result (a tensor, a dict, a ModelOutput) from the last stage's outputs."""

@@ -141,7 +141,8 @@ def pack(tensor: Tensor) -> Tensor:
     shape, stride = tuple(tensor.shape), tensor.stride()
     if is_dense(shape, stride):
         return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-    return _unexpanded(tensor.detach()).contiguous().view(-1)
+    packed = _unexpanded(tensor.detach()).contiguous()
+    return packed.as_strided((packed.numel(),), (1,), packed.storage_offset())  # of one element, `view` keeps stride 0
 
 
 def allocate(layout: Layout, device: torch.device) -> Buffer:

@@ -25,12 +25,14 @@ class DeferredCall(NamedTuple):
     """One call, with the gradient of its weights put off.
 
     Attributes:
+        input: the argument that W needs.
         weights: the weight, and the bias where one kernel computes both gradients.
         run: the call, given the weights without their graph.
         nodes: what autograd's node of the call may be named.
         gradients: of the weights, from the gradient that comes to that node.
     """
 
+    input: Tensor
     weights: tuple[Tensor, ...]
     run: Callable[..., Tensor]
     nodes: frozenset[str]
@@ -53,7 +55,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **other: A
         grad = grad if grad.dim() == 2 else grad.reshape(len(first), -1)
         return (grad.t().mm(first) if by_rows else first.t().mm(grad).t(),)
 
-    return DeferredCall((weight,), lambda w: F.linear(input, w, bias), _MM, gradients)
+    return DeferredCall(input, (weight,), lambda w: F.linear(input, w, bias), _MM, gradients)
 
 
 def matmul(input: Tensor, other: Tensor, **more: Any) -> DeferredCall | None:
@@ -65,7 +67,7 @@ def matmul(input: Tensor, other: Tensor, **more: Any) -> DeferredCall | None:
     def gradients(grad: Tensor) -> Sequence[Tensor]:
         return (_of_second_matrix(grad, x.get(), other),)
 
-    return DeferredCall((other,), lambda w: torch.matmul(input, w), _MM, gradients)
+    return DeferredCall(input, (other,), lambda w: torch.matmul(input, w), _MM, gradients)
 
 
 def mm(input: Tensor, mat2: Tensor, **more: Any) -> DeferredCall | None:
@@ -82,7 +84,7 @@ def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **scales: Any) -> DeferredC
     def gradients(grad: Tensor) -> Sequence[Tensor]:
         return (_of_second_matrix(grad, x.get(), mat2),)
 
-    return DeferredCall((mat2,), lambda w: torch.addmm(input, mat1, w), _MM, gradients)
+    return DeferredCall(mat1, (mat2,), lambda w: torch.addmm(input, mat1, w), _MM, gradients)
 
 
 def grouped_mm(input: Tensor, mat2: Tensor, *, offs: Tensor | None = None, **more: Any) -> DeferredCall | None:
@@ -97,7 +99,7 @@ def grouped_mm(input: Tensor, mat2: Tensor, *, offs: Tensor | None = None, **mor
             return (torch._grouped_mm(grad.transpose(-2, -1), first, offs=offs).transpose(-2, -1),)
         return (torch._grouped_mm(first.transpose(-2, -1), grad, offs=offs),)
 
-    return DeferredCall((mat2,), lambda w: torch._grouped_mm(input, w, offs=offs), _GROUPED_MM, gradients)
+    return DeferredCall(input, (mat2,), lambda w: torch._grouped_mm(input, w, offs=offs), _GROUPED_MM, gradients)
 
 
 def embedding(
@@ -121,7 +123,7 @@ def embedding(
     def gradients(grad: Tensor) -> Sequence[Tensor]:
         return (torch.ops.aten.embedding_dense_backward(grad, ids.get(), rows, padding, scale_grad_by_freq),)
 
-    return DeferredCall((weight,), run, _EMBEDDING, gradients)
+    return DeferredCall(input, (weight,), run, _EMBEDDING, gradients)
 
 
 class _Shifts(NamedTuple):
@@ -157,7 +159,7 @@ def _convolution(call: Callable[..., Tensor], dims: int, *, transposed: bool) ->
             return (of_weight, of_bias) if with_bias else (of_weight,)
 
         weights = (weight, bias) if bias is not None and with_bias else (weight,)
-        return DeferredCall(weights, run, _CONVOLUTION, gradients)
+        return DeferredCall(input, weights, run, _CONVOLUTION, gradients)
 
     def convolution(
         input: Tensor, weight: Tensor, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
@@ -172,6 +174,33 @@ def _convolution(call: Callable[..., Tensor], dims: int, *, transposed: bool) ->
         return plan(input, weight, bias, _Shifts(stride, padding, dilation, output_padding), groups)
 
     return transposed_convolution if transposed else convolution
+
+
+def lowered(form: Form, call: DeferredCall, args: Any, kwargs: Mapping[str, Any]) -> DeferredCall | None:
+    """The call in the precision that autocast runs it in; its gradients are cast back, as autograd would.
+
+    Autocast itself casts all other arguments, as it finds the casts of these done. What it would cast once for several
+    calls (a leaf's cast is cached) is not cast here: None if that is the input.
+    """
+    dtype = torch.get_autocast_dtype(call.input.device.type)
+    casts = {id(weight): weight.detach().to(dtype).requires_grad_(weight.requires_grad) for weight in call.weights}
+    if call.input.dtype != dtype:
+        if call.input.is_leaf and call.input.requires_grad:
+            return None
+        casts[id(call.input)] = call.input.to(dtype)
+    low = form(
+        *(casts.get(id(arg), arg) for arg in args), **{key: casts.get(id(arg), arg) for key, arg in kwargs.items()}
+    )
+    if low is None:
+        return None
+
+    def gradients(grad: Tensor) -> Sequence[Tensor]:
+        return [term.to(weight.dtype) for weight, term in zip(call.weights, low.gradients(grad), strict=True)]
+
+    def run(*_: Tensor) -> Tensor:
+        return low.run(*(weight.detach() for weight in low.weights))
+
+    return low._replace(weights=call.weights, run=run, gradients=gradients)
 
 
 def _each(shift: int | Sequence[int], dims: int) -> list[int]:
@@ -224,3 +253,6 @@ FORMS: Mapping[Any, Form] = {
     **_convolutions(transposed=True),
 }
 """By the function that is called."""
+
+UNLOWERED = frozenset({F.embedding, torch._grouped_mm})
+"""Those that autocast leaves as they are."""

@@ -19,7 +19,7 @@ from torch.autograd.graph import Node
 
 from penstock.errors import PartitionError
 from penstock.runtime.exact import rules as exact
-from penstock.runtime.split_backward.weight_gradients import FORMS, DeferredCall
+from penstock.runtime.split_backward.weight_gradients import FORMS, UNLOWERED, DeferredCall, lowered
 
 
 class Waiting(NamedTuple):
@@ -52,12 +52,15 @@ class WeightUses:
         self._learned: list[tuple[Tensor, ...]] = []
         self._waiting: list[Waiting] | None = None
         self._anchor: Tensor | None = None
+        self._lowered: set[Any] = set()  # calls that autocast runs in its lower precision
+        self._casts: set[Node] = set()  # by which it did, in the forward that was noted
         self._went_back = False  # a backward ran inside the forward that was noted, through one of its calls
 
     @contextmanager
     def learning(self) -> Iterator[None]:
         """Around a forward that runs as ever: notes the calls whose weight gradient could wait."""
         self._seen, self._went_back = [], False
+        self._casts.clear()
         with self._changed_classes():
             yield
         self._learned, self._seen = self._seen, None
@@ -84,9 +87,13 @@ class WeightUses:
         noted, self._learned, self.decided = [] if self._went_back else self._learned, [], True
         weights = [weight for call in noted for weight in call]
         uses = Counter(id(base_of(weight)) for weight in weights)
-        ways = _ways_to_parameters(roots, {node for weight in weights for node in _view_nodes(weight)})
+        views = {node for weight in weights for node in _view_nodes(weight)}
+        ways = _ways_to_parameters(roots, views | self._casts)
+        shared = _ways_to_parameters(roots, views) if self._casts else ways
+        self._casts.clear()
         viewed = {key: {w._is_view() for w in weights if base_of(w) is self._candidates.get(key)} for key in uses}
-        can_wait = {key for key, count in uses.items() if len(viewed[key]) == 1 and ways.get(key) == count}
+        # Uses that share a cast of autocast's are summed in its precision.
+        can_wait = {key for key, n in uses.items() if len(viewed[key]) == 1 and ways.get(key) == shared.get(key) == n}
         while lost := {id(base_of(w)) for call in noted if not _all_in(call, can_wait) for w in call} & can_wait:
             can_wait -= lost  # one kernel computes the gradients of a call's weights: both wait, or none
         self.can_wait = {key: viewed[key].pop() for key in can_wait}
@@ -130,17 +137,34 @@ class WeightUses:
     def _call(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
         form = FORMS.get(func)
         plan = form(*args, **kwargs) if form is not None else None
-        if plan is None or not _is_ordinary_call(plan.weights[0]):
+        if form is None or plan is None or not _is_recorded():
             return self._watch_views(func(*args, **kwargs))
-        if self._waiting is not None and all(map(self._waits, plan.weights)):
-            result = self._put_off(plan, self._waiting)
+        lowers = func not in UNLOWERED and torch.is_autocast_enabled(plan.input.device.type)
+        if self._waiting is not None and all(map(self._waits, plan.weights)) and (not lowers or func in self._lowered):
+            deferred = lowered(form, plan, args, kwargs) if lowers else plan
+            result = None if deferred is None else self._put_off(deferred, self._waiting)
             if result is not None:
                 return result
         result = func(*args, **kwargs)
         if self._seen is not None and (node := _node_of(result, plan)) is not None:
+            if lowers and not self._notes_cast(func, plan, args, kwargs, result, node):
+                return result
             self._seen.append(plan.weights)
             node.register_prehook(self._note_backward)
         return result
+
+    def _notes_cast(
+        self, func: Any, plan: DeferredCall, args: Any, kwargs: Mapping[str, Any], result: Tensor, node: Node
+    ) -> bool:
+        """Whether autocast has cast the call's weights as `lowered` does. Notes these casts."""
+        if (
+            result.dtype != torch.get_autocast_dtype(result.device.type)
+            or lowered(FORMS[func], plan, args, kwargs) is None
+        ):
+            return False
+        self._lowered.add(func)
+        self._casts |= set(_casts_below(node))
+        return True
 
     def _note_backward(self, _: object) -> None:
         self._went_back = self._went_back or self._seen is not None
@@ -209,13 +233,18 @@ def _is_ordinary(parameter: nn.Parameter) -> bool:
     return type(parameter) is nn.Parameter and parameter.is_floating_point() and parameter.layout is torch.strided
 
 
-def _is_ordinary_call(weight: Tensor) -> bool:
-    """Autograd records the call as it is written: no cast stands before it, and it will not be run again."""
-    return (
-        torch.is_grad_enabled()
-        and not torch.is_autocast_enabled(weight.device.type)
-        and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    )
+def _is_recorded() -> bool:
+    """Autograd records the call as it runs now: it will not be run again."""
+    return torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def _casts_below(node: Node) -> Iterator[Node]:
+    """The casts through which a call's weights came, some below a transpose."""
+    for child, _ in node.next_functions:
+        if child is not None and child.name() in ("TBackward0", "TransposeBackward0"):
+            child = child.next_functions[0][0]
+        if child is not None and child.name() == "ToCopyBackward0":
+            yield child
 
 
 def _node_of(result: Tensor, plan: DeferredCall) -> Node | None:
