@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import pairwise
 
 from torch import Tensor
 
 from penstock.errors import PartitionError
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature
-from penstock.schedule import Action, Op
+from penstock.schedule import Op
 
 
 class ForwardOrder(Feature):
@@ -40,13 +39,9 @@ class ForwardOrder(Feature):
         one, norms = stage.stage, stage.binding.norms
         deferred = {id(buffer) for buffer in norms.buffers()} if norms is not None and not stage.copies else set()
         held = {name: buffer for name, buffer in one.buffers.items() if id(buffer) not in deferred}
-        for name in one.meta.updated:
-            if name in held or name not in one.buffers:
-                raise _refusal(stage.index, name, why)
-        for each in one.remembered:
-            raise PartitionError(
-                f"{each.text} of stage {stage.index} carries something over from one microbatch to the next, but {why}"
-            )
+        updated = [repr(name) for name in one.meta.updated if name in held or name not in one.buffers]
+        for carried in (*updated, *(each.text for each in one.remembered)):
+            raise _refusal(stage.index, carried, why)
         uncertain = {name: held[name] for name in one.may_update if name in held}
         return cls(stage.index, uncertain, why) if uncertain else None
 
@@ -60,7 +55,7 @@ class ForwardOrder(Feature):
         yield
         for name, buffer in self._uncertain.items():
             if buffer._version != before[name]:
-                raise _refusal(self._index, name, self._why)
+                raise _refusal(self._index, repr(name), self._why)
 
 
 def _disorder(stage: StageContext) -> str:
@@ -72,13 +67,13 @@ def _disorder(stage: StageContext) -> str:
         )
     if stage.in_order(Op.F):
         return ""
-    pairs = pairwise(stage.microbatches(Op.F))
-    later, earlier = next((Action(stage.index, Op.F, a), Action(stage.index, Op.F, b)) for a, b in pairs if a > b)
     return (
-        f"this schedule runs {later} before {earlier}, and one device runs the forwards of a stage in order of "
-        "microbatch; take a schedule that does so, like 1f1b or gpipe (or defer batch norm, deferred_batch_norm=True)"
+        f"this schedule runs its forwards in the order {', '.join(map(str, stage.microbatches(Op.F)))}; take one that "
+        "runs them in order of microbatch (1f1b, gpipe), or defer batch norm (deferred_batch_norm=True)"
     )
 
 
-def _refusal(index: int, name: str, why: str) -> PartitionError:
-    return PartitionError(f"the forward of stage {index} updates buffer {name!r}, but {why}")
+def _refusal(index: int, carried: str, why: str) -> PartitionError:
+    return PartitionError(
+        f"the forward of stage {index} carries {carried} over from one microbatch to the next, but {why}"
+    )

@@ -28,11 +28,9 @@ class Overwritten(Feature):
 
     @classmethod
     def of(cls, stage: StageContext) -> Overwritten | None:
-        """Where a forward updates what its backward uses. Raises PartitionError if no look at values could tell, or if
-        forwards that depend on their order are in another one."""
+        """Where a forward updates what its backward uses. Raises PartitionError if no look at values could tell."""
         if not stage.training:
             return None
-        refuse_out_of_order(stage)
         refuse_in_flight(stage.recorded, stage.row)
         return cls(stage.recorded, stage.row) if stage.recorded.overwritten else None
 
@@ -61,24 +59,6 @@ class Overwritten(Feature):
         yield
         if not runs_again:
             self._left[microbatch] = {name: t.detach().clone() for name, t in self._tensors.items()}
-
-
-def refuse_out_of_order(stage: StageContext) -> None:
-    """Raises PartitionError where forwards carry something over to the next one, and do not run in order of microbatch.
-    Deferred batch norms do not mind."""
-    forwards = stage.microbatches(Op.F)
-    if forwards == sorted(forwards):
-        return
-    norms, one = stage.binding.norms, stage.recorded
-    deferred = {id(buffer) for buffer in norms.buffers()} if norms is not None else set()
-    updated = [name for name in (*one.meta.updated, *one.may_update) if id(one.buffers.get(name)) not in deferred]
-    carried = [*map(repr, updated), *(each.text for each in one.remembered)]
-    if carried:
-        raise PartitionError(
-            f"the forward of stage {stage.index} carries {carried[0]} over from one microbatch to the next, and this "
-            f"schedule runs its forwards in the order {', '.join(map(str, forwards))}; take one that runs them in "
-            "order of microbatch (1f1b, gpipe)"
-        )
 
 
 def refuse_in_flight(stage: Stage, row: Iterable[Action]) -> None:

@@ -88,14 +88,14 @@ def step(block: Callable[[], nn.Module], schedule: str | Schedule, x: Tensor = X
 @pytest.mark.parametrize(
     ("block", "kept"),
     [
-        (Averages, "stage 0 updates buffer '1.mean'"),
-        (lambda: nn.BatchNorm1d(WIDTH), "updates buffer '1.running_mean'.*deferred_batch_norm=True"),
-        (Counts, "'1.calls' of stage 0 carries something over"),
-        (Follows, "'1.last' of stage 0 carries something over"),
+        (Averages, "stage 0 carries '1.mean' over"),
+        (lambda: nn.BatchNorm1d(WIDTH), "carries '1.running_mean' over.*deferred_batch_norm=True"),
+        (Counts, "carries '1.calls' over"),
+        (Follows, "carries '1.last' over"),
     ],
 )
 def test_what_is_kept_is_refused_before_the_first_step(block: Callable[[], nn.Module], kept: str) -> None:
-    order = "this schedule runs 0F1 before 0F0, .* take a schedule that does so, like 1f1b or gpipe"
+    order = r"this schedule runs its forwards in the order 1, 0; take one that runs them in order of microbatch \(1f1b"
     for make in (penstock.pipeline, penstock.inspect):
         with pytest.raises(PartitionError, match=order) as refused:
             make(model(block), (X,), loss_fn=nn.functional.mse_loss, schedule=BACKWARDS, **TWO[make])
@@ -108,9 +108,7 @@ TWO: dict[Any, Any] = {penstock.pipeline: {"ranks": 2}, penstock.inspect: {"stag
 @pytest.mark.parametrize("schedule", [BACKWARDS, "dualpipe"])
 def test_what_values_decide_is_refused_when_it_is_updated(schedule: str | Schedule) -> None:
     step(NormalisesSome, schedule)
-    with pytest.raises(
-        PartitionError, match=r"the forward of stage 0 updates buffer '1.norm.\w+', but this schedule runs"
-    ):
+    with pytest.raises(PartitionError, match=r"the forward of stage 0 carries '1.norm.\w+' over .* this schedule runs"):
         step(NormalisesSome, schedule, x=1000 * X)
 
 
