@@ -162,5 +162,5 @@ def test_one_that_is_named_must_be_there(tmp_path: Path) -> None:
     save(tmp_path, 1, "old")
     assert find(tmp_path) == find(tmp_path / "step-00000001") == tmp_path / "step-00000001"
     assert find(tmp_path / "elsewhere") is None
-    with pytest.raises(ArgumentError, match=r"no whole checkpoint .*step-00000002; its folder has step-00000001"):
+    with pytest.raises(ArgumentError, match=r"no complete checkpoint .*step-00000002; its folder has step-00000001"):
         find(tmp_path / "step-00000002")

@@ -17,7 +17,7 @@ OPTIONS = {"--ranks", "--schedule", "--opens", "--microbatches", "--join-timeout
     ("text", "expected"),
     [
         ("ranks=0: expected 1", "--ranks 0: expected 1"),
-        ("name='1f2b' is no known schedule", "--schedule 1f2b is no known schedule"),
+        ("name='1f2b' is not a known schedule", "--schedule 1f2b is not a known schedule"),
         ("join_seconds is 0.0: expected a time", "--join-timeout 0: expected a time"),
         ("factor is -1.5: a sweep grows", "--factor -1.5: a sweep grows"),
         ("ranks is 0, but", "--ranks 0, but"),
@@ -48,7 +48,7 @@ def test_stages_stay_an_option_where_there_is_one() -> None:
         ("run --ranks two x.py", "--ranks two: expected a whole number, such as 4"),
         ("verify a:b --balance weight", "--balance weight: expected one of flops, parameters, layers"),
         ("search --ranks 2 --seconds 0", "--seconds 0: expected a time above 0"),
-        ("simulate --schedule 1f2b --ranks 4", "--schedule 1f2b is no known schedule; did you mean '1f1b'? known"),
+        ("simulate --schedule 1f2b --ranks 4", "--schedule 1f2b is not a known schedule; did you mean '1f1b'? known"),
         ("simulate --schedule 1f1b --ranks 4 --chunks 3", "--chunks 3: 1f1b works with exactly 1 chunk a rank;"),
         ("simulat", "penstock has no command 'simulat': did you mean 'simulate'? it has run, demo, "),
         ("frobnicate", "penstock has no command 'frobnicate': it has run, demo, "),

@@ -291,7 +291,7 @@ def test_contended_links(write: Any) -> None:
         ({"stages": [STAGE], "links": [{"from": 0, "latency": 2}]}, "link 0: expected ranks, as in "),
         ({"stages": [STAGE, STAGE], "links": [{"from": 0, "to": 1}]}, "links has no cost from rank 1 to rank 0"),
         ([STAGE, STAGE, STAGE], "has 3 stages, but 1f1b needs 2: give as many"),
-        ("[\n1,", "line 2, column 3 is no JSON: "),
+        ("[\n1,", "line 2, column 3 is not JSON: "),
         ("[NaN]", "stage 0: expected an object of numbers"),
     ],
 )

@@ -41,8 +41,8 @@ def stage_with(forward: str) -> str:
         ('{"a":' * 100_000, "too many lists or objects in each other"),
         ('[{"forward": 1,}]', "line 1, column "),
         ('[{"forward": 1, "forward": 2}]', "an object has the key 'forward' twice, with 1 and 2; keep one of them"),
-        ("", "line 1, column 1 is no JSON: "),
-        ("[\n\n  x]", "line 3, column 3 is no JSON: "),
+        ("", "line 1, column 1 is not JSON: "),
+        ("[\n\n  x]", "line 3, column 3 is not JSON: "),
     ],
     ids=["lists", "objects", "comma", "twice", "empty", "third line"],
 )

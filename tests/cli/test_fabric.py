@@ -60,14 +60,14 @@ WRONG = {
     "--sizes 999TiB": "GiB of memory on 4 hosts, and this machine has",
     "--hosts 100000": "--hosts 100000: one machine makes 200 at most",
     "--sizes 4parsec": "'4parsec' is not a size: give bytes, or a number with KiB",
-    "--sizes 4 --algorithm rong": "'rong' is no algorithm for all_reduce: did you mean 'ring'?",
-    "--sizes 4 --collective gather --algorithm ring": "'ring' is no algorithm for gather: ",
+    "--sizes 4 --algorithm rong": "'rong' is not an algorithm for all_reduce: did you mean 'ring'?",
+    "--sizes 4 --collective gather --algorithm ring": "'ring' is not an algorithm for gather: ",
     "--preset mpl": "there is no preset 'mpl': give one of mlp",
     "--sizes 4 --hosts 1": "--hosts 1: a network has at least 2",
     "--sizes 4 --iterations 0": "--iterations 0: at least one is needed",
     "--preset mlp --op max": "--op belongs to --sizes or --from and --to, and --preset was given: leave it out",
     "--sizes 4 --op mean": "there is no op 'mean': give one of sum, prod, min, max, avg",
-    "--sizes 4 --op avg --dtype int8": "an average of int8 is no int8",
+    "--sizes 4 --op avg --dtype int8": "an average of int8 is not int8",
     "--sizes 4 --op avg --algorithm engine": "gloo has no average of its own",
     "--sizes 4 --op max --collective all_gather": "op is 'max', but nothing is reduced",
     "--sizes 4 --dtype float8": "there is no dtype 'float8': give one of int8",
@@ -80,8 +80,8 @@ WRONG = {
     "--sizes 4 --warmup 0": "--warmup 0: at least one is needed",
     "--sizes 4 --backend glue": "there is no backend 'glue': give one of gloo, nccl",
     "--sizes 4 --stall-timeout 0": "--stall-timeout 0: expected a time above 0",
-    "--trials 5": "what is to be sent? nothing was given: give one of --preset, --model",
-    "--sizes 4 --preset mlp": "what is to be sent? --preset and --sizes were given: give one of",
+    "--trials 5": "unclear what to send: nothing was given: give one of --preset, --model",
+    "--sizes 4 --preset mlp": "unclear what to send: --preset and --sizes were given: give one of",
     "--sizes 4 --algorithm rings": "Known are ring, ring2, halving-doubling, recursive-doubling, tree; engine is",
     "--preset mlp --hosts 0": "--hosts 0: a network has at least 2",
     "train --hosts 0": "--hosts 0: a network has at least 2",
@@ -152,7 +152,7 @@ def test_what_is_wrong_is_said_before_anything_is_made(command: str) -> None:
         (["--link", "1mbit", "--link-of", "1=1mbit", "--link-of", "1=2mbit"], "two links"),
         (["--link", "1mbit", "--scenario", "none.toml"], "No such file"),
         (["--link", "1mbit", "--background", "1mbit to 7"], "no host 7"),
-        (["--link", "1mbit", "--slow", "7=10%"], "host 7 is to be slow, but is not there"),
+        (["--link", "1mbit", "--slow", "7=10%"], "host 7 is to be slow, but does not exist"),
         (["--link", "1mbit delay 5ms", "--shaper", "tbf"], "tbf keeps a rate and nothing else"),
         (["--link", "100gbit delay 1ms"], "a rate of"),
         (["--link", "up 1mbit"], "position 1"),
@@ -335,7 +335,7 @@ def test_a_dry_run_fits_the_terminal_and_groups_like_layers(folder: Path) -> Non
 @pytest.mark.parametrize("more", [(), ("--dry-run",)])
 def test_a_backend_that_is_not_there_is_known_at_once(monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]) -> None:
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
-    said = "backend 'nccl' is not there: torch has gloo here"
+    said = "backend 'nccl' is missing: torch has gloo here"
     assert refusal("fabric", *SIZES, "--backend", "nccl", *more) == said
     assert refusal("fabric", "train", "--backend", "nccl") == said
 

@@ -184,8 +184,8 @@ def test_no_fit_is_faster_than_the_links_were_measured(tmp_path: Path, monkeypat
     assert one["fit"]["held_to_links"]
     assert 0 < one["fit"]["alpha_seconds"] < 1e-3
     assert one["predictions"][0]["seconds"]["ring"] > 1.5 * 8 * 2**20 / (95.5e6 / 8), "what the wire takes"
-    assert "1/beta is held to the measured links" in output("fabric", "predict", run)
-    assert "1/beta 95.5 Mbit/s (held to the links); at most" in output("fabric", "show", run)
+    assert "1/beta is limited to the measured links" in output("fabric", "predict", run)
+    assert "1/beta 95.5 Mbit/s (limited to the links); at most" in output("fabric", "show", run)
     free = sweep(tmp_path / "free", sizes=tuple(README), off=taken(README), links=measured(110e6))
     (one,) = as_json("fabric", "predict", free)["collectives"]
     assert one["fit"]["bytes_per_second"] == pytest.approx(102.7e6 / 8, rel=1e-3)

@@ -129,7 +129,7 @@ def test_all_schedules_search_and_show_take_it(write: Write) -> None:
     [
         ([BETWEEN], "expected an object with a list"),
         ({"links": 3}, "expected an object with a list"),
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ("[" * 100_000, "too many lists or objects in each other"),
         ({}, "has no links: give some"),
         ({"links": []}, "has no links: give some"),

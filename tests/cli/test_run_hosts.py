@@ -173,11 +173,11 @@ def test_death_of_an_agent_ends_all_hosts_and_is_named(staying: tuple[subprocess
         (["--hosts", "2", "--background", "50mbit"], "--background needs --link: "),
         (["--hosts", "3"], "4 ranks cannot be spread evenly over 3 hosts: give as many ranks as hosts, or twice, "),
         (["--hosts", "8"], "4 ranks cannot be spread evenly over 8 hosts: "),
-        (["--hosts", "0"], "0 hosts are asked for: give 1 to 200"),
+        (["--hosts", "0"], "0 hosts requested: give 1 to 200"),
         (["--hosts", "2", "--link", "100mbit", "--link-of", "2=1mbit"], "a link is given for host 2, but the hosts ar"),
         (["--hosts", "2", "--link", "100mbit", "--link-of", "1=1mbit", "--link-of", "1=2mbit"], "host 1 is given two"),
         (["--hosts", "2", "--link", "100mbit", "--background", "1mbit to 2"], "the background '1mbit to 2': there is"),
-        (["--hosts", "2", "--link", "100mbit delai 5ms"], "the link's text at position 9: 'delai' is no word of a lin"),
+        (["--hosts", "2", "--link", "100mbit delai 5ms"], "the link's text at position 9: 'delai' is not a word of a"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(folder: Path, options: list[str], says: str) -> None:

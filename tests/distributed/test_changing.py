@@ -62,7 +62,7 @@ def test_trap_7_outputs_of_two_copies_come_in_order_of_microbatch(ranks2: Ranks,
     [
         ("evaluate", r"rank 0 runs a training step, this rank \(1\) an evaluation; every rank must make the same"),
         ("outputs", r"rank 0 runs with outputs=True or False, this rank \(1\) with outputs='all'"),
-        ("mode", r"this rank \(1\) with modes, requires_grad flags or an autocast of its own"),
+        ("mode", r"this rank \(1\) with different modes, requires_grad flags or autocast"),
         ("target", r"target has 5 rows \(shape \[5, 5\]\); expected 6, as the inputs have"),
     ],
 )

@@ -25,7 +25,7 @@ WRONG = {
     "another kind": "has the state of AdamW, but the optimizer is SGD; make the same kind",
     "another group": "was in group 0 of the optimizer's groups, and is in none now",
     "other groups": "has 1 groups of parameters, but the optimizer 2",
-    "a name": "ArgumentError: there is no whole checkpoint ",
+    "a name": "ArgumentError: there is no complete checkpoint ",
     "cut off": "CheckpointError: cannot read ",
     "a file that is gone": "cannot be loaded: it lacks __1_0.distcp",
 }

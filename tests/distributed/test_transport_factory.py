@@ -98,7 +98,7 @@ def test_a_rank_that_is_done_first_fails_nobody(ranks3: Ranks, share_loss: bool)
 
 def test_what_is_wrong_is_refused_on_every_rank(ranks2: Ranks) -> None:
     first, second = ranks2.run(factory_jobs.refused)
-    other = "and rank 1 'auto'; every rank must give the same"
+    other = "and rank 1 'auto'; every rank must pass the same"
     assert first["another"] == f"ArgumentError: transport: rank 0 has scaffolding.tcp.sockets, {other}"
     assert "transport: rank 1 has 'auto', and rank 0 scaffolding.tcp.sockets" in second["another"]
     assert "rank 1 distributed.factory_jobs.only_on" in first["other factories"]

@@ -514,7 +514,7 @@ def test_a_figure_above_ideal_is_an_error_of_ours_and_no_argument() -> None:
         run = run_of(np.full((10, 1), took * factor), one, **_of_two(125e3, 0.0))
         found = results(run)
         said = warnings(run, found)
-        assert any("an error of ours" in line for line in said) is wrong
+        assert any("an error in Penstock" in line for line in said) is wrong
         assert ("what the network alone takes" in found["cpu"]["text"]) is not wrong
         assert ("not known" in found["cpu"]["text"]) is wrong
         assert "the processors are the limit" not in found["cpu"]["text"]
@@ -524,7 +524,7 @@ def test_a_root_that_ran_ahead_is_named_as_the_cause() -> None:
     """In a run whose hosts did not meet between transfers; where they did, it is none."""
     took, members = 2**17 / (GOOD * 125e3), (0, 1)
     pair = tuple(Transfer(name, 2**17, "scatter", ranks=members, kind="") for name in "ab")
-    for meets, cause in ((False, "as a rank begins it while others are at the transfer before"), (True, "an error of")):
+    for meets, cause in ((False, "as a rank begins it while others are at the transfer before"), (True, "an error in")):
         run = run_of(np.full((10, 2), (took, took / 4)), pair, **_of_two(125e3, 0.0, meets=meets))
         (said,) = (line for line in warnings(run, results(run)) if line.startswith("ideal"))
         assert said.startswith("ideal: b is at")

@@ -93,7 +93,7 @@ def test_a_rate_above_the_shapers_is_our_error(ranks2: Ranks) -> None:
     said = ranks2.run(jobs.probed, replace(SPEC, network={"rates": rates}))
     assert said[0] == said[1]
     assert "from host 0 to host 1 was measured at" in said[0]
-    assert "above the 0.0 that its shaper lets pass: an error of ours" in said[0]
+    assert "above the 0.0 that its shaper lets pass: an error in Penstock" in said[0]
 
 
 def test_which_rate_is_the_shapers() -> None:

@@ -70,7 +70,7 @@ def test_the_report_names_them() -> None:
     found = results(run)
     assert found["stalled"] == [50, 51, 52, 53, 54]
     said = dict(facts(run, found))["stalls"]
-    assert said == "5 of 60 trials met a stall that was asked for: trials 50, 51, 52, 53, 54"
+    assert said == "5 of 60 trials met a requested stall: trials 50, 51, 52, 53, 54"
 
 
 def test_the_switch_tells_each_stall_once_and_from_when_on_it_is() -> None:

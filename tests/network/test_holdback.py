@@ -181,7 +181,7 @@ def test_a_command_is_in_the_group_with_all_that_it_starts(means: type[Means]) -
         done = subprocess.run(line, check=False, capture_output=True, text=True)
         assert done.returncode != 0
         assert done.stdout == ""
-        with pytest.raises(FabricError, match="host 1 was not held back until the end"):
+        with pytest.raises(FabricError, match="host 1 was not slowed until the end"):
             made.close()
 
 
@@ -208,7 +208,7 @@ def test_a_host_whose_holder_is_lost_is_named(means: type[Means]) -> None:
         process = made._means._processes[1]
         process.kill()
         process.wait()
-        with pytest.raises(FabricError, match="host 1 was not held back until the end"):
+        with pytest.raises(FabricError, match="host 1 was not slowed until the end"):
             made.close()
     assert keeper.names_of(made.id) == []
 
@@ -217,7 +217,7 @@ def test_a_host_whose_holder_is_lost_is_named(means: type[Means]) -> None:
 @groups_only
 def test_a_quota_that_somebody_changed_is_named(means: type[Means]) -> None:
     made = Machines(2, slow={1: 0.5})
-    with pytest.raises(FabricError, match=r"host 1 was not held back until the end: \S+-h1-cpu/cpu\.\S+ says"), made:
+    with pytest.raises(FabricError, match=r"host 1 was not slowed until the end: \S+-h1-cpu/cpu\.\S+ says"), made:
         keeper._free(keeper.groups_of(made.id))
     assert keeper.names_of(made.id) == keeper.groups_of(made.id) == []
 
@@ -323,7 +323,7 @@ class _Nothing(Means):
 def test_where_nothing_works_no_host_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(holdback, "MEANS", (_Nothing, _Nothing))
     monkeypatch.setattr(Machines, "_make", lambda self: pytest.fail("made hosts"))
-    with pytest.raises(FabricError, match=r"no host can be held back .*by magic: there is none; by magic: there"):
+    with pytest.raises(FabricError, match=r"no host can be slowed .*by magic: there is none; by magic: there"):
         with Machines(2, slow={1: 0.5}):
             pass
 

@@ -49,9 +49,9 @@ def test_every_fact_is_a_line() -> None:
         "           frames carry 9000 bytes",
         "change     3.0 s, step 5: host = 1, gone = True",
         "host 0     out 1,200 frames, 1.5 MB (12 lost); in 1,200 frames, 1.5 MB",
-        "host 1     out 1,200 frames, 1.5 MB; in 1,200 frames, 1.5 MB (3 dropped as the queue was full); "
-        "neighbours 2.5 MB",
-        "switch     p50 4.87us, p99 4.87us, worst 5.00us: how much later than asked frames left",
+        "host 1     out 1,200 frames, 1.5 MB; in 1,200 frames, 1.5 MB (3 dropped because the queue was "
+        "full); neighbours 2.5 MB",
+        "switch     p50 4.87us, p99 4.87us, worst 5.00us: how late frames left",
     ]
 
 
@@ -70,8 +70,8 @@ def test_network_that_nobody_counts_is_one_line(shaper: str | None, link: str | 
 def test_many_hosts_are_told_in_sum() -> None:
     lines = network_lines(described(40), told=told(40))
     assert lines[1] == (
-        "all hosts  out 48,000 frames, 60 MB (12 lost); in 48,000 frames, 60 MB (3 dropped as the queue was full); "
-        "neighbours 2.5 MB"
+        "all hosts  out 48,000 frames, 60 MB (12 lost); in 48,000 frames, 60 MB (3 dropped because the queue was "
+        "full); neighbours 2.5 MB"
     )
     assert len(lines) == 3
 
@@ -95,7 +95,7 @@ def test_network_without_a_frame() -> None:
         ),
         ({"no_room": 5}, "5 times it had no memory left for a frame"),
         ({"busy_seconds": 8.9}, None),
-        ({"busy_seconds": 9.1}, "it was at work for 91% of the time"),
+        ({"busy_seconds": 9.1}, "it was busy for 91% of the time"),
     ],
 )
 def test_switch_that_could_not_keep_up_is_called_saturated(changed: dict[str, Any], says: str | None) -> None:

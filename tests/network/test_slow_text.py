@@ -10,7 +10,7 @@ from penstock.network.machines import Machines
 @pytest.mark.parametrize(
     ("slow", "said"),
     [
-        ({2: 0.5}, "host 2 is to be slow, but is not there: there are hosts 0 to 1"),
+        ({2: 0.5}, "host 2 is to be slow, but does not exist: there are hosts 0 to 1"),
         ({-1: 0.5}, "host -1"),
         ({0: 0.0}, r"host 0 is to get 0 \(0%\) of a core: give more than 0"),
         ({0: -0.1}, "more than 0"),
@@ -50,7 +50,7 @@ def test_texts_of_slow_hosts(texts: str | list[str], slow: dict[int, float]) -> 
 @pytest.mark.parametrize(
     ("texts", "said"),
     [
-        (["4=25%"], "host 4 is to be slow, but is not there: there are hosts 0 to 3"),
+        (["4=25%"], "host 4 is to be slow, but does not exist: there are hosts 0 to 3"),
         (["1=25%", "2=25%,1=50%"], r"'1=50%': host 1 has a share of 25% already"),
         (["1=25%,1=25%"], "host 1 has a share of 25% already"),
         (["1=0"], "more than 0"),

@@ -157,7 +157,7 @@ def test_what_is_no_text_is_refused(tmp_path: Path, by_path: bool) -> None:
         ("0F0,1UNSHARD,0B0\n", "row 1, column 2, '1UNSHARD'", "no rank computes stage 1"),
         ("0F0,0B0\n2F0,2B0\n", "row 2, column 1, '2F0'", "no rank computes stage 1"),
         ('0F0,"0B0\n1F0,1B0\n', "row 1, column 2, '0B0\\n1F0,1B0\\n'", "expected"),
-        ("0F0,0B0\n" + "1" * 200_000 + "\n", "row 2, column 1, '11111", "no CSV"),
+        ("0F0,0B0\n" + "1" * 200_000 + "\n", "row 2, column 1, '11111", "not CSV"),
     ],
 )  # fmt: skip
 def test_an_error_has_row_column_and_text(text: str, where: str, why: str) -> None:

@@ -47,7 +47,7 @@ def find(path: Path) -> Path | None:
         if int(match[1] or match[2]) in there:
             return there[int(match[1] or match[2])]
         names = ", ".join(there[step].name for step in sorted(there)) or "none"
-        raise ArgumentError(f"there is no whole checkpoint {path}; its folder has {names}")
+        raise ArgumentError(f"there is no complete checkpoint {path}; its folder has {names}")
     return latest(path)
 
 

@@ -93,4 +93,4 @@ def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
-        raise ArgumentError(f"{path} is no safetensors file: {error}") from None
+        raise ArgumentError(f"{path} is not a safetensors file: {error}") from None

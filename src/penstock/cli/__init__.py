@@ -84,7 +84,7 @@ def _print_version(asked: bool) -> None:
 def _penstock(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version, and end.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Pipeline parallelism for PyTorch: any model, any schedule, the gradients of one device."""

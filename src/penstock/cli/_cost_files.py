@@ -37,7 +37,7 @@ def _json(path: Path, option: str, expected: str) -> Any:
         return json.loads(text, object_pairs_hook=lambda pairs: _object(pairs, f"{option} {path}"))
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
-        raise ArgumentError(f"{option} {path}: {where} is no JSON: {error.msg}") from None
+        raise ArgumentError(f"{option} {path}: {where} is not JSON: {error.msg}") from None
     except ArgumentError:  # which is a ValueError, too
         raise
     except RecursionError:

@@ -41,26 +41,26 @@ class CostOptions:
     """What stages and links cost. None: not given."""
 
     forward: Annotated[
-        float | None, _option("F, the forward. Of F, I and W, those not given are as long as those given; else 1.")
+        float | None, _option("F, the forward. Of F, I and W, those not given are as long as those given; otherwise 1.")
     ] = None
     backward_input: Annotated[float | None, _option("I, the backward that gives the input's gradient.")] = None
     backward_weight: Annotated[
         float | None, _option("W, the backward that gives the weights' gradient. B is I + W.")
     ] = None
-    comm: Annotated[float | None, _option("What a message between two ranks takes; 0 if nothing is said.")] = None
+    comm: Annotated[float | None, _option("What a message between two ranks takes; default 0.")] = None
     output_bytes: Annotated[
         float | None, _option("The size of such a message; with --bandwidth it takes size / bandwidth longer.")
     ] = None
-    bandwidth: Annotated[float | None, _option("Of each link between two ranks, in sizes a unit of time.")] = None
+    bandwidth: Annotated[float | None, _option("Of each link between two ranks, in size per unit of time.")] = None
     contended: Annotated[bool, _option("A link carries one message at a time; needs a bandwidth.", "--contended")] = (
         False
     )
     memory_activation: Annotated[
-        float | None, _option("What F keeps for the backward, in any unit; else an activation counts 1.")
+        float | None, _option("What F keeps for the backward, in any unit; otherwise an activation counts as 1.")
     ] = None
     memory_weight_grad: Annotated[
         float | None,
-        _option("The part of it that stays from I until W, where the backward is split; all if nothing is said."),
+        _option("The part of it that stays from I until W if the backward is split; default all."),
     ] = None
     costs: Annotated[
         Path | None, _option("Each stage's own costs, instead of the above; see below.", metavar="FILE")

@@ -27,7 +27,7 @@ _NARROWEST = 12
 """Name."""
 
 _BUFFERS, _GIVEN = "of a rank's largest buffer", "of an uneven all_to_all, of what each rank gives"
-_PORT = "Through the busiest port of a host so many bytes go in all, out of it or into it, by the algorithm."
+_PORT = "Through the busiest port of a host this many bytes go in total, out or in, by the algorithm."
 
 
 def show_traffic(spec: Spec, folder: Path | None, files: Sequence[Path], *, as_json: bool) -> None:

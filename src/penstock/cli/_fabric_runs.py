@@ -112,7 +112,7 @@ def show_run(
     average: Annotated[
         Average | None, typer.Option(help="With --nccl, over the ranks: avg, as nccl-tests does by default (-a), ...")
     ] = None,
-    chakra: Annotated[bool, typer.Option("--chakra", help="Write Chakra traces, a rank a file, into FOLDER.")] = False,
+    chakra: Annotated[bool, typer.Option("--chakra", help="Write Chakra traces to FOLDER, one file per rank.")] = False,
     as_json: Json = False,
 ) -> None:
     """Show a run again, also one that was killed: what was sampled until then."""
@@ -145,7 +145,7 @@ def compare_runs(
 
 
 def clean_up(
-    force: Annotated[bool, typer.Option("--force", help="Also of an emulation that still runs.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Also those of a running emulation.")] = False,
 ) -> None:
     """Remove what an emulation that crashed has left: namespaces with our prefix, and nothing else."""
     from penstock.network.machines import clean

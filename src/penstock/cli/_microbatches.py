@@ -4,7 +4,7 @@ from penstock.schedule import MICROBATCHES
 
 CUT = "Into how many pieces the batch is cut"
 
-USUAL = f"{MICROBATCHES} if nothing is said"
+USUAL = f"default {MICROBATCHES}"
 """Where there is no batch to look at."""
 
 USUAL_OF_BATCH = f"{USUAL}, or its rows if they are fewer"

@@ -35,12 +35,12 @@ class NetworkOptions:
     ] = None
     link_of: Annotated[
         list[str] | None,
-        _option('One host\'s own link: "2=100mbit delay 20ms". Again for another.', metavar="HOST=TEXT"),
+        _option('One host\'s own link: "2=100mbit delay 20ms". Repeatable.', metavar="HOST=TEXT"),
     ] = None
     background: Annotated[
         list[str] | None,
         _option(
-            'Neighbours\' traffic: "50mbit to 1", "incast 1mb every 100ms", "trace FILE". Again for more.',
+            'Neighbours\' traffic: "50mbit to 1", "incast 1mb every 100ms", "trace FILE". Repeatable.',
             metavar="TEXT",
         ),
     ] = None
@@ -58,7 +58,7 @@ class NetworkOptions:
         Literal["auto", "tbf", "switch"] | None,
         _option("What shapes the links; by default the simplest that can: tbf, a switch in user space."),
     ] = None
-    link_seed: Annotated[int | None, _option("Of all that is drawn for the links; 0 if nothing is said.")] = None
+    link_seed: Annotated[int | None, _option("The seed of every random draw for the links; default 0.")] = None
 
     def given(self) -> list[str]:
         """The options that were given, as they are written."""

@@ -45,7 +45,7 @@ class OrderOptions:
     microbatches: Annotated[int | None, typer.Option(help=f"{CUT}; {USUAL}.", rich_help_panel=_PANEL)] = None
     chunks: Annotated[
         int | None,
-        typer.Option(help="Stages a rank; by default what the schedule is known for.", rich_help_panel=_PANEL),
+        typer.Option(help="Stages per rank; default: the schedule's usual number.", rich_help_panel=_PANEL),
     ] = None
     slices: Annotated[
         int | None,
@@ -58,8 +58,8 @@ class OrderOptions:
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="A schedule of your own instead of a name, with its own ranks and microbatches: torch's CSV (a line "
-            "a rank, a cell an action, 0F1), or the text that `penstock show --text` prints.",
+            help="Your own schedule instead of a name, with its own ranks and microbatches: torch's CSV (one line "
+            "per rank, one cell per action, 0F1), or the text that `penstock show --text` prints.",
             rich_help_panel=_PANEL,
         ),
     ] = None
@@ -112,7 +112,7 @@ class OrderOptions:
     def _name(self) -> str:
         if self.schedule is None:
             raise ArgumentError(
-                "no schedule: give --schedule with a name (`penstock schedules` lists them), or --csv with a file"
+                "no schedule given: give --schedule with a name (`penstock schedules` lists them), or --csv with a file"
             )
         return self.schedule
 

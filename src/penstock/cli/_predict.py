@@ -28,13 +28,11 @@ if TYPE_CHECKING:
 def predict(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A run's folder.")],
     hosts: Annotated[
-        str | None, typer.Option(help="Predicted numbers of hosts, 4,8,64; 2,4,8,...,4096 if nothing is said.")
+        str | None, typer.Option(help="Numbers of hosts to predict for, 4,8,64; default 2,4,8,...,4096.")
     ] = None,
-    sizes: Annotated[
-        str | None, typer.Option(help="Predicted sizes, 64KiB,1MiB; the run's if nothing is said.")
-    ] = None,
+    sizes: Annotated[str | None, typer.Option(help="Sizes to predict for, 64KiB,1MiB; default the run's.")] = None,
     collective: Annotated[
-        Collective | None, typer.Option(help="The one to predict; each of the run's if nothing is said.")
+        Collective | None, typer.Option(help="The collective to predict; default each of the run's.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -127,7 +125,9 @@ def _show_fit(fitted: Fitted, console: Console) -> None:
         line = f"of the slowest measured link: {fitted.lack}"
     console.print(Text(line), soft_wrap=True)
     if fitted.held:
-        console.print(Text("1/beta is held to the measured links: by the times alone it would be more than they carry"))
+        console.print(
+            Text("1/beta is limited to the measured links: by the times alone it would be more than they carry")
+        )
     if fitted.points:
         table = _table("bytes", "measured", fitted.form, "off")
         for point in fitted.points:

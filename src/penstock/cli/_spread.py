@@ -12,9 +12,7 @@ import typer
 
 OUTPUT_PANEL = "Output"
 
-Json = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object, and nothing else.", rich_help_panel=OUTPUT_PANEL)
-]
+Json = Annotated[bool, typer.Option("--json", help="Print only one JSON object.", rich_help_panel=OUTPUT_PANEL)]
 
 
 def spread(verb: Callable[..., None]) -> Callable[..., None]:

@@ -24,9 +24,9 @@ Leaves = Annotated[
 ]
 
 BalanceName = Literal["flops", "parameters", "layers"]
-BalanceOption = Annotated[BalanceName, typer.Option("--balance", help="What the stages share evenly.")]
+BalanceOption = Annotated[BalanceName, typer.Option("--balance", help="What to divide evenly among the stages.")]
 Recompute = Annotated[
-    str, typer.Option(help="What is run again in backward: never, except_last, always, or n for every n-th layer.")
+    str, typer.Option(help="What to run again in backward: never, except_last, always, or n for every n-th layer.")
 ]
 
 

@@ -47,28 +47,28 @@ class TrafficOptions:
     sizes: Annotated[str | None, _option("Sizes by hand, in order: 2600,33024,64KiB.")] = None
     first: Annotated[str | None, _option("A sweep's smallest size, 1KiB.", "--from")] = None
     last: Annotated[str | None, _option("A sweep's largest size, 64MiB.", "--to")] = None
-    factor: Annotated[float | None, _option("From one size of a sweep to the next; 2 if nothing is said.")] = None
-    collective: Annotated[Collective | None, _option("Of sizes and sweeps; all_reduce if nothing is said.")] = None
+    factor: Annotated[float | None, _option("From one size of a sweep to the next; default 2.")] = None
+    collective: Annotated[Collective | None, _option("For sizes and sweeps; default all_reduce.")] = None
     dtype: Annotated[
-        str | None, _option("Of sizes and sweeps: float32, float16, bfloat16, int8, ...; float32 if nothing is said.")
+        str | None, _option("For sizes and sweeps: float32, float16, bfloat16, int8, ...; default float32.")
     ] = None
-    op: Annotated[str | None, _option("How they are reduced: sum, prod, min, max, avg; sum if nothing is said.")] = None
+    op: Annotated[str | None, _option("How they are reduced: sum, prod, min, max, avg; default sum.")] = None
     uneven: Annotated[str | None, _option("Of all_to_all: how much goes to each host, 4,2,1,1.", metavar="SHARES")] = (
         None
     )
     cuts: Annotated[str | None, _of_model("The modules that begin a new stage, a,b,c; by default balanced.")] = None
     opens: Annotated[str | None, _of_model("Modules to take apart, so that cuts can fall inside, a,b,c.")] = None
     ranks: Annotated[
-        int | None, _of_model("Ranks of a pipeline; the hosts divided by it are its replicas. 1 if nothing is said.")
+        int | None, _of_model("Ranks of a pipeline; hosts divided by this is the number of replicas. Default 1.")
     ] = None
-    schedule: Annotated[str | None, _of_model("The order of the pipeline's work; 1f1b if nothing is said.")] = None
+    schedule: Annotated[str | None, _of_model("The order of the pipeline's work; default 1f1b.")] = None
     microbatches: Annotated[int | None, _of_model(f"{CUT}; {USUAL_OF_BATCH}, and 1 without a pipeline.")] = None
     traffic: Annotated[
         Literal["gradients", "pipeline", "tensor", "sharded"] | None,
         _of_model(
             "gradients: each layer's, as data-parallel training sends them; pipeline: all that a pipeline and its "
             "replicas send; tensor: activations of layers that all hosts divide; sharded: gradients, with --sharded. "
-            "The first if nothing is said and --ranks is 1."
+            "The default if --ranks is 1: gradients."
         ),
     ] = None
     sharded: Annotated[bool, _of_model("Replicas are sharded: all-gathers and reduce-scatters (FSDP2).")] = False
@@ -93,7 +93,7 @@ class TrafficOptions:
         given = [name for name, value in ways.items() if value is not None]
         if len(given) != 1:
             said = f"{' and '.join(given)} were given" if given else "nothing was given"
-            raise ArgumentError(f"what is to be sent? {said}: give one of {', '.join(ways)}")
+            raise ArgumentError(f"unclear what to send: {said}: give one of {', '.join(ways)}")
         self._refuse_others(given[0])
         if self.preset_name is not None:
             return preset(self.preset_name)
@@ -210,7 +210,7 @@ class CountOptions:
 
     trials: Annotated[
         int | None,
-        typer.Option(help=f"How often everything is sent; {DEFAULT_TRIALS} if nothing is said. p99 needs 368."),
+        typer.Option(help=f"How often everything is sent; default {DEFAULT_TRIALS}. p99 needs 368."),
     ] = None
     batches: Annotated[int | None, typer.Option(help="With --epochs, instead of --trials: batches an epoch.")] = None
     epochs: Annotated[int | None, typer.Option(help="With --batches: trials = batches x epochs.")] = None

@@ -19,10 +19,10 @@ from penstock.words import counted
 
 def demo(
     ranks: Annotated[int, typer.Option("--ranks", "-n", help="How many processes share the model, 1 to 4.")] = 2,
-    schedule: Annotated[str, typer.Option(help="The order of work; `penstock schedules` lists them.")] = "1f1b",
+    schedule: Annotated[str, typer.Option(help="The schedule; `penstock schedules` lists them.")] = "1f1b",
     microbatches: Annotated[int, typer.Option(help=f"{CUT}.")] = MICROBATCHES,
     steps: Annotated[int, typer.Option(help="How many batches to train on.")] = 60,
-    out: Annotated[Path, typer.Option(help="The folder for the timeline and the metrics.")] = Path("runs/demo"),
+    out: Annotated[Path, typer.Option(help="Folder for the timeline and the metrics.")] = Path("runs/demo"),
 ) -> None:
     """Train a small GPT on Python's own source text in a pipeline. Takes a minute or two."""
     settings = Settings(ranks, schedule, microbatches, steps, out)

@@ -51,7 +51,7 @@ RUNS = Path("runs")
 
 Folder = Annotated[
     Path | None,
-    typer.Option(help="The run's folder; runs/fabric-<n> if nothing is said.", rich_help_panel=OUTPUT_PANEL),
+    typer.Option(help="The run's folder; default runs/fabric-<n>.", rich_help_panel=OUTPUT_PANEL),
 ]
 
 _BUFFERS = 2
@@ -63,7 +63,7 @@ class RunOptions:
     """How it is sent."""
 
     hosts: Annotated[
-        int | None, typer.Option(help=f"Makes so many hosts on this machine; {DEFAULT_HOSTS} if nothing is said.")
+        int | None, typer.Option(help=f"How many hosts to make on this machine; default {DEFAULT_HOSTS}.")
     ] = None
     algorithm: Annotated[
         str | None,
@@ -72,7 +72,7 @@ class RunOptions:
             "or the usual one of a collective that has no ring."
         ),
     ] = None
-    overlap: Annotated[bool, typer.Option("--overlap", help="Computing goes on while something is sent.")] = False
+    overlap: Annotated[bool, typer.Option("--overlap", help="Compute while sending.")] = False
     warmup: Annotated[
         int | None,
         typer.Option(
@@ -82,12 +82,12 @@ class RunOptions:
     ] = None
     iterations: Annotated[
         int,
-        typer.Option(help="Each transfer so many times in a row within a trial, as nccl-tests does; times are of one."),
+        typer.Option(help="How often to repeat each transfer within a trial, as nccl-tests does; times are of one."),
     ] = 1
     seed: Annotated[int, typer.Option(help="Of the payload.")] = 0
-    backend: Annotated[str, typer.Option(help="Of torch.distributed: gloo, nccl.")] = "gloo"
-    join_timeout: Annotated[float, typer.Option(help="Seconds in which every host has to be there.")] = 120.0
-    stall_timeout: Annotated[float, typer.Option(help="Seconds after which a wait for a host is given up.")] = 120.0
+    backend: Annotated[str, typer.Option(help="The backend of torch.distributed: gloo, nccl.")] = "gloo"
+    join_timeout: Annotated[float, typer.Option(help="Seconds within which every host must join.")] = 120.0
+    stall_timeout: Annotated[float, typer.Option(help="Seconds after which to stop waiting for a host.")] = 120.0
 
     def number(self) -> int:
         """Of the hosts that are made here. Raises ArgumentError for more than one machine takes."""
@@ -151,14 +151,14 @@ def fabric(
     chakra: Annotated[
         bool,
         typer.Option(
-            "--chakra", help="Write the workload as Chakra traces, a rank a file.", rich_help_panel=OUTPUT_PANEL
+            "--chakra", help="Write the workload as Chakra traces, one file per rank.", rich_help_panel=OUTPUT_PANEL
         ),
     ] = False,
     dry_run: Annotated[
         bool,
         typer.Option(
             "--dry-run",
-            help="Show what would be sent, and send nothing; what a run would refuse is refused.",
+            help="Show what would be sent, but send nothing; refuse what a run would refuse.",
             rich_help_panel=OUTPUT_PANEL,
         ),
     ] = False,

@@ -24,11 +24,9 @@ if TYPE_CHECKING:
 
 def inspect(
     target: TargetName,
-    stages: Annotated[int, typer.Option("--stages", "-n", help="Into how many stages.")] = 2,
-    schedule: Annotated[str, typer.Option(help="The order of work; `penstock schedules` lists them.")] = "1f1b",
-    chunks: Annotated[
-        int | None, typer.Option(help="Stages a rank; by default what the schedule is known for.")
-    ] = None,
+    stages: Annotated[int, typer.Option("--stages", "-n", help="The number of stages.")] = 2,
+    schedule: Annotated[str, typer.Option(help="The schedule; `penstock schedules` lists them.")] = "1f1b",
+    chunks: Annotated[int | None, typer.Option(help="Stages per rank; default: the schedule's usual number.")] = None,
     microbatches: Annotated[
         int | None,
         typer.Option(help=f"{CUT}; {USUAL_OF_BATCH}."),

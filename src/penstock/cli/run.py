@@ -25,21 +25,23 @@ if TYPE_CHECKING:
 def run(
     command: Annotated[
         list[str],
-        typer.Argument(metavar="SCRIPT [ARGUMENTS]", help="The script, or a module with -m; then its own."),
+        typer.Argument(metavar="SCRIPT [ARGUMENTS]", help="The script, or a module with -m; then its own arguments."),
     ],
-    ranks: Annotated[int, typer.Option("--ranks", "-n", help="How many processes, each a rank.")],
+    ranks: Annotated[int, typer.Option("--ranks", "-n", help="How many processes; each is a rank.")],
     asked: NetworkOptions,
     hosts: Annotated[
         int | None,
         typer.Option(
-            help="Spreads the ranks evenly over so many hosts, network namespaces of this machine (Linux, as root).",
+            help="Spread the ranks evenly over this many hosts, network namespaces of this machine (Linux, as root).",
             rich_help_panel="The hosts' network",
         ),
     ] = None,
     threads: Annotated[
-        int | None, typer.Option("--threads", help="Threads a rank; by default the cores divided by the ranks.")
+        int | None, typer.Option("--threads", help="Threads per rank; default: cores divided by ranks.")
     ] = None,
-    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module's name, as in python -m.")] = False,
+    module: Annotated[
+        bool, typer.Option("--module", "-m", help="Treat SCRIPT as a module's name, as in python -m.")
+    ] = False,
     nnodes: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Run a training script once for each rank, on this machine. What follows the script is the script's.

@@ -23,7 +23,7 @@ _SYMBOLS = (
 
 
 def schedules(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list, and nothing else.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only one JSON list.")] = False,
 ) -> None:
     """List the schedules that go by a name: what they do and ask for, and formulas for their memory and bubble."""
     if as_json:

@@ -44,17 +44,17 @@ class Question:
         Literal["loop", "v"],
         _option("Where stages are: stage s on rank s % ranks; or down the ranks and up again, two a rank."),
     ] = "loop"
-    chunks: Annotated[int | None, _option("Stages a rank; by default 1 in a loop and 2 on a V.")] = None
+    chunks: Annotated[int | None, _option("Stages per rank; default 1 in a loop and 2 on a V.")] = None
     memory_limit: Annotated[
         float | None,
-        _option("The most activations that a rank may hold, in those of one microbatch on all its stages."),
+        _option("The most activations that a rank may hold; 1 is one microbatch on all its stages."),
     ] = None
     objective: Annotated[
         Literal["span", "makespan"],
-        _option("What to make short: the longest time of a rank from its first F to its end, or the whole."),
+        _option("What to minimise: the longest time of a rank from its first F to its end, or the whole."),
     ] = "span"
-    seconds: Annotated[float, _option("How long to look, about.")] = 5.0
-    seed: Annotated[int, _option("Of what is tried at random.")] = 0
+    seconds: Annotated[float, _option("How long to search, approximately.")] = 5.0
+    seed: Annotated[int, _option("The seed of random choices.")] = 0
 
     def where(self) -> Placement:
         """Which rank owns which stage. Raises ArgumentError, for too much to search as well."""

@@ -24,11 +24,13 @@ def show(
     order: OrderOptions,
     costs: CostOptions,
     width: Annotated[
-        int | None, typer.Option(help="Characters a line; by default the terminal's.", rich_help_panel=OUTPUT_PANEL)
+        int | None, typer.Option(help="Characters per line; default the terminal's.", rich_help_panel=OUTPUT_PANEL)
     ] = None,
     zoom: Annotated[
         int | None,
-        typer.Option(help="With costs: so many times as many columns, on lines below.", rich_help_panel=OUTPUT_PANEL),
+        typer.Option(
+            help="With costs: this many times as many columns, continued on lines below.", rich_help_panel=OUTPUT_PANEL
+        ),
     ] = None,
     text: Annotated[
         bool,
@@ -36,7 +38,7 @@ def show(
     ] = False,
     comms: Annotated[
         bool,
-        typer.Option("--comms", help="As --text, with the messages that are added.", rich_help_panel=OUTPUT_PANEL),
+        typer.Option("--comms", help="Like --text, with messages.", rich_help_panel=OUTPUT_PANEL),
     ] = False,
     as_json: Json = False,
 ) -> None:

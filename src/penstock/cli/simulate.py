@@ -52,7 +52,7 @@ def simulate(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Write the timeline for ui.perfetto.dev, a unit of the costs as a second.",
+            help="Write the timeline for ui.perfetto.dev; one cost unit becomes one second.",
             rich_help_panel=OUTPUT_PANEL,
         ),
     ] = None,

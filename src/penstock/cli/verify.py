@@ -82,13 +82,11 @@ class Case:
 def verify(
     target: TargetName,
     ranks: Annotated[int, typer.Option("--ranks", "-n", help="How many ranks.")] = 2,
-    chunks: Annotated[
-        int | None, typer.Option(help="Stages a rank; by default what the schedule is known for.")
-    ] = None,
+    chunks: Annotated[int | None, typer.Option(help="Stages per rank; default: the schedule's usual number.")] = None,
     microbatches: Annotated[
         int | None, typer.Option(help=f"{CUT} (with replicas, each one's part of it); {USUAL_OF_BATCH}.")
     ] = None,
-    schedule: Annotated[str, typer.Option(help="The order of work; `penstock schedules` lists them.")] = "1f1b",
+    schedule: Annotated[str, typer.Option(help="The schedule; `penstock schedules` lists them.")] = "1f1b",
     reduction: Annotated[
         ReductionName, typer.Option(help="Whether the loss is a mean over the batch's rows or a sum.")
     ] = "mean",
@@ -98,29 +96,29 @@ def verify(
     balance: BalanceOption = "flops",
     recompute: Recompute = "never",
     replicas: Annotated[
-        int, typer.Option(help="Pipelines that train together, each on its part of the batch; a process for each rank.")
+        int, typer.Option(help="Pipelines that train together, each on its part of the batch; one process per rank.")
     ] = 1,
     transport: Annotated[
         str | None,
         typer.Option(
             metavar="local|distributed|FILE:FACTORY",
-            help="All ranks in one process (local, the default without replicas), a process for each (distributed), "
-            "or a process for each with a transport of your own, made by a function named as TARGET is.",
+            help="All ranks in one process (local, the default without replicas), one process per rank (distributed), "
+            "or one process per rank with your own transport, made by a function named like TARGET.",
         ),
     ] = None,
     exact: Annotated[
-        bool | None, typer.Option("--exact/--no-exact", help="Demand every bit; by default where it can be promised.")
+        bool | None, typer.Option("--exact/--no-exact", help="Demand equal bits; default: wherever that is promised.")
     ] = None,
     whole_batch: Annotated[
         bool,
         typer.Option(
             "--whole-batch/--no-whole-batch",
-            help="Compare with the whole batch at once as well, and say why it differs if it does.",
+            help="Also compare with the whole batch, and say why if it differs.",
         ),
     ] = True,
     as_json: Json = False,
     show_all: Annotated[
-        bool, typer.Option("--all", help="A row for every value, however many.", rich_help_panel=OUTPUT_PANEL)
+        bool, typer.Option("--all", help="Print a row for every value.", rich_help_panel=OUTPUT_PANEL)
     ] = False,
 ) -> None:
     """Prove that a pipeline computes what the unsplit model does: outputs, loss, gradients and buffers.

@@ -1,4 +1,4 @@
-"""Which trials met a stall that was asked for: their times say nothing of the rest of the network."""
+"""Which trials met a requested stall: their times say nothing of the rest of the network."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def _wait(
         if received and not any(left(job, [agent.pid for agent in agents]) for job in jobs):
             return first
         if now > until:
-            raise TimeoutError("the job took longer than it may")
+            raise TimeoutError("the job exceeded its time limit")
         time.sleep(_POLL_SECONDS)
 
 
@@ -230,7 +230,7 @@ def check(command: Sequence[str], ranks: int, threads: int | None) -> None:
         raise ArgumentError(f"threads is {threads}, but a process needs at least 1: give --threads 1, or leave it out")
     target = command[1:2] if command and command[0] == "-m" else command[:1]
     if not target:
-        raise ArgumentError("no script is given: name a Python file, or -m and a module")
+        raise ArgumentError("no script given: name a Python file, or -m and a module")
     if command[0] == "-m":
         package = target[0].partition(".")[0]
         if PathFinder.find_spec(package, [os.getcwd(), *sys.path]) is None:

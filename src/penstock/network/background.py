@@ -105,7 +105,7 @@ def _neighbour(text: str, named: dict[str, Any], hosts: int) -> Neighbour:
         raise ValueError(f"there is no host {target}: the hosts are 0 to {hosts - 1}")
     size = int(named.get("size", FRAME_BYTES))
     if not 64 <= size <= 65535:
-        raise ValueError(f"a frame of {size} bytes is none: give 64 to 65535")
+        raise ValueError(f"a frame cannot have {size} bytes: give 64 to 65535")
     if "file" in named:
         recorded = tuple(_recorded(Path(named["file"])))
         most = recorded[-1][0] / _LEAST_GAP_SECONDS
@@ -136,7 +136,7 @@ def _recorded(path: Path) -> Iterator[tuple[float, int]]:
         try:
             at, size = float(row[0]), int(row[1])
         except (ValueError, IndexError):
-            raise ValueError(f"{path}, row {number}: {','.join(row)!r} is no `seconds,bytes`") from None
+            raise ValueError(f"{path}, row {number}: {','.join(row)!r} is not `seconds,bytes`") from None
         if not (last <= at < math.inf) or size < 1:
             raise ValueError(f"{path}, row {number}: times begin at 0 and grow, and sizes are above 0")
         last = at

@@ -72,7 +72,7 @@ def check_slow(slow: Mapping[int, float], hosts: int) -> dict[int, float]:
     for host, share in slow.items():
         if host not in range(hosts):
             there = f"there are hosts 0 to {hosts - 1}" if hosts > 1 else "there is host 0 alone"
-            raise ArgumentError(f"host {host} is to be slow, but is not there: {there}")
+            raise ArgumentError(f"host {host} is to be slow, but does not exist: {there}")
         if not 0 < share <= 1:
             said = f"give more than 0 and at most 1 (or 100%), like {host}=25% or {host}=0.25"
             raise ArgumentError(f"host {host} is to get {share:g} ({100 * share:g}%) of a core: {said}")
@@ -160,7 +160,7 @@ class _Groups(Means):
             for name, value in self._limits(*quota(self._slow[host])):
                 found = keeper.words_of(folder / name)
                 if found != value.split():
-                    return f"host {host} was not held back until the end: {folder / name} says {' '.join(found)!r} now"
+                    return f"host {host} was not slowed until the end: {folder / name} says {' '.join(found)!r} now"
         return None
 
     def _parent(self) -> Path:
@@ -245,7 +245,7 @@ class Signals(Means):
         gone = [host for host, process in self._processes.items() if process.poll() is not None]
         if not gone:
             return None
-        return f"host {gone[0]} was not held back until the end: the process that stops and continues its own has ended"
+        return f"host {gone[0]} was not slowed until the end: the process that stops and continues its own has ended"
 
     def close(self) -> None:
         for process in self._processes.values():
@@ -269,7 +269,7 @@ def hold_back(emulation: str, slow: Mapping[int, float]) -> Means:
             return means(emulation, slow)
         except OSError as error:
             reasons.append(f"{means.name}: {error}")
-    raise FabricError(f"no host can be held back on this machine: {'; '.join(reasons)}")
+    raise FabricError(f"no host can be slowed on this machine: {'; '.join(reasons)}")
 
 
 def _own(version: int) -> str:

@@ -76,7 +76,7 @@ class Machines:
                 kernel has not, a slow host that is not there or a share that is none.
         """
         if not 1 <= hosts <= MOST:
-            raise ArgumentError(f"{hosts} hosts are asked for: give 1 to {MOST}")
+            raise ArgumentError(f"{hosts} hosts requested: give 1 to {MOST}")
         if congestion_control is not None:
             check_congestion_control(congestion_control)
         for text in background:
@@ -91,9 +91,9 @@ class Machines:
         self._wanted = shaper
         self.background = tuple(background)
         self._only_switch = (
-            "neighbours' traffic is reckoned with by the switch alone"
+            "only the switch models neighbours' traffic"
             if background
-            else "links that change, and hosts that come and go, are made by the switch alone"
+            else "only the switch makes links that change, and hosts that come and go"
             if changes
             else None
         )

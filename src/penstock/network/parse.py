@@ -16,9 +16,9 @@ from penstock.network.impairment import DISTRIBUTIONS, Bursts, Chance, Impairmen
 from penstock.network.link import BUFFER_BYTES, Link
 
 _NOT_HERE = {
-    "slot": "frames are not held back to slots here: give delay and jitter",
+    "slot": "frames are not delayed to slots here: give delay and jitter",
     "ecn": "frames are not marked here: give loss alone",
-    "seed": "the seed is one for the whole network: give --link-seed",
+    "seed": "the whole network has one seed: give --link-seed",
     "netem": "leave that word out: what follows it is the same here",
 }
 """Words of netem that have no meaning here, and what to do instead."""
@@ -188,7 +188,7 @@ def _ways(text: str, all_words: list[_Word]) -> dict[str, list[_Word]]:
     if not marks:
         return {"": all_words}
     if marks[0] != 0:
-        raise _error(text, all_words[marks[0]], "what comes before this is of no direction: begin with up or down")
+        raise _error(text, all_words[marks[0]], "what comes before this has no direction: begin with up or down")
     found: dict[str, list[_Word]] = {}
     for place, end in zip(marks, [*marks[1:], len(all_words)], strict=True):
         mark, part = all_words[place], all_words[place + 1 : end]
@@ -199,7 +199,7 @@ def _ways(text: str, all_words: list[_Word]) -> dict[str, list[_Word]]:
         found[mark.name] = part
     for way, other in (("up", "down"), ("down", "up")):
         if way not in found:
-            said = f"{other!r} alone says nothing of the other way: give {way} as well"
+            said = f"{other!r} alone leaves the other direction open: give {way} as well"
             raise _error(text, all_words[0], said)
     return found
 
@@ -229,7 +229,7 @@ def _reader(text: str, word: _Word) -> Callable[[_Values], Found]:
         return _WORDS[word.name][0]
     if word.name in q.RATES:
         raise _error(text, word, f"a rate has no space before its unit {word.text!r}")
-    raise _error(text, word, f"{word.text!r} is no word of a link; {_more()}")
+    raise _error(text, word, f"{word.text!r} is not a word of a link; {_more()}")
 
 
 _OF_LINK = ("rate", "burst", "limit", "latency", "mtu")
@@ -241,13 +241,11 @@ def _link(text: str, found: Found, part: list[_Word]) -> Link:
     if "rate" not in found:
         raise _error(text, whole, "no rate is given: begin with one, like 100mbit")
     if "limit" in found and "latency" in found:
-        raise _error(text, named["latency"], "'limit' and 'latency' say the same thing: give one of them")
+        raise _error(text, named["latency"], "'limit' and 'latency' mean the same: give one of them")
     if "distribution" in found and "jitter_seconds" not in found:
-        raise _error(
-            text, named["distribution"], "a distribution is that of the jitter: give delay 5ms jitter 1ms, say"
-        )
+        raise _error(text, named["distribution"], "a distribution applies to jitter: give delay 5ms jitter 1ms, say")
     if "gap" in found and "reorder" not in found:
-        raise _error(text, named["gap"], "a gap lies between frames that are reordered: give reorder 1%, say")
+        raise _error(text, named["gap"], "a gap applies to reordered frames: give reorder 1%, say")
     try:
         impairment = Impairment(**{name: value for name, value in found.items() if name not in _OF_LINK})
         link = Link(

@@ -39,7 +39,7 @@ def _scaled(
             raise ValueError(f"{text!r} is not a {what}: give one like {examples}")
         value = float(match[1]) * factor
         if value > most:
-            raise ValueError(f"{text!r} is a {what} beyond all networks: give {most_text} at most")
+            raise ValueError(f"{text!r} is a {what} beyond any network: give {most_text} at most")
         return value
 
     return read
@@ -69,12 +69,12 @@ def share(text: str) -> float:
     if match is None or match[2]:
         raise ValueError(f"{text!r} is not a percentage: give one like 0.1% or 25%")
     if float(match[1]) > 100:
-        raise ValueError(f"{text!r} is more than all: give 0% to 100%")
+        raise ValueError(f"{text!r} is more than 100%: give 0% to 100%")
     return float(match[1]) / 100
 
 
 def count(text: str) -> int:
     """A whole number."""
     if not text.isascii() or not text.isdigit():
-        raise ValueError(f"{text!r} is no whole number: give one like 5 or 1500")
+        raise ValueError(f"{text!r} is not a whole number: give one like 5 or 1500")
     return int(text)

@@ -80,7 +80,7 @@ def read_scenario(path: Path, topology: Topology, hosts: int) -> tuple[Event, ..
     except (OSError, UnicodeDecodeError) as error:
         raise ArgumentError(f"--scenario {path}: {getattr(error, 'strerror', None) or error}") from None
     except tomllib.TOMLDecodeError as error:
-        raise ArgumentError(f"--scenario {path} is no TOML: {error}") from None
+        raise ArgumentError(f"--scenario {path} is not TOML: {error}") from None
     events = given.pop("event", None)
     if given:
         raise ArgumentError(f"--scenario {path}: {', '.join(given)} has no meaning there: give [[event]] tables")
@@ -104,7 +104,7 @@ def _event(given: Mapping[str, Any], topology: Topology, hosts: int) -> Event:
         raise ValueError("give one thing that happens: link, gone = true, or background")
     host = given.get("host")
     if host is not None and (type(host) is not int or not 0 <= host < hosts):
-        raise ValueError(f"host {host!r} is not there: the hosts are 0 to {hosts - 1}")
+        raise ValueError(f"host {host!r} does not exist: the hosts are 0 to {hosts - 1}")
     lasts = q.seconds(_text(given, "for")) if "for" in given else None
     if lasts is not None and lasts <= 0:
         raise ValueError(f"it is over after {given['for']}: give a time above 0")
@@ -114,7 +114,7 @@ def _event(given: Mapping[str, Any], topology: Topology, hosts: int) -> Event:
             "comes to no later step"
         )
     if what == ["background"] and host is not None:
-        raise ValueError('whom the traffic goes to stands in its text: background = ["50mbit to 1"]')
+        raise ValueError('put the target of the traffic in its text: background = ["50mbit to 1"]')
     step, at_seconds = _moment(_text(given, "at"))
     text = ", ".join(f"{key} = {value}" for key, value in given.items() if key != "at")
     return Event(
@@ -142,7 +142,7 @@ def _moment(text: str) -> tuple[int | None, float]:
         return q.count(words[1]), 0.0
     if len(words) == 1:
         return None, q.seconds(words[0])
-    raise ValueError(f'at = {text!r} is no moment: give one like "step 50" or "12.5s"')
+    raise ValueError(f'at = {text!r} is not a moment: give one like "step 50" or "12.5s"')
 
 
 def _link(text: str, topology: Topology) -> Link:

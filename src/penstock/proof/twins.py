@@ -156,8 +156,8 @@ def _copied(made: Made) -> tuple[Made, Made]:
     shared = _shared(made, other)
     if shared is not None:
         raise ArgumentError(
-            f"the copy of this model shares {shared[0]} with it, through {shared[1]}, so that it is no model to "
-            f"compare with: {_REMEDY}"
+            f"the copy of this model shares {shared[0]} with it, through {shared[1]}, so that it cannot be the model "
+            f"to compare with: {_REMEDY}"
         )
     return made, other
 

@@ -121,7 +121,7 @@ class Whole:
         if depend is None:
             return "warning", (
                 "rows of the batch depend on each other (is the batch in dimension 1? see batch_dims=), or the loss is "
-                "no mean over them (see reduction=)"
+                "not a mean over them (see reduction=)"
             )
         if self.cutting.inputs.stated or self.cutting.split is not None:
             return "warning", "rows of the batch depend on each other, as batch_dims= or split= cuts it"

@@ -124,7 +124,9 @@ class Action:
         """
         found = _TEXT.fullmatch(text.strip())
         if found is None:
-            raise ScheduleError(f"{text!r} is no action; expected stage, op and microbatch, as in 0F1 or 0SEND_F1>3")
+            raise ScheduleError(
+                f"{text!r} is not an action; expected stage, op and microbatch, as in 0F1 or 0SEND_F1>3"
+            )
         stage, op, microbatch, arrow, peer = found.groups()
         if arrow and arrow != (">" if Op(op).is_send else "<"):
             raise ScheduleError(f"{text!r}: a send names its target with '>', a receive its source with '<'")

@@ -152,7 +152,7 @@ def _table(text: str) -> list[list[str]]:
         for cells in reader:
             table.append(cells)
     except csv.Error as error:
-        raise _error(len(table), 0, text.splitlines()[len(table)], f"this is no CSV: {error}") from None
+        raise _error(len(table), 0, text.splitlines()[len(table)], f"this is not CSV: {error}") from None
     if not table:
         raise _error(0, 0, "", "the file is empty; expected a line for each rank, a cell for each action")
     return table

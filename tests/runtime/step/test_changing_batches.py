@@ -359,7 +359,7 @@ def test_predict_gives_what_the_unsplit_model_gives() -> None:
         (len, r"output\['other'\] is not the same in all microbatches \(2 in the first\)"),
         (
             lambda y: y[:, :, None].expand(-1, 9, len(y)),
-            r"\[\[2, 9, 2\], \[1, 9, 1\]\], which make no one tensor",
+            r"\[\[2, 9, 2\], \[1, 9, 1\]\], which do not make one tensor",
         ),
     ],
     ids=["scalar", "no rows", "number", "lengths"],

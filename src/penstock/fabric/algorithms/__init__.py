@@ -80,7 +80,7 @@ def generate(collective: str, algorithm: str, ranks: int, **options: Any) -> Ste
     """
     known = algorithms(collective)
     if algorithm not in known:
-        raise ArgumentError(f"{algorithm!r} is no algorithm for {collective}: {_nearest(algorithm, known)}")
+        raise ArgumentError(f"{algorithm!r} is not an algorithm for {collective}: {_nearest(algorithm, known)}")
     if ranks < 2:
         raise ArgumentError(f"{collective} among {ranks} ranks: give 2 or more")
     made = _GENERATORS[collective][algorithm]  # type: ignore[index]  # `algorithms` has checked it

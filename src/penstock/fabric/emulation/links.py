@@ -51,8 +51,8 @@ def above_shaper(spec: Spec, ends: tuple[int, int], found: probe.Measured) -> st
     said = "more than any" if found.bytes_per_second is None else f"{found.bytes_per_second * 8e-6:,.1f}"
     return (
         f"the link from host {ends[0]} to host {ends[1]} was measured at {said} Mbit/s, {TRIES} times above the "
-        f"{rate * 8e-6:,.1f} that its shaper lets pass: an error of ours, with which no figure would hold. Run it "
-        "again on a machine that does less meanwhile"
+        f"{rate * 8e-6:,.1f} that its shaper lets pass: an error in Penstock that would make every figure wrong. Run "
+        "it again on a machine that does less meanwhile"
     )
 
 

@@ -102,8 +102,8 @@ class Spec:
         shared = [place for place, transfer in enumerate(self.workload.transfers) if transfer.shares]
         if any(self.algorithm_of(place) not in (ENGINE, *_UNEVEN) for place in shared):
             raise ArgumentError(
-                f"the algorithm {self.algorithm!r} gives every host as much: of an uneven all_to_all give one of "
-                f"{', '.join(_UNEVEN)}, {ENGINE}"
+                f"the algorithm {self.algorithm!r} sends every host the same amount: for an uneven all_to_all give one "
+                f"of {', '.join(_UNEVEN)}, {ENGINE}"
             )
         if self.algorithm == ENGINE:
             if self.workload.op == "avg" and self.backend == "gloo":

@@ -81,14 +81,14 @@ def _beyond_ideal(run: Run, results: dict[str, Any]) -> list[str]:
     most = max([*results["groups"], results["step"]], key=lambda row: row["ideal_percent"] or 0.0)
     if (most["ideal_percent"] or 0.0) <= ABOVE_IDEAL:
         return []
-    why = "so what is known of its links is wrong: an error of ours"
+    why = "so what Penstock knows of its links is wrong: an error in Penstock"
     if most is not results["step"] and runs_ahead(run.record, most["collective"], most["shares"]):
         why = (
             "as a rank begins it while others are at the transfer before: of what is under way meanwhile, the time "
             "counts in the one, and the bytes in the other"
         )
     percent = f"{most['ideal_percent']:,.0f}%"
-    return [f"ideal: {most['name']} is at {percent} of what can be, {why}; make nothing of this column"]
+    return [f"ideal: {most['name']} is at {percent} of what is possible, {why}; ignore this column"]
 
 
 def facts(run: Run, results: dict[str, Any]) -> list[tuple[str, str]]:
@@ -101,7 +101,7 @@ def facts(run: Run, results: dict[str, Any]) -> list[tuple[str, str]]:
         if step[key] is not None
     ]
     if overlaps and not step["compute_s"]:
-        overlaps = ["nothing is computed between the transfers, so that overlap changes nothing"]
+        overlaps = ["nothing is computed between the transfers, so overlap changes nothing"]
     if overlaps:
         found.append(("step", ", ".join(overlaps)))
     if results["stalled"]:
@@ -148,7 +148,7 @@ def _stalls(stalled: Sequence[int], trials: int) -> str:
     said = ", ".join(f"{trial:,}" for trial in stalled[:_NAMED])
     more = f" and {len(stalled) - _NAMED:,} more" if len(stalled) > _NAMED else ""
     which = "trial" if len(stalled) == 1 else "trials"
-    return f"{len(stalled):,} of {counted(trials, 'trial')} met a stall that was asked for: {which} {said}{more}"
+    return f"{len(stalled):,} of {counted(trials, 'trial')} met a requested stall: {which} {said}{more}"
 
 
 def network(run: Run) -> list[tuple[str, str]]:
@@ -184,7 +184,7 @@ def _fits(results: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _fit(found: dict[str, Any]) -> str:
-    held = " (held to the links)" if found["held_to_links"] else ""
+    held = " (limited to the links)" if found["held_to_links"] else ""
     return (
         f"{found['collective']}: alpha {seconds(found['alpha_seconds'])} a step, 1/beta "
         f"{rate_of(found['bytes_per_second'])}{held}; at most {found['largest_residual']:.0%} off"
@@ -240,7 +240,7 @@ def notes(run: Run, results: dict[str, Any]) -> list[str]:
     if changed(run.record):
         found.append("Ideal is n/a: a scenario may have changed the links.")
     elif results["links"] and None in {one["bound_s"] for one in results["groups"]}:
-        found.append("Ideal is n/a where a host has several partners and no shaper tells what its port carries.")
+        found.append("Ideal is n/a if a host has several partners and no shaper says what its port carries.")
     found += _too_few(results, len(run.start_ns))
     return [*found, *run.record["workload"]["notes"]]
 
@@ -256,11 +256,13 @@ def _too_few(results: dict[str, Any], trials: int) -> list[str]:
     worth = min((one["effective_trials"] for one in results["groups"]), default=trials)
     said = []
     if worth < _DEPENDENT * trials:
-        said.append(f"Trials depend on each other: {trials:,} are worth {worth:,.0f} independent ones, and count so.")
+        said.append(
+            f"Trials depend on each other: {trials:,} are worth {worth:,.0f} independent ones, and count as such."
+        )
     if 0 < trials < FEWEST:
         said.append(
-            f"Whether so few trials depend on each other cannot be told; if they do, the 95% intervals are too narrow. "
-            f"Give --trials {FEWEST} or more."
+            "So few trials do not show whether they depend on each other; if they do, the 95% intervals are too "
+            f"narrow. Give --trials {FEWEST} or more."
         )
     if short:
         kind = "trials" if worth >= _DEPENDENT * trials else "independent trials"

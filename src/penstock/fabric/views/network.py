@@ -19,8 +19,8 @@ _FATES = {
     "duplicated": "sent twice",
     "corrupted": "with a wrong bit",
     "reordered": "sent past others",
-    "queue_full": "dropped as the queue was full",
-    "host_gone": "dropped as a host was away",
+    "queue_full": "dropped because the queue was full",
+    "host_gone": "dropped because a host was away",
     "no_such_host": "to no host",
 }
 """What may happen to a frame, by its name in what the switch tells, and how it is said."""
@@ -76,15 +76,15 @@ def saturated(told: Told, elapsed_seconds: float | None = None) -> str | None:
     late = told["late"]["p99"]
     found = []
     if late is not None and late > MOST_LATE_SECONDS:
-        found.append(f"1% of the frames left more than {seconds(late)} later than asked")
+        found.append(f"1% of the frames left more than {seconds(late)} later than requested")
     if told["no_room"]:
         found.append(f"{told['no_room']:,} times it had no memory left for a frame")
     if elapsed_seconds and told["busy_seconds"] > MOST_BUSY * elapsed_seconds:
-        found.append(f"it was at work for {told['busy_seconds'] / elapsed_seconds:.0%} of the time")
+        found.append(f"it was busy for {told['busy_seconds'] / elapsed_seconds:.0%} of the time")
     if not found:
         return None
     return (
-        f"the switch was saturated: {'; '.join(found)}. The network was worse than asked: give a lower rate, fewer "
+        f"the switch was saturated: {'; '.join(found)}. The network was worse than requested: give a lower rate, fewer "
         "hosts, a larger mtu, or a machine with more cores"
     )
 
@@ -127,4 +127,4 @@ def _late(told: Told) -> str:
     if late["worst"] is None:
         return "no frame passed"
     quantiles = ", ".join(f"{name} {seconds(late[name])}" for name in ("p50", "p99", "worst"))
-    return f"{quantiles}: how much later than asked frames left"
+    return f"{quantiles}: how late frames left"

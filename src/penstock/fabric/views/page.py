@@ -28,10 +28,10 @@ from penstock.fabric.views.style import INK, MUTED, RULE
 from penstock.fabric.views.template import PAGE
 
 CAPTIONS = {
-    "cdf": "How the times are distributed. The right picture shows the tail: what share took so long.",
-    "trials": "Each trial in the order in which it ran, with the median as a line; outliers are ringed.",
-    "busbw": "What the transfers made of the network, by the convention of nccl-tests.",
-    "timeline": "Where the time of a trial went: a lane a rank, a bar a round of the algorithm.",
+    "cdf": "How the times are distributed. The right picture shows the tail: what fraction took at least that long.",
+    "trials": "Trials in the order they ran, with the median as a line; outliers are circled.",
+    "busbw": "How well the transfers used the network, by the convention of nccl-tests.",
+    "timeline": "Where a trial's time went: one lane per rank, one bar per round of the algorithm.",
     "slowest": "The rank that took the longest in most trials of a transfer, beside the others.",
 }
 

@@ -193,7 +193,7 @@ def _trials(results: dict[str, Any], times: Sequence[Floats]) -> str:
         axes.grid(axis="x", visible=False)
         seconds_axis(axes.yaxis)
     rows[-1].set_xlim(-0.01 * trials, trials * 1.01)
-    stalls = "; dotted: it met a stall that was asked for" if results["stalled"] else ""
+    stalls = "; dotted: it met a requested stall" if results["stalled"] else ""
     rows[-1].xaxis.get_major_locator().set_params(integer=True)
     rows[-1].set_xlabel(f"trial, in order{stalls}")
     figure.supylabel("completion time, slowest rank", fontsize=9.5)

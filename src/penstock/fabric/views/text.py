@@ -146,7 +146,7 @@ def _verdict(comparison: Comparison, rows: Sequence[Difference]) -> str:
         return "The runs differ."
     if all(one.verdict == "too few samples" for one in rows):
         return f"Too few samples to tell: each run takes {FEWEST} trials or more."
-    return "No difference is shown: what there is may be chance."
+    return "No difference is shown: any may be chance."
 
 
 COMPARISON_NOTE = (

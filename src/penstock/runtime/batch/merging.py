@@ -28,7 +28,7 @@ def join(outputs: Sequence[Any], sizes: Sequence[int], dims: Dims = _FIRST) -> A
     flats = [flatten(output) for output in outputs]
     first = flats[0]
     if any(flat.structure != first.structure for flat in flats):
-        raise ShapeError(f"the microbatches' outputs differ in structure, so that they make no whole; {_INSTEAD}")
+        raise ShapeError(f"the microbatches' outputs differ in structure, so that they cannot be combined; {_INSTEAD}")
     dims.refuse_unknown(first.paths)
     columns = zip(*(flat.leaves for flat in flats), strict=True)
     pairs = zip(columns, first.paths, strict=True)
@@ -75,7 +75,7 @@ def _joined(column: Sequence[Any], sizes: Sequence[int], where: str, dim: Dim) -
         )
     rests = [shape[:dim] + shape[dim + 1 :] for shape in shapes]
     if any(rest != rests[0] for rest in rests):
-        raise ShapeError(f"{where} has shapes {shapes}, which make no one tensor; {_INSTEAD}")
+        raise ShapeError(f"{where} has shapes {shapes}, which do not make one tensor; {_INSTEAD}")
     return torch.cat(list(column), dim)
 
 

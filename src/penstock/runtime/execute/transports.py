@@ -70,7 +70,7 @@ def _check_same(names: Sequence[str], here: int) -> None:
     if other is None or {own, names[other]} <= {repr(name) for name in get_args(TransportName)}:
         return
     raise ArgumentError(
-        f"transport: rank {here} has {own}, and rank {other} {names[other]}; every rank must give the same"
+        f"transport: rank {here} has {own}, and rank {other} {names[other]}; every rank must pass the same"
     )
 
 

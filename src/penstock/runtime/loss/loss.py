@@ -86,7 +86,7 @@ def checked_value(loss: Any, output: object) -> Tensor:
 def no_gradient() -> ArgumentError:
     """What to raise where a loss has no graph although parameters are to be trained."""
     return ArgumentError(
-        "the loss takes no gradient, so that nothing would be trained; return a loss that is computed from the model's "
+        "the loss takes no gradient, so nothing would be trained; return a loss that is computed from the model's "
         "output, without detach() or no_grad"
     )
 

@@ -208,7 +208,7 @@ def join(address: Address, rank: int, patience: Patience) -> Connection:
     except OSError as error:
         raise PipelineFailure(
             f"rank {rank} cannot reach rank 0 at {where} ({error}), where ranks report failures to each other. "
-            f"Let TCP connections between the machines of this run through, and set MASTER_ADDR to rank 0's host."
+            f"Allow TCP connections between the machines of this run, and set MASTER_ADDR to rank 0's host."
         ) from error
     until = time.monotonic() + patience.join_seconds
     try:

@@ -165,7 +165,7 @@ class SplitBackward:
         hooked = next((p for p in self._parameters if p._post_accumulate_grad_hooks), None)
         if hooked is not None:
             raise ScheduleError(
-                f"parameter {self._names[id(hooked)]!r} has a hook that looks at accumulated gradients, and the "
+                f"parameter {self._names[id(hooked)]!r} has a hook that reads accumulated gradients, and the "
                 "schedule's I's are not in ascending order of microbatch; put them in order, or remove the hook"
             )
 

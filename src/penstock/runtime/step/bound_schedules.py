@@ -192,7 +192,7 @@ _WORDS: tuple[Callable[[int], str], ...] = (
     lambda training: "a training step" if training else "an evaluation",
     lambda outputs: f"with {words(outputs)}",
     lambda timeline: "with a timeline" if timeline else "without a timeline",
-    lambda _: "with modes, requires_grad flags or an autocast of its own",
+    lambda _: "with different modes, requires_grad flags or autocast",
 )
 
 _MANY = (

@@ -320,7 +320,7 @@ def generator(name: str) -> Generator:
     if found is None:
         near = difflib.get_close_matches(name.lower(), _BY_NAME, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ArgumentError(f"name={name!r} is no known schedule; {hint}known are {', '.join(_GENERATORS)}")
+        raise ArgumentError(f"name={name!r} is not a known schedule; {hint}known are {', '.join(_GENERATORS)}")
     return found
 
 
