@@ -318,6 +318,28 @@ def test_trap_4_evaluation_in_training_mode_buffers_are_restored() -> None:
         assert model[0].count == model[1].count == 4
 
 
+def test_trap_4_evaluation_leaves_a_loss_that_is_a_module_alone() -> None:
+    class Averaging(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dropout = nn.Dropout(0.5)
+            self.register_buffer("mean", torch.zeros(WIDTH))
+
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            if self.training:
+                self.mean.lerp_(output.detach().mean(0), 0.5)
+            return squared_error(self.dropout(output) - self.mean.clone(), target)
+
+    (x, y), loss = batch(), Averaging()
+    with pipeline(mlp(), (x,), ranks=2, microbatches=4, loss=loss) as pipe:
+        pipe.step(x, target=y)
+        before = loss.mean.clone()
+        assert pipe.evaluate(x, target=y).loss == pipe.evaluate(x, target=y).loss
+        assert torch.equal(loss.mean, before)
+        assert loss.training
+        assert loss.dropout.training
+
+
 def test_trap_6_eval_switches_dropout_off() -> None:
     torch.manual_seed(0)
     model, (ids, target) = GPT(dropout=0.4), tokens()  # in blocks, and between them

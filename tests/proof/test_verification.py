@@ -598,3 +598,18 @@ def test_large_sums_and_small_losses_are_no_difference() -> None:
     report = verified(mlp, loss=loss)
     assert report.whole_batch is not None
     assert report.whole_batch.verdict == "close"
+
+
+class CountingLoss:
+    """A loss that depends on how often it was called."""
+
+    calls = 0
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        return F.mse_loss(output, target) * self.calls
+
+
+def test_a_loss_that_keeps_state_is_not_shared_with_the_reference() -> None:
+    x, y = batch()
+    verify(mlp, (x,), target=y, loss_fn=CountingLoss(), ranks=2, microbatches=2, whole_batch=False).check()

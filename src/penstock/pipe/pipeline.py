@@ -93,12 +93,13 @@ class Pipeline:
     def evaluate(
         self, *args: Any, target: Any = None, outputs: Wanted = False, timeline: bool = False, **kwargs: Any
     ) -> StepResult:
-        """Forward of one batch in evaluation mode. No gradient and no buffer is touched, and the mode is restored.
+        """Forward of one batch in evaluation mode, as is a loss that is a module. No gradient and no buffer is touched,
+        and the mode is restored.
 
         Takes what `step` takes. Without a target there is no loss, unless the model computes its own.
         """
         self.session.refuse_closed()
-        with evaluating(self.session.split):
+        with evaluating(self.session.split, self.session.options.loss):
             return self.session.steps.run(
                 self.step_count, args, kwargs, target, training=False, outputs=outputs, timeline=timeline
             )

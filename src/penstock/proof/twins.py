@@ -7,7 +7,7 @@ import random
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from inspect import getattr_static
 from types import CellType, FunctionType, MethodType, ModuleType
@@ -57,6 +57,9 @@ def twins(model: Model | Callable[[], Any], loss: Any) -> tuple[Made, Made]:
     if _shared(first, second) is not None:  # it returns what it keeps
         return _copied(first)
     _refuse_different(first, second)
+    if second.loss is first.loss:  # an object may keep state from call to call
+        with suppress(Exception):
+            second = second._replace(loss=copy.deepcopy(second.loss))
     return first, second
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import penstock
 from distributed.jobs import train, train_here
@@ -320,3 +321,21 @@ def test_a_backward_that_reads_what_others_wrote_is_refused_beside_compiled_code
 ) -> None:
     with pytest.raises(penstock.PartitionError, match="forwards of other microbatches have"):
         keeping(kind, whole=whole)
+
+
+class Checkpoints(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(9, 9), nn.BatchNorm1d(9)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def test_averages_that_a_checkpoint_would_update_once_more_are_refused() -> None:
+    x, _ = batch(8)
+    options: dict[str, Any] = {"loss_fn": F.mse_loss, "ranks": 2, "microbatches": 2}
+    with pytest.raises(penstock.PartitionError, match=r"compile=: stage 0 updates buffer 'blocks\.0\.1\.running_mean'"):
+        penstock.pipeline(Checkpoints(), (x,), compile=SAME_BITS, **options)

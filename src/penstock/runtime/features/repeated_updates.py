@@ -58,7 +58,10 @@ class RepeatedUpdates(Feature):
         deferred = {id(buffer) for buffer in binding.norms.buffers()} if binding.norms is not None else set()
         updated = {name: one.buffers[name] for name in one.meta.updated if name in one.buffers}
         updated = {name: buffer for name, buffer in updated.items() if id(buffer) not in deferred}
-        if not stage.training or binding.compile is not None or not updated:
+        if not stage.training or not updated:
+            return None
+        if binding.compile is not None:
+            _refuse_compiled(stage, updated)
             return None
         modules = [module for each in stage.stages for module in each.module.modules()]
         looks = stage.sharded is None and not any_compiled(one.module.modules())
@@ -273,6 +276,19 @@ class _Watched:
         pairs = zip(tensors_in(result), tensors_in(again), strict=False)
         if any(one.shape != other.shape or not same_bits(one, other) for one, other in pairs):
             raise _between_updates(self._name, f"decides what its {type(self.module).__name__} returns")
+
+
+def _refuse_compiled(stage: StageContext, updated: Mapping[str, Tensor]) -> None:
+    """Raises PartitionError where plain torch would update a buffer once more in backward, unlike compiled code."""
+    names = {id(buffer): name for name, buffer in updated.items()}
+    for module in stage.stage.checkpointed:
+        name = next((names[id(b)] for b in module._buffers.values() if id(b) in names), None)
+        if name is not None:
+            raise PartitionError(
+                f"compile=: stage {stage.index} updates buffer {name!r} within a forward that runs itself again in "
+                "backward, which compiled code does not do as often as plain torch. Switch gradient checkpointing off "
+                "in the model, and choose recompute='always' instead, or leave compile= out"
+            )
 
 
 def _unknown_order(module: nn.Module, calls: int) -> PartitionError:

@@ -135,7 +135,8 @@ class LossState:
             f"this schedule has {self._pipelines} copies of the last stage, each of which calls it for a part of the "
             "batch only; take a schedule with one copy (dualpipe-v for dualpipe)"
             if self._pipelines > 1
-            else "this schedule does not call it in order of microbatch; take one that does (1f1b, gpipe)"
+            else "this schedule does not call it in order of microbatch; take one that does (1f1b, gpipe), and, if the "
+            "last stage runs some of its forwards again, recompute='never' there"
         )
         return ArgumentError(
             f"loss: each call of {kind} updates its {name!r}, so that it matters in which order it is called, and {why}"

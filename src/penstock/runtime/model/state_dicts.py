@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
 from penstock.runtime.gradients.distribution import copy_into
@@ -14,10 +14,12 @@ from penstock.runtime.model.split_model import SplitModel
 
 
 @contextmanager
-def evaluating(split: SplitModel) -> Iterator[None]:
-    """Evaluation mode; modes and buffers are as before afterwards."""
-    modes = [(module, module.training) for module in split.modules()]
-    buffers = [(buffer, buffer.detach().clone(), buffer._version) for buffer in split.buffers()]
+def evaluating(split: SplitModel, loss: object = None) -> Iterator[None]:
+    """Evaluation mode, of a loss that is a module as well; modes and buffers are as before afterwards."""
+    own = loss if isinstance(loss, nn.Module) else nn.Module()
+    modes = [(module, module.training) for module in (*split.modules(), *own.modules())]
+    held = [*split.buffers(), *own.buffers()]
+    buffers = [(buffer, buffer.detach().clone(), buffer._version) for buffer in held]
     try:
         for module, _ in modes:
             module.training = False
