@@ -75,62 +75,62 @@ def pipeline(
     check_finite: bool = False,
     lost_after: float | None = None,
 ) -> Pipeline:
-    """Splits a model into stages and makes them ready to train.
+    """Splits a model into stages and prepares them for training.
 
     Under torchrun every process makes the same call, with the same model built from the same seed. Each keeps only its
     own stages: the other parameters of `model` are moved to the meta device, so that their memory is free.
 
     Args:
-        model: any module; or a list of layers, or of as many modules as there are stages.
+        model: any module; or a list of layers, or a list with one module per stage.
         args: one batch, as the model's positional inputs: tensors with the batch in their first dimension, or
             `Microbatches`. Shapes are read from it, and values only where the forward branches on those of integers.
-            Ranks that do not run the first stage may give tensors on the meta device, or no example at all. Later
+            Ranks that do not run the first stage may pass tensors on the meta device, or no example at all. Later
             batches may have other shapes.
         kwargs: likewise by keyword.
         ranks: the number of ranks; None: the world size under torchrun, one otherwise.
-        chunks: stages a rank (also `stages_per_rank`); there are `ranks * chunks` stages. None: the `Schedule`'s, or 1.
+        chunks: stages per rank (also `stages_per_rank`); `ranks * chunks` stages in all. None: the `Schedule`'s, or 1.
         schedule: a name from `penstock.schedule.names()`, or a `Schedule`.
-        microbatches: into how many pieces each batch is cut (fewer if it has fewer rows). None: the `Schedule`'s, or 8.
-        loss_fn: `loss_fn(output, target)`, a scalar, or `loss_fn(output)`; None where the model computes its own:
+        microbatches: into how many pieces each batch is cut (fewer for fewer rows). None: the `Schedule`'s, or 8.
+        loss_fn: `loss_fn(output, target)`, a scalar, or `loss_fn(output)`; None if the model computes its own:
             `output.loss`, `output["loss"]`, a scalar, or the one scalar of a tuple or list that requires a gradient.
             Also `loss`.
         reduction: how the loss reduces a batch: "mean", "sum", or a function of the target that gives a microbatch's
             weight in the mean (for masked targets: the number of tokens that count).
-        batch_dims: where the batch is not in the first dimension of a tensor: one dimension for all, or a dict of any
-            of "args", "kwargs", "target" and "output", each a dimension or a structure of dimensions that mirrors (the
-            beginning of) what it speaks of. None gives a tensor whole to each microbatch. An output may also be
-            "mean" or "sum". `TensorChunkSpec` and `_Replicate` of `torch.distributed.pipelining` will do, too.
+        batch_dims: if the batch is not in the first dimension of a tensor: one dimension for all, or a dict of any of
+            "args", "kwargs", "target" and "output", each a dimension or a structure of dimensions that mirrors (the
+            beginning of) that value. None gives each microbatch the whole tensor. An output may also be "mean" or
+            "sum". `TensorChunkSpec` and `_Replicate` of `torch.distributed.pipelining` work, too.
         split: `split(args, kwargs, target, microbatches)` returns a list of `penstock.Microbatch`, for batches that no
             dimension describes: graphs, packed sequences, lists of images of different sizes.
-        merge: `merge(outputs)` makes the whole batch's output of a list of the microbatches', for `predict`.
+        merge: `merge(outputs)` makes the whole batch's output from a list of the microbatches', for `predict`.
         cuts: the name of each module that begins a new stage; None: balanced.
         leaves: modules to take as one piece, besides those found automatically.
         opens: modules to take apart, so that cuts can fall inside, besides those found automatically.
-        balance: what automatic cuts make even: "flops" (the work of forward and backward), "parameters" or "layers".
+        balance: what automatic cuts even out: "flops" (the work of forward and backward), "parameters" or "layers".
         mesh: the processes to use, by dimensions: "pp" for the pipeline; "dp" (or "dp_replicate", "dp_shard", "fsdp")
             for replicas that train on other data; "tp" for layers that `parallelize` divides. None: all, one pipeline.
         devices: see `penstock.runtime.processes.world.device_of`.
-        transport: what carries values between processes, where there are several: "auto" takes shared memory between
-            CPU ranks of one machine and `torch.distributed` otherwise; "distributed" always the latter. Or a function
-            that makes one of your own; see `penstock.runtime.transport.Endpoint`.
-        share_loss: give the loss to every rank, not only to that of the last stage.
-        materialize: `materialize(name, module)` sets the values of a module that was built on the meta device;
+        transport: what carries values between processes: "auto" uses shared memory between CPU ranks of one machine
+            and `torch.distributed` otherwise; "distributed" always uses the latter. Or a function that makes your own;
+            see `penstock.runtime.transport.Endpoint`.
+        share_loss: give the loss to every rank, not only the last stage's.
+        materialize: `materialize(name, module)` sets the values of a module built on the meta device;
             None: its `reset_parameters()`.
         parallelize: called with each of this process's stages, a module that holds the model's own modules under their
             names, to shard it in place: `fully_shard` over `mesh["dp"]`, `parallelize_module` over `mesh["tp"]`.
         seed: of the random streams (dropout); None: torch's initial seed on rank 0.
-        recompute: which forwards are run again in backward, so that their activations need not be kept: "never",
+        recompute: which forwards run again in backward, so that their activations need not be kept: "never",
             "except_last" (all but each stage's last microbatch), "always", or a whole number n (every n-th layer); see
             `penstock.runtime.features.per_stage.Recompute`. One for all stages, a list with one for each, or a dict by
             stage.
         offload: keep activations in the host's memory between forward and backward; likewise by stage. The backward of
             such a stage is not split: its I does all of it.
-        deferred_batch_norm: batch norms update their running statistics once a step, from the whole batch.
+        deferred_batch_norm: batch norms update their running statistics once per step, from the whole batch.
         compile: run each stage through `torch.compile`: True, or a dict of its arguments.
-        check_finite: let the step that makes a NaN or Inf raise NonFiniteError. For debugging: every call is looked at.
-        lost_after: seconds without a sign of life after which a rank that another one waits for counts as lost, and
-            the run ends: more than the longest time that the network may be silent. None: 60 for a rank on another
-            machine. On the same machine its process is looked at after 5 seconds, and it is lost if that is stopped.
+        check_finite: raise NonFiniteError in the step that makes a NaN or Inf. For debugging: every call is checked.
+        lost_after: seconds of silence after which a rank that another waits for counts as lost, and the run ends; give
+            more than the longest time that the network may be silent. None: 60 for a rank on another machine. On the
+            same machine its process is checked after 5 seconds, and the rank is lost if that is stopped.
 
     Raises:
         ArgumentError: an argument is wrong; the text names it and says what to do.

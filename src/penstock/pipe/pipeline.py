@@ -1,4 +1,4 @@
-"""A model that is split over ranks, and its training and evaluation steps."""
+"""A model split over ranks, and its training and evaluation steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from penstock.words import counted
 
 
 class Pipeline:
-    """A model that is split over ranks. Made by `pipeline`; ended by `close`, or by leaving a `with` block.
+    """A model split over ranks. Made by `pipeline`; ended by `close`, or by leaving a `with` block.
 
     Attributes:
         schedule: what every rank does for a batch like the example, communication included.
@@ -54,16 +54,16 @@ class Pipeline:
     ) -> StepResult:
         """Forward and backward of one batch. Gradients are added to `.grad`, as `loss.backward()` would.
 
-        Every rank calls it. Only ranks where `needs_inputs` (`needs_targets`) is true look at the inputs (the target).
+        Every rank calls it. Only ranks where `needs_inputs` (`needs_targets`) is true read the inputs (the target).
 
         Args:
             args, kwargs: the model's inputs: tensors with the batch in their first dimension (or where `batch_dims`
-                says), `Microbatches`, scalars and plain values; with `split`, whatever it takes. Where their shapes,
+                says), `Microbatches`, scalars and plain values; with `split`, whatever it takes. If their shapes,
                 dtypes or plain values are new, the model is recorded again.
-            target: what `loss` takes besides the model's output; cut as the inputs are. None where it takes nothing.
+            target: what `loss` takes besides the model's output; cut like the inputs. None if it takes nothing.
             outputs: keep the model's outputs, for `result.outputs`: True where the last stage is, "all" on every rank,
-                a number on the rank of that number. Every rank says the same, or True and False.
-            timeline: note what every rank does when, for `result.timeline`; on every rank alike.
+                a number on the rank of that number. Every rank passes the same; only True and False may mix.
+            timeline: record what every rank does when, for `result.timeline`; the same on every rank.
             loss_scale: gradients are multiplied by it, the reported loss is not; see `penstock.GradScaler`.
 
         Raises:
@@ -106,7 +106,7 @@ class Pipeline:
 
     def predict(self, *args: Any, outputs: Wanted = True, **kwargs: Any) -> Any:
         """The model's output for a whole batch, in evaluation mode, as the unsplit model would return it: the
-        microbatches' outputs, put together along their first dimension, as `batch_dims` says, or by `merge`.
+        microbatches' outputs, joined along their first dimension, as `batch_dims` says, or by `merge`.
 
         Args:
             args, kwargs: as for `step`.
@@ -115,7 +115,7 @@ class Pipeline:
 
         Raises:
             ArgumentError: the schedule has two copies of the model, and outputs=True.
-            ShapeError: an output cannot be put together: it is a scalar, has other than its microbatch's rows, or
+            ShapeError: an output cannot be joined: it is a scalar, has other than its microbatch's rows, or
                 lengths differ. `evaluate(..., outputs=True)` gives each microbatch's own.
         """
         result = self.evaluate(*args, outputs=outputs, **kwargs)
@@ -125,7 +125,7 @@ class Pipeline:
 
     @property
     def step_count(self) -> int:
-        """Steps so far; keys the random streams, so that it belongs to what a checkpoint restores."""
+        """Steps so far; keys the random streams, so a checkpoint must restore it."""
         return self.session.step_count
 
     @step_count.setter
@@ -139,7 +139,7 @@ class Pipeline:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it, steps do not average gradients over the replicas; the next step outside of it averages them all.
+        """Inside it, steps do not average gradients over the replicas; the next step outside averages them all.
 
         For accumulation over several steps, as `DistributedDataParallel.no_sync`. Until then `.grad` is the replica's
         own. Without replicas it changes nothing.
@@ -173,7 +173,7 @@ class Pipeline:
 
     @property
     def model(self) -> nn.Module:
-        """The model, or the chain of the layers that were given. Stages of other processes are on the meta device."""
+        """The model, or the chain of the given layers. Stages of other processes are on the meta device."""
         return self.session.split.model
 
     @property
@@ -193,7 +193,7 @@ class Pipeline:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the recording had to say, what runs again in backward, and what schedule, compile and offload cost."""
+        """Notes from the recording, what runs again in backward, and what schedule, compile and offload cost."""
         inexact = [violation.text for violation in check(self.schedule) if not violation.fatal]
         partition = self.session.partition
         draws = bool(partition.drawing_modules) or self.session.draws_in_glue
@@ -218,7 +218,7 @@ class Pipeline:
         return iter(self.session.split.held_parameters())
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of this process's stages. A rank without any gets an empty one: optimizers want some."""
+        """The parameters of this process's stages. A rank without any gets an empty one for its optimizer."""
         held = [parameter for _, parameter in self.named_parameters()]
         return iter(held or [nn.Parameter(torch.empty(0, device=self.device))])
 
@@ -244,7 +244,7 @@ class Pipeline:
         Returns the norm before clipping, a scalar on the CPU.
 
         Raises:
-            ArgumentError: the last step was within `no_sync`: replicas have gradients of their own.
+            ArgumentError: the last step was within `no_sync`: each replica has its own gradients.
         """
         self.session.refuse_unaveraged("clip_grad_norm_")
         norms: dict[str, Tensor] = {}
@@ -265,7 +265,7 @@ class Pipeline:
     def state_dict(self) -> dict[str, Tensor]:
         """The parameters and persistent buffers of this process's stages, by their names in the unsplit model.
 
-        A tied parameter has its first name. What no stage uses is on rank 0. The tensors are the live ones. See
+        A tied parameter has its first name. Rank 0 holds what no stage uses. The tensors are live. See
         `penstock.checkpoint` for all ranks'.
         """
         unused = self.session.split.held_unused()
@@ -297,7 +297,7 @@ class Pipeline:
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes; where it drives several ranks, the first one's."""
+        """The device on which this process computes; if it drives several ranks, the first one's."""
         return self.session.engine.devices[self.session.engine.ranks[0]]
 
     @property
@@ -312,7 +312,7 @@ class Pipeline:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Removes hooks, ends the watchdog, gives back process groups. The parameters stay."""
+        """Removes hooks, ends the watchdog and releases process groups. The parameters stay."""
         self.session.close()
 
     def __repr__(self) -> str:

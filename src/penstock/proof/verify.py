@@ -64,24 +64,24 @@ def verify(
 ) -> Report:
     """Runs two training steps through a pipeline and on the unsplit model, and compares everything in each.
 
-    A model is taken over, as by `penstock.pipeline`, and left without gradients of its own; give a function that makes
-    it, or a copy, to keep it.
+    `verify` takes the model over, as `penstock.pipeline` does, and leaves it without gradients; to keep yours, pass a
+    function that makes it, or a copy.
 
     Under torchrun every rank calls it with the same arguments, and gets the same report. On a mesh with replicas each
     passes its own part of the batch, and the unsplit model runs on all parts.
 
     Args:
         model: as for `penstock.pipeline`, or a function that makes it, or a tuple of it and its loss. The function is
-            called twice, from the same state of all generators. A model is copied; where that cannot be,
-            give a function.
+            called twice, from the same state of all generators. A model is copied; if that is impossible, pass a
+            function.
         args, kwargs, target, schedule, loss_fn, reduction: as for `penstock.pipeline` and `Pipeline.step`.
         exact: demand equality to the bit; None: on CPU, in float32 or float64, without compiled stages and without
             tensor parallelism. Otherwise the tolerances of `torch.testing.assert_close` hold, scaled down for tensors
             of small values.
-        whole_batch: also compare with the unsplit model on the whole batch at once, and say why that differs where it
-            does: `Report.whole_batch`. Where the batch is cut along the wrong dimension the report is not ok.
-        options: the other arguments of `penstock.pipeline`; microbatches are by default as many as the batch has rows,
-            if these are fewer than 8.
+        whole_batch: also compare with the unsplit model on the whole batch, and say why if it differs:
+            `Report.whole_batch`. If the batch is cut along the wrong dimension the report is not ok.
+        options: the other arguments of `penstock.pipeline`; microbatches defaults to 8, or to the number of rows in a
+            smaller batch.
 
     Raises:
         ArgumentError: the model cannot be made or copied so that there are two.
