@@ -155,9 +155,10 @@ class WeakStorage:
         return isinstance(self._reference, StorageWeakRef) and not self._reference.expired()  # type: ignore[no-untyped-call]
 
 
-def autocast_state(device: torch.device) -> tuple[bool, torch.dtype]:
-    """Whether autocast is on for the device, and to which dtype."""
-    return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+def autocast_state(device: torch.device) -> tuple[bool, torch.dtype, bool]:
+    """Whether autocast is on for the device, to which dtype, and whether it caches the casts of parameters."""
+    kind = device.type
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
 
 
 def has_global_backward_hooks() -> bool:

@@ -63,6 +63,29 @@ def test_the_backward_is_split_under_autocast_as_it_is_without() -> None:
     assert min(found[0].values()) > 0.8
 
 
+class Twice(nn.Module):
+    """Uses a weight twice in an autocast of its own, whose casts are kept or not."""
+
+    def __init__(self, keeps_casts: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.keeps_casts = nn.Linear(16, 16), nn.Linear(16, 4), keeps_casts
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=self.keeps_casts):
+            h = self.a(self.a(x).tanh()).tanh()
+        return self.b(h.float())
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+@pytest.mark.parametrize("keeps_casts", [True, False])
+def test_an_autocast_keeps_casts_as_the_forward_says(keeps_casts: bool, schedule: str) -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(8, 16), torch.randn(8, 4)
+    penstock.verify(
+        Twice(keeps_casts), batch[:1], target=batch[1], loss_fn=F.mse_loss, ranks=2, microbatches=4, schedule=schedule
+    ).check()
+
+
 class PartlyFull(nn.Module):
     """Layers that are autocast, and some that are kept in float32."""
 

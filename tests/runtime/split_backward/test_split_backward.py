@@ -333,10 +333,16 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], float | N
     "autocast, two uses that are cast each by itself": (
         lambda: Forward(lambda m, x: autocast(m.a, autocast(m.a, x)), a=nn.Linear(33, 33, bias=False)),
         noise(7, 33),
-        ALL,
+        0.0,
     ),
     "autocast, two uses, one outside": (
         lambda: Forward(lambda m, x: autocast(m.a, m.a(x)), a=nn.Linear(33, 33, bias=False)), noise(7, 33), ALL
+    ),
+    "autocast, doubles are left as they are": (
+        lambda: Forward(lambda m, x: autocast(lambda y: m.a(y.double()).float() + m.b(y), x),
+                        a=nn.Linear(33, 33, bias=False, dtype=torch.float64), b=nn.Linear(33, 33, bias=False)),
+        noise(7, 33),
+        ALL,
     ),
     "autocast, an embedding": (
         lambda: Forward(lambda m, x: autocast(lambda y: m.b(m.a(y)), x), a=nn.Embedding(11, 8),

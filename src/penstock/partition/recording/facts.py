@@ -24,7 +24,7 @@ class Modes:
     """The modes that a call ran in, where they differ from those at the forward's entry; None means the same."""
 
     grad_enabled: bool | None = None
-    autocast: tuple[bool, torch.dtype] | None = None
+    autocast: tuple[bool, torch.dtype, bool] | None = None
 
 
 @dataclass(slots=True)

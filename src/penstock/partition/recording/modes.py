@@ -8,9 +8,9 @@ from penstock.compat import autocast_state
 from penstock.partition.recording.facts import Modes
 
 
-def enter_autocast(device: torch.device, dtype: torch.dtype, enabled: bool) -> torch.autocast:
+def enter_autocast(device: torch.device, dtype: torch.dtype, enabled: bool, caches: bool = True) -> torch.autocast:
     """Turn autocast on or off for the device's type; give the result to `leave_autocast`."""
-    context = torch.autocast(device.type, dtype=dtype, enabled=enabled)
+    context = torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=caches)
     context.__enter__()  # type: ignore[no-untyped-call]
     return context
 

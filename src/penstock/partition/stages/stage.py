@@ -305,6 +305,7 @@ def _enter(graph: fx.Graph, modes: Modes, device: torch.device) -> Iterator[tupl
         graph.call_function(torch.set_grad_enabled, (modes.grad_enabled,))
         yield torch.set_grad_enabled, (before,)
     if modes.autocast is not None:
-        enabled, dtype = modes.autocast
-        context = graph.call_function(enter_autocast, (device, dtype, enabled))
+        enabled, dtype, caches = modes.autocast
+        arguments = (device, dtype, enabled) if caches else (device, dtype, enabled, caches)
+        context = graph.call_function(enter_autocast, arguments)
         yield leave_autocast, (context,)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from penstock.compat import autocast_state
 from penstock.errors import ArgumentError, PartitionError, PenstockError
 from penstock.partition import KEPT_PARTITIONS, default_kwargs
 from penstock.runtime.batch.outline import Example, Outline, telling_rows
@@ -117,7 +118,7 @@ class SplitModel:
         return (
             tuple(module.training for module in self._modules),
             tuple(parameter.requires_grad for parameter in self._parameters),
-            tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")),
+            tuple(autocast_state(torch.device(kind)) for kind in ("cpu", "cuda")),
             self._partitioner.attributes(),
         )
 

@@ -54,6 +54,7 @@ class WeightUses:
         self._anchor: Tensor | None = None
         self._lowered: set[Any] = set()  # calls that autocast runs in its lower precision
         self._casts: set[Node] = set()  # by which it did, in the forward that was noted
+        self._cached: set[int] = set()  # parameters whose cast of this forward may be cached, by id
         self._went_back = False  # a backward ran inside the forward that was noted, through one of its calls
 
     @contextmanager
@@ -61,6 +62,7 @@ class WeightUses:
         """Around a forward that runs as ever: notes the calls whose weight gradient could wait."""
         self._seen, self._went_back = [], False
         self._casts.clear()
+        self._cached.clear()
         with self._changed_classes():
             yield
         self._learned, self._seen = self._seen, None
@@ -69,6 +71,7 @@ class WeightUses:
     def putting_off(self, waiting: list[Waiting], anchor: Tensor) -> Iterator[None]:
         """Around a forward: puts weight gradients off. Its backward will fill `waiting`, in its own order."""
         self._waiting, self._anchor = waiting, anchor
+        self._cached.clear()
         try:
             with self._changed_classes():
                 yield
@@ -89,11 +92,9 @@ class WeightUses:
         uses = Counter(id(base_of(weight)) for weight in weights)
         views = {node for weight in weights for node in _view_nodes(weight)}
         ways = _ways_to_parameters(roots, views | self._casts)
-        shared = _ways_to_parameters(roots, views) if self._casts else ways
         self._casts.clear()
         viewed = {key: {w._is_view() for w in weights if base_of(w) is self._candidates.get(key)} for key in uses}
-        # Uses that share a cast of autocast's are summed in its precision.
-        can_wait = {key for key, n in uses.items() if len(viewed[key]) == 1 and ways.get(key) == shared.get(key) == n}
+        can_wait = {key for key, count in uses.items() if len(viewed[key]) == 1 and ways.get(key) == count}
         while lost := {id(base_of(w)) for call in noted if not _all_in(call, can_wait) for w in call} & can_wait:
             can_wait -= lost  # one kernel computes the gradients of a call's weights: both wait, or none
         self.can_wait = {key: viewed[key].pop() for key in can_wait}
@@ -139,9 +140,9 @@ class WeightUses:
         plan = form(*args, **kwargs) if form is not None else None
         if form is None or plan is None or not _is_recorded():
             return self._watch_views(func(*args, **kwargs))
-        lowers = func not in UNLOWERED and torch.is_autocast_enabled(plan.input.device.type)
-        if self._waiting is not None and all(map(self._waits, plan.weights)) and (not lowers or func in self._lowered):
-            deferred = lowered(form, plan, args, kwargs) if lowers else plan
+        lowers = _is_lowered(func, plan)
+        if self._waiting is not None and all(map(self._waits, plan.weights)):
+            deferred = self._lowered_once(func, plan, args, kwargs) if lowers else plan
             result = None if deferred is None else self._put_off(deferred, self._waiting)
             if result is not None:
                 return result
@@ -156,15 +157,25 @@ class WeightUses:
     def _notes_cast(
         self, func: Any, plan: DeferredCall, args: Any, kwargs: Mapping[str, Any], result: Tensor, node: Node
     ) -> bool:
-        """Whether autocast has cast the call's weights as `lowered` does. Notes these casts."""
-        if (
-            result.dtype != torch.get_autocast_dtype(result.device.type)
-            or lowered(FORMS[func], plan, args, kwargs) is None
-        ):
+        """Whether autocast has cast the call's weights as `lowered` does, and no other use may share their casts."""
+        if result.dtype != torch.get_autocast_dtype(result.device.type):
             return False
         self._lowered.add(func)
         self._casts |= set(_casts_below(node))
-        return True
+        return self._lowered_once(func, plan, args, kwargs) is not None
+
+    def _lowered_once(self, func: Any, plan: DeferredCall, args: Any, kwargs: Mapping[str, Any]) -> DeferredCall | None:
+        """The call as autocast runs it, if it has run such calls so in the forward that was noted.
+
+        None for a second use in one forward of a parameter whose cast may be cached: uses that share a cast are summed
+        in its precision.
+        """
+        dtype, caches = torch.get_autocast_dtype(plan.input.device.type), torch.is_autocast_cache_enabled()
+        cached = {id(weight) for weight in plan.weights if caches and weight.is_leaf and weight.dtype != dtype}
+        if func not in self._lowered or cached & self._cached:
+            return None
+        self._cached |= cached
+        return lowered(FORMS[func], plan, args, kwargs)
 
     def _note_backward(self, _: object) -> None:
         self._went_back = self._went_back or self._seen is not None
@@ -231,6 +242,15 @@ class _Tap(torch.autograd.Function):
 
 def _is_ordinary(parameter: nn.Parameter) -> bool:
     return type(parameter) is nn.Parameter and parameter.is_floating_point() and parameter.layout is torch.strided
+
+
+def _is_lowered(func: Any, call: DeferredCall) -> bool:
+    """Whether autocast may run a call in its lower precision."""
+    return (
+        func not in UNLOWERED
+        and torch.is_autocast_enabled(call.input.device.type)
+        and not any(tensor.dtype is torch.float64 for tensor in (call.input, *call.weights))
+    )
 
 
 def _is_recorded() -> bool:
