@@ -122,5 +122,7 @@ def test_its_files_and_functions_exist() -> None:
     assert len(files) > 12
     assert not [path for path in files if not any((base / path).exists() for base in (SOURCE, ROOT))]
     code = "".join((SOURCE / path).read_text() for path in files if (SOURCE / path).exists())
-    for kind, method in re.findall(r"`(Pipeline|Steps|Engine|StageRunner|Jobs|Agreement)\.(\w+)`", text):
+    named = re.findall(r"`(Pipeline|Steps|Engine|StageRunner|BoundSchedules|Agreement)\.(\w+)`", text)
+    assert {kind for kind, _ in named} == {"Pipeline", "Steps", "Engine", "StageRunner", "BoundSchedules", "Agreement"}
+    for kind, method in named:
         assert re.search(rf"def {method}\(", code), (kind, method)

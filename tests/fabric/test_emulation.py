@@ -50,10 +50,10 @@ time.sleep(60)
 SECONDS = 60.0
 
 
-def _wait(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
+def _wait(done: Callable[[], bool], seconds: float = SECONDS) -> None:
+    deadline = time.monotonic() + seconds
     while not done():
-        assert time.monotonic() < deadline, f"not within {SECONDS:.0f} s"
+        assert time.monotonic() < deadline, f"not within {seconds:.0f} s"
         time.sleep(0.02)
 
 
@@ -177,7 +177,12 @@ def _started(folder: Path, *more: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "penstock", "fabric", *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     samples = folder / SAMPLES
-    _wait(lambda: process.poll() is not None or (samples.exists() and samples.stat().st_size > 2000))
+    try:  # three processes import torch, beside other tests, and find out when their times are steady
+        _wait(lambda: process.poll() is not None or (samples.exists() and samples.stat().st_size > 2000), 3 * SECONDS)
+    except BaseException:
+        process.terminate()
+        process.communicate()
+        raise
     assert process.poll() is None, process.communicate()
     return process
 
@@ -196,6 +201,18 @@ def test_a_run_whose_command_is_killed_ends_and_is_readable(tmp_path: Path, monk
     done = CliRunner().invoke(app, ["fabric", "show", str(folder)])
     assert done.exit_code == 0, done.output
     assert f"{ENDLESS - trials:,} of {ENDLESS:,} trials" in " ".join(done.stdout.split())
+
+
+def test_hosts_do_not_outlive_an_agent_that_is_killed(tmp_path: Path) -> None:
+    with _started(tmp_path / "run") as process:
+        hosts = [pid for pid, env in processes(str(tmp_path / "run")).items() if "LOCAL_RANK" in env]
+        assert len(hosts) == 2
+        agents = {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in hosts}
+        process.kill()  # or it would kill what is left
+        for agent in agents:
+            os.kill(agent, signal.SIGKILL)
+        process.communicate()
+    _wait(lambda: not processes(str(tmp_path / "run")))
 
 
 def test_ctrl_c_takes_everything_down_and_reports(tmp_path: Path) -> None:

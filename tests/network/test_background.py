@@ -45,7 +45,7 @@ def test_texts(text: str, expected: Neighbour) -> None:
         ("50mbit to", "lacks its value"),
         ("50mbit to 1 to 2", "second time"),
         ("50mbit from 1", "'from' has no meaning"),
-        ("50mbit size 10", "frame of 10 bytes"),
+        ("50mbit size 10", "a frame cannot have 10 bytes: give 64 to 65535"),
         ("incast", "lacks its value"),
         ("incast 1mb", "needs its period"),
         ("incast 1mb every 5", None),

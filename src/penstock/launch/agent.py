@@ -43,6 +43,13 @@ def agent_command(arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "penstock.launch.agent", str(os.getpid()), *arguments]
 
 
+def end_with_parent(parent: int) -> bool:
+    """From now on this process gets a SIGTERM when its parent ends (on Linux). False if that has ended already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    return os.getppid() == parent
+
+
 def kill_left(job: str) -> None:
     """Kills what the job left: ranks are in sessions of their own, so the mark in their environment finds them."""
     for _ in range(100):  # again until none is found: one may have started another meanwhile
@@ -158,9 +165,7 @@ class _Ends:
 
 def _agent(launcher: int, arguments: Sequence[str]) -> int:
     """The job's exit status, by torchrun, in a process that ends when its launcher does."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != launcher:
+    if not end_with_parent(launcher):
         return 128 + signal.SIGTERM
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing import SignalException

@@ -63,9 +63,13 @@ def check_transport(transports: Mapping[int, PointToPoint]) -> list[str]:
     both = all(map(has_collectives, transports.values()))
     for program, script in enumerate(SCRIPTS if both else POINT_TO_POINT_SCRIPTS):
         ranks = {rank: _Rank(cast(Transport, transport), program) for rank, transport in transports.items()}
-        for rank, step in script():
-            if rank in ranks:
-                step(ranks[rank])
+        try:
+            for rank, step in script():
+                if rank in ranks:
+                    step(ranks[rank])
+        except BaseException as error:
+            error.add_note(f"penstock: in the script {script.__name__}")
+            raise
         names.append(script.__name__)
     return names
 

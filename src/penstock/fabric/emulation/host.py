@@ -29,6 +29,7 @@ from penstock.fabric.emulation.watch import Watch
 from penstock.fabric.emulation.wires import Wire
 from penstock.fabric.samples import HEAD, SAMPLES, SPEC, STEPS, STEPS_HEAD, SampleFile
 from penstock.fabric.steadiness import WarmUp
+from penstock.launch.agent import end_with_parent
 from penstock.network.conditions import CpuUsage, cpu_usage
 
 
@@ -143,6 +144,7 @@ def _write(spec: Spec, folder: Path, trials: Trials, watch: Watch | None) -> Non
 def main(job: Callable[[Spec, Path], None] = run) -> None:
     """Called on every host by torchrun, with the run's folder as the only argument."""
     folder = Path(sys.argv[1])
+    end_with_parent(os.getppid())  # an agent that is killed cannot take its hosts down
     try:
         job(Spec.read(folder / SPEC), folder)
     except PenstockError as error:

@@ -1,6 +1,6 @@
 """What a recording holds: the model's forward as one graph, and for each of its nodes what was seen when it ran.
 
-`record/` writes it, `cut/` reads positions from it, `stages/` makes stages of it.
+`recorder/` writes it, `cut/` reads positions from it, `stages/` makes stages of it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Which features there are, and in which order they apply; and a stage's runner, put together from them.
 
-A new feature is a file in `features/` and a line in `FEATURES`; a new kind of recomputation, a line in `RECOMPUTE`.
+A new feature is a file in `features/` and a line in `FEATURES`; a new kind of recomputation, a line in
+`RECOMPUTE`; one that only chooses microbatches, a line in `KEPT_FORWARDS` (`features/recompute.py`).
 """
 
 from __future__ import annotations
