@@ -141,7 +141,7 @@ class FiniteStage(Feature):
 
 
 class _Watching(fx.Interpreter):
-    """Runs a stage's code call by call; notes which results hold NaN or Inf, and where inside a module they first do."""
+    """Runs a stage's code call by call; notes which results hold NaN or Inf, and where in a module they first do."""
 
     def __init__(self, module: fx.GraphModule, names: dict[int, str], note: Callable[[str, Tensor], None]) -> None:
         super().__init__(module)

@@ -111,7 +111,7 @@ class ForwardState(Feature):
         yield
         self._latest = microbatch
         if survey is not None:
-            # A list or an object that was not there before is known by the place that it has been put in.
+            # A list or an object that was not there before is known by the place where it was put.
             found = [place for place in self._survey().places.values() if survey.has_owner_of(place)]
             changed = [place for place in found if not place.holds(before.get(place.key, MISSING))]
             self._add([place for place in changed if place.key not in self._places], before)

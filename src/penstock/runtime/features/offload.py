@@ -54,7 +54,7 @@ class Away:
         if self._copy_stream is None:
             self._buffer.flat.copy_(self._host)
             return
-        self._copy_stream.wait_stream(torch.cuda.current_stream(self._device))  # the previous user of this memory is done
+        self._copy_stream.wait_stream(torch.cuda.current_stream(self._device))  # this memory is free from here on
         with torch.cuda.stream(self._copy_stream):
             self._buffer.flat.copy_(self._host, non_blocking=True)
             self._event = self._copy_stream.record_event()

@@ -148,9 +148,9 @@ class RepeatedUpdates(Feature):
 
 
 class _Watched:
-    """One module, by the name of a buffer of its own.
+    """One module, known by the name of one of its buffers.
 
-    Its hooks are there while the stage runs; called after the first backward, it is run again in all.
+    Its hooks are there while the stage runs. If it is called after the first backward, every backward runs it again.
     """
 
     def __init__(self, module: nn.Module, name: str, checkpointed: int) -> None:
@@ -196,7 +196,7 @@ class _Watched:
             self._update(args, self._again)
 
     def put_aside(self, module: nn.Module, _args: Any) -> None:
-        """Called before a call in backward, which then updates copies: those that the pipeline put there, or new ones."""
+        """Called before a call in backward, which then updates copies: those the pipeline put there, or new ones."""
         self._is_ours = any(module._buffers[name] is not buffer for name, buffer in self._own.items())
         aside = nullcontext() if self._is_ours else self._buffers.copy().in_place()
         aside.__enter__()
