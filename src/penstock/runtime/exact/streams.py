@@ -51,7 +51,7 @@ class Streams:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.first_microbatch = 0
-        """The index of this replica's first one in the whole batch: each replica draws what one device would for it."""
+        """This replica's first microbatch in the whole batch: a replica draws what one device would for its part."""
         self.seeds_foreign = False
         """Whether Python's and numpy's generators are set as torch's are: if a bound model draws from them. For a loss
         function, which may draw from anything, they always are."""
@@ -133,7 +133,7 @@ class Streams:
         self._seed(seed)
 
     def pass_by(self, calls: Mapping[str, int]) -> None:
-        """Counts calls that a branch left out, so that later calls of the same modules draw what they otherwise would."""
+        """Counts calls that a branch left out, so later calls of the same modules draw what they otherwise would."""
         for name, count in calls.items():
             self._calls[name] = self._calls.get(name, 0) + count
 

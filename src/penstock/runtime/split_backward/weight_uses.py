@@ -23,7 +23,7 @@ from penstock.runtime.split_backward.weight_gradients import FORMS, UNLOWERED, D
 
 
 class Waiting(NamedTuple):
-    """A call whose weight gradients wait: `gradients(grad)` computes them. (`DeferredCall.run` would hold the graph.)"""
+    """A call whose weight gradients wait: `gradients(grad)` computes them. (`DeferredCall.run` would keep the graph.)"""
 
     weights: tuple[Tensor, ...]
     gradients: Callable[[Tensor], Sequence[Tensor]]
@@ -284,14 +284,14 @@ def _view_nodes(weight: Tensor) -> Iterator[Node]:
 
 
 def _ways_to_parameters(roots: Sequence[Node], views: Collection[Node]) -> dict[int, int]:
-    """For each parameter in a graph, by id, the number of ways that lead to it, each counted up to the first node that
-    is none of `views`."""
+    """For each parameter in a graph, by id, the number of paths to it, each counted up to the first node not in
+    `views`."""
     into: defaultdict[Node, list[Node]] = defaultdict(list)
     known, stack = set(roots), list(dict.fromkeys(roots))
     while stack:
         node = stack.pop()
         if "Checkpoint" in node.name():
-            return {}  # runs a backward of its own, whose uses of parameters are not in this graph
+            return {}  # runs its own backward, whose uses of parameters are not in this graph
         for child, _ in node.next_functions:
             if child is not None:
                 into[child].append(node)
