@@ -23,7 +23,7 @@ from penstock.runtime.split_backward.weight_gradients import FORMS, UNLOWERED, D
 
 
 class Waiting(NamedTuple):
-    """A call whose weight gradients wait: `gradients(grad)` computes them. (`DeferredCall.run` would keep the graph.)"""
+    """A call whose weight gradients wait: `gradients(grad)` gives them. (`DeferredCall.run` would hold the graph.)"""
 
     weights: tuple[Tensor, ...]
     gradients: Callable[[Tensor], Sequence[Tensor]]

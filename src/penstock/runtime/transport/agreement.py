@@ -10,11 +10,12 @@ from penstock.runtime.transport.protocol import Message
 from penstock.stages import Link
 
 Layouts = list[Layout | None]
-"""Of one message; None where there is no tensor."""
+"""The layouts of one message; None if there is no tensor."""
 
 
 class Agreement:
-    """The layouts of one channel, by microbatch. `learning`: true in the first step, and in every step if a link varies."""
+    """The layouts of one channel, by microbatch. `learning`: true in the first step, or in every step if a link varies.
+    """
 
     def __init__(self, link: Link) -> None:
         self.learning = True

@@ -59,7 +59,7 @@ class Neighbours:
         self._rank = rank
         self._connections: dict[int, socket.socket] = {}
         self.lines: dict[int, socket.socket] = {}
-        """A second socket to each of them, for `Broadcasts`."""
+        """A second socket to each neighbour, for `Broadcasts`."""
         self._arrived: dict[tuple[int, bytes], tuple[int, socket.socket]] = {}
         token = gather(secrets.token_hex(16))[0]
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
@@ -213,7 +213,7 @@ class SharedMemoryChannel:
         return self._lane.take(microbatch)
 
     def _open(self) -> _Lane:
-        """Opens the lane in the second step: the sender creates the memory and hands it over. A single step needs none."""
+        """In the second step the sender creates the memory and hands it over: a program that runs once needs none."""
         size = max(_Lane.size_of(layouts) for layouts in self.agreement.all())
         memory = os.memfd_create("penstock")
         os.ftruncate(memory, max(1, size) * SLOTS)
