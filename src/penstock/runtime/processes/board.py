@@ -57,7 +57,7 @@ ProcessState = Literal["running", "stopped", "gone", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process that its neighbours on the same machine can look up: machine, id, and start time, since ids are reused."""
+    """A process that others on the same machine can look up: machine, id, and start time, since ids are reused."""
 
     machine: str
     pid: int
@@ -142,7 +142,7 @@ class Board:
         seat.process, seat.gone, seat.heard = process, None, self._clock()
 
     def beat(self, rank: int, sighting: Sighting) -> None:
-        """Records a sign of life of `rank`; with `left`, its last. Raises ValueError if it waits for an unknown rank."""
+        """Records a sign of life of `rank`; its last if `left`. Raises ValueError if it waits for an unknown rank."""
         if not all(0 <= peer < len(self._seats) for peer in sighting.position.peers):
             raise ValueError(f"rank {rank} {sighting.position}, but the ranks are 0 to {len(self._seats) - 1}")
         seat = self._seats[rank]
@@ -192,7 +192,7 @@ class Board:
             self.accuse(Failure(peer, position.action or None, what, "lost"))
 
     def _accuse_first_gone(self) -> None:
-        """Accuses the first rank that is gone: when one is, a launcher ends all others on its machine, not the cause."""
+        """Accuses the first rank that is gone: a launcher then ends the others on its machine, which are not the cause."""
         gone = {rank: seat.gone for rank, seat in enumerate(self._seats) if seat.gone is not None and seat.left is None}
         first = min(gone, key=gone.__getitem__)
         action = self._seats[first].sighting.position.action or None

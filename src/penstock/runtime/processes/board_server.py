@@ -41,7 +41,7 @@ class Connection:
         self._sending = threading.Lock()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Sends a message. Raises OSError if the other side is gone, or has not read for so long that no more fits in."""
+        """Sends a message. Raises OSError if the other side is gone, or has not read for so long that it is full."""
         with self._sending:
             self.link.sendall(json.dumps(message).encode() + b"\n")
 
@@ -234,9 +234,9 @@ def _on_one_machine() -> bool:
 
 
 def _own_hosts() -> list[str]:
-    """What other machines may know this one by, the surest first."""
+    """The names by which other machines may know this one, the most reliable first."""
     master = os.environ.get("MASTER_ADDR", "")
-    # The pipeline may be a part of the job that has no rank on the master's machine; and a pod's host name is its own.
+    # The pipeline may have no rank on the master's machine; and only the pod itself knows a pod's host name.
     return [host for host in (_address_towards(master), master, socket.gethostname()) if host]
 
 

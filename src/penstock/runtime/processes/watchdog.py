@@ -216,7 +216,7 @@ class Watchdog:
                 self._stop(self.failure)
 
     def _suspect(self, now: float) -> None:
-        """The main thread waits: is rank 0, which would know of a lost rank, lost itself? Has the wait been too long?"""
+        """The main thread waits: is rank 0, which would know of a lost rank, itself lost? Is the wait too long?"""
         action, lost = self.sightings[0].position.action or None, None
         if self._down is not None and now - self._down >= self._patience.beat_seconds:
             lost = "its process is gone"

@@ -14,8 +14,7 @@ Layouts = list[Layout | None]
 
 
 class Agreement:
-    """The layouts of one channel, by microbatch. `learning`: true in the first step, or in every step if a link varies.
-    """
+    """The layouts of one channel, by microbatch. `learning`: true in the first step, or always if a link varies."""
 
     def __init__(self, link: Link) -> None:
         self.learning = True
