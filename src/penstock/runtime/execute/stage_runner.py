@@ -196,7 +196,7 @@ class StageRunner:
             self._grads.dispatch(self.routes.grads_out, microbatch, given)
 
     def weight_backward(self, action: Action, _: None = None) -> None:
-        """Runs W: the part of a microbatch's backward that I put off."""
+        """Runs W: the part of a microbatch's backward that the I part put off."""
         assert self.split is not None
         microbatch = number(action)
         with self.features.around(action), self.features.weights(microbatch):

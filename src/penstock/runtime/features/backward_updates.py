@@ -55,7 +55,7 @@ class BackwardUpdates(Feature):
     Args:
         copies: whether the schedule runs several copies of the stage.
         splits: the microbatches whose backward ends with their W.
-        deferred: buffers of batch norms that are updated once a step.
+        deferred: buffers of batch norms that are updated once per step.
     """
 
     @classmethod

@@ -139,7 +139,7 @@ class ForwardState(Feature):
         return self._put_back(microbatch, ends=microbatch not in self._splits) if self._places else NOTHING
 
     def weights(self, microbatch: int) -> Context:
-        """Around W, in which hooks on the gradients of parameters run: restores what I left."""
+        """Around W, in which hooks on the gradients of parameters run: restores what the I part left."""
         return self._put_back(microbatch, ends=True) if self._places else NOTHING
 
     @contextmanager

@@ -51,7 +51,7 @@ class LossState:
     def call(
         self, losses: Sequence[Tensor | None], microbatch: int, run: Callable[[], Any], again: Callable[[], Any]
     ) -> Any:
-        """Returns the result of `run`, a call of the loss for a microbatch. `again`: makes a call to compare.
+        """Returns the result of `run`, which calls the loss for a microbatch after others. `again`: a call to compare.
 
         Raises:
             ArgumentError: it has kept state, and should have been called for other microbatches before.

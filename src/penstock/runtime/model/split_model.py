@@ -245,7 +245,7 @@ class SplitModel:
                 check_sharding(stage, self._engine.world.divided, shared)
 
     def _cut_alike(self) -> None:
-        """Cuts where the first process does: the measured work of a block may differ between processes."""
+        """Cuts where the first process does: what a block's work depends on may differ between processes."""
         division = self._engine.control.give_all(self._partitioner.division)
         if division != self._partitioner.division:
             self._copied.clear()

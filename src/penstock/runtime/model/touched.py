@@ -1,6 +1,6 @@
 """Whether the model was changed between two steps: a block's flag switched, a hook added to a module.
 
-Blocks run their own Python in every step. Features that learned from the first steps what it does then learn it anew.
+Blocks run their own Python in every step. After a change, features learn again what they learned from the first steps.
 """
 
 from __future__ import annotations

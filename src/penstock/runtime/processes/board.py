@@ -192,7 +192,7 @@ class Board:
             self.accuse(Failure(peer, position.action or None, what, "lost"))
 
     def _accuse_first_gone(self) -> None:
-        """Accuses the first rank that is gone: a launcher then ends the others on its machine, which are not the cause."""
+        """Accuses the first rank that is gone: a launcher then ends others on its machine, which are not the cause."""
         gone = {rank: seat.gone for rank, seat in enumerate(self._seats) if seat.gone is not None and seat.left is None}
         first = min(gone, key=gone.__getitem__)
         action = self._seats[first].sighting.position.action or None
