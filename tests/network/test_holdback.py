@@ -334,7 +334,8 @@ def test_where_a_group_cannot_be_limited_the_next_means_is_used(
     means: type[Means], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(holdback, "quota", lambda share: (1, 1))
-    with pytest.raises(FabricError, match=r"no host .* held back .*cgroup v\d \(cpu\.\S+\): .*Invalid argument"):
+    refused = r"no host can be slowed on this machine: .*cgroup v\d \(cpu\.\S+\): .*Invalid argument"
+    with pytest.raises(FabricError, match=refused):
         Machines(3, slow={1: 0.5, 2: 0.5}).__enter__()
     monkeypatch.setattr(holdback, "MEANS", (means, Signals))
     with Machines(3, slow={1: 0.5, 2: 0.5}) as made:

@@ -19,14 +19,14 @@ _PANEL = "Costs: of one microbatch on one stage, in any one unit"
 
 EPILOG = "\n\n".join(
     (
-        "--costs FILE gives each stage costs of its own, as a JSON list with an object a stage:",
+        "--costs FILE gives each stage its own costs, as a JSON list with one object per stage:",
         '[{"forward": 10, "backward_input": 11, "backward_weight": 9}, ...]',
-        "and in it output_bytes, activation, weight_grad, parameters, gradients, optimizer and overlapped (what a "
-        "forward and a backward that overlap take together), where they are known. For links as well:",
+        "with output_bytes, activation, weight_grad, parameters, gradients, optimizer and overlapped (the time of a "
+        "forward and a backward that overlap), if you know them. To add links:",
         '{"stages": [...], "links": {"latency": 1, "bandwidth": 100}}',
-        'or, where each pair of ranks has its own, "links": [{"from": 0, "to": 1, "latency": 1}, ...].',
-        '--links FILE is what `penstock fabric` writes: the links that it measured, and with "all" one for every other '
-        "pair. Give all costs in seconds and bytes then.",
+        'or, if each pair of ranks has its own, "links": [{"from": 0, "to": 1, "latency": 1}, ...].',
+        '--links FILE is what `penstock fabric` writes: the links it measured, and under "all" one for every other '
+        "pair. All costs are then in seconds and bytes.",
     )
 )
 """Below the options of a verb that has costs."""

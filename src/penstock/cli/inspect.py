@@ -42,9 +42,9 @@ def inspect(
 
     TARGET is a function that returns (model, args, target, loss), as for
     `penstock verify`. Nothing is computed: the forward is recorded with fake
-    tensors, and the loss tried on an output that is made up. What `verify` would
-    refuse with the same options is refused here, but for what only values show;
-    the module, the source line and the remedy are named.
+    tensors, and the loss is tried on a made-up output. Whatever `verify` would
+    refuse with the same options is refused here, too, with the module, the source
+    line and the remedy, unless only real values can show it.
     """
     generator(schedule)  # says what is wrong before anything is loaded
     with loaded(target, "the model or the loss") as given:

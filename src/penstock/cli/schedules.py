@@ -12,13 +12,13 @@ from penstock.cli._outcome import print_unbroken, table
 from penstock.schedule import Generator, generators
 
 _SYMBOLS = (
-    "p ranks, m microbatches, v chunks (stages) a rank, j slices of a microbatch, r the rank; F, I and W: the times of "
-    "the forward, the input-gradient backward and the weight-gradient backward of a microbatch on one rank; B = I + W; "
-    "// rounds down; - is no formula.\n"
-    "Memory: activations held, in those of one microbatch on all stages of a rank. Idle time: within the longest span "
-    "of a rank. Bubble: its share of the span. They hold where links cost nothing and m is a multiple of p, at least "
-    "2p, and for any F, I and W unless the formula has an `if`; `penstock simulate` gives the figures for any numbers "
-    "and costs."
+    "p ranks, m microbatches, v chunks (stages) per rank, j slices per microbatch, r the rank; F, I and W: how long "
+    "the forward, the input-gradient backward and the weight-gradient backward of a microbatch take on one rank; "
+    "B = I + W; // rounds down; - means there is no formula.\n"
+    "Memory: activations held, counted in one microbatch's on all stages of a rank. Idle time: within the longest "
+    "span of any rank. Bubble: its share of that span. The formulas hold if links cost nothing and m is a multiple of "
+    "p, at least 2p, and for any F, I and W unless they contain an `if`; `penstock simulate` gives figures for any "
+    "numbers and costs."
 )
 
 

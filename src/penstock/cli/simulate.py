@@ -33,9 +33,9 @@ from penstock.schedule import Schedule
 from penstock.words import counted
 
 EPILOG = f"""\
-Costs are of one microbatch on one stage. With --schedule all they are those of a rank, and each of its chunks has its \
-share (a message is as large as ever); of a file, neighbouring stages are put together where a schedule has fewer. So \
-every schedule trains the same model.
+Costs are for one microbatch on one stage. With --schedule all they are for one rank instead, divided evenly among its \
+chunks (messages keep their size); costs from a file are added up over neighbouring stages for a schedule that has \
+fewer. So every schedule trains the same model.
 
 {FILE_EPILOG}"""
 """Below the options."""
@@ -60,7 +60,7 @@ def simulate(
 ) -> None:
     """Time a schedule without running it: makespan, bubbles by cause, and memory.
 
-    With --schedule all, a row a schedule, the shortest span first.
+    With --schedule all, prints one row per schedule, shortest span first.
     """
     known = costs.read()
     if order.is_all:

@@ -101,9 +101,9 @@ def verify(
     transport: Annotated[
         str | None,
         typer.Option(
-            metavar="local|distributed|FILE:FACTORY",
-            help="All ranks in one process (local, the default without replicas), one process per rank (distributed), "
-            "or one process per rank with your own transport, made by a function named like TARGET.",
+            metavar="NAME",
+            help="local: all ranks in one process (the default without replicas); distributed: one process per rank; "
+            "FILE:FACTORY: the same, over your own transport, made by that function.",
         ),
     ] = None,
     exact: Annotated[

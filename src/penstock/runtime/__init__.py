@@ -1,4 +1,4 @@
-"""Stages, a schedule and a transport become training steps.
+"""Turns stages, a schedule and a transport into training steps.
 
 From the top down: `step`, `model`, `execute`, `features`; then `loss`, `split_backward` and `batch`; `gradients`;
 `transport`; `exact` and `processes`.

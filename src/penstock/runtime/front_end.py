@@ -1,9 +1,8 @@
 """What the runtime needs of a model in stages, whoever cut it: `penstock.partition`, or another front end.
 
-A front end is called with the inputs of one microbatch and gives a `Partition`, which holds the `Stage`s. Both are
-frozen dataclasses, of which the runtime makes copies with other values (`dataclasses.replace`). What a front end says
-wrongly, no check finds: a field is left empty only where there is nothing to say. `tests/runtime/ready_made.py` is a
-small one.
+A front end is called with the inputs of one microbatch and returns a `Partition`, which holds the `Stage`s. Both are
+frozen dataclasses; the runtime copies them with some values changed (`dataclasses.replace`). Nothing checks what a
+front end says: leave a field empty only if there is nothing to say. `tests/runtime/ready_made.py` is a small example.
 """
 
 from __future__ import annotations
@@ -63,10 +62,10 @@ class Stage(Protocol):
     def norms_as_functions(self) -> Sequence[str]: ...
     @property
     def code(self) -> str:
-        """What runs, as text for people."""
+        """What runs, as text for humans."""
 
     def on(self, device: torch.device) -> Self:
-        """The same stage with what it makes by itself on another device. Its parameters and buffers stay."""
+        """The same stage, creating its own tensors on another device. Its parameters and buffers do not move."""
 
 
 class Partition(Protocol):
@@ -102,7 +101,7 @@ class Partition(Protocol):
     def code(self) -> str: ...
 
     def holds(self, leaves: Sequence[Any]) -> bool:
-        """Whether it is right for the values of these leaves of (args, kwargs)."""
+        """Whether it is valid for the values of these leaves of (args, kwargs)."""
 
     def arrange(self, leaves: Sequence[Any]) -> list[Tensor]:
         """The tensors that stage 0 receives, from leaves of (args, kwargs) that are known to be of its kind."""
@@ -114,14 +113,14 @@ class Partition(Protocol):
         """The model's own result from the last stage's outputs."""
 
     def leaving(self, leaves: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """Around the loss: what the forward leaves elsewhere is in its place."""
+        """Around the loss: puts in place what the forward leaves elsewhere."""
 
 
 class FrontEnd(Protocol):
-    """Gives the partition of each kind of microbatch. `penstock.partition.Partitioner` is Penstock's own.
+    """Makes the partition for each kind of microbatch. `penstock.partition.Partitioner` is Penstock's own.
 
     Attributes:
-        model: the unsplit model, by whose names stages call parameters and buffers.
+        model: the unsplit model, whose names for parameters and buffers the stages use.
         cuts: the names at which stages 1.. begin; None until they are decided.
     """
 
@@ -131,10 +130,10 @@ class FrontEnd(Protocol):
     def cuts(self) -> tuple[str, ...] | None: ...
     @property
     def division(self) -> Any:
-        """Where the model is cut, as a value that all processes can be given."""
+        """Where the model is cut, as a value that can be sent to all processes."""
 
     def divide(self, division: Any) -> None:
-        """Cuts there instead, and forgets what it has made."""
+        """Cuts there instead, and discards all partitions made so far."""
 
     def __call__(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Partition:
         """The partition for these inputs of one microbatch; the same object for the same kind."""
@@ -143,16 +142,16 @@ class FrontEnd(Protocol):
         """Drops every reference to parameters that the model no longer holds."""
 
     def attributes(self) -> Hashable:
-        """What, besides inputs, modes and autocast, a partition depends on."""
+        """What a partition depends on besides inputs, modes and autocast."""
 
     def settle(self, attributes: Any) -> None:
-        """After a step, with what `attributes` was before: what the step itself has changed is no news."""
+        """Called after a step with what `attributes` was before it: the step's own changes do not count as new."""
 
     def opened_modules(self) -> frozenset[int]:
-        """`id` of each module whose buffers the stages read by themselves."""
+        """The `id` of each module whose buffers the stages read themselves."""
 
     def names(self) -> dict[str, str]:
-        """For every name of a parameter or buffer in the model, tied ones' too, the name by which stages know it."""
+        """Maps every name of a parameter or buffer in the model, tied ones included, to the name that stages use."""
 
 
 MakeFrontEnd = Callable[[Any, int, RandomSource], FrontEnd]
@@ -160,7 +159,7 @@ MakeFrontEnd = Callable[[Any, int, RandomSource], FrontEnd]
 
 
 def check_alike(one: Partition, other: Partition) -> None:
-    """Microbatches of different sizes must give the same stages but for shapes."""
+    """Checks that microbatches of different sizes give the same stages, apart from shapes."""
     for index in range(len(one.stages)):
         if _traffic(one, index) != _traffic(other, index):
             raise PartitionError(
@@ -171,8 +170,8 @@ def check_alike(one: Partition, other: Partition) -> None:
 
 
 def _traffic(partition: Partition, index: int) -> tuple[list[tuple[int, object]], int]:
-    """From where a stage's inputs come, as places among what is returned there, and how many values it returns. Names
-    are numbered through the recording, so that a size for which it has a call more would change them."""
+    """Where a stage's inputs come from, as positions among what is returned there, and how many values it returns. Not
+    their names: these are numbered through the recording, so one extra call for some size would change them."""
     inputs: list[tuple[int, object]] = []
     for value in partition.stages[index].meta.inputs:
         sent = () if value.source == MODEL_INPUT else partition.stages[value.source].meta.outputs

@@ -1,1 +1,1 @@
-"""Cutting a batch into microbatches, and putting outputs together again."""
+"""Cuts a batch into microbatches, and puts outputs back together."""

@@ -1,7 +1,7 @@
-"""Tensors of one batch that share memory, where the forward updates one of them in place.
+"""Tensors of one batch that share memory, if the forward updates one of them in place.
 
-On one device the others change with it: `loss(model(x), x)` compares with what a `ReLU(inplace=True)` has made of x. In
-a pipeline each has memory of its own, often in another process, and would not see the update.
+On one device the rest change with it: `loss(model(x), x)` compares with what a `ReLU(inplace=True)` made of x. In a
+pipeline each has its own memory, often in another process, and would not see the update.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def refuse_aliases(
 ) -> None:
     """Raises ArgumentError if an input that the forward updates in place shares memory with another input or a target.
 
-    Where the batch comes in pieces, this includes the inputs of other microbatches.
+    If the batch comes in pieces, this includes the inputs of other microbatches.
 
     Args:
         overwritten: the paths of the inputs that the forward updates in place.
-        divided: what the user's function has made of the batch; None where there is no such function.
+        divided: what the user's function made of the batch; None if there is no such function.
     """
     if not overwritten:
         return
@@ -59,7 +59,7 @@ def refuse_aliases(
 
 
 def _tensors(tree: Any) -> Iterator[Named]:
-    """The tensors of a batch; those of its pieces under the path that they have in each microbatch."""
+    """The tensors of a batch; those of its pieces under their path within a microbatch."""
     flat = flatten(tree)
     for leaf, path in zip(flat.leaves, flat.paths, strict=True):
         if isinstance(leaf, Tensor):

@@ -1,4 +1,4 @@
-"""In which dimension the batch lies, leaf by leaf: what `batch_dims=` states, and else the first."""
+"""The batch dimension of each leaf: what `batch_dims=` states, otherwise the first."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from penstock.errors import ArgumentError, ShapeError
 from penstock.trees import flatten
 
 Dim = int | str | None
-"""A dimension (from the end where negative); None: the leaf goes whole to each microbatch. Of outputs also how values
-of the microbatches make the batch's: "mean" (weighted by rows) or "sum"."""
+"""A dimension (from the end if negative); None: the leaf goes whole to each microbatch. For outputs also how values of
+the microbatches are combined into the batch's: "mean" (weighted by rows) or "sum"."""
 
 REDUCED = ("mean", "sum")
 
 
 class BatchDims(TypedDict, total=False):
-    """What `batch_dims=` states. Each mirrors what it speaks of, or holds one `Dim` for a whole part of it; what is not
-    mentioned has the batch in its first dimension. Keys besides these are names of inputs by keyword."""
+    """What `batch_dims=` states. Each entry mirrors what it describes, or holds one `Dim` for a whole part of it; what
+    is not mentioned has the batch in its first dimension. Any other key names an input passed by keyword."""
 
     args: Any
     kwargs: Any
@@ -35,15 +35,15 @@ class Dims:
     """The batch's dimension in each leaf of one structure.
 
     Attributes:
-        what: they speak of, for messages.
-        stated: by the path of a leaf, or of the part of the structure that it holds for.
+        what: what they describe, for messages.
+        stated: dimensions by the path of a leaf, or of a part of the structure.
     """
 
     what: str
     stated: tuple[tuple[str, Dim], ...] = ()
 
     def of(self, path: str) -> Dim:
-        """What is stated for the leaf at `path`: the most particular statement holds."""
+        """What is stated for the leaf at `path`: the most specific statement applies."""
         if not self.stated:
             return 0
         path = _plain(path)
@@ -51,13 +51,13 @@ class Dims:
         return max(found, key=lambda pair: pair[0])[1] if found else 0
 
     def below(self, path: str, what: str) -> Dims:
-        """What is stated within the part of the structure at `path`, which is called `what` by itself."""
+        """What is stated within the part of the structure at `path`, which is itself called `what`."""
         path = _plain(path)
         inner = [(part.removeprefix(path), dim) for part, dim in self.stated if part.startswith(path)]
         return Dims(what, (("", self.of(path)), *inner))
 
     def at(self, path: str, tensor: Tensor, where: str) -> int | None:
-        """The dimension of `tensor` to cut along, counted from the front; None where it goes whole.
+        """The dimension of `tensor` to cut along, counted from the front; None if it goes whole.
 
         Raises:
             ShapeError: the tensor has no such dimension.
@@ -69,7 +69,7 @@ class Dims:
         return checked(dim, tensor, where)
 
     def refuse_unknown(self, paths: Iterable[str]) -> None:
-        """Raises ArgumentError for a statement about what is not among the leaves at `paths`."""
+        """Raises ArgumentError for a statement about something that is not among the leaves at `paths`."""
         known = [_plain(path) for path in paths]
         for part, _ in self.stated:
             if part not in _ALL and not any(path.startswith(part) for path in known):
@@ -78,7 +78,7 @@ class Dims:
 
 
 _ALL = ("", "[0]", "[1]")
-"""What is stated for all of a target or output, of args or of kwargs, may find nothing."""
+"""What is stated for a whole target or output, or for all args or kwargs, may match nothing."""
 
 
 def checked(dim: int, tensor: Tensor, where: str) -> int:
@@ -99,8 +99,8 @@ def parse(given: BatchDims | Mapping[str, Any] | Dim) -> tuple[Dims, Dims, Dims]
     """The dimensions of (args, kwargs), of the target and of the output, from what the user gave as `batch_dims`.
 
     Raises:
-        ArgumentError: it is neither a dimension nor a dict of args, kwargs, target and output, or states something else
-            than dimensions.
+        ArgumentError: it is neither a dimension nor a dict of args, kwargs, target and output, or states something
+            other than dimensions.
     """
     if given is None:
         return FIRST, Dims("target"), Dims("output")
@@ -126,7 +126,7 @@ def parse(given: BatchDims | Mapping[str, Any] | Dim) -> tuple[Dims, Dims, Dims]
 
 @dataclass(frozen=True, slots=True)
 class _Wrong:
-    """What is no dimension."""
+    """Something that is not a dimension."""
 
 
 def _stated(tree: Any, prefix: str, names: tuple[str, ...]) -> list[tuple[str, Dim]]:
@@ -150,7 +150,7 @@ def _dim(leaf: Any) -> Dim | _Wrong:
         return leaf  # type: ignore[no-any-return]
     theirs: Any = sys.modules.get(
         "torch.distributed.pipelining.microbatch"
-    )  # else it is none of torch's: spares an import
+    )  # otherwise it is not one of torch's: saves an import
     if theirs is not None and isinstance(leaf, theirs.TensorChunkSpec):
         return int(leaf.split_dim)
     if theirs is not None and (leaf is theirs._Replicate or isinstance(leaf, theirs._Replicate)):
@@ -159,5 +159,5 @@ def _dim(leaf: Any) -> Dim | _Wrong:
 
 
 def _plain(path: str) -> str:
-    """A path in which a dict's keys and an object's fields are written alike, so that one may mirror the other."""
+    """A path that writes a dict's keys and an object's fields alike, so that one may mirror the other."""
     return re.sub(r"\.([^\W\d]\w*)", r"['\1']", path)

@@ -1,4 +1,4 @@
-"""How a pipeline's batches become microbatches, and their outputs a batch's: along dimensions, or by functions."""
+"""How batches become microbatches, and their outputs the batch's output: along dimensions, or by functions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Microbatch(NamedTuple):
 
     Attributes:
         args, kwargs: the model's inputs.
-        target: what the loss takes; None where the batch came without.
+        target: what the loss takes; None if the batch came without one.
         rows: how many rows it counts for in a mean; None: as many as its inputs have along the batch's dimension.
     """
 
@@ -34,11 +34,11 @@ class Microbatch(NamedTuple):
 
 
 SplitFunction = Callable[[tuple[Any, ...], dict[str, Any], Any, int], Sequence[Microbatch]]
-"""`split(args, kwargs, target, microbatches)`: the pieces of one batch, at most so many. It is called on the ranks of
-the first and the last stage, and gives the same on both. The target is None where a batch comes without."""
+"""`split(args, kwargs, target, microbatches)`: the pieces of one batch, at most `microbatches`. It is called on the
+ranks of the first and the last stage, and must return the same on both. The target is None if a batch has none."""
 
 MergeFunction = Callable[[list[Any]], Any]
-"""`merge(outputs)`: the output of the whole batch from those of its microbatches, in order."""
+"""`merge(outputs)`: makes the output of the whole batch from those of its microbatches, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Cutting:
 
     Attributes:
         inputs: the batch's dimension in the leaves of (args, kwargs).
-        target, output: in those of the target and of the model's output.
+        target, output: the same for the target and the model's output.
         split, merge: see `SplitFunction` and `MergeFunction`; None: along the dimensions.
     """
 
@@ -61,7 +61,7 @@ class Cutting:
     def of(
         cls, batch_dims: BatchDims | Dim, split: SplitFunction | None = None, merge: MergeFunction | None = None
     ) -> Cutting:
-        """From the user's arguments. Raises ArgumentError for one that is none of what it may be."""
+        """Makes it from the user's arguments. Raises ArgumentError for an invalid one."""
         for name, function in {"split": split, "merge": merge}.items():
             if function is not None and not callable(function):
                 raise ArgumentError(f"{name}={function!r}: expected a function, or None")
@@ -75,12 +75,12 @@ class Cutting:
     def divide(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, microbatches: int, what: str, pipelines: int
     ) -> tuple[Microbatch, ...] | None:
-        """What `split` makes of a batch, with the rows of each piece; None where there is no such function.
+        """What `split` makes of a batch, with the rows of each piece; None if there is no such function.
 
         Raises:
-            ArgumentError: it returned something else than microbatches, too many or too few, or rows that are no
+            ArgumentError: it returned something other than microbatches, too many or too few, or rows that are not a
                 number.
-            ShapeError: it did not say how many rows a piece has, and tensors disagree on it.
+            ShapeError: it did not say how many rows a piece has, and tensors disagree.
         """
         if self.split is None:
             return None
@@ -112,10 +112,10 @@ class Cutting:
         return CutBatch(pieces, sizes, (sizes, tuple(map(batches.kind_of, pieces))))
 
     def usual(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Into how many microbatches a whole batch is cut where nothing is said: `MICROBATCHES`, or as many as it
-        makes (one for each of its rows, or the pieces that it is cut into already) if they are fewer.
+        """Into how many microbatches a whole batch is cut by default: `MICROBATCHES`, or as many as it yields (one for
+        each of its rows, or the pieces that it is already cut into) if these are fewer.
 
-        `penstock.pipeline` does not ask: batches that are larger than its example are to come.
+        `penstock.pipeline` does not ask: it expects batches larger than its example.
         """
         given = [len(leaf) for leaf in flatten((args, kwargs)).leaves if isinstance(leaf, Microbatches)]
         if given:
@@ -135,10 +135,10 @@ class Cutting:
         """Each microbatch's target on `device`.
 
         Args:
-            labels: `target` is the model's own keyword input of that name, and none was given.
+            labels: whether `target` is the model's own keyword input of that name, and no target was given.
 
         Raises:
-            ShapeError: the target's rows are not the inputs'.
+            ShapeError: the target's rows differ from the inputs'.
         """
         if divided is None:
             dims = self.inputs.below("[1]['labels']", "target") if labels else self.target
@@ -184,11 +184,11 @@ class Cutting:
 
 
 _WHOLE = Dims("piece", (("", None),))
-"""Nothing is cut: each tensor gets memory of its own."""
+"""Nothing is cut: each tensor gets its own memory."""
 
 
 def _paths(tree: Any) -> list[str]:
-    """The paths of all leaves, within pieces that are cut already too."""
+    """The paths of all leaves, including those within pieces that are already cut."""
     found = []
     flat = flatten(tree)
     for leaf, path in zip(flat.leaves, flat.paths, strict=True):

@@ -17,12 +17,12 @@ _FIRST = Dims("output")
 
 
 def join(outputs: Sequence[Any], sizes: Sequence[int], dims: Dims = _FIRST) -> Any:
-    """The output of the whole batch: that of each microbatch, of `sizes` rows, put together.
+    """The output of the whole batch: the outputs of its microbatches, of `sizes` rows, put together.
 
     Raises:
         ArgumentError: some outputs are on another rank.
-        ShapeError: for a value that is not a tensor of its microbatch's rows, unless it is plain and the same in all,
-            or `dims` say what becomes of it.
+        ShapeError: a value is not a tensor with its microbatch's rows, unless it is plain and the same in all, or
+            `dims` say how to combine it.
     """
     refuse_missing(outputs)
     flats = [flatten(output) for output in outputs]

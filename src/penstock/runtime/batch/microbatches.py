@@ -1,7 +1,7 @@
-"""A batch, cut into microbatches along its first dimension or others that are stated, or cut already by the user.
+"""A batch, cut into microbatches along its first dimension or other stated ones, or already cut by the user.
 
-Every tensor of a batch (in any nesting that torch can take apart) has the batch's rows in its first dimension, unless
-`Dims` say otherwise; scalars and plain values go to each microbatch as they are. A batch that does not divide evenly
+Every tensor of a batch (in any nesting that torch can flatten) has the batch's rows in its first dimension, unless
+`Dims` say otherwise; scalars and plain values go to each microbatch unchanged. A batch that does not divide evenly
 gives microbatches whose sizes differ by one; one with fewer rows than microbatches gives fewer of them.
 """
 
@@ -24,13 +24,13 @@ from penstock.words import counted
 
 
 class Microbatches(Leaf):
-    """Values that are cut into microbatches already: bucketed sequences, say, each bucket with a length of its own.
+    """Values that are already cut into microbatches, such as bucketed sequences, each bucket with its own length.
 
-    It may stand wherever a tensor of a batch may, in inputs, targets and the example: each microbatch gets its piece,
-    which may be any nesting of tensors and plain values. Tensors beside it are cut into pieces of as many rows.
+    It can replace any tensor of a batch, in inputs, targets and the example: each microbatch gets its piece, which may
+    be any nesting of tensors and plain values. Tensors next to it are cut into pieces with the same numbers of rows.
 
     Args:
-        pieces: one for each microbatch, in order.
+        pieces: one per microbatch, in order.
     """
 
     def __init__(self, pieces: Iterable[Any]) -> None:
@@ -50,9 +50,9 @@ class CutBatch:
     """The inputs of one batch as microbatches.
 
     Attributes:
-        pieces: the flattened (args, kwargs) of each microbatch, its tensors in memory of their own.
-        sizes: the rows of each.
-        kind: all that a recording depends on, but for values of tensors: batches of one kind may share it.
+        pieces: the flattened (args, kwargs) of each microbatch, its tensors in their own memory.
+        sizes: the rows of each microbatch.
+        kind: all that a recording depends on, except values of tensors: batches of one kind may share a recording.
     """
 
     pieces: tuple[Flat, ...]
@@ -71,12 +71,12 @@ def check_enough(cut: CutBatch, microbatches: int) -> None:
 
 
 def sizes_of(rows: int, microbatches: int, pipelines: int = 1) -> tuple[int, ...]:
-    """How many rows each microbatch gets: as even as can be, the larger ones first.
+    """How many rows each microbatch gets: as evenly as possible, larger ones first.
 
     With fewer rows than microbatches there are as many microbatches as rows.
 
     Raises:
-        ArgumentError: fewer rows than pipelines (copies of the model), each of which needs one.
+        ArgumentError: there are fewer rows than pipelines (copies of the model), each of which needs one.
     """
     if rows < pipelines:
         raise ArgumentError(
@@ -100,7 +100,7 @@ def rows_of(tree: Any, what: str, dims: Dims = FIRST) -> int:
 
 
 def _rows(flat: Flat, what: str, dims: Dims, prefix: str = "") -> Iterator[tuple[int, str]]:
-    """The rows of each tensor that is cut, and its name; `prefix` is the path of the whole within what is stated."""
+    """The rows of each tensor to cut, and its name; `prefix` is the path of the whole within what is stated."""
     for path, leaf in zip(flat.paths, flat.leaves, strict=True):
         if isinstance(leaf, Tensor):
             dim = dims.at(prefix + path, leaf, f"{what}{path}")
@@ -133,7 +133,7 @@ def cut(
     pipelines: int = 1,
     dims: Dims = FIRST,
 ) -> CutBatch:
-    """A batch as microbatches, at most so many, each tensor in an aligned allocation of its own on `device`.
+    """A batch as at most `microbatches` microbatches, each tensor in its own aligned allocation on `device`.
 
     Raises:
         ArgumentError: more pieces were given than microbatches, or fewer rows or pieces than pipelines.
@@ -153,11 +153,11 @@ def cut(
 def split(
     tree: Any, sizes: Sequence[int], what: str, device: torch.device | None = None, dims: Dims = FIRST
 ) -> list[Any]:
-    """The microbatches of a batch, each tensor in an aligned allocation of its own on `device` (default: as it is).
+    """The microbatches of a batch, each tensor in its own aligned allocation on `device` (default: its own device).
 
     Raises:
-        ShapeError: a tensor's rows are not the sum of `sizes`, a tensor requires a gradient, or what was cut already
-            has not as many pieces.
+        ShapeError: a tensor's rows are not the sum of `sizes`, a tensor requires a gradient, or something already cut
+            has another number of pieces.
     """
     flat = flatten(tree)
     return [unflatten(leaves, flat.structure) for leaves in split_leaves(flat, sizes, what, device, dims)]
@@ -166,7 +166,7 @@ def split(
 def split_leaves(
     flat: Flat, sizes: Sequence[int], what: str, device: torch.device | None = None, dims: Dims = FIRST
 ) -> list[tuple[Any, ...]]:
-    """As `split`, of a batch that is flattened already: the leaves of each microbatch."""
+    """Like `split`, for a batch that is already flattened: the leaves of each microbatch."""
     if not flat.leaves:
         return [() for _ in sizes]
     columns = []
@@ -192,7 +192,7 @@ def _split_leaf(leaf: Any, sizes: Sequence[int], where: str, device: torch.devic
 
 
 def _dense(part: Tensor) -> Tensor:
-    """A slice along a later dimension without the gaps that cutting left: as `part.clone()` would lie in memory."""
+    """A slice along a later dimension without the gaps that cutting left: laid out as `part.clone()` would be."""
     return part if exact.is_dense(tuple(part.shape), part.stride()) else part.clone()
 
 
@@ -218,7 +218,7 @@ def _own(tensor: Tensor, where: str, device: torch.device | None) -> Tensor:
 def _sizes_given(
     given: Sequence[tuple[Microbatches, str]], microbatches: int, what: str, pipelines: int, dims: Dims
 ) -> tuple[int, ...]:
-    """The rows of each microbatch, of a batch that is cut already. With each of `given` goes its path."""
+    """The rows of each microbatch of a batch that is already cut. Each of `given` comes with its path."""
     counts = sorted({len(one) for one, _ in given})
     if len(counts) > 1:
         raise ShapeError(f"{what}: one Microbatches has {counts[0]} pieces, another {counts[-1]}; give as many in each")
@@ -232,7 +232,7 @@ def _sizes_given(
 
 
 def check_count(count: int, microbatches: int, what: str, pipelines: int) -> None:
-    """Raises ArgumentError for as many pieces as no schedule for `microbatches` can run."""
+    """Raises ArgumentError if no schedule for `microbatches` can run this number of pieces."""
     if not pipelines <= count <= microbatches:
         raise ArgumentError(
             f"{what}: {counted(count, 'microbatch')} were given, but the schedule is for {microbatches}"
@@ -242,7 +242,7 @@ def check_count(count: int, microbatches: int, what: str, pipelines: int) -> Non
 
 
 def kind_of(flat: Flat) -> Hashable:
-    """What a recording depends on, but for values of tensors."""
+    """What a recording depends on, except values of tensors."""
     return flat.structure, tuple(map(_kind_of_leaf, flat.leaves))
 
 

@@ -1,7 +1,7 @@
 """A batch without its data: what the other ranks need to record it.
 
-A recording looks at the values of integer and boolean tensors alone (the forward may branch on them), so those travel;
-of floating-point tensors only shape, strides and dtype do.
+A recording looks only at the values of integer and boolean tensors (the forward may branch on them), so these are sent;
+of floating-point tensors only shape, strides and dtype are.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from penstock.trees import Flat, flatten, map_tensors, unflatten
 from penstock.words import counted
 
 ONE_VALUE = "Expected more than 1 value per channel"
-"""What torch says where batch norm could take no variance."""
+"""Torch's message if batch norm cannot compute a variance."""
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword inputs of one microbatch."""
 
 
-@dataclass(frozen=True)  # with slots, Python before 3.11.4 puts its own __getstate__ in the place of ours
+@dataclass(frozen=True)  # with slots, Python before 3.11.4 replaces our __getstate__ by its own
 class Outline:
     """Examples of microbatches, in which tensors without values are on the meta device. Made to be pickled.
 
     Attributes:
-        examples: of each microbatch.
-        device: the kind of device that the tensors are on ("cpu", "cuda").
+        examples: one per microbatch.
+        device: the type of device that the tensors are on ("cpu", "cuda").
         sizes: the rows of each microbatch.
     """
 
@@ -45,7 +45,7 @@ class Outline:
 
     @classmethod
     def of(cls, cut: CutBatch) -> Outline:
-        """What is to be known of these microbatches."""
+        """The outline of these microbatches."""
         tensors = (leaf for piece in cut.pieces for leaf in piece.leaves if isinstance(leaf, Tensor))
         device = next((tensor.device.type for tensor in tensors), "cpu")
         whole = (unflatten(piece.leaves, piece.structure) for piece in cut.pieces)
@@ -53,7 +53,7 @@ class Outline:
 
     @classmethod
     def of_example(cls, example: Example) -> Outline:
-        """What is to be known of a batch that is not cut yet."""
+        """The outline of a batch that is not cut yet."""
         device = next((leaf.device.type for leaf in flatten(example).leaves if isinstance(leaf, Tensor)), "cpu")
         return cls((map_tensors(_without_values, example),), device, ())
 
@@ -69,7 +69,7 @@ class Outline:
         return ", ".join(f"{input_path(path)} {list(leaf.shape)}" for leaf, path in pairs if isinstance(leaf, Tensor))
 
     def __getstate__(self) -> list[Any]:
-        """For the way to other ranks. Raises ArgumentError for what cannot travel."""
+        """The state sent to other ranks. Raises ArgumentError for what cannot be sent."""
         for leaf, path in ((leaf, path) for one in self.examples for leaf, path in _plain(flatten(one))):
             try:
                 pickle.dumps(leaf)
@@ -87,14 +87,14 @@ class Outline:
 
 @contextmanager
 def telling_rows(sizes: Sequence[int]) -> Iterator[None]:
-    """Around a recording of microbatches of these sizes: where batch norm gets a single row, says how they came to it.
+    """Around a recording of microbatches of these sizes: if batch norm gets a single row, explains how that came about.
 
     Raises:
-        PartitionError: it does.
+        PartitionError: batch norm gets a single row.
     """
     try:
         yield
-    except (PartitionError, ValueError) as error:  # from inside of a block, or from the model's own forward
+    except (PartitionError, ValueError) as error:  # from inside a block, or from the model's own forward
         if ONE_VALUE not in str(error) or not sizes or min(sizes) > 1:
             raise
         rows, count = sum(sizes), len(sizes)

@@ -5,17 +5,17 @@ Every rule was found by experiment; break it, and bits change: tests/runtime/exa
 1. A stage's weight gradients accumulate in ascending order of microbatch. The schedule decides this;
    `penstock.schedule.check` reports one that does not as inexact.
 2. All uses of a parameter within one microbatch are summed first and then added once to `.grad`: one `backward` call
-   takes all roots of a stage together. Where the backward is split, a parameter with any use that cannot wait for W
-   does not wait at all, and the terms of those that wait are added in autograd's order
+   takes all roots of a stage together. If the backward is split, a parameter with any use that cannot wait for W does
+   not wait at all, and the terms of those that wait are added in autograd's order
    (`penstock.runtime.split_backward.backward`).
 3. The loss is scaled by the seed of its backward (`seeds`), never by dividing gradients afterwards.
 4. The gradient of a value that several stages use comes back from the last consumer to the one before it, and is a
    root of that stage's backward, so that it is the first term of the sum there (`backward`).
-5. Strides and the address modulo a cache line survive a cut (`Layout`), for values and for gradients alike; every
-   microbatch has its own allocation (`own`). BLAS takes another path, with other bits, for another address.
+5. Strides and the address modulo a cache line survive a cut (`Layout`), for values and gradients alike; every
+   microbatch has its own allocation (`own`). For another address, BLAS takes another path, with other bits.
 6. A received tensor may be updated in place (`Receive` hands the buffer on as a value that is not a leaf).
 7. Random streams are keyed by seed, step, microbatch and module: `penstock.runtime.exact.streams`.
-8. Backward runs outside of autocast (`outside_autocast`), as it does after `with torch.autocast(...): loss = ...`.
+8. Backward runs outside autocast (`outside_autocast`), as it does after `with torch.autocast(...): loss = ...`.
    Under autocast, products that the forward made in float32 would get gradients in half precision.
 """
 
@@ -36,7 +36,7 @@ CACHE_LINE_BYTES = 64
 
 
 class Receive(torch.autograd.Function):
-    """Hands a received buffer on as a value of this stage's graph, and keeps the gradient that comes back for it.
+    """Passes a received buffer on as a value of this stage's graph, and keeps the gradient that comes back for it.
 
     The gradient is kept as autograd made it. A leaf's `.grad` would not do: it is copied into the leaf's own strides,
     and a leaf cannot be updated in place.
@@ -44,7 +44,7 @@ class Receive(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, box: list[Tensor], slot: list[Tensor]) -> Tensor:
-        # The buffer travels in a list: as an argument it would become a view of itself, which refuses in-place updates.
+        # The buffer comes in a list: as an argument it would become a view of itself, which refuses in-place updates.
         ctx.slot = slot
         return box[0]
 
@@ -65,10 +65,10 @@ def receive(anchor: Tensor, buffer: Tensor) -> tuple[Tensor, list[Tensor]]:
 
 
 def backward(roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
-    """One backward from all of a stage's roots: its loss or outputs, and the inputs that later stages use as well.
+    """One backward from all of a stage's roots: its loss or outputs, and the inputs that later stages use too.
 
-    An input that is a root gets its later consumers' gradient before this stage's own terms are added to it, which
-    is the order in which autograd adds them in the unsplit model.
+    An input that is a root gets its later consumers' gradient before this stage's own terms are added, which is the
+    order in which autograd adds them in the unsplit model.
     """
     with outside_autocast(grads[0].device.type):
         torch.autograd.backward(tuple(roots), tuple(grads))
@@ -76,7 +76,7 @@ def backward(roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
 
 @contextmanager
 def outside_autocast(device_type: str) -> Iterator[None]:
-    """Around what is part of a backward, for a step that runs under autocast."""
+    """Around parts of a backward, for a step that runs under autocast."""
     if not torch.is_autocast_enabled(device_type):
         yield
         return
@@ -85,13 +85,13 @@ def outside_autocast(device_type: str) -> Iterator[None]:
 
 
 def seeds(weights: Sequence[float], total: float | None = None) -> list[float]:
-    """What each microbatch's loss is multiplied by: its weight over the sum of all, ascending by microbatch."""
+    """The factor for each microbatch's loss: its weight over the sum of all weights, ascending by microbatch."""
     total = sum(weights) if total is None else total
     return [weight / total for weight in weights]
 
 
 def own(tensor: Tensor) -> Tensor:
-    """A copy in an aligned allocation of its own, with the same strides (a slice of a batch has neither)."""
+    """A copy in its own aligned allocation, with the same strides (a slice of a batch has neither)."""
     shape, stride = tuple(tensor.shape), tensor.stride()
     if is_dense(shape, stride):
         return torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())
@@ -99,9 +99,9 @@ def own(tensor: Tensor) -> Tensor:
 
 
 class Layout(NamedTuple):
-    """How a tensor lies in memory: all that a kernel's choice of path, and so its bits, may depend on.
+    """How a tensor is laid out in memory: all that a kernel's choice of path, and so its bits, may depend on.
 
-    Shape and stride in elements; misalignment in bytes past a cache line.
+    Shape and stride are in elements; misalignment is in bytes past a cache line.
     """
 
     shape: tuple[int, ...]
@@ -123,26 +123,26 @@ class Layout(NamedTuple):
 
 
 class Buffer(NamedTuple):
-    """Memory for a tensor of a given layout: `flat` is what travels (1-D, contiguous), `tensor` is what is used."""
+    """Memory for a tensor of a given layout: `flat` is what is sent (1-D, contiguous), `tensor` is what is used."""
 
     tensor: Tensor
     flat: Tensor
     packed: bool
-    """`flat` is memory of its own, to be copied into `tensor` by `unpack` once it has arrived."""
+    """Whether `flat` is separate memory, which `unpack` copies into `tensor` once it has arrived."""
 
 
 def settled(tensor: Tensor) -> Tensor:
-    """The tensor without its graph, and with conjugation and negation carried out that torch puts off."""
+    """The tensor without its graph, with the conjugation and negation that torch puts off carried out."""
     return tensor.detach().resolve_conj().resolve_neg()
 
 
 def pack(tensor: Tensor) -> Tensor:
-    """The elements of `tensor` as a 1-D contiguous tensor in storage order; a view of it where it is dense."""
+    """The elements of `tensor` as a 1-D contiguous tensor in storage order; a view of it if it is dense."""
     shape, stride = tuple(tensor.shape), tensor.stride()
     if is_dense(shape, stride):
         return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     packed = _unexpanded(tensor.detach()).contiguous()
-    return packed.as_strided((packed.numel(),), (1,), packed.storage_offset())  # of one element, `view` keeps stride 0
+    return packed.as_strided((packed.numel(),), (1,), packed.storage_offset())  # for one element, `view` keeps stride 0
 
 
 def allocate(layout: Layout, device: torch.device) -> Buffer:
@@ -157,7 +157,7 @@ def allocate(layout: Layout, device: torch.device) -> Buffer:
         tensor = on_memory_of(flat, skip, shape, stride)
         return Buffer(tensor, flat[skip:], packed=False)
     narrow = _narrow(shape, stride)
-    if is_overlapping(narrow, stride):  # nothing can be written into such a tensor; contiguous is the nearest
+    if is_overlapping(narrow, stride):  # such a tensor cannot be written to; contiguous is the nearest
         return Buffer(
             torch.empty(shape, dtype=dtype, device=device),
             torch.empty(_numel(shape), dtype=dtype, device=device),
@@ -169,14 +169,14 @@ def allocate(layout: Layout, device: torch.device) -> Buffer:
 
 
 def on_memory_of(memory: Tensor, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-    """A tensor on the memory of another, but no view of it: autograd refuses to update views that `Receive` returns."""
+    """A tensor on another's memory, but not a view of it: autograd refuses to update views that `Receive` returns."""
     return torch.empty(0, dtype=memory.dtype, device=memory.device).set_(
         memory.untyped_storage(), offset, shape, stride
     )
 
 
 def flat_bytes(layout: Layout) -> int:
-    """Bytes that travel for a tensor of this layout: those of what `pack` gives."""
+    """The bytes sent for a tensor of this layout: the size of what `pack` returns."""
     shape, stride = layout.shape, layout.stride
     if not is_dense(shape, stride):
         narrow = _narrow(shape, stride)
@@ -201,7 +201,7 @@ def copy_as(layout: Layout, tensor: Tensor, device: torch.device | None = None) 
 
 @lru_cache(maxsize=4096)
 def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether the elements fill one block of memory without gaps or overlap, in whatever order of dimensions."""
+    """Whether the elements fill one block of memory without gaps or overlap, in any order of dimensions."""
     expected = 1
     for step, size in sorted((step, size) for size, step in zip(shape, stride, strict=True) if size != 1):
         if size == 0:

@@ -1,4 +1,4 @@
-"""A tensor that is read again later, and may not be updated in place until then."""
+"""A tensor that is read again later, and must not be updated in place until then."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 class SavedTensor(NamedTuple):
-    """A tensor on its own memory, without its graph, so that what came before can be freed.
+    """A tensor without its graph, on the same memory, so that whatever came before it can be freed.
 
     Attributes:
-        version: of the tensor, as autograd counts updates in place.
+        version: autograd's count of in-place updates of the tensor.
     """
 
     tensor: Tensor
@@ -24,7 +24,7 @@ class SavedTensor(NamedTuple):
 
     @property
     def is_changed(self) -> bool:
-        """Whether it was updated in place since."""
+        """Whether it has been updated in place since."""
         return self.tensor._version != self.version
 
     def get(self) -> Tensor:

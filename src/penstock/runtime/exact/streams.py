@@ -1,8 +1,8 @@
-"""Random streams of our own, so that masks do not depend on the number of stages, the schedule or recomputation.
+"""Penstock's own random streams, so that masks do not depend on the number of stages, the schedule or recomputation.
 
 Each draw comes from a stream keyed by (seed, step, microbatch, module, how often the module was called before in this
-microbatch). Hooks on the modules that draw set the stream: unlike a mode, a hook is still there inside backward, where
-recomputation must draw the same mask again. With no pipeline step in progress the hooks do nothing.
+microbatch). Hooks on the modules that draw set the stream: unlike a mode, a hook still works inside backward, where
+recomputation must draw the same mask again. Outside a pipeline step the hooks do nothing.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ class Streams:
     """The streams of one pipeline in one process.
 
     A step runs inside `drawing(step)`; each forward or backward of a microbatch begins with `begin(microbatch, ...)`.
-    `enter(name)` sets the stream of a module, or of a random call that stands outside of any module that is called.
+    `enter(name)` sets the stream of a module, or of a random call outside all called modules.
     """
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.first_microbatch = 0
-        """Of this replica in the whole batch: each replica draws what one device would for its part of the batch."""
+        """This replica's first microbatch in the whole batch: a replica draws what one device would for its part."""
         self.seeds_foreign = False
-        """Whether Python's and numpy's generators are set as torch's are: if a model that is bound draws from them. For
-        a loss function, of which nobody knows that, they always are."""
+        """Whether Python's and numpy's generators are set as torch's are: if a bound model draws from them. For a loss
+        function, which may draw from anything, they always are."""
         self.seedings = 0
         """How often the generators were set."""
         self._keys: dict[str, int] = {}
@@ -69,7 +69,7 @@ class Streams:
         self._hooked: set[int] = set()
 
     def watch(self, modules: Mapping[str, nn.Module]) -> None:
-        """Puts a hook on each module that draws. A module that already has one is left as it is."""
+        """Puts a hook on each module that draws, unless it already has one."""
         for name, module in modules.items():
             if id(module) not in self._hooked:
                 self._hooked.add(id(module))
@@ -84,7 +84,7 @@ class Streams:
 
     @contextmanager
     def drawing(self, step: int, devices: tuple[torch.device, ...]) -> Iterator[None]:
-        """Runs one step's draws on streams of our own; the user's generators are as before afterwards."""
+        """Runs one step's draws on these streams, and restores the user's generators afterwards."""
         # The CPU's is always among them: it is the one that checkpointing restores, whatever the device.
         self._generators = tuple(dict.fromkeys([torch.default_generator, *map(generator_of, devices)]))
         self._drawn.clear()
@@ -108,16 +108,16 @@ class Streams:
 
         Args:
             offsets: how often each module was called on earlier stages, if at all.
-            again: in backward, where recomputation must draw what was drawn before.
+            again: whether in backward, where recomputation must draw the same numbers again.
         """
         self._base = mix(self.seed, self._step, self.first_microbatch + microbatch)
         self._calls = dict(offsets)
         self._again = again
-        if not again:  # what `enter` finds in the generator is then the same each time that this forward is run
+        if not again:  # so that `enter` finds the same state each time this forward runs
             self._seed(mix(self._base, _ENTRY, stage))
 
     def begin_loss(self, microbatch: int) -> None:
-        """Sets the stream of a loss function, which may draw as well."""
+        """Sets the stream of a loss function, which may draw too."""
         self._began_loss = True
         self._seed(mix(self.seed, self._step, self.first_microbatch + microbatch, _LOSS), foreign=True)
 
@@ -125,7 +125,7 @@ class Streams:
         """Sets the stream of the next call of `name`."""
         if self._base is None:
             return
-        # Checkpointing restores the generator's state: the seed in it tells which of a module's calls is run again.
+        # Checkpointing restores the generator's state: its seed tells which of a module's calls runs again.
         place = name, self._generators[0].initial_seed()
         seed = self._drawn.get(place) if self._again else None
         if seed is None:
@@ -133,7 +133,7 @@ class Streams:
         self._seed(seed)
 
     def pass_by(self, calls: Mapping[str, int]) -> None:
-        """Counts calls that a branch has left out, so that later calls of the same modules draw what they would."""
+        """Counts calls that a branch left out, so later calls of the same modules draw what they otherwise would."""
         for name, count in calls.items():
             self._calls[name] = self._calls.get(name, 0) + count
 
@@ -159,7 +159,7 @@ class Streams:
 
 
 class _Hook:
-    """A pre-hook that sets the stream. A module that is copied (to make a reference, say) leaves its hook behind."""
+    """A pre-hook that sets the stream. A copy of the module (a reference, say) leaves the hook behind."""
 
     def __init__(self, streams: Streams | None, name: str) -> None:
         self._streams = streams

@@ -1,7 +1,7 @@
-"""Which features there are, and in which order they apply; and a stage's runner, put together from them.
+"""Lists the features in the order in which they apply, and assembles a stage's runner from them.
 
-A new feature is a file in `features/` and a line in `FEATURES`; a new kind of recomputation, a line in
-`RECOMPUTE`; one that only chooses microbatches, a line in `KEPT_FORWARDS` (`features/recompute.py`).
+A new feature takes a file in `features/` and a line in `FEATURES`; a new kind of recomputation, a line in `RECOMPUTE`;
+one that only chooses microbatches, a line in `KEPT_FORWARDS` (`features/recompute.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from penstock.runtime.transport.routes import RouteBuilder
 from penstock.schedule import Op
 
 Make = Callable[[StageContext], Feature | None]
-"""Makes a feature for a stage; None where the stage does without it."""
+"""Makes a feature for a stage; None if the stage does not use it."""
 
 
 def _never(_: StageContext) -> None:
@@ -42,7 +42,7 @@ RECOMPUTE: Mapping[str, Make] = {
     "never": _never,
     **dict.fromkeys(KEPT_FORWARDS, RecomputedStage.of),
 }
-"""Kinds of recomputation, by what `recompute=` calls them. A number is `RecomputedLayers`."""
+"""Kinds of recomputation, by their names in `recompute=`. A number is `RecomputedLayers`."""
 
 
 def _recomputed(stage: StageContext) -> Feature | None:
@@ -56,7 +56,7 @@ def _deferred_norms(stage: StageContext) -> Feature | None:
 
 
 FEATURES: tuple[Make, ...] = (
-    RecomputedLayers.of,  # gives the stage other code, which all that follow look at
+    RecomputedLayers.of,  # replaces the stage's code, which all later features look at
     Offload.of,
     _recomputed,
     Compiled.of,
@@ -69,7 +69,7 @@ FEATURES: tuple[Make, ...] = (
     ForwardOrder.of,
     ForwardState.of,
     LossMemory.of,
-    RepeatedUpdates.of,  # puts buffers right within a backward, in which nothing else may update them
+    RepeatedUpdates.of,  # corrects buffers within a backward, in which nothing else may update them
     BackwardUpdates.of,
     TensorState.of,
     LossTensors.of,
@@ -83,8 +83,8 @@ def assemble(stage: StageContext, routes: RouteBuilder) -> StageRunner:
     """The runner of a stage, with its features.
 
     Raises:
-        ArgumentError: two choices cannot go together.
-        PartitionError: the stage does what the schedule, or a choice, does not allow.
+        ArgumentError: two choices cannot be combined.
+        PartitionError: the stage does something that the schedule, or a choice, does not allow.
     """
     for make in FEATURES:
         feature = make(stage)
@@ -100,7 +100,7 @@ def assemble(stage: StageContext, routes: RouteBuilder) -> StageRunner:
 
 
 def _split(stage: StageContext) -> SplitBackward | None:
-    """What runs the backwards that the row splits, if it splits any of this stage."""
+    """What runs this stage's split backwards, if the row has any."""
     split = stage.microbatches(Op.I)
     if not split:
         return None

@@ -1,8 +1,8 @@
-"""When actions ran, on the clock that all processes of a machine share, without holding anything up.
+"""When actions ran, on the clock that all processes of a machine share, without delaying anything.
 
-A GPU runs behind the process that gives it work, so marks are set in the order of its work and read after the step. To
-wait for the whole device at each mark instead would also wait for receives that are merely posted, on NCCL's own
-streams: two ranks that have each posted one then wait for each other.
+A GPU lags behind the process that gives it work, so marks are queued with its work and read after the step. Waiting for
+the whole device at each mark would also wait for receives that are only posted, on NCCL's own streams: two ranks that
+have each posted one would then wait for each other.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ class Clock(Protocol):
     """Marks of one rank's work; in nanoseconds of `time.perf_counter_ns` once `finish` has returned."""
 
     def start(self) -> None:
-        """Before the first mark of a step."""
+        """Called before the first mark of a step."""
 
     def mark(self) -> Any:
-        """The moment at which the work that was given so far is done. Never waits for it."""
+        """The moment at which the work given so far is done. Never waits for it."""
 
     def finish(self) -> None:
-        """Waits for all that was marked."""
+        """Waits for all marks."""
 
     def nanoseconds(self, mark: Any) -> int: ...
 
 
 class HostClock:
-    """Of a rank that computes on the CPU: what it was given is done when the call returns."""
+    """The clock of a rank that computes on the CPU: its work is done when the call returns."""
 
     def start(self) -> None:
         """Nothing to do."""
@@ -45,8 +45,8 @@ class HostClock:
 
 
 class StreamClock:
-    """Of a rank that computes on a CUDA device: events on its current stream, which waits for the messages that actions
-    use and for no others."""
+    """The clock of a rank that computes on a CUDA device: events on its current stream, which waits only for the
+    messages that actions use."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -72,5 +72,5 @@ class StreamClock:
 
 
 def clock_of(device: torch.device) -> Clock:
-    """What tells the time of a rank's work on this device."""
+    """The clock for a rank's work on this device."""
     return StreamClock(device) if device.type == "cuda" else HostClock()

@@ -1,7 +1,6 @@
-"""What the processes of one mesh say to each other besides the messages of a schedule, and how one tells the others
-that it failed.
+"""What the processes of one mesh send each other besides the messages of a schedule, and how one reports its failure.
 
-Every wait is known to the watchdog: where another process is lost or has failed, the wait ends with the first cause.
+The watchdog knows of every wait: if another process is lost or has failed, the wait ends with the first cause.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from penstock.runtime.transport.protocol import Pending
 T = TypeVar("T")
 
 _OWN_ERROR_SECONDS = 1.5
-"""How long an error outside of a wait is held back, in case another rank's failure caused it."""
+"""How long an error outside a wait is held back, in case another rank's failure caused it."""
 
 
 class Control:
-    """This process's side. All calls but `fail` and `failed` are collectives; where it is alone, they are nothing.
+    """This process's side. All calls but `fail` and `failed` are collectives; in a single process they do nothing.
 
     Attributes:
-        groups: the process groups; None where this process is alone.
-        watchdog: of the whole mesh.
-        line, others: the other processes of the pipeline, and of the mesh, by the numbers that messages call them.
+        groups: the process groups; None if this process is alone.
+        watchdog: that of the whole mesh.
+        line, others: the other processes of the pipeline, and of the mesh, by their numbers in messages.
     """
 
     def __init__(self, world: World, device: torch.device, patience: Patience | None = None) -> None:
@@ -54,7 +53,7 @@ class Control:
             self.watchdog = Watchdog.connect(world.name, len(world.everyone), exchange(self.groups.everyone), patience)
 
     def give_all(self, value: T) -> T:
-        """The first process's object, on every process of the mesh."""
+        """Returns the first process's object on every process of the mesh."""
         if self.groups is None:
             return value
         give = exchange(self.groups.everyone)
@@ -64,18 +63,18 @@ class Control:
 
     @property
     def failed(self) -> bool:
-        """Whether this or another rank has failed, so that nothing can be run any more."""
+        """Whether this or another rank has failed, so that nothing can run any more."""
         return self.watchdog.failure is not None
 
     def start_equal(self, tensors: Iterable[Tensor]) -> None:
-        """Gives all that run the same stages the first one's values, in place."""
+        """Gives all processes that run the same stages the first one's values, in place."""
         if self.groups is not None and len(self.world.column) > 1:
             numbers = [self.world.everyone.index(rank) for rank in self.world.column]
             with self.waiting_for("equal parameters", tuple(n for n in numbers if n != self.world.name)):
                 copy_from_first(tensors, self.groups.column)
 
     def give(self, value: T, source_rank: int = 0) -> T:
-        """One rank's object, on every rank of the pipeline; one call a process."""
+        """Returns one rank's object on every rank of the pipeline. Each process calls it once."""
         if self.groups is None:
             return value
         peers = () if self.world.rank == source_rank else (self.world.names[source_rank],)
@@ -85,7 +84,7 @@ class Control:
         return given
 
     def bring(self, buffer: Tensor, source_rank: int, target_ranks: Sequence[int]) -> None:
-        """Copies a CPU tensor, in place, from one rank to others. All of these ranks call it, and none else."""
+        """Copies a CPU tensor, in place, from one rank to others. Exactly these ranks call it."""
         if self.groups is None:
             return
         group, here = self.groups.control, self.world.rank
@@ -99,10 +98,10 @@ class Control:
                     dist.send(buffer, group=group, group_dst=target)
 
     def broadcast_sum(self, value: Tensor) -> Callable[[], None]:
-        """Starts to sum a small CPU tensor, in place, over all processes. Returns what waits for it."""
+        """Starts to sum a small CPU tensor, in place, over all processes. Returns a function that waits for it."""
         assert self.groups is not None
         while len(self._sums) >= BROADCASTS_IN_FLIGHT:
-            self._end_sum()  # long done; but work that is under way must not be dropped
+            self._end_sum()  # done long ago, but pending work must not be dropped
         pending = all_reduce([value], self.groups.everyone)
         self._sums.append(pending)
 
@@ -113,7 +112,7 @@ class Control:
         return wait
 
     def end_sums(self) -> None:
-        """Waits for the sums that are under way."""
+        """Waits for the pending sums."""
         while self._sums:
             self._end_sum()
 
@@ -123,18 +122,18 @@ class Control:
 
     @contextmanager
     def agreed(self, kind: type[Exception] = Exception) -> Iterator[None]:
-        """Around what every process does alike and by itself: what one refuses, all raise, once all are through.
+        """Around work that every process does alike and on its own: if one refuses, all raise, once all are done.
 
-        A process that is ahead would else report its refusal while another, which is about to refuse the same, seems to
-        wait for it, and ends as if the run had failed. Nothing within may wait for another process, except where one
+        Otherwise a process that is ahead would report its refusal while another, about to refuse the same, seems to
+        wait for it and ends as if the run had failed. Nothing within may wait for another process, unless a process
         that raises a `kind` has waited for as much as the others.
 
         Args:
-            kind: what is a refusal; anything else ends the run at once.
+            kind: what counts as a refusal; anything else ends the run immediately.
 
         Raises:
             kind: what was raised within.
-            PipelineFailure: that was on other processes only; it has the words of the first of them.
+            PipelineFailure: only other processes raised; it has the message of the first of them.
         """
         if self.groups is None:
             yield
@@ -156,7 +155,7 @@ class Control:
 
     @contextmanager
     def waiting_for(self, what: str, peers: tuple[int, ...]) -> Iterator[None]:
-        """Around a wait outside of a program: the watchdog knows of it, and an error names the first cause."""
+        """Around a wait outside a program: the watchdog knows of it, and an error names the first cause."""
         self.watchdog.position = Position(what, peers)
         try:
             yield
@@ -168,12 +167,12 @@ class Control:
         self.watchdog.position = OUTSIDE
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Around a wait for all other ranks outside of a step: if one is lost, this rank says so and ends."""
+        """Around a wait for all other ranks outside a step: if one is lost, this rank says so and ends."""
         return self.waiting_for(what, self.others)
 
     @contextmanager
     def working(self, what: str) -> Iterator[None]:
-        """Around work of this rank's own, also within a wait: others that wait meanwhile name this rank."""
+        """Around this rank's own work, also within a wait: ranks that wait meanwhile name this rank."""
         before, self.watchdog.position = self.watchdog.position, Position(what)
         try:
             yield
@@ -182,11 +181,11 @@ class Control:
 
     @property
     def control_group(self) -> dist.ProcessGroup | None:
-        """A gloo group of all processes; None if there is one."""
+        """A gloo group of all processes; None if there is only one."""
         return None if self.groups is None else self.groups.everyone
 
     def gather(self, value: Any) -> list[Any]:
-        """Every process's object, on all of them; each of them calls it."""
+        """Returns every process's object on all of them. Every process calls it."""
         if self.groups is None:
             return [value]
         values: list[Any] = [None] * len(self.world.everyone)
@@ -196,7 +195,7 @@ class Control:
         return values
 
     def gather_line(self, value: Any) -> list[Any]:
-        """As `gather`, of the ranks of this pipeline."""
+        """Like `gather`, for the ranks of this pipeline."""
         if self.groups is None:
             return [value]
         values: list[Any] = [None] * self.world.ranks
@@ -206,7 +205,7 @@ class Control:
         return values
 
     def fail(self, error: BaseException) -> BaseException:
-        """Tells the others that this rank raised, unless they know; returns what is to be raised: the first cause."""
+        """Tells the others that this rank raised, unless they know; returns the error to raise: the first cause."""
         if self._agreed:
             return error
         position = self.watchdog.position
@@ -216,7 +215,7 @@ class Control:
                 error.add_note(f"penstock: in action {position.action}")
             return error
         if isinstance(error, (RuntimeError, OSError)):
-            # Most likely a neighbour that left; where nothing was waited for it may as well be the model's own error.
+            # Most likely a neighbour left; but outside a wait it may just as well be the model's own error.
             patience = None if position.peers else _OWN_ERROR_SECONDS
             if self.watchdog.cause(patience) is not None:
                 return _failure_of(self.watchdog, error)
@@ -225,7 +224,7 @@ class Control:
         return error
 
     def close(self) -> None:
-        """Ends the watchdog, and gives the process groups back."""
+        """Ends the watchdog and releases the process groups."""
         self.watchdog.close()
         if self.groups is not None and not self.failed:
             self.groups.close()

@@ -41,18 +41,18 @@ class BoundSchedule:
     """A schedule bound to partitions, for the ranks of this process."""
 
     number: int
-    """Of its programs; the same on every rank."""
+    """The number of its programs; the same on every rank."""
     partitions: tuple[Partition, ...]
-    """Of each microbatch."""
+    """One per microbatch."""
     actions: tuple[BoundAction, ...]
     programs: tuple[Program, ...]
     head: LossHead
     averages: Mapping[int, Average]
-    """Over replicas, by stage; empty where there are none."""
+    """Averages over replicas, by stage; empty without replicas."""
     updated: tuple[Tensor, ...]
-    """The buffers, and parameters if any, of this process that a forward updates."""
+    """This process's buffers, and parameters if any, that a forward updates."""
     tied: tuple[Tied, ...]
-    """The parameters of this process that several stages hold and train."""
+    """This process's parameters that several stages hold and train."""
     schedule: Schedule
     training: bool
 
@@ -79,7 +79,7 @@ class Engine:
         if not world.is_local and device.type == "cuda":
             torch.cuda.set_device(device)  # NCCL and the random generators look at the current one
         self.control = Control(world, device, patience)
-        self._sending = Position("its last sends", self.control.line)  # a first step's are waited for
+        self._sending = Position("its last sends", self.control.line)  # a first step waits for them
         self.streams = Streams(self.control.give_all(seed))
         groups = self.control.groups
         self.transports: dict[int, Transport]
@@ -96,11 +96,11 @@ class Engine:
                 if cause is error:
                     raise
                 raise cause from error
-            atexit.register(self.close)  # what was sent must arrive, also from a script that does not close
+            atexit.register(self.close)  # what was sent must arrive even if a script does not close
         self.replicas = Replicas(world, groups) if groups is not None and len(world.replicas) > 1 else None
 
     def tie(self, groups: Sequence[TieGroup], parameter: Callable[[str], nn.Parameter]) -> None:
-        """Makes the copies of tied parameters equal, and ready to be reduced."""
+        """Makes the copies of tied parameters equal, and prepares to reduce their gradients."""
         for index, group in enumerate(groups):
             if self.control.groups is not None:
                 self.control.groups.make(group.ranks)
@@ -151,7 +151,7 @@ class Engine:
         )
 
     def agreed_at_first(self) -> AbstractContextManager[None]:
-        """`Control.agreed` until a schedule is bound: replicas bind the first together, later ones each by itself."""
+        """`Control.agreed` until a schedule is bound: replicas bind the first together, later ones independently."""
         return nullcontext() if self._bound else self.control.agreed()
 
     def _programs(self, binding: Binding, head: LossHead, averages: Mapping[int, Average]) -> dict[int, Program]:
@@ -174,7 +174,7 @@ class Engine:
         }
 
     def _in_order(self, schedule: Schedule, programs: Mapping[int, Program]) -> Iterator[BoundAction]:
-        """The actions of all programs: of one rank its row; of several an order that respects dependencies."""
+        """The actions of all programs: for one rank, its row; for several, an order that respects dependencies."""
         if not self.world.is_local:
             for program in programs.values():
                 yield from program.actions
@@ -184,25 +184,25 @@ class Engine:
             yield next(rows[rank])
 
     def release(self, bound: BoundSchedule) -> None:
-        """Gives back what a schedule holds that will not run again. Every rank calls it between the same two steps."""
+        """Releases what a schedule holds if it will not run again. Every rank calls it between the same two steps."""
         for transport in self.transports.values():
             transport.release(bound.number)
 
     def _shares_losses(self, placement: Placement) -> bool:
-        """Whether other processes compute losses, too: replicas, or those with another copy of the last stage."""
+        """Whether other processes compute losses too: replicas, or those with another copy of the last stage."""
         lasts = {placement.rank_of[copy * placement.depth - 1] for copy in range(1, placement.pipelines + 1)}
         return self.replicas is not None or (len(lasts) > 1 and not lasts <= {*self.ranks})
 
     def _averages(self, here: Sequence[Stage]) -> dict[int, Average]:
-        """What averages gradients over the replicas, by stage of this process."""
+        """The averages of gradients over the replicas, by stage of this process."""
         if self.replicas is None:
             return {}
         tied = [p for rank in self.ranks for reducer in self._reducers[rank].values() for p in reducer.parameters]
         return self.replicas.averages(here, tied)
 
     def _agree(self, schedule: Schedule, partition: Partition) -> None:
-        """Finds out before the first message whether all ranks split the same model in the same way. What is bound
-        later is each pipeline's own business."""
+        """Checks before the first message that all ranks split the same model in the same way. Schedules bound later
+        concern only their own pipeline."""
         if self.control.groups is None:
             return
         mine = hashlib.sha256(repr((str(schedule), [stage.meta for stage in partition.stages])).encode()).hexdigest()
@@ -218,9 +218,9 @@ class Engine:
             )
 
     def _connect(self, schedule: Schedule) -> None:
-        """Connects the pairs of ranks that exchange messages, in one order on all ranks, so that none waits for ever.
+        """Connects the pairs of ranks that exchange messages, in the same order on all ranks, so none waits forever.
 
-        Later, in the middle of a schedule, a pair's first message might hold up a rank that others wait for.
+        In the middle of a schedule, a pair's first message might hold up a rank that others wait for.
         """
         for source, target in ways(schedule) if not self.world.is_local else ():
             if (source, target) in self._connected:
@@ -233,11 +233,11 @@ class Engine:
                         self.transports[rank].connect(source, target)
 
     def run(self, bound: BoundSchedule, feed: Feed, step: int, *, timed: bool = False) -> dict[int, list[Moment]]:
-        """Runs one step of a bound schedule. Returns, if `timed`, what each of this process's ranks did when.
+        """Runs one step of a bound schedule. If `timed`, returns what each of this process's ranks did and when.
 
         Raises:
             PipelineFailure: another rank failed.
-            Exception: whatever the model or the loss raised, with a note that names rank and action.
+            Exception: whatever the model or the loss raised, with a note that names the rank and the action.
         """
         devices = tuple({self.devices[rank] for rank in self.ranks})
         with self._dropping():
@@ -253,7 +253,7 @@ class Engine:
 
     @contextmanager
     def _dropping(self) -> Iterator[None]:
-        """Around a step: if it raises, nothing of it is left under way."""
+        """Around a step: if it raises, none of its work is left pending."""
         try:
             yield
         except BaseException:
@@ -262,7 +262,7 @@ class Engine:
             raise
 
     def _begin(self, bound: BoundSchedule, feed: Feed) -> None:
-        """What comes before a step's first action."""
+        """Runs before a step's first action."""
         refuse_hooks(bound.tied)
         self.control.watchdog.step += 1
         self.control.watchdog.check()
@@ -275,7 +275,7 @@ class Engine:
             reducer.begin_step()
 
     def _end(self, bound: BoundSchedule) -> None:
-        """What comes after a step's last action: sums are waited for, and what was sent arrives."""
+        """Runs after a step's last action: waits for sums, and until everything sent has arrived."""
         for reducer in self._reducers_of(bound):
             self.control.watchdog.position = reducer.position
             reducer.end_step()
@@ -287,12 +287,12 @@ class Engine:
         self.control.watchdog.position = OUTSIDE
 
     def _reducers_of(self, bound: BoundSchedule) -> list[TieReducer]:
-        """What sums tied gradients in a step of this bound schedule."""
+        """The reducers that sum tied gradients in a step of this bound schedule."""
         return [r for rank in self.ranks for r in self._reducers[rank].values()] if bound.training else []
 
     def announce(self, numbers: Sequence[int], source_rank: int) -> list[int]:
-        """One rank's numbers, on every rank of the pipeline; each gives as many. That rank does not wait for the
-        others."""
+        """Returns one rank's numbers on every rank of the pipeline; each passes equally many. That rank does not wait
+        for the others."""
         if self.control.groups is None:
             return list(numbers)
         buffer = torch.tensor(numbers, dtype=torch.float64)
@@ -302,7 +302,7 @@ class Engine:
         return [int(number) for number in buffer.tolist()]
 
     def broadcast(self, value: Tensor, source_rank: int, what: str = "the loss") -> Callable[[], None]:
-        """Starts to copy a small CPU tensor from one rank to all, in place. Returns what waits for it."""
+        """Starts to copy a small CPU tensor from one rank to all, in place. Returns a function that waits for it."""
         pending = [transport.broadcast(value, source_rank) for transport in self.transports.values()]
 
         def wait() -> None:
@@ -314,7 +314,7 @@ class Engine:
         return wait
 
     def close(self) -> None:
-        """Ends the watchdog, removes hooks, and gives the process groups back."""
+        """Ends the watchdog, removes hooks, and releases the process groups."""
         atexit.unregister(self.close)
         self.streams.close()
         if not self.control.failed:
@@ -327,7 +327,7 @@ class Engine:
 
 @contextmanager
 def _same_autocast_after() -> Iterator[None]:
-    """A recorded forward that raises cannot leave the autocast that it entered."""
+    """Restores autocast: a recorded forward that raises cannot leave the autocast that it entered."""
     before = {kind: torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")}
     try:
         yield
@@ -338,5 +338,5 @@ def _same_autocast_after() -> Iterator[None]:
 
 
 def draws_in_glue(partition: Partition) -> bool:
-    """Whether the model draws random numbers outside of any module that is called."""
+    """Whether the model draws random numbers outside of all called modules."""
     return any(stage.draws_outside_modules for stage in partition.stages)

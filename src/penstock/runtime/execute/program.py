@@ -1,6 +1,6 @@
 """A schedule bound to the stages of one partition: for each action of a rank, what to wait for and what to run.
 
-`Program` knows no schedule by name; `run` is the one executor. Where one process drives all ranks, it gets the actions
+`Program` knows no schedule by name; `run` is the only executor. If one process drives all ranks, `run` gets the actions
 of all of them, in an order that respects dependencies; otherwise those of its own rank's row.
 """
 
@@ -35,7 +35,7 @@ Moment = tuple[Action, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class BoundAction:
-    """One action of one rank: `run(action, wait(microbatch))`, where `wait` alone may block."""
+    """One action of one rank: `run(action, wait(microbatch))`, in which only `wait` may block."""
 
     rank: int
     action: Action
@@ -46,7 +46,7 @@ class BoundAction:
 
 
 def run(actions: Sequence[BoundAction], watched: Watched) -> dict[int, list[Moment]]:
-    """Runs actions in order. Returns no moments; `run_timed` takes them."""
+    """Runs actions in order. Returns no moments; `run_timed` does."""
     for each in actions:
         ready = None
         if each.wait is not None:
@@ -62,7 +62,7 @@ def run_timed(actions: Sequence[BoundAction], watched: Watched, clocks: Mapping[
     """Runs actions in order. Returns, by rank, when each of them waited and ran.
 
     Args:
-        clocks: of each rank.
+        clocks: one per rank.
     """
     marks: dict[int, list[tuple[Action, Any, Any, Any]]] = {rank: [] for rank in clocks}
     for clock in clocks.values():
@@ -89,13 +89,13 @@ def run_timed(actions: Sequence[BoundAction], watched: Watched, clocks: Mapping[
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """What a step brings. Ranks without the first or the last stage leave their part empty.
+    """The data of one step. Ranks without the first or the last stage leave its part empty.
 
     Attributes:
         inputs: for each microbatch, the model's inputs by position among the first stage's inputs.
         targets: for each microbatch; None in an evaluation without one.
-        weights: of each microbatch's loss.
-        keep_outputs: keep the model's output of each microbatch.
+        weights: the weight of each microbatch's loss.
+        keep_outputs: whether to keep the model's output for each microbatch.
         loss_scale: what gradients are multiplied by.
         changes: how often the model was found changed between two steps.
     """
@@ -109,14 +109,14 @@ class Feed:
 
 
 class Program:
-    """One rank's part of a partition and the way in which its actions are run.
+    """One rank's part of a partition, and how its actions run.
 
     Args:
         number: tells programs of one pipeline apart; the same on every rank.
-        head: what follows the last stage; used on its rank only.
-        reducers: by tie group.
-        names: of the ranks, by which messages call them.
-        averages: over replicas, by stage.
+        head: what follows the last stage; used only on that stage's rank.
+        reducers: one per tie group.
+        names: what messages call the ranks.
+        averages: averages over replicas, by stage.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Program:
         self.actions = [self._bind(rank, action) for action in row]
 
     def start(self, feed: Feed, *, reduces: bool) -> None:
-        """Gives a step's inputs to the first stage, if it is here. `reduces`: gradients of sharded stages are."""
+        """Gives a step's inputs to the first stage, if it is here. `reduces`: reduce gradients of sharded stages."""
         start = Start(reduces, feed.loss_scale, feed.changes)
         for index, runner in self.runners.items():
             runner.begin_step(feed.inputs if self._placement.is_first(index) else (), start)

@@ -1,6 +1,6 @@
 """Names for what a profiler shows: a range for each action, `penstock 2F3`, and for its wait, `penstock 2F3 waits`.
 
-Only a step that runs under a profiler has them: torch's, or `emit_nvtx`, which hands them to nsys.
+Only steps that run under a profiler have them: torch's own, or `emit_nvtx`, which passes them to nsys.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from penstock.runtime.execute.program import BoundAction
 def is_profiling() -> bool:
     """Whether torch's profiler, or `emit_nvtx`, is on.
 
-    Torch has no public way to ask. `_is_profiler_enabled` is what its own optimizers look at; where it is not there,
-    every step has its ranges, at some 15 microseconds an action.
+    Torch has no public way to ask. `_is_profiler_enabled` is what its own optimizers check; without it, every step has
+    its ranges, at about 15 microseconds per action.
     """
     return bool(getattr(profiler, "_is_profiler_enabled", True))
 
 
 def ranged(actions: Sequence[BoundAction]) -> list[BoundAction]:
-    """The actions, each in its ranges."""
+    """The actions, each wrapped in its ranges."""
     return [_ranged(each, f"penstock {each.action}") for each in actions]
 
 

@@ -1,8 +1,8 @@
 """Forward and backward of one microbatch on one stage; the backward whole (B) or split (I and W).
 
-What a stage keeps for a microbatch between the two is no more than autograd itself keeps: the edges to start backward
-from, and a slot for the gradient of each input; or, where the forward is run again in backward, what it needs for that.
-Values and gradients are dropped as soon as they are handed on.
+Between the two, a stage keeps no more for a microbatch than autograd itself keeps: the edges to start backward from,
+and a slot for the gradient of each input; or, if the forward runs again in backward, what it needs for that. Values and
+gradients are dropped as soon as they are handed on.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class StageRunner:
     """Runs one stage of one program.
 
     Args:
-        stage: which one, and what surrounds it.
+        stage: the stage and what surrounds it.
         functions: the stage's forward for each microbatch (the same function, unless sizes differ).
-        routes: where values and gradients come in and go to.
-        split: runs the backward of some microbatches in two parts; None where all are whole.
-        features: what is done beside.
+        routes: where values and gradients come from and go to.
+        split: runs the backward of some microbatches in two parts; None if all are whole.
+        features: what the stage does besides.
     """
 
     def __init__(
@@ -87,10 +87,10 @@ class StageRunner:
         self._values = _Outbox()
         self._grads = _Outbox()
         self.batch: list[Mapping[int, Tensor]] = []
-        """For each microbatch, the model's inputs by their position among the stage's inputs."""
+        """For each microbatch, the model's inputs by position among the stage's inputs."""
 
     def begin_step(self, batch: Sequence[Mapping[int, Tensor]], start: Start) -> None:
-        """Takes a step's inputs, and drops what a step that raised may have left."""
+        """Takes a step's inputs, and drops anything left by a step that raised."""
         self.batch = list(batch)
         self._saved.clear()
         self._kept.clear()
@@ -101,7 +101,7 @@ class StageRunner:
         self.features.begin_step(start)
 
     def gather(self, microbatch: int) -> list[Any]:
-        """Waits for everything that the forward of a microbatch needs."""
+        """Waits for everything that a microbatch's forward needs."""
         args: list[Any] = [None] * len(self.meta.inputs)
         for route in self.routes.values_in:
             for position, value in zip(route.positions, route.channel.receive(microbatch), strict=True):
@@ -149,7 +149,7 @@ class StageRunner:
         if self._training:
             self._check_untracked(outputs)
         if self._head is not None:
-            # One that runs again has its loss from then alone: a loss may count, or write into its target.
+            # If it runs again, only the second run computes the loss, which may count or write into its target.
             root = None if runs_again else self._head(microbatch, outputs)
             roots = [self._loss_edge(root)] if root is not None else []
         else:
@@ -159,13 +159,13 @@ class StageRunner:
         return _Saved([*roots, *passed_on], slots), outputs
 
     def _again(self, microbatch: int) -> _Saved:
-        """Runs a forward again, on what it ran on, for its graph; what was kept for that is let go."""
+        """Runs a forward again, on the same inputs, for its graph; drops what was kept for that."""
         rerun = self._kept.pop(microbatch)
         with rerun.as_before(), self.features.again(microbatch):
             return self._run(microbatch, rerun.args())[0]
 
     def collect(self, microbatch: int) -> list[Tensor | None]:
-        """Waits for everything that the backward of a microbatch needs: a gradient, or None, for each root."""
+        """Waits for everything that a microbatch's backward needs: a gradient, or None, for each root."""
         if self._head is not None:
             return [] if microbatch in self._kept else [self._head.seed(microbatch)]
         grads: list[Tensor | None] = [None] * (len(self._root_outputs) + len(self._root_inputs))
@@ -196,7 +196,7 @@ class StageRunner:
             self._grads.dispatch(self.routes.grads_out, microbatch, given)
 
     def weight_backward(self, action: Action, _: None = None) -> None:
-        """Runs W: what I left of a microbatch's backward."""
+        """Runs W: the part of a microbatch's backward that the I part put off."""
         assert self.split is not None
         microbatch = number(action)
         with self.features.around(action), self.features.weights(microbatch):
@@ -214,8 +214,8 @@ class StageRunner:
         return self.split if self.split is not None and microbatch in self.split.microbatches else None
 
     def _learns_from_loss(self, microbatch: int) -> bool:
-        """Whether a split is learned from the graph of this microbatch's loss, so that it is not run again: that would
-        call the loss twice."""
+        """Whether a split is learned from the graph of this microbatch's loss. Its forward then does not run again,
+        which would call the loss twice."""
         split = self._split_of(microbatch) if self._head is not None else None
         return split is not None and not split.decided
 
@@ -247,7 +247,7 @@ class StageRunner:
 
 
 def number(action: Action) -> int:
-    """The microbatch of a computation."""
+    """A computation's microbatch."""
     assert action.microbatch is not None
     return action.microbatch
 

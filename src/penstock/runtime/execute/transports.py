@@ -1,4 +1,4 @@
-"""Which transport carries what the ranks of this process send: those that Penstock has, or one of the user's own."""
+"""Which transport carries what the ranks of this process send: one of Penstock's, or the user's own."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from penstock.runtime.transport.shared_memory import Neighbours, SharedMemoryTra
 
 TransportName = Literal["auto", "distributed"]
 TransportChoice = TransportName | TransportFactory
-"""What carries values between processes: "auto" takes shared memory between CPU ranks of one machine, "distributed"
-`torch.distributed`; a factory makes a transport of the user's own."""
+"""What carries values between processes: "auto" uses shared memory between CPU ranks of one machine, "distributed"
+uses `torch.distributed`; a factory makes the user's own transport."""
 
 
 def transport_of(
     choice: TransportChoice, rank: int, device: torch.device, control: Control, groups: Groups
 ) -> Transport:
-    """This rank's side of the transport that all ranks have chosen. All of them call it.
+    """This rank's side of the transport that all ranks chose. Every rank calls it.
 
     Raises:
-        ArgumentError: they have not chosen the same one, or their factory has made something else.
+        ArgumentError: they did not choose the same one, or their factory made something else.
         Exception: whatever the factory raised.
     """
     possible = choice == "auto" and device.type == "cpu" and Neighbours.supported()
@@ -55,7 +55,7 @@ def transport_of(
 
 
 def _name_of(choice: TransportChoice) -> str:
-    """What all ranks can compare: a factory's code by its name."""
+    """A name that all ranks can compare; for a factory, that of its code."""
     if isinstance(choice, str):
         return repr(choice)
     function = choice.func if isinstance(choice, partial) else choice
@@ -64,7 +64,7 @@ def _name_of(choice: TransportChoice) -> str:
 
 
 def _check_same(names: Sequence[str], here: int) -> None:
-    """Raises ArgumentError where one rank has a factory and another something else."""
+    """Raises ArgumentError if one rank has a factory and another something else."""
     own = names[here]
     other = next((rank for rank, name in enumerate(names) if name != own), None)
     if other is None or {own, names[other]} <= {repr(name) for name in get_args(TransportName)}:
@@ -75,7 +75,7 @@ def _check_same(names: Sequence[str], here: int) -> None:
 
 
 def _made(factory: TransportFactory, rank: int, device: torch.device, control: Control) -> PointToPoint:
-    """What a factory makes for this rank; given back if another rank's is refused."""
+    """The transport that a factory makes for this rank; closed if another rank's is refused."""
     world = control.world
 
     def gather(value: Any) -> list[Any]:
@@ -85,7 +85,7 @@ def _made(factory: TransportFactory, rank: int, device: torch.device, control: C
     made: PointToPoint | None = None
     try:
         with control.working("the making of its transport"):
-            # It may wait for other ranks, so that whatever it raises ends the run at once.
+            # It may wait for other ranks, so any error it raises ends the run immediately.
             made = factory(Endpoint(rank, world.members, device, gather))
         with control.agreed():
             _check_made(made, _name_of(factory))

@@ -1,5 +1,5 @@
-"""What the forwards of a stage, or a loss, set in attributes for the first time after the first step: because a flag
-was switched, a count has come so far, the batch's values ask for it, or a block was left out by chance until then.
+"""Attributes that a stage's forwards, or a loss, set for the first time after the first step: because a flag was
+switched, a count got that far, the batch's values ask for it, or a block had been left out by chance until then.
 
 Attributes are read around every forward, so no Python runs for a single one unless something has changed.
 """
@@ -20,18 +20,18 @@ from penstock.partition.state.reach import is_of_others
 from penstock.partition.values.objects import CONSTANTS
 
 LARGEST = 100
-"""Dicts, and objects in attributes, with more entries are not looked at."""
+"""Dicts, and objects in attributes, are ignored if they have more entries."""
 
 
 Reading = tuple[list[int], list[Any], list[Any]]
-"""How many entries each holder has, and the keys and values of all, one holder after the other."""
+"""The number of entries of each holder, and the keys and values of all holders, one after the other."""
 
 
 class Attributes:
-    """The attributes of some modules and objects, and what dicts and plain objects there hold.
+    """The attributes of some modules and objects, and the contents of dicts and plain objects in them.
 
     Args:
-        owners: those of torch's own classes, which set nothing, are passed over.
+        owners: the modules and objects; those of torch's own classes, which set nothing, are skipped.
     """
 
     def __init__(self, owners: Iterable[Any]) -> None:
@@ -41,12 +41,12 @@ class Attributes:
         self._usual: tuple[list[int], list[Any]] = [], []
 
     def read(self) -> Reading:
-        """What is there now."""
+        """The current contents."""
         held = self._holders
         return [*map(len, held)], [*chain.from_iterable(held)], [*chain.from_iterable(map(dict.values, held))]
 
     def set_since(self, before: Reading, known: Collection[Key]) -> Mapping[Key, tuple[Place, Any]]:
-        """The places, other than those that are known, that are not as they were, each with what was there."""
+        """The places that have changed, except known ones, each with its previous contents."""
         lengths, keys, values = self.read()
         changed: list[int] = []
         if lengths == before[0]:
@@ -78,7 +78,7 @@ class Attributes:
 
 
 def _holders(owner: Any) -> Iterator[tuple[str, dict[Any, Any], bool]]:
-    """The attributes of an object, and of the objects there; and the dicts there. Each by its name, and whether it
+    """The attributes of an object and of the objects in them, and the dicts in them: for each its name, and whether it
     holds attributes."""
     own = getattr(owner, "__dict__", None)
     if not isinstance(own, dict) or is_of_others(type(owner).__module__):

@@ -1,8 +1,8 @@
-"""What a backward adds up beside buffers, in a hook on a gradient or in an autograd function: a count of its calls, a
-sum in a tensor of its own.
+"""What a backward adds up besides buffers, in a hook on a gradient or in an autograd function: a count of its calls, a
+sum in its own tensor.
 
-Backwards of a stage are in order, so that each finds there what it would on one device. Of two copies of a stage each
-has a part of them.
+Backwards of a stage run in order, so each finds there what it would on one device. But each of two copies of a stage
+runs only part of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature
 
 LOOKS = 3
-"""The number of a stage's forwards and backwards that are watched: later ones are alike."""
+"""The number of a stage's forwards and backwards that are watched; later ones behave alike."""
 
 Values = dict[tuple[int, str], tuple[object, int]]
 
@@ -26,16 +26,16 @@ Values = dict[tuple[int, str], tuple[object, int]]
 class BackwardCounts(Feature):
     """Refuses whole numbers and tensors in attributes that the backward of a stage with several copies changes.
 
-    Other attributes are left alone: hooks may note there what they find, for others to look at.
+    Other attributes are left alone: hooks may note there what they find, for the user to look at.
 
     Args:
-        index: of the stage.
-        modules: whose code it runs.
+        index: the stage's.
+        modules: the modules whose code the stage runs.
     """
 
     @classmethod
     def of(cls, stage: StageContext) -> BackwardCounts | None:
-        """In training, where the stage has copies."""
+        """In training, if the stage has copies."""
         return cls(stage.index, stage.stage.module.modules()) if stage.training and stage.copies else None
 
     def __init__(self, index: int, modules: Iterable[nn.Module]) -> None:
@@ -46,7 +46,7 @@ class BackwardCounts(Feature):
 
     @contextmanager
     def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
-        """Around a forward: what it changes itself may be changed by one that is run again in backward."""
+        """Around a forward: what it changes itself, a forward that runs again in backward may change too."""
         self._forwards += 1
         before = self._values() if self._forwards <= LOOKS else {}
         yield
@@ -55,7 +55,7 @@ class BackwardCounts(Feature):
 
     @contextmanager
     def autograd(self, microbatch: int) -> Iterator[None]:
-        """Around autograd's backward. Raises PartitionError if it changes one that no forward does."""
+        """Around autograd's backward. Raises PartitionError if it changes something that no forward changes."""
         self._backwards += 1
         before = self._values() if self._backwards <= LOOKS else {}
         yield
@@ -82,5 +82,5 @@ class BackwardCounts(Feature):
 
 
 def _differs(now: tuple[object, int], held: object, value: int) -> bool:
-    """Whether a number is another one, or the same tensor has been updated in place."""
+    """Whether a number has changed, or the same tensor was updated in place."""
     return now[0] is held and now[1] != value

@@ -1,7 +1,7 @@
-"""Random numbers that a backward draws: in a hook on a gradient, or in the backward of an autograd function.
+"""Random numbers drawn in backward: in a hook on a gradient, or in the backward of an autograd function.
 
 A forward draws from streams keyed by module, which hooks on the modules set. In backward nothing says which module is
-drawing, so the numbers would depend on the schedule and on the cuts.
+drawing, so the numbers would depend on the schedule and the cuts.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature
 
 LOOKS = 3
-"""In so many backwards of a stage is looked at Python's and numpy's generators: later ones are alike, and other threads
-of a long training draw from them as well."""
+"""The number of a stage's backwards in which Python's and numpy's generators are checked: later ones behave alike, and
+in a long training other threads draw from these generators too."""
 
 
 class BackwardDraws(Feature):
     """Refuses what a stage's backward draws from torch's default generators, or Python's and numpy's.
 
     Args:
-        stage: its index.
-        device: that it runs on.
-        streams: what sets the generators where a forward draws, also within backward.
+        stage: the stage's index.
+        device: the device it runs on.
+        streams: sets the generators when a forward draws, also within backward.
     """
 
     @classmethod
@@ -49,17 +49,17 @@ class BackwardDraws(Feature):
         return self.refused()
 
     def weights(self, microbatch: int) -> AbstractContextManager[None]:
-        """Around what a split backward has put off: see `refused`."""
+        """Around the work that a split backward put off: see `refused`."""
         return self.refused()
 
     @contextmanager
     def refused(self) -> Iterator[None]:
-        """Nothing may be drawn within it.
+        """Around code that must not draw.
 
-        A forward that runs again within it, as in checkpointing, is no draw: it restores the generators, or seeds them.
+        A forward that runs again within it, as in checkpointing, is not a draw: it restores or seeds the generators.
 
         Raises:
-            PartitionError: it has drawn.
+            PartitionError: the code drew.
         """
         self._looks += 1
         looks = self._looks <= LOOKS

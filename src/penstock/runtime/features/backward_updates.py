@@ -1,9 +1,9 @@
 """What a backward updates: buffers, in a hook, in an autograd function, or in a forward that a checkpoint runs again;
 and parameters, in a hook that takes the optimizer's step.
 
-A backward may keep a sum over microbatches, since backwards run in order. Anything that the forward takes or updates as
-well, such as a moving average, depends on how forwards and backwards alternate: in plain training each backward follows
-directly on its forward.
+A backward may keep a sum over microbatches, since backwards run in order. Anything that the forward also reads or
+updates, such as a moving average, depends on how forwards and backwards alternate: in plain training each backward
+directly follows its forward.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from penstock.runtime.gradients.distribution import is_distributed
 from penstock.schedule import Op
 
 LOOKS = 3
-"""The number of a stage's backwards in which reads are watched: later ones are alike."""
+"""The number of a stage's backwards in which reads are watched; later ones behave alike."""
 
 SMALL = 2**16
-"""Buffers of so many bytes are compared bit by bit in these backwards."""
+"""Buffers of up to this many bytes are compared bit by bit in these backwards."""
 
 LOOKS_AT_HOOKS = 16
 """The number of backwards, counted from when hooks are added, in which parameters with hooks are compared bit by bit: a
-hook may wait for several backwards before it writes through `.data`. Writes that autograd knows of are seen in all."""
+hook may wait for several backwards before it writes through `.data`. Writes that autograd tracks are always seen."""
 
 
 class _Noted(NamedTuple):
@@ -50,12 +50,12 @@ class _Noted(NamedTuple):
 
 
 class BackwardUpdates(Feature):
-    """Refuses updates in a stage's backward that would not be those of plain training, and reads of what has changed.
+    """Refuses updates in a stage's backward that would differ from plain training, and reads of what has changed.
 
     Args:
         copies: whether the schedule runs several copies of the stage.
         splits: the microbatches whose backward ends with their W.
-        deferred: buffers of batch norms that are updated once a step.
+        deferred: buffers of batch norms that are updated once per step.
     """
 
     @classmethod
@@ -102,20 +102,20 @@ class BackwardUpdates(Feature):
         self._hooks: dict[int, object] = {}
         self._looks_at_hooks = 0
         self._looks = 0
-        self._changes = 0  # of the model, that are watched
+        self._changes = 0  # those of the model that are watched
         self._latest = -1
         self._left: dict[int, dict[str, Tensor]] = {}
         self._hooked: str | None = None
 
     def begin_step(self, start: Start) -> None:
-        """Drops what a step that raised has left."""
+        """Drops anything left by a step that raised."""
         self._left.clear()
         if start.changes != self._changes:
             self._changes, self._looks = start.changes, 0
 
     @contextmanager
     def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
-        """Around a forward: notes what it leaves."""
+        """Around a forward: notes what it leaves behind."""
         self._latest = microbatch
         looks = self._looks < LOOKS
         hooks = self._gradient_hooks() if looks else set()
@@ -131,7 +131,7 @@ class BackwardUpdates(Feature):
         """Around autograd's backward.
 
         Raises:
-            PartitionError: it updates a parameter, or a buffer that forwards update, or reads a buffer that is no
+            PartitionError: it updates a parameter, or a buffer that forwards update, or it reads a buffer that is no
                 longer as its own forward left it.
         """
         left = self._left.pop(microbatch, {})
@@ -143,20 +143,20 @@ class BackwardUpdates(Feature):
         return self._watched(left)
 
     def weights(self, microbatch: int) -> Context:
-        """Around what a split backward has put off. Raises PartitionError likewise."""
+        """Around the work that a split backward put off. Raises PartitionError as `autograd` does."""
         left = self._left.pop(microbatch, {})
         return NOTHING if microbatch == self._latest else self._watched(left)
 
     @contextmanager
     def _watched_alone(self) -> Iterator[None]:
-        """Around a backward that follows on its forward, in which layers run again."""
+        """Around a backward that directly follows its forward, and in which layers run again."""
         taken = self._noted(self._taken_again)
         yield
         self._refuse_changed(taken, self._refusal_of_taken)
 
     @contextmanager
     def _watched(self, left: Mapping[str, Tensor]) -> Iterator[None]:
-        """Around a backward, or its W, behind which forwards of other microbatches may have come."""
+        """Around a backward, or its W, if forwards of other microbatches may have run since its forward."""
         if self._hooked is not None:
             raise self._refuses_hook("registers anew, and hooks of other microbatches would run with it")
         stale = {
@@ -178,8 +178,8 @@ class BackwardUpdates(Feature):
             )
 
     def _noted(self, buffers: Mapping[str, Tensor]) -> Sequence[_Noted]:
-        """Buffers as they are. In the first backwards small ones are copied, since autograd does not see writes through
-        `.data`."""
+        """The current state of buffers. In the first backwards small ones are copied, since autograd does not see
+        writes through `.data`."""
         if not buffers:
             return ()
         looks = self._looks <= LOOKS
@@ -194,7 +194,7 @@ class BackwardUpdates(Feature):
                 raise refusal(name)
 
     def _gradient_hooks(self) -> set[tuple[str, int]]:
-        """Which hooks there are on gradients of parameters: a name for each, and its number."""
+        """The hooks on gradients of parameters: for each the parameter's name and the hook's number."""
         return {(name, key) for name, p in self._parameters.items() for key in p._backward_hooks or ()}
 
     def _refuses_hook(self, why: str) -> PartitionError:
@@ -251,7 +251,7 @@ def _versions(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _is_our_own() -> bool:
-    """Whether Penstock itself calls the operator, as it does to save buffers around modules that run again."""
+    """Whether Penstock itself calls the operator, as when it saves buffers around modules that run again."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith((_TORCH, __file__, contextlib.__file__)):
         frame = frame.f_back
@@ -262,12 +262,12 @@ _TORCH, _PENSTOCK = str(Path(torch.__file__).parent), str(Path(__file__).parents
 
 
 class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Finds out whether operators read some memory, other than in order to update it. Compiled code runs as it is, and
-    only what it leaves to torch's own kernels is seen of it.
+    """Finds out whether operators read some memory, other than to update it. Compiled code runs unchanged; only what it
+    leaves to torch's own kernels is seen.
 
     Attributes:
         found: what is read, in order.
-        ignored: memory that may be read for the time being.
+        ignored: memory that may currently be read.
     """
 
     supports_higher_order_operators = True
@@ -280,7 +280,7 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Or torch would run code that is compiled as if it were not."""
+        """True, or torch would run compiled code as if it were not compiled."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,8 +1,8 @@
 """Stages compiled by `torch.compile`.
 
-A module's random stream is set by Python, between two graphs: the compiler never looks into a `torch.Generator`.
-Inductor's own random numbers would be other masks than those of the uncompiled model, so that it is told to draw
-torch's, unless the caller's arguments do not allow it.
+Python sets a module's random stream between two graphs: the compiler never looks into a `torch.Generator`. Inductor's
+own random numbers would give other masks than the uncompiled model's, so it must draw torch's, unless the caller's
+arguments do not allow that.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Compile = bool | Mapping[str, Any]
 
 
 def arguments_of(compile: Compile) -> dict[str, Any] | None:
-    """The arguments of `torch.compile` for a stage; None where stages are not compiled.
+    """The arguments of `torch.compile` for a stage; None if stages are not compiled.
 
     Raises:
-        ArgumentError: neither a bool nor a dict, or what cannot work in a pipeline.
+        ArgumentError: neither a bool nor a dict, or something that cannot work in a pipeline.
     """
     if not isinstance(compile, (bool, Mapping)):
         raise ArgumentError(
@@ -54,17 +54,17 @@ def arguments_of(compile: Compile) -> dict[str, Any] | None:
 
 
 def draws_as_torch_does(arguments: Mapping[str, Any]) -> bool:
-    """Whether the masks in compiled code are those of the uncompiled model. (torch allows no options beside a mode.)"""
+    """Whether masks in compiled code are those of the uncompiled model. (torch allows no options next to a mode.)"""
     if arguments.get("backend", "inductor") != "inductor":
         return True
     return arguments.get("mode") is None and (arguments.get("options") or {}).get("fallback_random", True)
 
 
 def notes_of(compile: Compile, schedule: Schedule, *, draws: bool) -> tuple[str, ...]:
-    """What the user should know of a compiled pipeline.
+    """What the user should know about a compiled pipeline.
 
     Args:
-        draws: the model draws random numbers.
+        draws: whether the model draws random numbers.
     """
     arguments = arguments_of(compile)
     if arguments is None:
@@ -89,7 +89,7 @@ class Compiled(Feature):
 
     @classmethod
     def of(cls, stage: StageContext) -> Compiled | None:
-        """Where `compile=` asks for it. Raises ArgumentError if another choice excludes it."""
+        """If `compile=` asks for it. Raises ArgumentError if another choice excludes it."""
         arguments = stage.binding.compile
         if arguments is None:
             return None
@@ -113,7 +113,7 @@ class Compiled(Feature):
 
 
 def _change_modes_outside(module: fx.GraphModule) -> None:
-    """Leaves what enters and leaves autocast to Python: the compiler loses the state in between."""
+    """Lets Python enter and leave autocast: the compiler loses the state in between."""
     nodes = [node for node in module.graph.nodes if node.target in (enter_autocast, leave_autocast)]
     for node in nodes:
         node.target = torch.compiler.disable(node.target)  # type: ignore[no-untyped-call]
@@ -122,21 +122,21 @@ def _change_modes_outside(module: fx.GraphModule) -> None:
 
 
 def any_compiled(modules: Iterable[nn.Module]) -> bool:
-    """Whether some module is compiled already."""
+    """Whether any module is already compiled."""
     return any(map(is_compiled, modules))
 
 
 class OwnGradients(Feature):
-    """Around the backward of a stage with compiled code, whose gradients may share memory with one another.
+    """Around the backward of a stage with compiled code, whose gradients may share memory with each other.
 
-    Autograd takes a first gradient over as it is, and adds the next microbatch's to it in place, which would change the
-    other as well. (With torch 2.13 this makes accumulated gradients wrong, by as much as their size: two parameters of
-    which one is added to a slice of the other are enough.)
+    Autograd takes over a first gradient as it is, and adds the next microbatch's to it in place, which would change the
+    other gradient too. (With torch 2.13 this makes accumulated gradients wrong by as much as their size; it takes only
+    two parameters, one of which is added to a slice of the other.)
     """
 
     @classmethod
     def of(cls, stage: StageContext) -> OwnGradients | None:
-        """Where something in the stage is compiled."""
+        """If anything in the stage is compiled."""
         compiled = stage.binding.compile is not None or any_compiled(stage.recorded.module.modules())
         return cls(stage.recorded.parameters.values()) if stage.training and compiled else None
 

@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """What a bound schedule is bound from: partitions, a schedule, and what the user chose about how stages run.
+    """What a bound schedule is made from: partitions, a schedule, and the user's choices about how stages run.
 
     Attributes:
-        partitions: of each microbatch; they differ in shapes only.
-        schedule: communication included.
-        training: backward runs as well.
-        recompute: of each stage of one copy of the model, in training.
-        offload: likewise: what backward needs goes to the host's memory meanwhile.
+        partitions: one per microbatch; they differ only in shapes.
+        schedule: includes communication.
+        training: whether backward runs too.
+        recompute: one choice per stage of one copy of the model, in training.
+        offload: the same for offload: whether what backward needs goes to the host's memory meanwhile.
         norms: batch norms whose statistics are deferred, in training.
         sharded: the stages that `fully_shard` was applied to.
-        compile: arguments of `torch.compile` for each stage; None: stages run as they are.
-        check_finite: raise where a value, the loss or a gradient is NaN or Inf.
+        compile: arguments of `torch.compile` for each stage; None: stages run uncompiled.
+        check_finite: raise if a value, the loss or a gradient is NaN or Inf.
     """
 
     partitions: Sequence[Partition]
@@ -54,11 +54,11 @@ class StageContext:
     """One stage of one rank's program.
 
     Attributes:
-        rank: by the number that messages call it.
-        stages: as each microbatch runs it, with the code that features before have given it.
-        head: what follows the last stage; None on others.
+        rank: its number in messages.
+        stages: the stage as each microbatch runs it, with any code that earlier features gave it.
+        head: what follows the last stage; None on other stages.
         streams: random streams, if anything draws.
-        made: the features that come before.
+        made: the features made earlier.
     """
 
     binding: Binding
@@ -83,12 +83,12 @@ class StageContext:
 
     @property
     def recorded(self) -> Stage:
-        """The stage of the first microbatch with the code that was recorded."""
+        """The stage of the first microbatch with its recorded code."""
         return self.partition.stages[self.index]
 
     @property
     def training(self) -> bool:
-        """Whether backward runs as well."""
+        """Whether backward runs too."""
         return self.binding.training
 
     @property
@@ -98,25 +98,25 @@ class StageContext:
 
     @property
     def recompute(self) -> Recompute:
-        """The user's choice for this stage; copies of it do alike."""
+        """The user's choice of recomputation for this stage, which its copies share."""
         return self.binding.recompute[self.index % len(self.binding.recompute)]
 
     @property
     def offload(self) -> bool:
-        """Likewise."""
+        """The user's choice of offload for this stage, which its copies share."""
         return self.binding.offload[self.index % len(self.binding.offload)]
 
     @property
     def sharded(self) -> Sharded | None:
-        """What `fully_shard` was applied to in this stage, if it was."""
+        """The parts of this stage that `fully_shard` was applied to, if any."""
         return self.binding.sharded.get(self.index)
 
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """Those that the stage's forward uses, as they are now: sharded ones change with every gathering."""
+        """The parameters that the stage's forward uses now: sharded ones change with every gathering."""
         return self.recorded.parameters if self.sharded is None else self.sharded.parameters()
 
     def held(self) -> tuple[Tensor, ...]:
-        """What lives on the stage now and stays there: parameters and buffers."""
+        """The parameters and buffers that live on the stage now and stay there."""
         return (*self.parameters().values(), *self.recorded.buffers.values())
 
     def microbatches(self, *ops: Op) -> list[int]:

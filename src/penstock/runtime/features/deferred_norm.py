@@ -1,10 +1,9 @@
-"""Batch norm whose running statistics are those of the whole batch, committed once a step.
+"""Batch norm whose running statistics are those of the whole batch, committed once per step.
 
-Normalisation stays as it is: each microbatch by its own mean and variance. A hook on each module of batch norm notes
+Normalisation does not change: each microbatch uses its own mean and variance. A hook on each batch norm module notes
 the number, mean and squared deviations of the values that enter it. At the end of the step these are merged in
-ascending order of microbatch, so that neither the schedule nor recomputation changes a bit, and the module's buffers
-are updated as one forward of the whole batch would have updated them. What the step's forwards left in the buffers is
-taken back.
+ascending order of microbatch, so neither the schedule nor recomputation changes a bit, and the module's buffers are
+updated as one forward of the whole batch would have updated them. Updates by the step's own forwards are undone.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from penstock.runtime.split_backward.backward import is_compiled
 
 
 class Moments(NamedTuple):
-    """Of each channel: number of values (one for all channels), mean, and sum of squared deviations from it."""
+    """Per channel: number of values (one for all channels), mean, and sum of squared deviations from it."""
 
     values: int
     mean: Tensor
@@ -35,7 +34,7 @@ class Moments(NamedTuple):
 
     @classmethod
     def of(cls, values: Tensor, dtype: torch.dtype) -> Moments:
-        """Of the channels of `values`, their dimension 1, computed in `dtype`."""
+        """The moments of each channel of `values` (dimension 1), computed in `dtype`."""
         with torch.no_grad():
             values = values.detach().to(dtype)
             others = [dim for dim in range(values.dim()) if dim != 1]
@@ -44,11 +43,11 @@ class Moments(NamedTuple):
             return cls(count, mean, variance * count)
 
     def found(self) -> tuple[Tensor, Tensor]:
-        """Mean and variance, as running statistics take them."""
+        """Mean and variance, as running statistics use them."""
         return self.mean, self.deviations / max(self.values - 1, 1)
 
     def merged(self, other: Moments) -> Moments:
-        """Of the values of both."""
+        """The moments of both sets of values together."""
         count = self.values + other.values
         step = other.mean - self.mean
         mean = self.mean + step * (other.values / count)
@@ -59,7 +58,7 @@ class DeferredNorms(Feature):
     """The batch norms of one process's stages.
 
     Args:
-        modules: of the model, by name; those that are not batch norms, or keep no statistics, are passed over.
+        modules: the model's, by name; those that are not batch norms, or track no statistics, are skipped.
     """
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
@@ -79,12 +78,12 @@ class DeferredNorms(Feature):
         self._handles.clear()
 
     def buffers(self) -> list[Tensor]:
-        """Running statistics that this process holds."""
+        """The running statistics that this process holds."""
         return [b for norm in self._norms if not _is_elsewhere(norm) for b in norm.buffers(recurse=False)]
 
     @contextmanager
     def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
-        """What enters the modules in a first run is noted, for this microbatch; not what enters them in backward."""
+        """Around a forward: notes what enters the modules in the first run of this microbatch, but not in backward."""
         self._microbatch = microbatch
         try:
             yield
@@ -93,7 +92,7 @@ class DeferredNorms(Feature):
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around a training step: buffers are as before until its end, and stay so if it raises."""
+        """Around a training step: buffers do not change until its end, and not at all if it raises."""
         self._seen = defaultdict(lambda: defaultdict(list))
         before = {norm: _copies(norm) for norm in self._norms if norm.training and not _is_elsewhere(norm)}
         ended = False
@@ -126,7 +125,7 @@ class DeferredNorms(Feature):
             )
 
     def note(self, norm: nn.Module, values: Tensor) -> None:
-        """What enters a module."""
+        """Notes the values that enter a module."""
         if self._microbatch is not None and norm.training:
             mean = norm.get_buffer("running_mean")
             moments = Moments.of(values, torch.promote_types(mean.dtype, values.dtype))
@@ -135,8 +134,8 @@ class DeferredNorms(Feature):
                 self._expected[norm] = (mean.clone(), norm.get_buffer("running_var").clone()), moments
 
     def compare(self, norm: nn.Module) -> None:
-        """After a call of a module with a forward of its own: raises ArgumentError if it has normalised something else
-        than what entered it."""
+        """Called after a module with its own forward: raises ArgumentError if it normalised something other than what
+        entered it."""
         expected = self._expected.pop(norm, None)
         if expected is None or not isinstance(norm, _BatchNorm) or norm.running_mean is None:
             return
@@ -172,7 +171,7 @@ def _is_elsewhere(norm: nn.Module) -> bool:
 
 
 def _commit(norm: nn.Module, seen: Mapping[int, Sequence[Moments]]) -> None:
-    """Updates the buffers once for each call that the forward makes of the module, of which most make one."""
+    """Updates the buffers once for each call of the module in the forward; usually there is one."""
     assert isinstance(norm, _BatchNorm)
     by_call = zip(*(seen[microbatch] for microbatch in sorted(seen)), strict=True)
     for first, *others in by_call:
@@ -192,7 +191,7 @@ def _commit(norm: nn.Module, seen: Mapping[int, Sequence[Moments]]) -> None:
 
 
 class _Hook:
-    """A copy of the module, made to have a reference, say, leaves its hook behind."""
+    """A hook that a copy of the module (a reference, say) leaves behind."""
 
     def __init__(self, norms: DeferredNorms | None) -> None:
         self._norms = norms
@@ -236,7 +235,7 @@ def refuse_unseen(partition: Partition, model: nn.Module) -> None:
 
 
 def refuse_none(stages: Iterable[Stage]) -> None:
-    """Raises ArgumentError where there are no running statistics at all."""
+    """Raises ArgumentError if there are no running statistics at all."""
     updated = (name for stage in stages for name in (*stage.meta.updated, *stage.may_update))
     if not any(name.rpartition(".")[2] == "running_mean" for name in updated):
         raise ArgumentError(
@@ -245,7 +244,7 @@ def refuse_none(stages: Iterable[Stage]) -> None:
 
 
 def _refuse_calls(stage: Stage) -> None:
-    """A call of batch norm as a function, in code that was recorded call by call."""
+    """Refuses calls of batch norm as a function, in code that was recorded call by call."""
     for name in stage.norms_as_functions:
         _refuse(name, "is a call of batch norm as a function; only modules of torch.nn can be deferred")
 

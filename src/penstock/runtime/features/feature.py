@@ -1,6 +1,6 @@
-"""What a feature is: something that a stage does beside its forward and backward, told where to do it.
+"""Defines a feature: something that a stage does besides its forward and backward, in hooks that say when.
 
-A feature overrides the hooks that it needs, and leaves the others alone. Where several features have the same hook, the
+A feature overrides the hooks that it needs and leaves the others alone. If several features have the same hook, the
 first in the order of `assembly.py` is the outermost.
 """
 
@@ -16,23 +16,23 @@ from penstock.runtime.front_end import Stage
 from penstock.schedule import Action
 
 Forward = Callable[..., Sequence[Tensor]]
-"""A stage's forward: its inputs, and the values that leave it."""
+"""A stage's forward: takes its inputs, and returns the values that leave it."""
 
 Context = AbstractContextManager[Any]
 
 
 NOTHING: Context = nullcontext()
-"""Where a feature has nothing to do; may be entered any number of times."""
+"""For a feature that has nothing to do; may be entered any number of times."""
 
 
 class Start(NamedTuple):
-    """What features are told of a step before it begins.
+    """What features learn about a step before it begins.
 
     Attributes:
-        reduces: gradients are summed over the processes that share a stage in this step.
+        reduces: whether gradients are summed over the processes that share a stage in this step.
         loss_scale: what gradients are multiplied by.
-        changes: how often the model was found changed between two steps, or a step raised: what was learned of it may
-            no longer hold, or not be all.
+        changes: how often the model was found changed between two steps, or a step raised: what was learned about the
+            model may no longer hold, or be incomplete.
     """
 
     reduces: bool = True
@@ -41,7 +41,7 @@ class Start(NamedTuple):
 
 
 class Rerun(Protocol):
-    """A forward that is run again in backward: what it needs is kept instead of its graph."""
+    """A forward that runs again in backward: what it needs is kept instead of its graph."""
 
     def args(self) -> list[Any]:
         """Its arguments as they were.
@@ -51,29 +51,29 @@ class Rerun(Protocol):
         """
 
     def as_before(self) -> Context:
-        """Around its second run: the stage's state is what the first run found, and is put back afterwards."""
+        """Around its second run: gives the stage the state that the first run found, and restores it afterwards."""
 
 
 class Feature:
     """The hooks of a stage. Contexts may raise, before the work or after it."""
 
     def rewrite(self, stages: Sequence[Stage]) -> Sequence[Stage]:
-        """The stage with other code, before anything else looks at it; for each microbatch, which differ in shapes."""
+        """The stage with other code, before anything else looks at it: one per microbatch, which differ in shapes."""
         return stages
 
     def forward_of(self, run: Forward, stage: Stage) -> Forward:
-        """What runs the stage's code in place of `run`."""
+        """What runs the stage's code instead of `run`."""
         return run
 
     def begin_step(self, start: Start) -> None:
-        """Before a step's first action. Drops what a step that raised may have left."""
+        """Called before a step's first action. Drops anything left by a step that raised."""
 
     def around(self, action: Action) -> Context:
         """Around each computation: a forward, a backward, or a part of one."""
         return NOTHING
 
     def keep(self, microbatch: int, args: Sequence[Any]) -> Rerun | None:
-        """Before a forward: how to run it again in backward, if it is to be; then its graph is dropped."""
+        """Called before a forward: how to run it again in backward, if it should; then its graph is dropped."""
         return None
 
     def forward(self, microbatch: int, *, runs_again: bool) -> Context:
@@ -85,7 +85,7 @@ class Feature:
         return NOTHING
 
     def backward(self, microbatch: int) -> Context:
-        """Around a whole backward, or the part that gives input gradients; a forward that runs again is within."""
+        """Around a whole backward, or the part that gives input gradients, including a forward that runs again."""
         return NOTHING
 
     def again(self, microbatch: int) -> Context:
@@ -97,12 +97,12 @@ class Feature:
         return NOTHING
 
     def weights(self, microbatch: int) -> Context:
-        """Around the weight gradients that a split backward has put off."""
+        """Around the weight gradients that a split backward put off."""
         return NOTHING
 
 
 class Features:
-    """The features of one stage, of which each hook calls those that have it."""
+    """The features of one stage. Each hook calls the features that have it."""
 
     def __init__(self, features: Sequence[Feature] = ()) -> None:
         self._features = tuple(features)
@@ -120,7 +120,7 @@ class Features:
         return iter(self._features)
 
     def begin_step(self, start: Start) -> None:
-        """Before a step's first action."""
+        """Called before a step's first action."""
         for feature in self._features:
             feature.begin_step(start)
 

@@ -1,7 +1,7 @@
 """NaN and Inf, found by the action that makes them: `check_finite=True`.
 
-What leaves a stage is looked at: values that take a gradient, the loss, gradients of inputs and parameters. Inside of a
-stage an infinity may be meant (a mask), so that there everything is only noted, and told once something bad leaves.
+Whatever leaves a stage is checked: values that take a gradient, the loss, gradients of inputs and parameters. Inside a
+stage an infinity may be intended (a mask), so findings there are only noted, and reported once something bad leaves.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ NAN, INF = "NaN", "Inf"
 
 
 class FiniteStage(Feature):
-    """Looks at what one stage of one rank computes in training.
+    """Checks what one stage of one rank computes in training.
 
     Args:
-        head: what follows the last stage; None on others.
+        head: what follows the last stage; None on other stages.
     """
 
     @classmethod
     def of(cls, stage: StageContext) -> FiniteStage | None:
-        """Where `check_finite=True` asks for it."""
+        """If `check_finite=True` asks for it."""
         wanted = stage.training and stage.binding.check_finite
         return cls(stage.rank, stage.partition, stage.index, stage.head) if wanted else None
 
@@ -54,7 +54,7 @@ class FiniteStage(Feature):
         self._looks_at_gradients = True
 
     def begin_step(self, start: Start) -> None:
-        """In a step with a scaled loss, infinite gradients are the scaler's affair."""
+        """In a step with a scaled loss, infinite gradients are left to the scaler."""
         self._looks_at_gradients = start.loss_scale == 1.0
         self._last = None
 
@@ -79,7 +79,7 @@ class FiniteStage(Feature):
         self._inputs.clear()
         yield
         last, self._last = self._last, None
-        if last is not None and self._head is not None:  # where the stage runs again, its loss comes in backward
+        if last is not None and self._head is not None:  # if the stage runs again, its loss comes in backward
             self._check_loss(action, *last)
         elif last is not None and action.op is Op.F:
             self._check_outputs(action, *last)
@@ -141,11 +141,11 @@ class FiniteStage(Feature):
 
 
 class _Watching(fx.Interpreter):
-    """Runs a stage's code call by call; notes which results hold NaN or Inf, and for a module, where in it first."""
+    """Runs a stage's code call by call; notes which results hold NaN or Inf, and where in a module they first do."""
 
     def __init__(self, module: fx.GraphModule, names: dict[int, str], note: Callable[[str, Tensor], None]) -> None:
         super().__init__(module)
-        self.extra_traceback = False  # what the model raises keeps its text
+        self.extra_traceback = False  # the model's errors keep their text
         self._names = names
         self._note = note
         self._found: dict[fx.Node, dict[str, str]] = {}
@@ -167,7 +167,7 @@ class _Watching(fx.Interpreter):
         return result
 
     def made_by(self, kind: str) -> str:
-        """The call that made the bad results: it has one, and none of what it takes."""
+        """The call that made the bad results: its result is bad, and none of its arguments are."""
         output = next(node for node in self.graph.nodes if node.op == "output")
         bad = self._bad(output, kind)
         if not bad:
@@ -199,7 +199,7 @@ class _Watching(fx.Interpreter):
 
 
 def _place(node: fx.Node) -> str:
-    """What a node of a stage is, in words: a module, or a call, its line and the module that it stands in."""
+    """Describes a node of a stage: a module, or a call with its line and the module that contains it."""
     scope, line = node.meta.get("where", ("", ""))
     if node.op == "placeholder":
         return f"what comes in as {node.name!r}"
@@ -212,7 +212,7 @@ def _place(node: fx.Node) -> str:
 
 
 def kind_of(tensor: Tensor) -> str | None:
-    """NAN, INF, or None for a tensor that is finite."""
+    """NAN, INF, or None for a finite tensor."""
     return next(iter(_kinds_of(tensor)), None)
 
 

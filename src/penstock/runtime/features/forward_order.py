@@ -1,7 +1,7 @@
 """Stages that keep something from one forward to the next, as batch norm does: they must see microbatches in order.
 
-On one device they do, and in all of Penstock's schedules but those with two copies of a stage, each of which sees only
-a part of the batch. A schedule of a user's own may run forwards in any order.
+They do on one device, and in all of Penstock's schedules except those with two copies of a stage, each of which sees
+only part of the batch. A user's own schedule may run forwards in any order.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from penstock.schedule import Op
 
 
 class ForwardOrder(Feature):
-    """Refuses a forward that updates a buffer although the recording could not tell whether one does.
+    """Refuses a forward that updates a buffer if the recording could not tell whether one does.
 
     Args:
-        index: of the stage.
+        index: the stage's.
         uncertain: the buffers that it may update, by name.
         why: what is wrong with the order.
     """
 
     @classmethod
     def of(cls, stage: StageContext) -> ForwardOrder | None:
-        """Where forwards are not in order. Raises PartitionError if the stage is known to keep something.
+        """If forwards are not in order. Raises PartitionError if the stage is known to keep something.
 
-        Of copies whatever is known is refused before. The statistics of deferred batch norms are merged in order when
-        the step ends, but not those of copies.
+        For copies, everything known is refused earlier. The statistics of deferred batch norms are merged in order at
+        the end of the step, but not those of copies.
         """
         why = _disorder(stage)
         if not why:
@@ -50,7 +50,7 @@ class ForwardOrder(Feature):
 
     @contextmanager
     def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
-        """Around a forward. Raises PartitionError after one that has updated such a buffer."""
+        """Around a forward. Raises PartitionError afterwards if it updated such a buffer."""
         before = {name: buffer._version for name, buffer in self._uncertain.items()}
         yield
         for name, buffer in self._uncertain.items():

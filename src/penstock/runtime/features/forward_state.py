@@ -1,9 +1,9 @@
-"""What a module keeps from its forward for its own backward: in attributes, or in lists, dicts and objects there; or
-wherever else the recorded forward has left something, as in an attribute of a class or in a global dict.
+"""State that a module keeps from its forward for its own backward: in attributes, or in lists, dicts and objects there;
+or wherever else the recorded forward left something, such as a class attribute or a global dict.
 
 A reversible block notes the state of the random generators, so that it draws the same numbers when it runs itself again
-in backward. In plain training a microbatch's backward follows directly on its forward; in a pipeline other forwards may
-come between the two and overwrite what was noted. So whatever a forward sets is kept for each microbatch, and put back
+in backward. In plain training a microbatch's backward directly follows its forward; in a pipeline other forwards may
+run between the two and overwrite what was noted. So whatever a forward sets is kept for each microbatch, and restored
 for its backward.
 """
 
@@ -30,8 +30,8 @@ Values = dict[Key, Any]
 
 
 class ContainerCopies:
-    """What the containers of some modules, and of `traces`, contain now, and which numbers their attributes hold, for a
-    layer that is run again within a backward."""
+    """The current contents of the containers of some modules, and of `traces`, and the numbers in their attributes, for
+    a layer that runs again within a backward."""
 
     def __init__(self, modules: Iterable[nn.Module], traces: Iterable[Trace] = ()) -> None:
         found = [(place, place.read()) for place in Survey(modules, traces).places.values()]
@@ -39,7 +39,7 @@ class ContainerCopies:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Puts that back for a while. What is added or removed in the meantime is forgotten."""
+        """Restores these for a while. What is added or removed in the meantime is discarded."""
         now = [place.read() for place, _ in self._contents]
         for place, contents in self._contents:
             place.write(contents)
@@ -52,7 +52,7 @@ class ContainerCopies:
 
 @dataclass(frozen=True, slots=True)
 class Snapshots:
-    """What the places held before and after the forward of a microbatch, and after it was run again, if it was."""
+    """What the places held before and after a microbatch's forward, and after it ran again, if it did."""
 
     before: Values
     after: Values
@@ -60,21 +60,21 @@ class Snapshots:
 
 
 class ForwardState(Feature):
-    """What the modules of one stage hold between forward and backward.
+    """The state that the modules of one stage hold between forward and backward.
 
     Which places a forward sets is learned by comparing before and after, in every forward of the first step, and of
-    the first one after a change of the model or a step that raised. Attributes that are first set later are seen in any
-    step, and then everything is learned anew.
+    the first one after a change of the model or a step that raised. Attributes first set later are noticed in any step,
+    and then everything is learned anew.
 
     Args:
-        survey: finds the places there are.
+        survey: finds the existing places.
         owners: the modules and objects whose attributes are looked at in every step.
         splits: the microbatches whose backward ends with their W.
     """
 
     @classmethod
     def of(cls, stage: StageContext) -> ForwardState | None:
-        """In training. Under `compile=` as well: wherever the compiler breaks its graph, Python runs each time."""
+        """In training, also under `compile=`: wherever the compiler breaks its graph, Python runs each time."""
         if not stage.training:
             return None
         modules = dict.fromkeys(module for each in stage.stages for module in each.module.modules())
@@ -87,7 +87,7 @@ class ForwardState(Feature):
         self._splits = frozenset(splits)
         self._places: dict[Key, Place] = {}
         self._learning = True
-        self._changes = -1  # those that are learned from
+        self._changes = -1  # the count of changes at the last learning
         self._kept: dict[int, Snapshots] = {}
         self._ran: list[int] = []  # the microbatches of this step's forwards
         self._latest = -1  # that of the last one
@@ -99,7 +99,7 @@ class ForwardState(Feature):
         learned, self._learning = self._learning, start.changes != self._changes
         self._changes = start.changes
         if learned and not self._learning:
-            self._attributes = Attributes(self._owners)  # as the forwards that were learned from have left them
+            self._attributes = Attributes(self._owners)  # as left by the forwards learned from
 
     @contextmanager
     def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
@@ -111,7 +111,7 @@ class ForwardState(Feature):
         yield
         self._latest = microbatch
         if survey is not None:
-            # A list or an object that was not there before is known by the place that it has been put in.
+            # A list or an object that was not there before is known by the place where it was put.
             found = [place for place in self._survey().places.values() if survey.has_owner_of(place)]
             changed = [place for place in found if not place.holds(before.get(place.key, MISSING))]
             self._add([place for place in changed if place.key not in self._places], before)
@@ -125,7 +125,7 @@ class ForwardState(Feature):
             self._kept[microbatch] = Snapshots(before, self._now(), {})
 
     def _add(self, places: Iterable[Place], before: Values) -> None:
-        """Places that a forward has set. Earlier ones left them as this one found them."""
+        """Adds places that a forward has set. Earlier forwards left them as this one found them."""
         new = {place.key: place for place in places}
         if new and not self._places:
             self._kept = {microbatch: Snapshots({}, {}, {}) for microbatch in self._ran}
@@ -135,16 +135,16 @@ class ForwardState(Feature):
                 values.update({key: before.get(key, MISSING) for key in new})
 
     def backward(self, microbatch: int) -> Context:
-        """Around a backward: puts back what its forward has set."""
+        """Around a backward: restores what its forward set."""
         return self._put_back(microbatch, ends=microbatch not in self._splits) if self._places else NOTHING
 
     def weights(self, microbatch: int) -> Context:
-        """Around W, in which hooks on the gradients of parameters run: puts back what I has left."""
+        """Around W, in which hooks on the gradients of parameters run: restores what the I part left."""
         return self._put_back(microbatch, ends=True) if self._places else NOTHING
 
     @contextmanager
     def again(self, microbatch: int) -> Iterator[None]:
-        """Around the stage's forward when it is run again within a backward: puts back what it found the first time."""
+        """Around the stage's forward when it runs again within a backward: restores what it found the first time."""
         kept = self._kept.get(microbatch)
         if kept is None:
             yield
@@ -180,10 +180,10 @@ class ForwardState(Feature):
             )
 
     def _settle(self, microbatch: int, kept: Snapshots, now: Values, left: Values) -> Iterator[Place]:
-        """Ends a backward. `now` is what was there before it, `left` what it has left. Gives numbers that it changed.
+        """Ends a backward. `now` is what was there before it, `left` what it left. Yields numbers that it changed.
 
         What backward took from a container, or added to it, is taken or added for later backwards too: a stack that
-        forwards push on and backwards pop from ends up empty, and one that backward leaves alone stays as it is.
+        forwards push to and backwards pop from ends up empty, and one that backward leaves alone does not change.
         """
         for key, value in now.items():
             place, before, after = self._places[key], kept.after[key], left[key]
@@ -195,7 +195,7 @@ class ForwardState(Feature):
             elif microbatch != self._latest or place.same(after, before):
                 if type(before) in (int, float) and type(after) in (int, float) and before != after:
                     yield place
-                place.write(value)  # else what backward left is what plain torch leaves
+                place.write(value)  # otherwise what backward left is what plain torch leaves
 
     def _now(self) -> Values:
         return {key: place.read() for key, place in self._places.items()}
@@ -206,33 +206,33 @@ class ForwardState(Feature):
 
 
 class LossMemory(ForwardState):
-    """What the loss holds between its call and the backward.
+    """The state that the loss holds between its call and the backward.
 
-    Where the last stage runs again the loss is called within the backward, for the first time, and nothing is kept.
+    If the last stage runs again, the loss is first called within the backward, and nothing is kept.
     """
 
     @classmethod
     def of(cls, stage: StageContext) -> LossMemory | None:
-        """In training, on a last stage whose loss may hold anything."""
+        """In training, on a last stage whose loss may hold state."""
         if not stage.training or stage.head is None or not stage.head.may_remember:
             return None
         return cls(stage.head.survey, stage.head.owners(), stage.microbatches(Op.W))
 
     @contextmanager
     def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
-        """Around a forward, and the loss behind it."""
+        """Around a forward, and the loss after it."""
         with nullcontext() if runs_again else super().forward(microbatch, runs_again=False):
             yield
 
 
 def roots_of(modules: Iterable[nn.Module]) -> list[Any]:
-    """Some modules, and the global objects that their code names."""
+    """These modules, and the global objects that their code names."""
     own = dict.fromkeys(modules)
     return [*own, *named_by_code(dict.fromkeys(base for module in own for base in type(module).__mro__))]
 
 
 def _renamed(contents: Any, again: Any, first: Any) -> Any:
-    """A container's contents, with what the first run of a forward put there in place of what the second run did."""
+    """A container's contents, with what the first run of a forward put there instead of what the second run did."""
     renamed = contents.copy()
     if isinstance(contents, set):
         return renamed
@@ -248,7 +248,7 @@ def _renamed(contents: Any, again: Any, first: Any) -> Any:
 
 
 def _amended(contents: Any, before: Any, after: Any) -> Any:
-    """A container's contents, changed in the same way as `before` was changed to give `after`."""
+    """A container's contents, changed as `before` was to give `after`."""
     if same_items(before, after):
         return contents
     if same_items(contents, before):

@@ -1,7 +1,7 @@
 """What `parallelize` is applied to: each stage as a module that holds the model's own modules under their names.
 
-A stage is recorded anew for each signature of its inputs and modes, but is sharded once. So its code is run inside of a
-frame that stays: hooks on it (as `fully_shard` puts there) are run, and the code finds parameters where they are put.
+A stage is recorded anew for each signature of its inputs and modes, but sharded only once. So its code runs inside a
+permanent frame: hooks on the frame (such as those of `fully_shard`) run, and the code finds its parameters there.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Frame(nn.Module):
         return run(*args)
 
     def adopt(self, module: nn.Module) -> None:
-        """Has the code of another recording of this stage use the frame's parameters."""
+        """Makes the code of another recording of this stage use the frame's parameters."""
         assert isinstance(module, fx.GraphModule)
         for node in module.graph.nodes:
             if node.op != "get_attr":
@@ -47,10 +47,10 @@ class Frame(nn.Module):
 
 
 class Sharded:
-    """The parts of one stage that `fully_shard` was applied to, in the hands of a schedule.
+    """The parts of one stage that `fully_shard` was applied to, controlled by a schedule.
 
-    Parameters are gathered by `unshard` and let go by `reshard`. Gradients stay whole until the stage's last backward,
-    which runs within `reducing`. All of it is public API, as its documentation asks for with microbatches.
+    `unshard` gathers parameters and `reshard` frees them. Gradients stay whole until the stage's last backward, which
+    runs within `reducing`. All of this uses FSDP's public API, as its documentation requires with microbatches.
     """
 
     def __init__(self, frame: nn.Module) -> None:
@@ -66,17 +66,17 @@ class Sharded:
             part.unshard()
 
     def reshard(self) -> None:
-        """Lets go of what was gathered."""
+        """Frees what was gathered."""
         for part in self._parts:
             part.reshard()
 
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """The parameters that a forward uses; between `unshard` and `reshard`, the whole ones."""
+        """The parameters that a forward uses: the whole ones between `unshard` and `reshard`."""
         return dict(self.frame.named_parameters())
 
     @contextmanager
     def reducing(self) -> Iterator[None]:
-        """Around the last backward of a stage: gradients are scattered and summed in it."""
+        """Around the last backward of a stage, which sums and scatters gradients."""
         self._reduce(True)
         try:
             yield
@@ -94,7 +94,7 @@ class Frames:
     """The frames of this process's stages.
 
     Args:
-        model: whose modules they hold.
+        model: the model whose modules they hold.
         stages: recorded before anything is sharded.
         parallelize: the user's function.
     """
@@ -120,7 +120,7 @@ class Frames:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Without what `parallelize` put around the modules: a recording runs the model's own code."""
+        """Removes for a while what `parallelize` put around the modules: a recording runs the model's own code."""
         present = [
             (module, type(module), {name: getattr(module, name) for name in _HOOKS})
             for module, *_ in self._plain.values()
@@ -153,7 +153,7 @@ class Frames:
 
 
 def _replace(model: nn.Module, new: Mapping[int, nn.Parameter]) -> None:
-    """Puts parameters where others were, by identity: also in containers that are in no stage."""
+    """Replaces parameters, by identity, even in containers that belong to no stage."""
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if id(parameter) in new:

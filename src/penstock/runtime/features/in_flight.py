@@ -1,7 +1,7 @@
 """Parameters and buffers that a stage's forward updates although its backward uses them.
 
-On one device a microbatch's backward finds what its own forward has left. With several microbatches in flight it may
-find what another's forward has written, and autograd does not notice if that went through `.data`.
+On one device a microbatch's backward finds what its own forward left. With several microbatches in flight it may find
+what another's forward wrote, and autograd does not notice if that went through `.data`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.schedule import Action, Op
 
 
 class Overwritten(Feature):
-    """A stage's backward must find, to the bit, what its forward has left; one that is run again works on copies.
+    """A stage's backward must find, to the bit, what its forward left; a forward that runs again works on copies.
 
     Args:
         row: the actions of the stage's rank, in order.
@@ -28,7 +28,7 @@ class Overwritten(Feature):
 
     @classmethod
     def of(cls, stage: StageContext) -> Overwritten | None:
-        """Where a forward updates what its backward uses. Raises PartitionError if no look at values could tell."""
+        """If a forward updates what its backward uses. Raises PartitionError if comparing values could not tell."""
         if not stage.training:
             return None
         refuse_in_flight(stage.recorded, stage.row)
@@ -41,7 +41,7 @@ class Overwritten(Feature):
         self._left: dict[int | None, dict[str, Tensor]] = {}
 
     def begin_step(self, start: Start) -> None:
-        """Drops what a step that raised has left."""
+        """Drops anything left by a step that raised."""
         self._left.clear()
 
     @contextmanager
@@ -62,14 +62,14 @@ class Overwritten(Feature):
 
 
 def refuse_in_flight(stage: Stage, row: Iterable[Action]) -> None:
-    """Refuses a stage whose forward updates tensors that it remembers (other than buffers) and that its backward uses,
-    if another microbatch's forward may come between the two.
+    """Refuses a stage whose forward updates remembered tensors (other than buffers) that its backward uses, if another
+    microbatch's forward may run between the two.
 
     Args:
         row: the actions of the stage's rank, in order.
 
     Raises:
-        PartitionError: so it is.
+        PartitionError: the stage is such a stage.
     """
     if not stage.overwritten_strays:
         return

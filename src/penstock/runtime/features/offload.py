@@ -1,8 +1,7 @@
 """Activations that wait in the host's memory: what a forward saves for backward goes there, and comes back in time.
 
-Parameters and buffers stay where they are. On a GPU the copies run beside the computation, on a stream of their own
-(that path has been run on no GPU yet). Where the device is the host itself, the copies are made all the same, and save
-nothing.
+Parameters and buffers stay where they are. On a GPU the copies overlap with computation, on their own stream (this path
+has not run on any GPU yet). If the device is the host itself, the copies are made anyway, and save nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from penstock.runtime.gradients.distribution import local
 class Away:
     """One tensor on the host, and the way back: the same elements, strides and misalignment.
 
-    `bring` may be called ahead of `get`, so that the copy is under way while something else is computed.
+    `bring` may be called ahead of `get`, so that the copy overlaps with other computation.
     """
 
     __slots__ = ("__weakref__", "_buffer", "_copy_stream", "_device", "_event", "_host", "_layout")
@@ -45,17 +44,17 @@ class Away:
         copy_stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(copy_stream):
             self._host.copy_(flat, non_blocking=True)
-        flat.record_stream(copy_stream)  # its memory is not given to others before the copy is made
+        flat.record_stream(copy_stream)  # its memory is not reused before the copy is made
 
     def bring(self) -> None:
-        """Starts the way back."""
+        """Starts the copy back."""
         if self._buffer is not None:
             return
         self._buffer = exact.allocate(self._layout, self._device)
         if self._copy_stream is None:
             self._buffer.flat.copy_(self._host)
             return
-        self._copy_stream.wait_stream(torch.cuda.current_stream(self._device))  # who had this memory is done with it
+        self._copy_stream.wait_stream(torch.cuda.current_stream(self._device))  # this memory is free from here on
         with torch.cuda.stream(self._copy_stream):
             self._buffer.flat.copy_(self._host, non_blocking=True)
             self._event = self._copy_stream.record_event()
@@ -73,12 +72,12 @@ class Offload(Feature):
     """The saved tensors of one stage.
 
     Args:
-        held: gives what lives on the stage now and stays there: parameters and buffers.
+        held: gives the parameters and buffers that live on the stage now and stay there.
     """
 
     @classmethod
     def of(cls, stage: StageContext) -> Offload | None:
-        """Where `offload=` asks for it. Raises ArgumentError if something in the stage excludes it."""
+        """If `offload=` asks for it. Raises ArgumentError if something in the stage excludes it."""
         if not stage.training or not stage.offload:
             return None
         if any(isinstance(part, nn.RReLU) and part.training for part in stage.recorded.module.modules()):
@@ -96,12 +95,12 @@ class Offload(Feature):
         self._microbatch = -1
 
     def begin_step(self, start: Start) -> None:
-        """Drops what a step that raised may have left."""
+        """Drops anything left by a step that raised."""
         self._away.clear()
 
     @contextmanager
     def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
-        """Around a forward: what it saves goes to the host, unless it is dropped."""
+        """Around a forward: sends what it saves to the host, unless its graph is dropped."""
         if runs_again:
             yield
             return
@@ -112,7 +111,7 @@ class Offload(Feature):
             yield
 
     def backward(self, microbatch: int) -> AbstractContextManager[None]:
-        """Before a backward: starts to fetch all that its forward saved, in the order in which it will be needed."""
+        """Called before a backward: starts to fetch all that its forward saved, in the order in which it is needed."""
         for ref in reversed(self._away.pop(microbatch, ())):
             away = ref()
             if away is not None:
@@ -120,7 +119,7 @@ class Offload(Feature):
         return nullcontext()
 
     def away(self, tensor: Tensor, microbatch: int) -> Away:
-        """A tensor that goes to the host until the backward of a microbatch."""
+        """Sends a tensor to the host until the backward of a microbatch."""
         with torch.no_grad():
             away = Away(tensor, self._copy_stream)
         self._away.setdefault(microbatch, []).append(weakref.ref(away))
@@ -141,6 +140,6 @@ def _unpack(saved: Any) -> Tensor:
 
 
 def can_go(tensor: Tensor) -> bool:
-    """Plain tensors do; those of somebody else's class, sparse or quantized ones stay."""
+    """Whether a tensor can go to the host: plain ones can; foreign subclasses, sparse and quantized ones stay."""
     plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
     return plain and not (tensor.is_conj() or tensor.is_neg()) and tensor.numel() > 0

@@ -1,4 +1,4 @@
-"""What a user chooses for each stage about what it keeps from forward to backward: recomputation and offload."""
+"""The user's choices, per stage, of what it keeps from forward to backward: recomputation and offload."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from penstock.errors import ArgumentError
 from penstock.schedule import Op, Schedule
 
 Recompute = str | int
-"""Which forwards of a stage are run again in backward, so that what they computed need not be kept.
+"""Which forwards of a stage run again in backward, so that their results need not be kept.
 
-"always": the whole stage, of every microbatch; only what enters the stage is kept. "except_last": likewise, but for the
-last microbatch that the stage runs. A number n: of every microbatch, the stage's layers 0, n, 2n, ..., each just before
-its own backward; only what enters those layers is kept, and all that the others compute. A layer is a module with
-parameters that the stage's code calls as a whole.
+"always": the whole stage, for every microbatch; only what enters the stage is kept. "except_last": the same, except for
+the last microbatch that the stage runs. A number n: for every microbatch, the stage's layers 0, n, 2n, ..., each just
+before its own backward; only what enters those layers is kept, and all that the other layers compute. A layer is a
+module with parameters that the stage's code calls as a whole.
 """
 
 RecomputeChoice = Recompute | Sequence[Recompute] | Mapping[int, Recompute]
-"""One for all stages; one for each stage; or by the number of the stage, and "never" on others."""
+"""One for all stages; one for each stage; or by stage number, with "never" for the rest."""
 
 OffloadChoice = bool | Sequence[bool] | Mapping[int, bool]
-"""Likewise, and False on others."""
+"""The same forms, with False for the rest."""
 
 
 def recompute_by_stage(choice: RecomputeChoice, stages: int, policies: Iterable[str]) -> tuple[Recompute, ...]:
     """The choice of each stage.
 
     Args:
-        policies: the names that there are.
+        policies: the known names.
 
     Raises:
         ArgumentError: a choice is unknown, or is not for these stages.
@@ -49,7 +49,7 @@ def offload_by_stage(choice: OffloadChoice, stages: int) -> tuple[bool, ...]:
 
 
 def notes(offload: Sequence[bool], order: Schedule) -> list[str]:
-    """What offload costs, in words."""
+    """Notes on what offload costs."""
     split = sorted({action.stage for row in order.rows for action in row if action.op is Op.I})
     return [
         f"stage {stage}: with offload its backward is not split; its I's do all of it, and its W's are empty"
@@ -59,7 +59,7 @@ def notes(offload: Sequence[bool], order: Schedule) -> list[str]:
 
 
 def _per_stage(name: str, given: Any, stages: int, default: Any) -> list[Any]:
-    """The choice of each stage; `given` in one of the three forms."""
+    """The choice of each stage; `given` has one of the three forms."""
     if isinstance(given, Mapping):
         unknown = [stage for stage in given if stage not in range(stages)]
         if unknown:

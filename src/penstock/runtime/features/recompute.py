@@ -1,7 +1,7 @@
-"""A stage's forward that is run again in backward: which ones are, and what is kept for that.
+"""Stages whose forward runs again in backward: for which microbatches, and what is kept for that.
 
-The first run is an ordinary one whose graph is dropped, not one under `no_grad`: there some modules take other kernels,
-with other bits. The peak is the same, since the second run builds the graph of one microbatch as well.
+The first run is an ordinary one whose graph is dropped, not one under `no_grad`, where some modules use other kernels,
+with other bits. The peak is the same, since the second run also builds the graph of one microbatch.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ KEPT_FORWARDS: Mapping[str, Callable[[Sequence[int | None]], Sequence[int | None
     "except_last": lambda forwards: forwards[-1:],
     "always": lambda forwards: (),
 }
-"""By policy, which of the microbatches that a stage runs, in order, are kept all the same."""
+"""By policy, which of the microbatches that a stage runs, in order, are kept anyway."""
 
 
 def microbatches_to_recompute(policy: Recompute, row: Iterable[Action], stage: int) -> frozenset[int]:
-    """Those of a stage whose whole forward is run again.
+    """The microbatches of a stage whose whole forward runs again.
 
-    One whose backward follows at once is not: nothing would be kept for a shorter time.
+    A forward directly followed by its backward does not: nothing would be kept for a shorter time.
 
     Args:
         row: the actions of the stage's rank, in order.
@@ -57,11 +57,11 @@ def microbatches_to_recompute(policy: Recompute, row: Iterable[Action], stage: i
 
 
 def notes(policies: Sequence[Recompute], order: Schedule) -> list[str]:
-    """Which forwards are run again, in words: a line for all stages that do the same.
+    """Notes on which forwards run again: one line for all stages that do the same.
 
     Args:
-        policies: of each stage of the model.
-        order: its rows have the computations at least.
+        policies: one per stage of the model.
+        order: its rows have at least the computations.
     """
     said: dict[str, list[int]] = {}
     for stage, rank in enumerate(order.placement.rank_of):
@@ -81,14 +81,14 @@ def notes(policies: Sequence[Recompute], order: Schedule) -> list[str]:
 
 
 class BufferCopies(NamedTuple):
-    """Copies of buffers, and where these stand."""
+    """Copies of buffers, and the places of these buffers."""
 
     places: Sequence[tuple[nn.Module, str]]
     copies: Sequence[Tensor]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Meanwhile the copies are the modules' buffers, and are updated in their stead."""
+        """Makes the copies the modules' buffers for a while, so that they are updated instead."""
         now = [part._buffers[name] for part, name in self.places]
         try:
             for (part, name), copy in zip(self.places, self.copies, strict=True):
@@ -100,9 +100,9 @@ class BufferCopies(NamedTuple):
 
 
 class Buffers:
-    """The buffers that the forward of some modules updates, so that it can be run again on what they were.
+    """The buffers that the forward of some modules updates, so that it can run again on their earlier values.
 
-    Running it again must neither count a batch twice nor see what later microbatches have left: it works on copies.
+    The second run must neither count a batch twice nor see what later microbatches left: it works on copies.
     """
 
     def __init__(self, modules: Iterable[nn.Module], updated: Iterable[Tensor]) -> None:
@@ -115,30 +115,30 @@ class Buffers:
         ]
 
     def others(self, module: nn.Module) -> list[tuple[str, Tensor]]:
-        """The buffers of a module that are not among them."""
+        """The buffers of a module that are not among these."""
         own = {id(part._buffers[name]) for part, name in self._places}
         return [(name, buffer) for name, buffer in module.named_buffers() if id(buffer) not in own]
 
     def copy(self) -> BufferCopies:
-        """The buffers as they are now. One that stands in several places has one copy."""
+        """Copies the current buffers. A buffer in several places has one copy."""
         found = [part._buffers[name] for part, name in self._places]
         copies = {id(b): exact.copy_as(exact.Layout.of(b), b) for b in found if b is not None}
         return BufferCopies(self._places, [copies[id(buffer)] for buffer in found])
 
 
 class RecomputedStage(Feature):
-    """The whole stage is run again in backward, for some microbatches.
+    """Runs the whole stage again in backward, for some microbatches.
 
     Args:
-        stages: the stage as each microbatch runs it; they differ in shapes only.
-        microbatches: whose forward is run again.
+        stages: the stage as each microbatch runs it; they differ only in shapes.
+        microbatches: those whose forward runs again.
         overwritten: positions of the inputs that this stage, or a later one, updates in place.
-        offload: takes what is kept to the host.
+        offload: moves what is kept to the host.
     """
 
     @classmethod
     def of(cls, stage: StageContext) -> RecomputedStage | None:
-        """Where a policy of `recompute=` finds such microbatches."""
+        """If a policy of `recompute=` selects any microbatches."""
         again = microbatches_to_recompute(stage.recompute, stage.row, stage.index) if stage.training else ()
         if not again:
             return None
@@ -160,7 +160,7 @@ class RecomputedStage(Feature):
         self._overwritten = frozenset(overwritten)
         self._offload = offload
         self._buffers = Buffers(modules, updated_buffers(stages[0]))
-        held = {id(buffer) for buffer in updated_buffers(stages[0])}  # others are not copied
+        held = {id(buffer) for buffer in updated_buffers(stages[0])}  # other buffers are not copied
         self._strays = [(name, b) for module in modules for name, b in module.named_buffers() if id(b) not in held]
 
     def keep(self, microbatch: int, args: Sequence[Any]) -> Rerun | None:
@@ -194,8 +194,8 @@ class RecomputedStage(Feature):
         return SavedTensor.of(arg)
 
     def _arg(self, position: int, arg: Any) -> Any:
-        """What was kept, as the forward takes it. Raises PartitionError if it was updated in place meanwhile, which was
-        not seen when the model was recorded."""
+        """What was kept, in the form that the forward takes. Raises PartitionError if it was updated in place since,
+        which the recording did not show."""
         if isinstance(arg, Away):
             return arg.get()
         if not isinstance(arg, SavedTensor):
@@ -210,7 +210,7 @@ class RecomputedStage(Feature):
 
 
 class _Again(NamedTuple):
-    """One forward to be run again: its arguments, the buffers that it updates as they were, and how to take both up."""
+    """One forward to run again: its arguments, the earlier state of the buffers it updates, and how to use both."""
 
     kept: Sequence[Any]
     buffers: BufferCopies

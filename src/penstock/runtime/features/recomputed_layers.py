@@ -1,7 +1,7 @@
 """Every n-th layer of a stage, run again just before its own backward: its activations are not kept.
 
-`torch.utils.checkpoint` runs it again inside the stage's one backward, so that gradients are added as ever. Here stands
-what it leaves to its callers: buffers are updated once, and what is updated in place later is copied before.
+`torch.utils.checkpoint` runs it again inside the stage's one backward, so gradients are added as usual. This file does
+what it leaves to its callers: buffers are updated once, and inputs that are updated in place later are copied first.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from penstock.trees import flatten, map_tensors, unflatten
 
 
 class RecomputedLayers(Feature):
-    """Layers 0, n, 2n, ... of the stage are run again in backward.
+    """Runs layers 0, n, 2n, ... of the stage again in backward.
 
     Args:
         every: n.
@@ -39,7 +39,7 @@ class RecomputedLayers(Feature):
 
     @classmethod
     def of(cls, stage: StageContext) -> RecomputedLayers | None:
-        """Where `recompute=` is a number. Raises ArgumentError if another choice excludes it."""
+        """If `recompute=` is a number. Raises ArgumentError if another choice excludes it."""
         if not stage.training or not isinstance(stage.recompute, int):
             return None
         if stage.binding.compile is not None:
@@ -53,7 +53,7 @@ class RecomputedLayers(Feature):
         self._every = every
 
     def rewrite(self, stages: Sequence[Stage]) -> Sequence[Stage]:
-        """The stages with such layers; one for all that are recorded alike."""
+        """The stages with such layers; stages that are recorded alike share one."""
         again = {id(stage): replace(stage, module=with_recomputed_layers(stage, self._every)) for stage in stages}
         for stage in again.values():
             if stage.frame is not None:
@@ -62,7 +62,7 @@ class RecomputedLayers(Feature):
 
 
 def with_recomputed_layers(stage: Stage, every: int) -> fx.GraphModule:
-    """The stage's code, in which layers 0, n, 2n, ... are run again in backward.
+    """The stage's code, with layers 0, n, 2n, ... run again in backward.
 
     A layer is a module with parameters that the code calls as a whole, in the order of the calls.
 
@@ -98,11 +98,11 @@ def with_recomputed_layers(stage: Stage, every: int) -> fx.GraphModule:
 
 
 class RunsAgain(nn.Module):
-    """A layer that is run again in backward.
+    """A layer that runs again in backward.
 
     Args:
-        traces: where the model's forward leaves something beside its result.
-        copies: its inputs are updated in place before that, so that copies of them are kept.
+        traces: where the model's forward leaves something besides its result.
+        copies: whether to keep copies of its inputs, because they are updated in place before that.
     """
 
     def __init__(self, layer: nn.Module, buffers: Buffers, traces: Sequence[Trace], *, copies: bool) -> None:
@@ -134,7 +134,7 @@ class RunsAgain(nn.Module):
         flat = flatten(given, empty=True)
         if not self._copies and _are(flat.leaves, given):  # tensors and plain values
             return call.checkpointed(given)
-        call.first = given  # objects that the first run may change are handed over as they are
+        call.first = given  # objects that the first run may change are passed on unchanged
         if self._copies:
             tensors = [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
             call.takes_gradient = [tensor.requires_grad for tensor in tensors]
@@ -143,11 +143,11 @@ class RunsAgain(nn.Module):
 
 
 class _Call:
-    """One call of a layer, which `checkpoint` makes twice; or more often, if its backward calls autograd itself.
+    """One call of a layer, which `checkpoint` makes twice, or more often if its backward calls autograd itself.
 
     Attributes:
-        first: what the first run takes in place of the copies that are kept.
-        takes_gradient: of each tensor among the arguments, where copies are kept.
+        first: what the first run takes instead of the copies that are kept.
+        takes_gradient: one per tensor among the arguments, if copies are kept.
     """
 
     def __init__(
@@ -159,10 +159,10 @@ class _Call:
         self._has_run = False
 
     def checkpointed(self, kept: Sequence[Any]) -> Any:
-        """The first run, and what it takes to run again on what is kept.
+        """The first run, and what is needed to run again on what is kept.
 
-        The second run goes on to its end, though the last activation comes sooner: what a layer does after that in
-        Python (`self.busy = False`, `handle.remove()`) is there in the next microbatch.
+        The second run continues to its end, though it has the last activation earlier: what a layer does after that in
+        Python (`self.busy = False`, `handle.remove()`) is done before the next microbatch.
         """
         contexts = nullcontext(), _AsBefore(self)
         results = checkpoint(self, *kept, use_reentrant=False, context_fn=lambda: contexts, early_stop=False)
@@ -180,7 +180,7 @@ class _Call:
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
-        """Around each run again."""
+        """Around each further run."""
         if not self._has_run:
             raise PartitionError(
                 f"recompute: a {type(self._layer).__name__} takes a gradient within its own forward "
@@ -192,7 +192,7 @@ class _Call:
 
 
 class _AsBefore:
-    """The same context as often as it is entered, where `checkpoint` keeps one for all runs."""
+    """A context that can be entered repeatedly, since `checkpoint` keeps one for all runs."""
 
     def __init__(self, call: _Call) -> None:
         self._call = call
@@ -208,7 +208,7 @@ class _AsBefore:
 
 
 def _are(leaves: Sequence[Any], given: Sequence[Any]) -> bool:
-    """Whether the leaves are what was given itself, none of it a container: a list of one tensor has one leaf, too."""
+    """Whether the leaves are the given values themselves, with no containers: a list of one tensor has one leaf too."""
     return len(leaves) == len(given) and all(map(operator.is_, leaves, given))
 
 
@@ -217,7 +217,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _received(value: Tensor, takes_gradient: bool) -> Tensor:
-    """A copy as what it was: a value of a graph, which may be updated in place."""
+    """A copy that is again a value of a graph, which may be updated in place."""
     if not takes_gradient:
         return value
     anchor = torch.empty(0, device=value.device, requires_grad=True)

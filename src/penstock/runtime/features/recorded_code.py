@@ -1,4 +1,4 @@
-"""The recorded code of a stage, for those features that read or rewrite it call by call."""
+"""The recorded code of a stage, for features that read or rewrite it call by call."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from penstock.runtime.front_end import Stage
 
 
 def recorded_code(stage: Stage, option: str) -> fx.GraphModule:
-    """The code of a stage that was recorded.
+    """The code of a recorded stage.
 
     Raises:
-        ArgumentError: it came ready-made, so that only its caller knows what it calls.
+        ArgumentError: the stage came ready-made, so only its maker knows what it calls.
     """
     if isinstance(stage.module, fx.GraphModule):
         return stage.module

@@ -1,11 +1,11 @@
 """Batch norm within a module that runs itself again in backward, as `torch.utils.checkpoint` does.
 
-In plain torch the second run updates the running statistics once more, at once after the first. In a pipeline the
-forwards of other microbatches may come between the two, and an average depends on the order of what goes into it. So a
-module's forward makes all its updates at once, as often as its microbatch will, and what runs in backward makes none.
-How often that is, is learned from the first backward; the updates until then are made again in their right order.
+In plain torch the second run updates the running statistics once more, right after the first. In a pipeline the
+forwards of other microbatches may run between the two, and an average depends on the order of its updates. So a
+module's forward makes all the updates of its microbatch together, and reruns in backward make none. Their number is
+learned from the first backward; updates made until then are made again in the right order.
 
-So what a forward computes must not depend on these buffers: in plain torch they are between two updates there.
+So what a forward computes must not depend on these buffers, which in plain torch are between two updates at that point.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ class RepeatedUpdates(Feature):
     """The modules of one stage that update buffers of their own.
 
     Args:
-        modules: whose forward the stage runs.
+        modules: those whose forward the stage runs.
         updated: buffers that the stage's forward updates.
-        checkpointed: modules that plain torch would run again, though the stage does not; as often as they are called.
-        looks: whether the operators of the first forward can be watched: none is compiled, nor on parts of tensors.
+        checkpointed: modules that plain torch would run again, though the stage does not: once per call.
+        looks: whether the operators of the first forward can be watched: none is compiled, or runs on parts of tensors.
     """
 
     @classmethod
     def of(cls, stage: StageContext) -> RepeatedUpdates | None:
-        """In training, where a forward updates buffers; deferred batch norms see to theirs themselves."""
+        """In training, if a forward updates buffers; deferred batch norms handle their own."""
         one, binding = stage.stage, stage.binding
         deferred = {id(buffer) for buffer in binding.norms.buffers()} if binding.norms is not None else set()
         updated = {name: one.buffers[name] for name in one.meta.updated if name in one.buffers}
@@ -102,7 +102,7 @@ class RepeatedUpdates(Feature):
 
     @contextmanager
     def _reads_of_others(self) -> Iterator[None]:
-        """Around the first forward: notes which buffers are read, other than by the modules that update them."""
+        """Around the first forward: notes which buffers are read by code other than the modules that update them."""
         self._looks = False
         with Reads(self._names) as reads, ExitStack() as stack:
             for each in self._watched:
@@ -120,7 +120,7 @@ class RepeatedUpdates(Feature):
         self._read = reads.found
 
     def _refuse_reads(self) -> None:
-        """Raises PartitionError if others read what a module updates that is run again."""
+        """Raises PartitionError if other code reads what a module that runs again updates."""
         for each in self._watched if self._read else ():
             name = next((n for key in each.storages() if (n := self._names.get(key)) in self._read), None)
             if name is not None and (each.known or not self._learning):
@@ -128,7 +128,7 @@ class RepeatedUpdates(Feature):
 
     @contextmanager
     def autograd(self, microbatch: int) -> Iterator[None]:
-        """Around a backward of the stage, not around a forward that the pipeline itself runs again."""
+        """Around a backward of the stage, but not around a forward that the pipeline itself runs again."""
         with ExitStack() as stack:
             for each in self._watched:
                 stack.enter_context(each.module.register_forward_pre_hook(each.put_aside))
@@ -142,15 +142,15 @@ class RepeatedUpdates(Feature):
             each.check(microbatch)
 
     def begin_step(self, start: Start) -> None:
-        """Forgets what a step that raised may have left."""
+        """Discards anything left by a step that raised."""
         for each in self._watched:
             each.begin_step(learning=self._learning)
 
 
 class _Watched:
-    """One module, by the name of a buffer of its own.
+    """One module, known by the name of one of its buffers.
 
-    Its hooks are there while the stage runs; called after the first backward, it is run again in all.
+    Its hooks are there while the stage runs. If it is called after the first backward, every backward runs it again.
     """
 
     def __init__(self, module: nn.Module, name: str, checkpointed: int) -> None:
@@ -170,11 +170,11 @@ class _Watched:
         self._looks = LOOKS
 
     def storages(self) -> set[int]:
-        """The memory of its own buffers."""
+        """The storages of its own buffers."""
         return {storage_of(buffer) for buffer in self._own.values() if buffer is not None}
 
     def begin_step(self, *, learning: bool) -> None:
-        """Forgets what a step that raised may have left; while learning, as if nothing had run."""
+        """Discards anything left by a step that raised; while learning, as if nothing had run."""
         self._due.clear()
         self._ran = 0
         if learning:
@@ -182,7 +182,7 @@ class _Watched:
             self._calls.clear()
 
     def note(self, microbatch: int, module: nn.Module, args: Any) -> None:
-        """Before a call in a forward, while it is not known whether backward runs it again."""
+        """Called before a call in a forward, while it is unknown whether backward runs it again."""
         if module.training:
             self._first = self._first or self._buffers.copy()
             self._calls.append(
@@ -190,25 +190,25 @@ class _Watched:
             )
 
     def update_again(self, microbatch: int, module: nn.Module, args: Any) -> None:
-        """Before a call in a forward: makes the updates that backward will not make."""
+        """Called before a call in a forward: makes the updates that backward will not make."""
         if module.training:
             self._due[microbatch] += self._again
             self._update(args, self._again)
 
     def put_aside(self, module: nn.Module, _args: Any) -> None:
-        """Before a call in backward, which then updates copies: those that the pipeline has put there, or new ones."""
+        """Called before a call in backward, which then updates copies: those the pipeline put there, or new ones."""
         self._is_ours = any(module._buffers[name] is not buffer for name, buffer in self._own.items())
         aside = nullcontext() if self._is_ours else self._buffers.copy().in_place()
         aside.__enter__()
         self._aside.append(aside)
 
     def put_back(self, module: nn.Module, _args: Any, _result: Any) -> None:
-        """After a call in backward, which checkpointing may have ended as soon as it had what it needs."""
+        """Called after a call in backward, which checkpointing may have ended as soon as it had what it needs."""
         self._aside.pop().__exit__(None, None, None)
         self._ran += module.training and not self._is_ours
 
     def learn(self, microbatch: int) -> bool:
-        """Puts right what the forwards before the first backward have left; whether the module is run again at all."""
+        """Corrects what the forwards before the first backward left; returns whether the module runs again at all."""
         calls, self._calls = self._calls, []
         self._again += self._ran if self._first is not None else 0
         in_forward = sum(call.microbatch == microbatch for call in calls)
@@ -231,8 +231,8 @@ class _Watched:
         return True
 
     def check(self, microbatch: int) -> None:
-        """After a backward. Raises PartitionError if it has not run the module as often as its forward took for
-        granted."""
+        """Called after a backward. Raises PartitionError if it did not run the module as often as its forward
+        assumed."""
         due, ran, self._ran = self._due.pop(microbatch, 0), self._ran, 0
         if not self.known and ran != due:
             raise PartitionError(
@@ -265,12 +265,12 @@ class _Watched:
                 self._refuse_dependence(result, detached)
 
     def _same_draws(self) -> AbstractContextManager[None]:
-        """What is drawn within is drawn behind it again."""
+        """Restores the generators afterwards, so that the same numbers are drawn again."""
         held = [buffer for buffer in self._own.values() if buffer is not None]
         return torch.random.fork_rng({buffer.get_device() for buffer in held if buffer.is_cuda})
 
     def _refuse_dependence(self, result: Any, args: Sequence[Any]) -> None:
-        """Raises PartitionError if the module gives something else after its last update than before it."""
+        """Raises PartitionError if the module's result after its last update differs from that before it."""
         with self._buffers.copy().in_place(), torch.no_grad(), self._same_draws():
             again = self.module.forward(*args)
         pairs = zip(tensors_in(result), tensors_in(again), strict=False)
@@ -279,7 +279,7 @@ class _Watched:
 
 
 def _refuse_compiled(stage: StageContext, updated: Mapping[str, Tensor]) -> None:
-    """Raises PartitionError where plain torch would update a buffer once more in backward, unlike compiled code."""
+    """Raises PartitionError if plain torch would update a buffer once more in backward, unlike compiled code."""
     names = {id(buffer): name for name, buffer in updated.items()}
     for module in stage.stage.checkpointed:
         name = next((names[id(b)] for b in module._buffers.values() if id(b) in names), None)

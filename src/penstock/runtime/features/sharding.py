@@ -1,4 +1,4 @@
-"""A stage in the frame that `parallelize` was applied to, and the reduction of its gradients where it is sharded."""
+"""A stage in the frame that `parallelize` was applied to, and the reduction of its gradients if it is sharded."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class Framed(Feature):
-    """Runs the stage's code inside of its frame, with the hooks that were put there."""
+    """Runs the stage's code inside its frame, with the frame's hooks."""
 
     @classmethod
     def of(cls, stage: StageContext) -> Framed | None:
-        """Where `parallelize=` was given."""
+        """If `parallelize=` was given."""
         return cls() if any(each.frame is not None for each in stage.stages) else None
 
     def forward_of(self, run: Forward, stage: Stage) -> Forward:
@@ -39,7 +39,7 @@ class Reduced(Feature):
 
     @classmethod
     def of(cls, stage: StageContext) -> Reduced | None:
-        """In training, where `fully_shard` was applied."""
+        """In training, if `fully_shard` was applied."""
         if not stage.training or stage.sharded is None:
             return None
         backwards = stage.microbatches(Op.B, Op.I)
@@ -51,12 +51,12 @@ class Reduced(Feature):
         self._reduces = True
 
     def begin_step(self, start: Start) -> None:
-        """Not in every step: see `Pipeline.no_sync`."""
+        """Notes whether this step reduces: not every step does, see `Pipeline.no_sync`."""
         self._reduces = start.reduces
 
     def run(self, microbatch: int) -> AbstractContextManager[None]:
-        """A weight that autocast has cast for another microbatch would get its gradient after the reduction of all: in
-        backward, what was made first comes last."""
+        """Clears autocast's cache: a weight cast for another microbatch would get its gradient after the reduction,
+        since in backward what was made first comes last."""
         torch.clear_autocast_cache()
         return nullcontext()
 

@@ -1,8 +1,8 @@
-"""What a forward writes in place into tensors that are no buffers, and its own backward reads: an attribute that holds
+"""What a forward writes in place into tensors that are not buffers, and its own backward reads: an attribute that holds
 a plain tensor, a parameter without gradient.
 
-Whatever is set anew is put back for each microbatch (`forward_state.py`). Memory that is written to stays what the last
-forward has made of it, so that a backward which reads it is refused where other forwards have come between.
+Whatever is set anew is restored for each microbatch (`forward_state.py`). Memory that is written to stays as the last
+forward left it, so a backward that reads it is refused if other forwards ran in between.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from penstock.runtime.features.forward_state import roots_of
 from penstock.schedule import Op
 
 BACKWARDS = 4
-"""The number of a stage's backwards until which forwards are watched: later ones are alike."""
+"""Forwards are watched until the stage has run this many backwards; later ones behave alike."""
 
 SMALL = 2**16
-"""Tensors of so many bytes are compared bit by bit; of larger ones autograd's count of updates is."""
+"""Tensors of up to this many bytes are compared bit by bit; larger ones by autograd's count of updates."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -50,9 +50,9 @@ class TensorState(Feature):
     """Refuses a backward that reads a tensor which later forwards of the stage have written to.
 
     Args:
-        index: of the stage.
-        survey: finds the tensors there are.
-        known: tensors that others see to: the stage's buffers.
+        index: the stage's.
+        survey: finds the existing tensors.
+        known: tensors handled elsewhere: the stage's buffers.
         splits: the microbatches whose backward ends with their W.
     """
 
@@ -75,11 +75,11 @@ class TensorState(Feature):
         self._written: dict[int, tuple[str, Tensor]] = {}
         self._left: dict[int, dict[int, _Reading]] = {}
         self._backwards = 0
-        self._changes = 0  # of the model, that are watched
+        self._changes = 0  # those of the model that are watched
         self._latest = -1
 
     def begin_step(self, start: Start) -> None:
-        """Drops what a step that raised has left."""
+        """Drops anything left by a step that raised."""
         self._left.clear()
         if start.changes != self._changes:
             self._changes, self._backwards = start.changes, 0
@@ -99,18 +99,18 @@ class TensorState(Feature):
         for key, (name, tensor) in found.items():
             if key not in self._written and not before[key].fits(tensor):
                 self._written[key] = name, tensor
-                for left in self._left.values():  # earlier forwards left it as this one found it
+                for left in self._left.values():  # earlier forwards left it just as this one found it
                     left[key] = before[key]
         self._left[microbatch] = {key: _Reading.of(tensor) for key, (_, tensor) in self._written.items()}
 
     def again(self, microbatch: int) -> Context:
-        """Around a forward that runs again, and writes once more."""
+        """Around a forward that runs again, and so writes once more."""
         if microbatch != self._latest:
             self._latest = -1
         return NOTHING
 
     def autograd(self, microbatch: int) -> Context:
-        """Around autograd's backward. Raises PartitionError if it reads what other forwards have written since."""
+        """Around autograd's backward. Raises PartitionError if it reads what other forwards wrote in the meantime."""
         watches = self._backwards < BACKWARDS and microbatch != self._latest
         self._backwards += 1
         keeps = microbatch in self._splits
@@ -118,7 +118,7 @@ class TensorState(Feature):
         return self._watched(left) if watches and left else NOTHING
 
     def weights(self, microbatch: int) -> Context:
-        """Around W, in which hooks on the gradients of parameters run. Raises PartitionError likewise."""
+        """Around W, in which hooks on the gradients of parameters run. Raises PartitionError as `autograd` does."""
         left = self._left.pop(microbatch, None)
         return self._watched(left) if left and microbatch != self._latest else NOTHING
 
@@ -139,7 +139,7 @@ class TensorState(Feature):
             )
 
     def _counts(self, tensor: Tensor) -> bool:
-        """Whether a tensor is plain memory that no other rule is about."""
+        """Whether a tensor is plain memory that no other rule covers."""
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or tensor.is_inference():
             return False
         if tensor.layout is not torch.strided or (tensor.is_leaf and tensor.requires_grad):
@@ -148,17 +148,17 @@ class TensorState(Feature):
 
 
 class LossTensors(TensorState):
-    """Likewise of what the loss writes to. Where the last stage runs again the loss is called within the backward."""
+    """The same for what the loss writes to. If the last stage runs again, the loss is called within the backward."""
 
     @classmethod
     def of(cls, stage: StageContext) -> LossTensors | None:
-        """In training, on a last stage whose loss may hold anything."""
+        """In training, on a last stage whose loss may hold state."""
         if not stage.training or stage.head is None or not stage.head.may_remember:
             return None
         return cls(stage.index, stage.head.survey, (), stage.microbatches(Op.W))
 
     @contextmanager
     def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
-        """Around a forward, and the loss behind it."""
+        """Around a forward, and the loss after it."""
         with nullcontext() if runs_again else super().forward(microbatch, runs_again=False):
             yield

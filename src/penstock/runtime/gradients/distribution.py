@@ -1,4 +1,4 @@
-"""Tensors of which each process holds a part (`torch.distributed.tensor.DTensor`), which takes long to import."""
+"""Tensors of which each process holds a part: `torch.distributed.tensor.DTensor`, which is slow to import."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ def is_distributed(tensor: Any) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor: all of it, unless it is distributed."""
+    """The part of a tensor that this process holds: all of it, unless it is distributed."""
     mine: Tensor = tensor.to_local() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
     return mine
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The whole of a tensor. A collective where it is distributed."""
+    """The whole of a tensor. A collective if it is distributed."""
     full: Tensor = tensor.full_tensor() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
     return full
 
 
 def copy_into(tensor: Tensor, value: Tensor) -> None:
-    """Copies a value into a tensor of which this process may hold a part; where it does, the value is as distributed,
-    or whole. Takes no communication."""
+    """Copies a value into a tensor of which this process may hold only a part; then the value is distributed in the
+    same way, or whole. Needs no communication."""
     if is_distributed(tensor) and not is_distributed(value):
         from torch.distributed.tensor import distribute_tensor
 
@@ -40,8 +40,8 @@ def copy_into(tensor: Tensor, value: Tensor) -> None:
 
 
 def local_gradient(parameter: Tensor) -> Tensor | None:
-    """What this process holds of a parameter's gradient, divided as the parameter is. A collective where it is not: of
-    what sequence parallelism leaves whole, each process has a term of the gradient (`Partial`)."""
+    """This process's part of a parameter's gradient, divided as the parameter is. A collective if it is not divided so:
+    for a parameter that sequence parallelism leaves whole, each process has one term of the gradient (`Partial`)."""
     grad = parameter.grad
     if grad is None:
         return None
@@ -57,15 +57,15 @@ def mesh_dimensions(tensor: Tensor) -> tuple[str, ...]:
 
 
 def check_sharding(stage: Stage, divided: Sequence[str], shared: Mapping[str, Sequence[int]]) -> None:
-    """Refuses what would leave gradients wrong.
+    """Refuses a sharding that would make gradients wrong.
 
     Args:
         stage: one that the user's function has been applied to.
-        divided: the dimensions of the mesh along which the batch is divided.
-        shared: parameters that several stages hold, and those stages.
+        divided: the mesh dimensions along which the batch is divided.
+        shared: the parameters that several stages hold, with those stages.
 
     Raises:
-        ArgumentError: a parameter is distributed over a mesh without names, over some of `divided` only, or though
+        ArgumentError: a parameter is distributed over a mesh without names, over only some of `divided`, or although
             several stages hold it.
     """
     for name, parameter in stage.parameters.items():

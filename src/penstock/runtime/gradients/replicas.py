@@ -23,11 +23,11 @@ from penstock.runtime.transport.distributed import Groups, all_reduce
 from penstock.runtime.transport.protocol import Pending
 
 BUCKET_BYTES = 25 * 2**20
-"""As in DistributedDataParallel: large enough for a link's rate, small enough to be under way while others fill."""
+"""As in DistributedDataParallel: large enough to use a link's full rate, small enough to overlap with later buckets."""
 
 
 SHARED = -1
-"""In place of a stage: the parameters that several stages hold, averaged once their own sum is there."""
+"""Used instead of a stage index: the parameters that several stages hold, averaged once their own sum is complete."""
 
 
 class Average:
@@ -35,8 +35,8 @@ class Average:
 
     Args:
         parameters: in the same order on each replica.
-        groups: of the pipeline.
-        position: what to call it, and who is waited for.
+        groups: those of the pipeline.
+        position: the name of this wait, and the peers waited for.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], groups: Groups, position: Position) -> None:
@@ -51,17 +51,17 @@ class Average:
         ]
 
     def begin_step(self, *, set_aside: bool) -> None:
-        """Before a step that averages.
+        """Called before a step that averages.
 
         Args:
-            set_aside: what `.grad` holds was averaged already.
+            set_aside: what `.grad` holds was already averaged.
         """
         self._open = True
         for total in self._sums if set_aside else ():
             total.set_aside()
 
     def start(self) -> None:
-        """Once the gradients are there; does nothing in a step that does not average."""
+        """Starts averaging, once the gradients are complete. Does nothing in a step that does not average."""
         for total in self._sums if self._open else ():
             total.start()
 
@@ -73,10 +73,10 @@ class Average:
 
 
 class Replicas:
-    """One process's view of those that hold the same and train on other data.
+    """One process's view of the processes that hold the same stages and train on other data.
 
     Attributes:
-        active: whether steps average; where not, `.grad` is this replica's own until the next step that does.
+        active: whether steps average; if not, `.grad` is this replica's own until the next step that does.
         behind: whether the last step did not average.
     """
 
@@ -91,10 +91,10 @@ class Replicas:
         self._owed: dict[int, nn.Parameter] = {}
 
     def averages(self, stages: Iterable[Stage], tied: Iterable[nn.Parameter]) -> dict[int, Average]:
-        """What averages the gradients of this process's stages, by stage.
+        """The averages of the gradients of this process's stages, by stage.
 
         Args:
-            tied: parameters that other ranks of the pipeline hold as well.
+            tied: parameters that other ranks of the pipeline hold too.
         """
         here = list(stages)
         holders = Counter(id(p) for stage in here for p in stage.parameters.values())
@@ -112,16 +112,16 @@ class Replicas:
         return Average(parameters, self._groups, position)
 
     def _is_sharded(self, parameter: Tensor) -> bool:
-        """Whether `fully_shard` averages its gradient itself."""
+        """Whether `fully_shard` itself averages the parameter's gradient."""
         return bool(set(self._divided) & set(mesh_dimensions(parameter)))
 
     def begin_step(self, averages: Mapping[int, Average]) -> None:
-        """Before a step. What steps that did not average left stays in `.grad`, and is averaged with this one's."""
+        """Called before a step. Gradients not yet averaged stay in `.grad`, to be averaged with the step's own."""
         for average in averages.values() if self.active else ():
             average.begin_step(set_aside=not self.behind)
 
     def end_step(self, averages: Mapping[int, Average], buffers: Sequence[Tensor], watched: Watched) -> None:
-        """After a step: waits for the averages; gives every replica the first one's `buffers`, as DDP does."""
+        """Called after a step: waits for the averages; gives every replica the first one's `buffers`, as DDP does."""
         self.behind = not self.active
         trained = {id(parameter): parameter for average in averages.values() for parameter in average.parameters}
         if self.active:
@@ -138,8 +138,8 @@ class Replicas:
         copy_from_first(buffers, self._groups.replicas)
 
     def _average_late(self, parameters: Sequence[nn.Parameter], watched: Watched) -> None:
-        """Averages what steps that did not average have left for parameters that this step does not train: they have
-        been frozen since, or another kind of batch does not use them."""
+        """Averages gradients left by steps that did not average, for parameters that this step does not train because
+        they were frozen since, or because its kind of batch does not use them."""
         average = self._average(parameters, SHARED)
         watched.position = average.position
         average.begin_step(set_aside=False)
@@ -147,13 +147,13 @@ class Replicas:
         average.end_step()
 
     def mean(self, weight: float, *, training: bool, settings: int, watched: Watched) -> float:
-        """The mean of a weight over the replicas. Each of them calls it, before each step.
+        """The mean of a weight over the replicas. Every replica calls it before every step.
 
         Args:
-            settings: a number for what else must be alike; so small that sums of it are exact.
+            settings: a number for whatever else must be the same; small enough that its sums are exact.
 
         Raises:
-            ArgumentError: another replica does something else, so that they would wait for each other in vain.
+            ArgumentError: another replica does something else, so they would wait for each other in vain.
         """
         mine = [float(training), float(training and self.active), float(settings)]
         values = torch.tensor([weight, *mine], dtype=torch.float64)
@@ -178,7 +178,7 @@ _ALIKE = (
 
 
 def buckets(parameters: Iterable[nn.Parameter], most_bytes: int = BUCKET_BYTES) -> Iterator[list[nn.Parameter]]:
-    """The parameters in pieces of one dtype and at most so many bytes, or of one parameter."""
+    """The parameters in pieces of one dtype and at most `most_bytes`, or of a single parameter."""
     by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
         by_dtype.setdefault(parameter.dtype, []).append(parameter)

@@ -12,18 +12,18 @@ from penstock.runtime.gradients.distribution import local, local_gradient
 from penstock.runtime.transport.protocol import Pending
 
 Reduce = Callable[[Sequence[Tensor]], Pending]
-"""Starts to sum tensors, in place, over some processes: the same bits on each of them."""
+"""Starts to sum tensors, in place, over some processes, with the same bits on each of them."""
 
 
 class GradientSum:
     """The gradients of some parameters, summed over all processes that hold them.
 
-    Only the step's own contribution is summed: what earlier steps have accumulated is the same everywhere already. One
-    buffer a dtype: the gradients, then for each the number of processes that have one.
+    Only the step's own contribution is summed: what earlier steps accumulated is already the same everywhere. There is
+    one buffer per dtype: the gradients, then for each the number of processes that have one.
 
     Args:
         parameters: the same, in the same order, on each process.
-        divisor: what the sum is divided by.
+        divisor: divides the sum.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], reduce: Reduce, divisor: int = 1) -> None:
@@ -46,7 +46,7 @@ class GradientSum:
         self._pending = self._reduce(self._buffers)
 
     def finish(self) -> None:
-        """Waits for the sum, where one was started, and adds it to what was set aside."""
+        """Waits for the sum, if one was started, and adds it to what was set aside."""
         before = dict(zip(self._parameters, self._before or [None] * len(self._parameters), strict=True))
         if self._pending is not None:
             self._pending.wait()
@@ -70,7 +70,7 @@ class GradientSum:
         return torch.cat([*flat, mine[0].new_tensor([float(p.grad is not None) for p in members])])
 
     def _totals(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
-        """Each parameter's sum; None where no process has a gradient."""
+        """Each parameter's sum; None if no process has a gradient."""
         for members, buffer in zip(self._by_dtype(), self._buffers, strict=True):
             *flat, held = torch.split(buffer, [*(local(p.detach()).numel() for p in members), len(members)])
             for parameter, total, count in zip(members, flat, held.tolist(), strict=True):

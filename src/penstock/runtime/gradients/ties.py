@@ -1,6 +1,6 @@
-"""Parameters that several ranks hold: started equal, and their gradients summed among exactly those ranks.
+"""Parameters that several ranks hold: they start equal, and exactly those ranks sum their gradients.
 
-A group is the parameters that the same set of stages holds.
+A group consists of the parameters that the same set of stages holds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.stages import ties_across_ranks
 
 @dataclass(frozen=True, slots=True)
 class TieGroup:
-    """Parameters, by their canonical names, that live on exactly these stages, and the ranks that hold those."""
+    """Parameters, by canonical name, that live on exactly these stages, and the ranks that hold those stages."""
 
     names: tuple[str, ...]
     stages: tuple[int, ...]
@@ -38,7 +38,7 @@ class TieReducer:
     """One rank's part in one group.
 
     Args:
-        names: of the ranks, by which messages call them.
+        names: what messages call the ranks.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class TieReducer:
         """What a rank does while it waits for the sum."""
 
     def start_equal(self) -> None:
-        """Starts to copy the parameters of the group's first rank to the others: a sum in which theirs are zero."""
+        """Starts to copy the first rank's parameters to the group's others: a sum in which those contribute zeros."""
         for parameter in self.parameters:
             if self._rank != self._first:
                 parameter.data.zero_()
@@ -82,5 +82,5 @@ class TieReducer:
         self._sum.start()
 
     def end_step(self) -> None:
-        """Waits for the sum and adds it to what was there before."""
+        """Waits for the sum and adds it to what was set aside."""
         self._sum.finish()

@@ -1,4 +1,4 @@
-"""The loss function that a user gives: of output and target, or of the output alone."""
+"""The user's loss function: of output and target, or of the output alone."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def checked_loss(loss: Loss | Callable[[Any], Tensor] | None) -> Loss | None:
     try:
         signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
     except (TypeError, ValueError):
-        signature = _BOTH  # functions written in C do not tell
+        signature = _BOTH  # functions written in C have no signature
     if _takes(signature, 2):
         return cast(Loss, function)
     if _takes(signature, 1):
@@ -52,7 +52,7 @@ def checked_loss(loss: Loss | Callable[[Any], Tensor] | None) -> Loss | None:
 
 
 def saying_what_is_missing(loss: Loss | None) -> Loss | None:
-    """The loss, which says so where it raises because a step came without a target."""
+    """The loss, with a clear message if it raises because a step has no target."""
     if loss is None or isinstance(loss, OutputLoss):
         return loss
 
@@ -68,7 +68,7 @@ def saying_what_is_missing(loss: Loss | None) -> Loss | None:
                 "pipe.needs_targets is true"
             ) from error
 
-    update_wrapper(call, loss, updated=())  # for who looks at what the loss reads
+    update_wrapper(call, loss, updated=())  # for code that looks at what the loss reads
     return call
 
 

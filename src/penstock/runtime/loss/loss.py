@@ -1,4 +1,4 @@
-"""The loss of each microbatch on the last stage, and the weights that make the whole the batch's own loss."""
+"""The loss of each microbatch on the last stage, and the weights that make their sum the batch's own loss."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Loss = Callable[[Any, Any], Tensor]
 
 Reduction = Literal["mean", "sum"] | Callable[[Any], float | Tensor]
 """How the loss reduces a batch: a mean over its rows, a sum, or a function of a microbatch's target that gives the
-weight of its mean (the number of tokens that count, say)."""
+weight of its mean (such as the number of tokens that count)."""
 
 
 def weights(
@@ -34,16 +34,16 @@ def weights(
     replicas: int = 1,
     mean: Callable[[float], float] = float,
 ) -> list[float]:
-    """What each microbatch's loss is multiplied by, so that the sum is the loss of the whole batch.
+    """The factor for each microbatch's loss, such that the sum is the loss of the whole batch.
 
-    Where several replicas have a part of the batch each, the mean over them of that sum is.
+    If several replicas each have part of the batch, the mean of their sums is that loss.
 
     Args:
         reduction: see `Reduction`.
         sizes: rows in each microbatch.
         targets: each microbatch's target; only a function looks at them.
-        replicas: how many there are.
-        mean: gives the mean over the replicas of what each of them passes in.
+        replicas: the number of replicas.
+        mean: returns the mean over the replicas of what each of them passes in.
 
     Raises:
         ArgumentError: the reduction is unknown, or its weights are negative or all zero.
@@ -66,7 +66,7 @@ def weights(
 
 
 def no_loss(output: object) -> ArgumentError:
-    """What to raise where there is neither a loss function nor a loss of the model's own."""
+    """The error if there is neither a loss function nor a loss that the model computes."""
     return ArgumentError(
         f"loss_fn=None, and the model's output ({type(output).__name__}) holds no scalar loss; "
         "pass loss_fn=..., or give the model what it needs to compute its own (labels=...)"
@@ -74,7 +74,7 @@ def no_loss(output: object) -> ArgumentError:
 
 
 def checked_value(loss: Any, output: object) -> Tensor:
-    """What a loss function returned, or the model's own loss. Raises ArgumentError if that is not a scalar tensor."""
+    """The result of a loss function, or the model's own loss. Raises ArgumentError if it is not a scalar tensor."""
     if loss is None:
         raise no_loss(output)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.dim() > 1:
@@ -84,7 +84,7 @@ def checked_value(loss: Any, output: object) -> Tensor:
 
 
 def no_gradient() -> ArgumentError:
-    """What to raise where a loss has no graph although parameters are to be trained."""
+    """The error if a loss has no graph although parameters should be trained."""
     return ArgumentError(
         "the loss takes no gradient, so nothing would be trained; return a loss that is computed from the model's "
         "output, without detach() or no_grad"
@@ -97,12 +97,12 @@ class LossHead:
     `start` gives it a step's targets and weights; `losses` and `outputs` are in order of microbatch.
 
     Args:
-        loss: the user's; None where the model computes its own.
-        partitions: of each microbatch: what makes the model's output of what leaves the last stage.
+        loss: the user's; None if the model computes its own.
+        partitions: one per microbatch: makes the model's output from what leaves the last stage.
         streams: random streams; the loss function has one for each microbatch.
-        needed: whether a loss must come out.
+        needed: whether there must be a loss.
         pipelines: how many copies of the last stage there are.
-        shared: whether several processes compute losses, each of a part of the batch.
+        shared: whether several processes compute losses, each for part of the batch.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class LossHead:
 
     @property
     def may_remember(self) -> bool:
-        """Whether the loss can reach anything in which a call could leave something."""
+        """Whether the loss can reach anything in which a call could store something."""
         return self._state.may_remember
 
     def survey(self) -> Survey:
@@ -144,7 +144,7 @@ class LossHead:
         return self._state.survey()
 
     def owners(self) -> Sequence[Any]:
-        """The loss, if it is an object that has attributes, and the modules that it consists of."""
+        """The loss, if it is an object with attributes, and the modules that it consists of."""
         return self._state.owners()
 
     def start(
@@ -152,7 +152,7 @@ class LossHead:
     ) -> None:
         """Begins a step. Without targets (in evaluation) only a model that computes its own loss has one.
 
-        All gradients are `scale` times those of the loss; the loss that is reported is not.
+        All gradients are `scale` times those of the loss; the reported loss is not scaled.
         """
         self._targets, self._weights, self._keep_outputs, self._scale = targets, weights, keep_outputs, scale
         self._seeds.clear()
@@ -160,7 +160,7 @@ class LossHead:
         self.outputs = [None] * len(weights)
 
     def __call__(self, microbatch: int, leaves: Sequence[Tensor]) -> Tensor | None:
-        """What backward starts from, with its graph; None where neither a function nor the model gives a loss."""
+        """What backward starts from, with its graph; None if neither a function nor the model gives a loss."""
         partition = self._partitions[microbatch]
         build = partition.build_output
         output = build(leaves)
@@ -205,11 +205,11 @@ class LossHead:
         return seed
 
     def counts(self, microbatch: int) -> bool:
-        """Whether the loss of a microbatch is part of the batch's: it has a weight other than 0."""
+        """Whether a microbatch's loss is part of the batch's: its weight is not 0."""
         return self._weights[microbatch] != 0
 
     def terms(self, microbatches: range) -> list[Tensor | None]:
-        """What some microbatches add to the batch's loss, in order; None for one whose loss is elsewhere."""
+        """The terms that some microbatches add to the batch's loss, in order; None if its loss is elsewhere."""
         if not self.losses:
             return [None] * len(microbatches)
         return [weighted_sum([self.losses[k]], [self._weights[k]]) for k in microbatches]
@@ -220,14 +220,14 @@ class LossHead:
 
 
 def _apart(loss: Loss, build: Callable[[Sequence[Tensor]], Any], leaves: Sequence[Tensor], target: Any) -> Any:
-    """The loss of an output that no backward starts from: hooks that are put on it do nothing."""
+    """The loss of an output from which no backward starts: hooks added to it do nothing."""
     return loss(build([leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves]), target)
 
 
 def weighted_sum(losses: Sequence[Tensor | None], weights: Sequence[float]) -> Tensor | None:
     """Sum of the losses times their weights, ascending by microbatch; None without losses.
 
-    A loss of weight 0 is left out: the mean over no token is NaN.
+    A loss of weight 0 is left out: a mean over no tokens is NaN.
     """
     total: Tensor | None = None
     for loss, weight in zip(losses, weights, strict=True):
@@ -243,7 +243,7 @@ def weighted_sum(losses: Sequence[Tensor | None], weights: Sequence[float]) -> T
 def root_of(loss: Tensor, weight: float, leaves: Sequence[Tensor]) -> Tensor:
     """What a microbatch's backward starts from: its loss.
 
-    Where its weight is 0 the loss may be NaN, and 0 * NaN is NaN: there it is a zero made of the model's output.
+    If its weight is 0, the loss may be NaN, and 0 * NaN is NaN: then it is a zero made from the model's output.
     """
     others = [leaf for leaf in leaves if leaf is not loss and leaf.requires_grad]
     if weight != 0 or not others:
@@ -253,7 +253,7 @@ def root_of(loss: Tensor, weight: float, leaves: Sequence[Tensor]) -> Tensor:
 
 
 def checked_scale(scale: float) -> float:
-    """What the loss of a step is multiplied by. Raises ArgumentError unless it is a positive, finite number."""
+    """The factor for a step's loss. Raises ArgumentError unless it is a positive, finite number."""
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
         raise ArgumentError(
             f"loss_scale={scale!r}: expected a positive, finite number, such as scaler.get_scale() of a "
@@ -264,7 +264,7 @@ def checked_scale(scale: float) -> float:
 
 def own_loss(output: Any) -> Tensor | None:
     """The loss that a model computed itself: `output.loss`, `output["loss"]`, an output that is a scalar, or the one
-    scalar of a tuple or list that requires a gradient (the one scalar, where nothing requires one)."""
+    scalar of a tuple or list that requires a gradient (the only scalar, if nothing requires one)."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
     if loss is output and isinstance(output, (tuple, list)):
         scalars = [value for value in output if _is_scalar(value)]

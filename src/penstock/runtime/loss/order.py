@@ -1,7 +1,7 @@
 """A loss that keeps state from one call to the next: a moving average in a buffer, a count of its calls.
 
-On one device it is called in order of microbatch. Most schedules call it so; but of two copies of the last stage each
-calls it for a part of the batch, and a schedule of a user's own may take any order.
+On one device it is called in order of microbatch, and in most schedules too. But each of two copies of the last stage
+calls it for only part of the batch, and a user's own schedule may use any order.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from penstock.partition.values.memory import same_bits
 from penstock.runtime.front_end import Partition
 
 LOOKS = 6
-"""The number of calls in which everything that the loss reaches is looked at: later ones are alike."""
+"""The number of calls in which everything that the loss reaches is examined; later ones behave alike."""
 
 
 class LossState:
-    """What a loss keeps. Buffers, other tensors that it updates, and whole numbers, which count, are state.
+    """The state of a loss: buffers, other tensors that it updates, and whole numbers, which count something.
 
-    Whatever else a call sets may be noted for others to look at. So in the first calls the loss is called up to twice
-    more, with what is there now and with what was there before the first call: state if it then returns something
-    else. Whatever it prints or logs comes again.
+    Anything else that a call sets may be a note for the user to look at. So in the first calls the loss is called up to
+    twice more, with what is there now and with what was there before the first call: if it then returns something else,
+    that is state. Whatever it prints or logs appears again.
 
     Args:
-        pipelines: so many copies of the last stage call it.
-        partition: of the model, whose modules are not the loss's.
+        pipelines: how many copies of the last stage call it.
+        partition: that of the model, whose modules do not belong to the loss.
     """
 
     def __init__(self, loss: Callable[..., Any] | None, pipelines: int, partition: Partition) -> None:
@@ -51,10 +51,10 @@ class LossState:
     def call(
         self, losses: Sequence[Tensor | None], microbatch: int, run: Callable[[], Any], again: Callable[[], Any]
     ) -> Any:
-        """What `run` returns: a call of the loss for a microbatch, after those for others. `again`: a call to compare.
+        """Returns the result of `run`, which calls the loss for a microbatch after others. `again`: a call to compare.
 
         Raises:
-            ArgumentError: it has kept state, and should have been called for others before.
+            ArgumentError: it has kept state, and should have been called for other microbatches before.
         """
         if self._loss is None or (self._pipelines == 1 and None not in losses[:microbatch]):
             return run()
@@ -76,7 +76,7 @@ class LossState:
 
     @property
     def may_remember(self) -> bool:
-        """Whether the loss can reach anything in which a call could leave something."""
+        """Whether the loss can reach anything in which a call could store something."""
         loss = self._loss
         if isinstance(loss, partial):
             return True
@@ -87,12 +87,12 @@ class LossState:
         return bool(loss.__closure__ or vars(loss) or named_by_code([loss]) or [*stored_globals([loss])])
 
     def owners(self) -> list[Any]:
-        """The loss, or the object whose method it is, and the modules that it consists of, but for the model's."""
+        """The loss, or the object whose method it is, and the modules that it consists of, except the model's."""
         found = [getattr(self._loss, "__self__", self._loss), *self._modules]
         return [owner for owner in found if not self._is_of_model(owner)]
 
     def survey(self) -> Survey:
-        """The places and tensors that the loss reaches, but for those of the model."""
+        """The places and tensors that the loss reaches, except the model's."""
         loss = self._loss
         function = loss.__func__ if isinstance(loss, MethodType) else loss
         owner = getattr(loss, "__self__", loss)
@@ -144,7 +144,7 @@ class LossState:
 
 
 class _Look:
-    """What a loss reaches, before one of its calls."""
+    """Everything that a loss reaches, before one of its calls."""
 
     def __init__(self, survey: Survey) -> None:
         self._places: Mapping[Key, Place] = survey.places
@@ -153,12 +153,12 @@ class _Look:
         self._generator = torch.get_rng_state()
 
     def state(self, run: Callable[[], Any], result: Any, first: dict[Key, Any]) -> str | None:
-        """Which state the call just made has kept, if it has.
+        """The state that the latest call has kept, if any.
 
         Args:
             run: the call.
             result: what it returned.
-            first: what was there before the first call of all that set a place; added to.
+            first: what each place held before the first call that set it; extended here.
         """
         for name, tensor, version in self._tensors:
             if tensor._version != version:
@@ -188,7 +188,7 @@ class _Look:
         try:
             return run()
         except Exception:
-            return MISSING  # it cannot do without what has changed
+            return MISSING  # it cannot run without what has changed
 
 
 def _alike(one: Any, other: Any) -> bool:

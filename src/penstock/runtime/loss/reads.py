@@ -1,7 +1,7 @@
-"""What a loss function reads of the model: only what the last stage has.
+"""What a loss function may read from the model: only what the last stage has.
 
-A penalty on all weights (`sum(p.square().sum() for p in model.parameters())`) would train those of the last stage,
-or take what lies on the meta device in another rank's place. The first loss of a bound schedule is watched for that.
+A penalty on all weights (`sum(p.square().sum() for p in model.parameters())`) would train only those of the last stage,
+or use meta-device stand-ins for those of other ranks. The first loss of a bound schedule is watched for that.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Watch(TorchFunctionMode):
 
 @contextmanager
 def watching(elsewhere: Mapping[int, str]) -> Iterator[None]:
-    """Around the loss function: raises ArgumentError where it reads one of these tensors.
+    """Around the loss function: raises ArgumentError if it reads one of these tensors.
 
     Args:
         elsewhere: `id` -> name of the model's parameters and updated buffers that are not on the last stage.
@@ -51,18 +51,18 @@ def watching(elsewhere: Mapping[int, str]) -> Iterator[None]:
 
 
 def check_graph(loss: Tensor, elsewhere: Mapping[int, str]) -> None:
-    """Raises ArgumentError if a gradient would flow from the loss straight into one of these tensors."""
+    """Raises ArgumentError if a gradient would flow from the loss directly into one of these tensors."""
     for leaf in leaves_of([loss]):
         if id(leaf) in elsewhere:
             raise _refusal(elsewhere[id(leaf)])
 
 
 def check_own(loss: Tensor, outputs: Sequence[Node], model: Collection[int]) -> None:
-    """Raises ArgumentError if the loss trains parameters of its own, although several processes compute losses: each
-    would have a part of their gradient.
+    """Raises ArgumentError if the loss trains its own parameters although several processes compute losses: each would
+    have only part of their gradient.
 
     Args:
-        outputs: nodes that the model has made.
+        outputs: nodes that the model made.
         model: `id` of the model's parameters.
     """
     for leaf in leaves_of([loss], until=outputs):

@@ -1,1 +1,1 @@
-"""What of the model this process holds, and what it must not touch of the rest."""
+"""The part of the model that this process holds, and what it must not touch of the rest."""

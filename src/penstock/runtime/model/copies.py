@@ -1,6 +1,6 @@
-"""Several copies of a model in one pipeline, as bidirectional schedules have them: so many more stages.
+"""Several copies of a model in one pipeline, as in bidirectional schedules: each copy adds its stages.
 
-The stages of a copy run the same code on the same parameters. Where a rank holds a stage's copy and another its
+The stages of a copy run the same code on the same parameters. If one rank holds a stage's copy and another its
 original, the two are tied like any parameter that several stages hold.
 """
 
@@ -15,10 +15,10 @@ from penstock.stages import shifted
 
 
 def with_copies(partition: Partition, pipelines: int) -> Partition:
-    """The partition with its stages repeated for each pipeline, numbered on.
+    """The partition with its stages repeated for each pipeline and numbered consecutively.
 
     Raises:
-        PartitionError: the forward updates a buffer, of which each copy would see only part of the batch.
+        PartitionError: the forward updates a buffer, for which each copy would see only part of the batch.
     """
     if pipelines == 1:
         return partition

@@ -1,7 +1,7 @@
-"""Parameters and buffers whose values other ranks have: what computes with them in a training script is refused.
+"""Parameters and buffers whose values are on other ranks: a training script that computes with them is refused.
 
-They lie on the meta device, and torch does not always mind: `mine.add_(theirs)` leaves `mine` as it is. The moving
-average that a teacher keeps of a student on another rank would only shrink.
+They are on the meta device, and torch does not always complain: `mine.add_(theirs)` leaves `mine` as it is. A teacher's
+moving average of a student on another rank would only shrink.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.partition import tensors_in
 
 
 class Elsewhere(Tensor):
-    """A tensor on the meta device, or what was computed from one; it knows the name of what is missing."""
+    """A tensor on the meta device, or one computed from it; it knows the name of the missing tensor."""
 
     penstock_name = "a parameter"
 
@@ -36,11 +36,11 @@ class Elsewhere(Tensor):
 
 
 class ElsewhereParameter(Elsewhere, nn.Parameter):
-    """Likewise a parameter."""
+    """The same for a parameter."""
 
 
 def elsewhere(tensor: Tensor, name: str) -> Tensor:
-    """What stands for a parameter or buffer of that name whose values are not here."""
+    """A stand-in for the parameter or buffer of that name, whose values are not here."""
     empty = torch.empty_like(tensor, device="meta").detach()
     if isinstance(tensor, nn.Parameter):
         made = ElsewhereParameter(empty, tensor.requires_grad)
@@ -74,7 +74,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _draws(func: Any) -> bool:
-    """Whether a function draws random numbers for the tensor that it is given."""
+    """Whether a function fills its tensor with random numbers."""
     name = getattr(func, "__name__", "")
     if getattr(func, "__module__", "") == "torch.nn.init":
         return name not in ("constant_", "ones_", "zeros_", "eye_", "dirac_")
@@ -99,7 +99,7 @@ def _marked(value: Any, name: str) -> Any:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """What an operation in place writes to."""
+    """The tensors that an in-place operation writes to."""
     name = getattr(func, "__name__", "")
     in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
     return list(tensors_in((args[0] if in_place and args else (), kwargs.get("out"))))

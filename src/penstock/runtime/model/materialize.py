@@ -1,8 +1,8 @@
-"""Gives memory and initial values to a model that was built on the meta device, a stage at a time.
+"""Allocates and initialises a model that was built on the meta device, one stage at a time.
 
-Each module's own initialiser (`reset_parameters`) runs under a stream keyed by the module's name, so that the weights
-do not depend on the number of stages. They differ from those of a model that is built on a device from one seed, whose
-draws follow each other.
+Each module's own initialiser (`reset_parameters`) runs under a stream keyed by the module's name, so the weights do not
+depend on the number of stages. They differ from those of a model built directly on a device from one seed, where all
+draws come from one sequence.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock.errors import ArgumentError
 from penstock.runtime.exact.streams import generator_of, key_of, mix
 
 Materialize = Callable[[str, nn.Module], None]
-"""Called with a module's name and the module, its own tensors allocated but not yet set, to set them."""
+"""Sets a module's own tensors, which are allocated but uninitialised, given its name and the module."""
 
 
 def materialize(
@@ -26,12 +26,12 @@ def materialize(
 
     Args:
         modules: each module that holds tensors itself, by its name in the unsplit model.
-        device: where to.
-        seed: of the streams.
+        device: where to allocate.
+        seed: for the streams.
         rule: sets a module's tensors instead of its `reset_parameters`.
 
     Raises:
-        ArgumentError: a module has no `reset_parameters` and there is no rule, or one of its buffers is set by nothing.
+        ArgumentError: a module has no `reset_parameters` and there is no rule, or nothing sets one of its buffers.
     """
     made: dict[int, Tensor] = {}
     for name, module in modules.items():

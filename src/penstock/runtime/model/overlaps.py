@@ -1,4 +1,4 @@
-"""Tensors that share memory without being one parameter or buffer, which no other process can see."""
+"""Tensors that share memory without being the same parameter or buffer, which other processes cannot see."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from penstock.runtime.front_end import Stage
 
 
 class _Entry(NamedTuple):
-    """Something in an allocation.
+    """One use of an allocation.
 
     Attributes:
-        bytes: where it lies.
+        bytes: the range it occupies.
         what, name, stage: what it is, and where it is used.
         changes: whether training changes it there.
-        tensor: None where only the allocation is known.
+        tensor: None if only the allocation is known.
     """
 
     bytes: range
@@ -36,13 +36,14 @@ class _Entry(NamedTuple):
 
 
 def refuse_overlaps(stages: Sequence[Stage], place_of: Callable[[int], Hashable]) -> None:
-    """Raises ArgumentError if what is trained or updated in one place lies in memory that is used in another.
+    """Raises ArgumentError if something trained or updated in one place is in memory that is used in another.
 
-    On one device all would see the change; in several processes they would drift apart. A parameter that has two names
-    is a tie, and is kept equal. Parameters side by side in one allocation share nothing, nor do columns of one matrix.
+    On one device every use would see the change; in several processes they would drift apart. A parameter with two
+    names is a tie, and is kept equal. Parameters next to each other in one allocation share nothing, nor do columns of
+    one matrix.
 
     Args:
-        place_of: the process, or the device, of a stage.
+        place_of: gives the process, or the device, of a stage.
     """
     found: dict[int, list[_Entry]] = {}
     for stage in stages:

@@ -1,4 +1,4 @@
-"""A model, cut for the ranks of one pipeline: its partitions by input signature, and what of it this process holds."""
+"""A model cut for the ranks of one pipeline: its partitions by input signature, and the part this process holds."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 class SplitModel:
     """The model of one pipeline.
 
-    Where each process is one rank, the model is taken over: parameters of other ranks' stages move to the meta device,
-    which frees their memory and leaves what recording another input signature needs.
+    If each process is one rank, the pipeline takes the model over: parameters of other ranks' stages move to the meta
+    device, which frees their memory but keeps what is needed to record another input signature.
 
     Attributes:
-        model: the model, or the chain of the layers that were given.
-        tie_groups: parameters that several ranks hold.
+        model: the model, or the chain of the given layers.
+        tie_groups: the parameters that several ranks hold.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class SplitModel:
         self.model = partitioner.model
         self._named = list(self.model.named_modules())
         self._modules = [module for _, module in self._named]
-        # A forward may branch on values: all ranks record the same.
+        # A forward may branch on values, so all ranks must record the same ones.
         example = engine.control.give(example)
         self._examples, self._sizes = example.fill(), example.sizes
         self._copied: dict[int, tuple[Partition, Partition]] = {}
         self._placed: dict[int, tuple[Partition, Partition]] = {}
-        self._known_parameters: set[str] = set()  # of the example, and those that were warned of
+        self._known_parameters: set[str] = set()  # those of the example, and those already warned about
         with engine.control.agreed():
             self._record(training=True)
         self._cut_alike()
@@ -96,13 +96,13 @@ class SplitModel:
         return self._partitioner.cuts or ()
 
     def partitions(self, *, training: bool, examples: Sequence[Example] | None = None) -> list[Partition]:
-        """The partition of each microbatch, in the modules' present modes, on this process's devices.
+        """The partition of each microbatch, in the modules' current modes, on this process's devices.
 
         Args:
-            examples: of each microbatch, the same on every rank; None: those that the pipeline was made with.
+            examples: one per microbatch, the same on every rank; None: those that the pipeline was made with.
 
         Raises:
-            PartitionError: one cannot be recorded, or needs parameters where they are not held.
+            PartitionError: a forward cannot be recorded, or needs parameters where they are not held.
         """
         placed = [self._place(partition) for partition in self._record(training=training, examples=examples)]
         for partition in placed:
@@ -114,7 +114,7 @@ class SplitModel:
 
     def signature(self) -> tuple[Any, ...]:
         """What a recording depends on besides its inputs: each module's mode, which parameters are trained, autocast,
-        and the plain attributes of modules whose forward was recorded call by call."""
+        and the plain attributes of modules whose forwards were recorded call by call."""
         return (
             tuple(module.training for module in self._modules),
             tuple(parameter.requires_grad for parameter in self._parameters),
@@ -124,7 +124,7 @@ class SplitModel:
 
     def refuse_other_parameters(self) -> None:
         """Raises ArgumentError if the model no longer holds the parameters that the pipeline was made with."""
-        if self._frames is not None:  # whose sharding puts others in their place
+        if self._frames is not None:  # sharding replaces the parameters
             return
         for (name, _, _), before, buffer in zip(self._followed, self._buffers, self._current_buffers(), strict=True):
             if buffer is not before:
@@ -147,13 +147,13 @@ class SplitModel:
             )
 
     def changes(self) -> int:
-        """How often something was found changed in the model's modules between two steps."""
+        """How often the model's modules were found changed between two steps."""
         return self._touched.look()
 
     @contextmanager
     def settling(self) -> Iterator[None]:
-        """Around the run of a step: what it changes of the model's attributes by itself is nothing new to record. One
-        that raises may have ended before anything was learned of the model."""
+        """Around the run of a step: changes that it makes to the model's attributes need no new recording. A step that
+        raises may have ended before anything was learned about the model."""
         before = self._partitioner.attributes()
         try:
             yield
@@ -162,7 +162,7 @@ class SplitModel:
             raise
         self._partitioner.settle(before)
         self._touched.settle()
-        self._buffers = self._current_buffers()  # a forward may replace a buffer of constants that it makes itself
+        self._buffers = self._current_buffers()  # a forward may replace a buffer of constants that it computes
 
     def modules(self) -> list[nn.Module]:
         """Every module, once."""
@@ -173,11 +173,11 @@ class SplitModel:
         return [buffer for _, buffer in self.held_buffers()]
 
     def default_kwargs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """What is passed to the model besides the caller's inputs."""
+        """The keyword arguments that the model gets besides the caller's inputs."""
         return default_kwargs(self.model, args, kwargs)
 
     def all_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Every parameter of the unsplit model, each once, in its order."""
+        """Every parameter of the unsplit model, each once, in the model's order."""
         names = self._partitioner.names()
         return [(names[name], parameter) for name, parameter in self.model.named_parameters()]
 
@@ -201,7 +201,7 @@ class SplitModel:
         return [(names[name], held[names[name]]) for name, _ in self.model.named_buffers() if names[name] in held]
 
     def held_unused(self) -> list[tuple[str, Tensor]]:
-        """The parameters and persistent buffers that no stage uses, if rank 0, which keeps them, is here."""
+        """The parameters and persistent buffers that no stage uses, if this process is rank 0, which keeps them."""
         if 0 not in self._engine.ranks:
             return []
         used = {name for stage in self._stages for name in (*stage.parameters, *stage.buffers)}
@@ -210,7 +210,7 @@ class SplitModel:
         return [(names[raw], tensor) for raw, tensor in every if names[raw] in saved - used]
 
     def names(self) -> dict[str, str]:
-        """For every name of a parameter or buffer in the unsplit model, tied ones' too, that of its first."""
+        """Maps every name of a parameter or buffer in the unsplit model, tied ones included, to its first name."""
         return self._partitioner.names()
 
     @property
@@ -219,7 +219,7 @@ class SplitModel:
         return {} if self._frames is None else self._frames.sharded
 
     def _buffers_to_follow(self) -> list[tuple[str, nn.Module, str]]:
-        """Names and places of buffers, but for those of blocks that are not saved: tables, which blocks make."""
+        """Names and places of buffers, except unsaved buffers of blocks: these are tables that the blocks compute."""
         opened = self._partitioner.opened_modules()
         return [
             (f"{name}.{key}".lstrip("."), module, key)
@@ -232,7 +232,7 @@ class SplitModel:
         return [module._buffers.get(key) for _, module, key in self._followed]
 
     def _parallelize(self, function: Parallelize, shared: Mapping[str, Sequence[int]]) -> None:
-        """Applies the user's function to this process's stages. What was recorded before is recorded anew."""
+        """Applies the user's function to this process's stages. Earlier recordings are discarded and made again."""
         from penstock.runtime.features.frame import Frames  # torch's FSDP takes long to import
 
         here = [s for s in self.partitions(training=True)[0].stages if self._is_here(s)]
@@ -245,7 +245,7 @@ class SplitModel:
                 check_sharding(stage, self._engine.world.divided, shared)
 
     def _cut_alike(self) -> None:
-        """Cuts where the first process does: what a block's work depends on may differ from process to process."""
+        """Cuts where the first process does: what a block's work depends on may differ between processes."""
         division = self._engine.control.give_all(self._partitioner.division)
         if division != self._partitioner.division:
             self._copied.clear()
@@ -302,7 +302,7 @@ class SplitModel:
     def _copy(self, partition: Partition) -> Partition:
         """The partition with the stages of all pipelines."""
         if id(partition) not in self._copied:
-            # Kept together with the original: an id is unique only while its object lives.
+            # Stored with the original: an id is unique only while its object lives.
             self._copied[id(partition)] = partition, with_copies(partition, self._placement.pipelines)
         return self._copied[id(partition)][1]
 
@@ -333,7 +333,7 @@ class SplitModel:
         return [stage for stage in self._stages if self._is_here(stage)]
 
     def _place_of(self, rank: int) -> Hashable:
-        """Where a rank's parameters are: processes hold their own, ranks in one process share each device's."""
+        """Where a rank's parameters are: each process holds its own; ranks in one process share those on a device."""
         return str(self._engine.devices[rank]) if self._engine.world.is_local else rank
 
     def _refuse_copies(self, shared: dict[str, tuple[int, ...]], parallelize: Parallelize | None) -> None:
@@ -354,14 +354,14 @@ class SplitModel:
                 )
 
     def _take_over(self, rule: Materialize | None) -> None:
-        """Gives memory to what this process runs, and takes it from what others run."""
+        """Allocates what this process runs, and frees what others run."""
         stages = self._record(training=True)[0].stages
         engine, rank_of = self._engine, self._placement.rank_of
         kept: dict[int, set[int]] = {rank: set() for rank in range(len(engine.devices))}
         for stage in stages:
             kept[rank_of[stage.meta.index]] |= {id(t) for t in (*stage.parameters.values(), *stage.buffers.values())}
         every = {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
-        kept[0] |= every - set().union(*kept.values())  # what no stage uses belongs to a checkpoint all the same
+        kept[0] |= every - set().union(*kept.values())  # what no stage uses still belongs in a checkpoint
         del stages
         named = list(self.model.named_modules())
         if not engine.world.is_local:
@@ -371,7 +371,7 @@ class SplitModel:
                 _release(module, f"{path}." if path else "", here, released)
         for rank in engine.ranks:
             if engine.devices[rank].type == "meta":
-                continue  # nothing is to run there
+                continue  # nothing runs there
             modules = {
                 name: module
                 for name, module in named
@@ -380,7 +380,7 @@ class SplitModel:
             materialize(modules, engine.devices[rank], engine.streams.seed, rule)
         if not engine.world.is_local:
             self._copied.clear()
-            self._partitioner.forget()  # what was recorded so far keeps the memory of other ranks' parameters
+            self._partitioner.forget()  # recordings made so far hold on to other ranks' parameters
 
 
 def _names(stage: Stage) -> tuple[str, ...]:
@@ -393,7 +393,7 @@ def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _release(module: nn.Module, path: str, kept: set[int], released: dict[int, Tensor]) -> None:
-    """Moves what is not kept to the meta device. What has several names stays one object, as names follow from it."""
+    """Moves what is not kept to the meta device. A tensor with several names stays one object: names depend on it."""
     for names in (module._parameters, module._buffers):
         for name, tensor in list(names.items()):
             if tensor is None or id(tensor) in kept:

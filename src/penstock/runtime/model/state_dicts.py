@@ -1,4 +1,4 @@
-"""The state of the modules that a pipeline runs: kept over an evaluation, and loaded from a state dict."""
+"""The state of the modules that a pipeline runs: preserved across an evaluation, and loaded from a state dict."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.runtime.model.split_model import SplitModel
 
 @contextmanager
 def evaluating(split: SplitModel, loss: object = None) -> Iterator[None]:
-    """Evaluation mode, of a loss that is a module as well; modes and buffers are as before afterwards."""
+    """Evaluation mode, also for a loss that is a module. Restores modes and buffers afterwards."""
     own = loss if isinstance(loss, nn.Module) else nn.Module()
     modes = [(module, module.training) for module in (*split.modules(), *own.modules())]
     held = [*split.buffers(), *own.buffers()]
@@ -38,7 +38,7 @@ def load_into(own: Mapping[str, Tensor], state: Mapping[str, Tensor], known: Set
 
     Args:
         known: every name that the model has.
-        strict: all of `own` must be in `state`, and all of `state` be known.
+        strict: all of `own` must be in `state`, and all of `state` must be known.
 
     Raises:
         ArgumentError: they are not, or a shape differs.

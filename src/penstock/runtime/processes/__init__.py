@@ -1,1 +1,1 @@
-"""How the processes find each other, exchange small values, and fail well."""
+"""How processes find each other, exchange small values, and fail cleanly."""

@@ -1,6 +1,6 @@
-"""Who is lost, and who waits for whom: the state that rank 0 keeps of all ranks, and its judgement.
+"""Who is lost, and who waits for whom: what rank 0 knows about all ranks, and its judgement.
 
-Everything that decides whether a rank is given up lives in this file, without sockets or threads. The rules:
+Everything that decides whether to give up a rank is in this file, without sockets or threads. The rules:
 
     a rank that ...                     is given up when another waits for it and ...
     closed its connection, no goodbye   ... still does a beat later; of several such ranks the first is named
@@ -26,17 +26,17 @@ from penstock.runtime.processes.failure import Failure, Sighting
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long to wait before what, in seconds.
+    """How long to wait for each kind of event, in seconds.
 
     Attributes:
-        beat_seconds: between two signs of life of a rank.
-        stall_seconds: silence after which a rank that another waits for is looked up, and lost if its process is
+        beat_seconds: time between two signs of life of a rank.
+        stall_seconds: silence after which a rank that another waits for is looked up, and is lost if its process is
             stopped or gone.
-        away_seconds: silence after which it is lost where it cannot be looked up, on another machine.
-        warn_seconds: between two warnings of a rank that waits for one that is alive.
-        timeout_seconds: after which such a wait ends the run.
-        grace_seconds: what a rank that computes may still take to notice that the run has failed.
-        join_seconds: for all ranks to find each other at the start.
+        away_seconds: silence after which a rank on another machine, which cannot be looked up, is lost.
+        warn_seconds: time between two warnings from a rank that waits for one that is alive.
+        timeout_seconds: time after which such a wait ends the run.
+        grace_seconds: time that a computing rank may still take to notice that the run has failed.
+        join_seconds: time for all ranks to find each other at the start.
     """
 
     beat_seconds: float = 0.5
@@ -48,7 +48,7 @@ class Patience:
     join_seconds: float = 60.0
 
     def overslept(self, seconds: float) -> bool:
-        """Whether a loop that ticks every beat was itself stopped, so that what it knows of the others is old."""
+        """Whether a loop that ticks every beat was itself stopped, so its knowledge of the other ranks is outdated."""
         return seconds > max(self.stall_seconds / 2, 2 * self.beat_seconds)
 
 
@@ -57,7 +57,7 @@ ProcessState = Literal["running", "stopped", "gone", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process that its neighbours on the same machine can look up: machine, id, and start time against reused ids."""
+    """A process that others on the same machine can look up: machine, id, and start time, since ids are reused."""
 
     machine: str
     pid: int
@@ -73,7 +73,7 @@ class Process:
         return cls(" ".join([boot, *spaces]), os.getpid(), _stat(os.getpid())[1])
 
     def state(self) -> ProcessState:
-        """What the kernel says of it; `unknown` from another machine or where there is no /proc."""
+        """What the kernel says about it; `unknown` from another machine or without /proc."""
         if not self.started or self.machine != Process.here().machine:
             return "unknown"
         try:
@@ -86,14 +86,14 @@ class Process:
 
 
 def _stat(pid: int) -> tuple[str, str]:
-    """State and start time. The name before them is in parentheses and may hold anything."""
+    """State and start time. The name before them is in parentheses and may contain anything."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return fields[0], fields[19]
 
 
 @dataclass(slots=True)
 class _Seat:
-    """What is known of one rank. Times are the board's clock's."""
+    """What is known about one rank. Times are on the board's clock."""
 
     heard: float
     process: Process | None = None
@@ -105,7 +105,7 @@ class _Seat:
 class Board:
     """Collects the beats of `ranks` ranks and judges who is lost.
 
-    Not safe for threads: the server's thread owns it. `clock` gives seconds; `state` looks a process up.
+    Not thread-safe: the server's thread owns it. `clock` returns seconds; `state` looks up a process.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Board:
 
     @property
     def deserted(self) -> bool:
-        """Whether every rank has left or is gone, so that nobody reads this board any more."""
+        """Whether every rank has left or is gone, so that no rank reads this board any more."""
         return all(seat.left is not None or seat.gone is not None or self._lost(seat) for seat in self._seats)
 
     @property
@@ -137,12 +137,12 @@ class Board:
         return [seat.sighting for seat in self._seats]
 
     def join(self, rank: int, process: Process) -> None:
-        """`rank` is there, or is back after its connection broke."""
+        """Records that `rank` has joined, or is back after its connection broke."""
         seat = self._seats[rank]
         seat.process, seat.gone, seat.heard = process, None, self._clock()
 
     def beat(self, rank: int, sighting: Sighting) -> None:
-        """A sign of life of `rank`; one with `left` is its last. Raises ValueError if it waits for an unknown rank."""
+        """Records a sign of life of `rank`; its last if `left`. Raises ValueError if it waits for an unknown rank."""
         if not all(0 <= peer < len(self._seats) for peer in sighting.position.peers):
             raise ValueError(f"rank {rank} {sighting.position}, but the ranks are 0 to {len(self._seats) - 1}")
         seat = self._seats[rank]
@@ -153,22 +153,22 @@ class Board:
             seat.left = seat.heard
 
     def hang_up(self, rank: int) -> None:
-        """The connection of `rank` closed. Without a goodbye before, its process is most likely gone."""
+        """Records that the connection of `rank` closed. Without a goodbye first, its process is most likely gone."""
         if self._seats[rank].left is None:
             self._seats[rank].gone = self._clock()
 
     def accuse(self, failure: Failure) -> bool:
-        """Records why the run ends; False when another cause was recorded before."""
+        """Records why the run ends; False if another cause was recorded before."""
         if self.failure is None:
             self.failure = failure
             return True
         return False
 
     def judge(self) -> None:
-        """To be called every beat: records the first rank that another waits for in vain."""
+        """Records the first rank that another waits for in vain. Must be called every beat."""
         now = self._clock()
         asleep, self._judged = self._patience.overslept(now - self._judged), now
-        if asleep:  # it was this process that stopped: what the others sent meanwhile is still unread
+        if asleep:  # this process itself was stopped: what other ranks sent meanwhile is still unread
             for seat in self._seats:
                 seat.heard = now
             return
@@ -181,7 +181,7 @@ class Board:
         wait, seat = self._seats[waiter], self._seats[peer]
         position = seat.sighting.position
         closed = seat.left if seat.left is not None else seat.gone
-        if closed is not None:  # what it sent last may still be on its way, so the wait must outlast it
+        if closed is not None:  # its last message may still be in transit, so the wait must outlast it
             outlasted = wait.heard - max(closed, wait.heard - wait.sighting.seconds)
             if seat.left is None and outlasted >= self._patience.beat_seconds:
                 self._accuse_first_gone()
@@ -192,14 +192,14 @@ class Board:
             self.accuse(Failure(peer, position.action or None, what, "lost"))
 
     def _accuse_first_gone(self) -> None:
-        """A launcher ends the other ranks of its machine when one is gone: those that followed it are not the cause."""
+        """Accuses the first rank that is gone: a launcher then ends others on its machine, which are not the cause."""
         gone = {rank: seat.gone for rank, seat in enumerate(self._seats) if seat.gone is not None and seat.left is None}
         first = min(gone, key=gone.__getitem__)
         action = self._seats[first].sighting.position.action or None
         self.accuse(Failure(first, action, "its process is gone", "lost"))
 
     def _lost(self, seat: _Seat) -> str | None:
-        """What the silence of a rank that has joined means, or None as long as it may be alive."""
+        """What the silence of a rank that has joined means, or None while it may be alive."""
         seconds = self._clock() - seat.heard
         if seat.process is None or seconds < self._patience.stall_seconds:
             return None
@@ -207,7 +207,7 @@ class Board:
 
 
 def silence(seconds: float, state: ProcessState, patience: Patience) -> str | None:
-    """What the silence of a rank means, after `stall_seconds`; None if its process may run, and only cannot answer."""
+    """What a rank's silence means after `stall_seconds`; None if its process may be running but unable to answer."""
     match state:
         case "running":
             return None

@@ -1,7 +1,7 @@
-"""Carries beats to the board of rank 0 and its findings back: one line of JSON a message, over plain sockets.
+"""Carries beats to rank 0's board and its findings back: one line of JSON per message, over plain sockets.
 
-torch's own TCPStore is not used for it: on a server that is stopped its calls block for good whatever their time-out,
-and on one that is gone they print forty lines of C++ frames over the one line that matters.
+It does not use torch's TCPStore: if the server is stopped, TCPStore calls block forever whatever their time-out, and if
+it is gone, they print forty lines of C++ frames over the one line that matters.
 
     to the server    join: [machine, pid, started]     beat: sighting     failure: text     noted: true
                      (each with rank and token; noted is the answer to a failure)
@@ -29,11 +29,11 @@ from penstock.runtime.processes.failure import Failure, Sighting
 _MOST_BYTES = 1 << 20
 
 Address = dict[str, Any]
-"""Where the server is: hosts to try, port, token, and its process. Plain, so that it can be broadcast."""
+"""Where the server is: hosts to try, port, token, and its process. Plain values, so that it can be broadcast."""
 
 
 class Connection:
-    """A socket that carries one JSON object a line. Any thread may send; one thread receives."""
+    """A socket that carries one JSON object per line. Any thread may send; one thread receives."""
 
     def __init__(self, link: socket.socket) -> None:
         self.link = link
@@ -41,13 +41,13 @@ class Connection:
         self._sending = threading.Lock()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Raises OSError if the other side is gone, or has not read for so long that nothing more fits in."""
+        """Sends a message. Raises OSError if the other side is gone, or has not read for so long that it is full."""
         with self._sending:
             self.link.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[dict[str, Any]]:
-        """The messages that came, once some bytes have. Raises OSError if the other side is gone or nothing came in
-        time, ValueError if it sent anything else."""
+        """Waits for bytes and returns the messages that they complete. Raises OSError if the other side is gone or
+        nothing came in time, ValueError if it sent anything else."""
         data = self.link.recv(1 << 16)
         if not data:
             raise ConnectionResetError("the other side closed the connection")
@@ -64,7 +64,7 @@ class Connection:
 
 
 class BoardServer:
-    """The thread of rank 0 that owns the board. Ends by itself once every rank has left or is gone."""
+    """The thread of rank 0 that owns the board. Ends itself once every rank has left or is gone."""
 
     def __init__(self, ranks: int, patience: Patience) -> None:
         alone = _on_one_machine()
@@ -88,12 +88,12 @@ class BoardServer:
         self._thread.start()
 
     def join(self, seconds: float) -> bool:
-        """Waits until nobody needs this server; whether that came true in time."""
+        """Waits until no rank needs this server. Returns whether that happened in time."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def await_noted(self, seconds: float) -> None:
-        """Waits until all know why the run failed: what we sent last may be lost when this process ends."""
+        """Waits until all ranks know why the run failed: the last messages may be lost when this process ends."""
         self._noted.wait(seconds)
 
     def stop(self) -> None:
@@ -121,7 +121,7 @@ class BoardServer:
         with contextlib.suppress(OSError):
             link, _ = self._listener.accept()
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            link.settimeout(1.0)  # a message is small: only a rank that is stopped has no room for it
+            link.settimeout(1.0)  # a message is small: only a stopped rank has no room for it
             self._selector.register(link, selectors.EVENT_READ, Connection(link))
 
     def _read(self, connection: Connection) -> None:
@@ -179,7 +179,7 @@ class BoardServer:
 
 
 def connect(address: Address, rank: int, patience: Patience) -> Connection:
-    """Joins the board at `address` as `rank`. Raises OSError if no host of it answers."""
+    """Joins the board at `address` as `rank`. Raises OSError if none of its hosts answers."""
     process = Process.here()
     hosts: list[str] = address["hosts"]
     if address["process"][0] == process.machine:
@@ -234,14 +234,14 @@ def _on_one_machine() -> bool:
 
 
 def _own_hosts() -> list[str]:
-    """What other machines may know this one by, the surest first."""
+    """The names by which other machines may know this one, the most reliable first."""
     master = os.environ.get("MASTER_ADDR", "")
-    # The pipeline may be a part of the job that has no rank on the master's machine; and a pod's host name is its own.
+    # The pipeline may have no rank on the master's machine; and only the pod itself knows a pod's host name.
     return [host for host in (_address_towards(master), master, socket.gethostname()) if host]
 
 
 def _address_towards(host: str) -> str | None:
-    """The address from which this machine speaks to another one; None if only this machine can use it."""
+    """The address from which this machine talks to another; None if only this machine can use it."""
     try:
         family, kind, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

@@ -1,6 +1,6 @@
-"""Small values that one rank gives to all others of its machine: a socket for each pair of ranks, and no thread.
+"""Small values that one rank sends to all others on its machine: one socket per pair of ranks, and no threads.
 
-The announcement of each step and its loss travel so. A broadcast of gloo would take several wake-ups of its threads.
+It carries each step's announcement and loss. A gloo broadcast would need several wake-ups of gloo's threads.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 BROADCASTS_IN_FLIGHT = 4
-"""Values from one rank that may be on their way at once: two steps' losses and announcements. The next waits for the
-first, so that what nobody reads does not pile up."""
+"""How many values from one rank may be in flight: two steps' losses and announcements. The next waits for the first, so
+that unread values do not pile up."""
 
 
 def receive_exactly(connection: socket.socket, size: int) -> bytes:
-    """So many bytes. Raises ConnectionError if the other end closes before."""
+    """Receives exactly `size` bytes. Raises ConnectionError if the other end closes first."""
     data = b""
     while len(data) < size:
         more = connection.recv(size - len(data))
@@ -53,7 +53,7 @@ class Broadcasts:
         return broadcast
 
     def receive(self, source_rank: int) -> None:
-        """Waits for the oldest value that is on its way from a rank: values of one rank arrive in order."""
+        """Waits for the oldest value in flight from a rank: values from one rank arrive in order."""
         broadcast = self._arriving[source_rank][0]
         data = bytearray(receive_exactly(self._lines[source_rank], broadcast.value.numel() * broadcast.value.itemsize))
         broadcast.value.copy_(torch.frombuffer(data, dtype=broadcast.value.dtype).view_as(broadcast.value))
@@ -61,7 +61,7 @@ class Broadcasts:
         self._arriving[source_rank].popleft()
 
     def close(self) -> None:
-        """Waits for what is on its way, and closes the sockets."""
+        """Waits for values in flight, and closes the sockets."""
         for source_rank, arriving in self._arriving.items():
             while arriving:
                 self.receive(source_rank)
@@ -70,7 +70,7 @@ class Broadcasts:
 
 
 class Broadcast:
-    """One value on its way."""
+    """One value in flight."""
 
     def __init__(self, shares: Broadcasts, value: Tensor, source_rank: int) -> None:
         self.value = value
@@ -79,6 +79,6 @@ class Broadcast:
         self._source = source_rank
 
     def wait(self) -> None:
-        """Returns when the value is here."""
+        """Returns when the value has arrived."""
         while not self.here:
             self._broadcasts.receive(self._source)

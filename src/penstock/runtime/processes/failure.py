@@ -1,6 +1,6 @@
-"""What a rank does, and how a run ends when one of them cannot go on.
+"""What a rank is doing, and how a run ends when a rank cannot continue.
 
-Plain values, without torch: they travel between ranks as JSON and are shown to people as one line.
+Plain values, without torch: ranks exchange them as JSON, and users see them as one line.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _MOST_CHARACTERS = 2000
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """What the main thread of a rank does: nothing of ours (no text), an action, or a wait for other ranks.
+    """What a rank's main thread is doing: nothing of Penstock's (no text), an action, or a wait for other ranks.
 
     Attributes:
-        action: text of the action, such as `2B3` or `1RECV_F0`; empty outside of a step.
+        action: text of the action, such as `2B3` or `1RECV_F0`; empty outside a step.
         peers: the ranks it waits for; empty while it computes.
     """
 
@@ -37,19 +37,19 @@ OUTSIDE = Position()
 
 
 class Watched(Protocol):
-    """Told what the rank does, so that a watchdog can say who waits for whom."""
+    """Takes note of what the rank does, so that a watchdog can say who waits for whom."""
 
     position: Position
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a pipeline cannot go on. Of several, the first one recorded is the cause that every rank names.
+    """Why a pipeline cannot continue. Of several failures, every rank names the first one recorded as the cause.
 
     Attributes:
         rank: the rank at fault.
-        action: what it did; None outside of a step. Of a rank that was lost, what its last beat said.
-        error: type and message of the exception, or what is known of the loss, on one line.
+        action: what it was doing; None outside a step. For a lost rank, what its last beat said.
+        error: type and message of the exception, or what is known about the lost rank, on one line.
         kind: `raised` an exception; `lost`: killed, stopped or out of reach; `left`: ended its program while another
             still waited for it; `stalled`: alive, but another waited for it for too long.
     """
@@ -91,7 +91,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """A rank as its last beat showed it: its position, for how many seconds it has held it, and whether it left."""
+    """A rank as its last beat showed it: its position, how many seconds it has held it, and whether it has left."""
 
     position: Position = OUTSIDE
     seconds: float = 0.0
@@ -108,10 +108,10 @@ class Sighting:
 
 
 def wait_chain(rank: int, sightings: Sequence[Sighting]) -> tuple[int, str]:
-    """Follows waits from `rank` to the one at their end.
+    """Follows waits from `rank` to the rank at their end.
 
     Returns that rank and the chain in words: "rank 2 has waited 31 s for 1RECV_F0 from rank 1; rank 1 is outside of a
-    step". Of several peers it follows the first that does not wait itself. A circle of waits ends where it closes.
+    step". Of several peers it follows the first that is not itself waiting. A circle of waits ends where it closes.
     """
     words: list[str] = []
     seen: set[int] = set()

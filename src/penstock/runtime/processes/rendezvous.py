@@ -1,8 +1,8 @@
-"""Joins the processes that torchrun started, also those that it starts again.
+"""Joins the processes that torchrun started, including those that it restarted.
 
-torchrun (since 2.4) hands one store to all attempts of a job. What processes that are gone have written there (the
-addresses at which gloo listened) is read by those of the next attempt, which then are refused or wait for ever. So each
-attempt gets a prefix of its own.
+torchrun (since 2.4) gives one store to all attempts of a job. Processes of the next attempt read what earlier ones
+wrote there (the addresses at which gloo listened), and are then refused or wait forever. So each attempt gets its own
+prefix.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch.distributed.rendezvous import rendezvous
 
 
 def start(backend: str) -> None:
-    """`init_process_group`, with nothing left of an earlier attempt.
+    """Calls `init_process_group`, with nothing left from an earlier attempt.
 
-    With several agents (nodes) their counts of attempts differ, so that only torchrun could tell the attempts apart:
-    there, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 has each attempt make a store of its own.
+    Several agents (nodes) count attempts differently, so only torchrun could tell the attempts apart: in that case
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes each attempt create its own store.
     """
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     one_agent = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")

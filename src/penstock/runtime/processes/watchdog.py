@@ -1,8 +1,8 @@
 """Ends this rank when another one fails, and says who waits for whom when a run stalls.
 
-A blocked wait of gloo cannot be polled, cancelled or timed out from inside, so a thread beside it watches the other
-ranks over connections of its own; where the main thread waits in vain, it says why and leaves the process. Leaving is
-what frees the neighbours.
+A blocked gloo wait cannot be polled, cancelled or timed out from inside, so a separate thread watches the other ranks
+over its own connections; if the main thread waits in vain, it says why and exits the process. The exit is what frees
+the neighbours.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from penstock.runtime.processes.failure import OUTSIDE, Failure, Position, Sight
 
 _REPORT_SECONDS = 2.0
 _NOTE_SECONDS = 2.0
-_INTERRUPTED_SECONDS = 0.3  # for either, where Ctrl-C ends this rank: it most likely ends the others as well
+_INTERRUPTED_SECONDS = 0.3  # for either, if Ctrl-C ends this rank: it most likely ends the others too
 
 
 class Watchdog:
-    """One rank's view of the others. Made by `connect`; the main thread tells it what it does:
+    """One rank's view of the others. Made by `connect`; the main thread reports what it does:
 
         watchdog.step += 1                    # at the start of a step, so that a repeated position counts as a new one
         watchdog.check()                      # raises PipelineFailure if another rank failed
@@ -40,7 +40,7 @@ class Watchdog:
     Set the position before each blocking wait, with the ranks that it waits for, and before each computation.
 
     Attributes:
-        failure: why the pipeline failed, once that is known; a cheap test before `check`.
+        failure: why the pipeline failed, once known; a cheap test before `check`.
         sightings: each rank as its last beat showed it, at most a beat or two old.
     """
 
@@ -78,13 +78,13 @@ class Watchdog:
     def connect(
         cls, rank: int, ranks: int, exchange: Callable[[Address | None], Any], patience: Patience | None = None
     ) -> Watchdog:
-        """Connects the ranks of a pipeline with each other and starts to watch. To be called on every rank.
+        """Connects the ranks of a pipeline with each other and starts to watch. Every rank must call it.
 
         Args:
             rank: this rank, 0..ranks-1.
             ranks: how many there are. With one there is nothing to watch, and no thread.
             exchange: gives every rank the object that rank 0 passes in; the others pass None.
-            patience: how long to wait before what; the same on all ranks.
+            patience: how long to wait for each kind of event; the same on all ranks.
 
         Raises PipelineFailure if the ranks do not find each other.
         """
@@ -113,7 +113,7 @@ class Watchdog:
     def report(self, action: str | None, error: BaseException) -> Failure:
         """Tells the other ranks that `error` ended `action` here.
 
-        Returns the cause of the run's end, which is another rank's failure if that one was reported before.
+        Returns the cause of the run's end, which is another rank's failure if that was reported first.
         """
         self._raising = True
         self._interrupted = isinstance(error, KeyboardInterrupt)
@@ -127,9 +127,9 @@ class Watchdog:
         """Why a wait of this rank raised: waits for another rank's failure to become known.
 
         Args:
-            seconds: how long at most; by default as long as it takes to see that a rank does not answer.
+            seconds: how long at most; by default the time it takes to see that a rank does not answer.
 
-        Leave `position` as it was in the wait. Returns None if nothing became known: then the error is this rank's own.
+        Leave `position` as it was in the wait. Returns None if no failure became known: the error is this rank's own.
         """
         self._raising = True
         if self._thread and not self._known.is_set():
@@ -138,11 +138,11 @@ class Watchdog:
         return self.failure
 
     def close(self) -> None:
-        """Says goodbye to the other ranks and ends the thread. Rank 0 goes on to serve those that have not left, and
-        its process does not end before."""
+        """Says goodbye to the other ranks and ends the thread. Rank 0 continues to serve ranks that have not left, and
+        its process does not end before they have."""
         if self._closed.is_set():
             return
-        self._send(beat=Sighting(left=True).to_list())  # before the thread may hang up; the answer wakes it
+        self._send(beat=Sighting(left=True).to_list())  # before the thread hangs up; the answer wakes it
         self._closed.set()
         if self._thread:
             self._thread.join()
@@ -164,7 +164,7 @@ class Watchdog:
             self._connection.close()
 
     def _tick(self) -> None:
-        """Sees what the main thread does now, and whether this process slept."""
+        """Notes what the main thread is doing, and whether this process slept."""
         now, held = self._clock(), (self.step, self.position)
         asleep = self._patience.overslept(now - self._ticked)
         self._ticked = now
@@ -216,7 +216,7 @@ class Watchdog:
                 self._stop(self.failure)
 
     def _suspect(self, now: float) -> None:
-        """The main thread waits: is rank 0, which would know if another was lost, lost itself? Is it too long?"""
+        """The main thread waits: is rank 0, which would know of a lost rank, itself lost? Is the wait too long?"""
         action, lost = self.sightings[0].position.action or None, None
         if self._down is not None and now - self._down >= self._patience.beat_seconds:
             lost = "its process is gone"
@@ -240,10 +240,10 @@ class Watchdog:
 
     def _record(self, failure: Failure) -> None:
         self._fail(failure)
-        self._send(failure=failure.to_json())  # rank 0 may be stopped, and reads this when it wakes up
+        self._send(failure=failure.to_json())  # rank 0 may be stopped, and will read this when it wakes up
 
     def _fail(self, failure: Failure) -> Failure:
-        """Keeps the first failure that this rank learns of."""
+        """Records the first failure that this rank learns of."""
         if self.failure is None:
             self.failure = failure
             self._known.set()
@@ -263,12 +263,12 @@ class Watchdog:
         _say(self._words(failure))
         flush = threading.Thread(target=_flush, daemon=True)
         flush.start()
-        flush.join(1.0)  # a reader of our output that is stuck must not keep us
+        flush.join(1.0)  # a stuck reader of our output must not hold us up
         self._await_others()
         self._leave(1)
 
     def _await_others(self) -> None:
-        """Before rank 0 leaves, which takes the board with it."""
+        """Waits for the other ranks before rank 0 exits, which takes the board with it."""
         if self._server:
             self._server.await_noted(_INTERRUPTED_SECONDS if self._interrupted else _NOTE_SECONDS)
 
@@ -282,7 +282,7 @@ class Watchdog:
     def _at_exit(self) -> None:
         if os.getpid() != self._pid:
             return
-        if self.failure is not None:  # the destructors of a broken process group may wait for ranks that are gone
+        if self.failure is not None:  # destructors of a broken process group may wait for ranks that are gone
             _flush()
             self._await_others()
             self._leave(1)

@@ -1,5 +1,5 @@
-"""Which processes take part: one alone, all that torchrun started, or those of a DeviceMesh, of which a pipeline is a
-line.
+"""Which processes take part: a single one, all that torchrun started, or those of a DeviceMesh, in which a pipeline is
+one line.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _UNSUPPORTED = {
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The pipeline's ranks. `rank` is None where this process drives all of them.
+    """The pipeline's ranks. `rank` is None if this process drives all of them.
 
     Attributes:
         ranks: how many ranks a pipeline has.
-        rank: this process's, 0..ranks-1.
+        rank: this process's rank, 0..ranks-1.
         members: each rank's global rank in `torch.distributed`.
-        everyone: the global ranks of the whole mesh, of which `members` is one line; by default nothing but it.
-        replicas: the global ranks that hold the same as this one and train on other data, in order; this one included.
+        everyone: the global ranks of the whole mesh, of which `members` is one line; by default only that line.
+        replicas: the global ranks that hold the same as this one and train on other data, in order, including this one.
         column: the global ranks that run the same stages: on other data, or a share of each layer.
-        lines, replica_sets, columns: the same of all processes: each divides `everyone` into disjoint parts.
-        divided: the dimensions of the mesh along which the batch is divided.
+        lines, replica_sets, columns: the same for all processes: each divides `everyone` into disjoint parts.
+        divided: the mesh dimensions along which the batch is divided.
         replica: this process's number among `replicas`.
         tp_rank: this process's number among those that share a replica's layers (tensor parallelism).
     """
@@ -67,17 +67,17 @@ class World:
 
     @property
     def is_local(self) -> bool:
-        """One process drives all ranks."""
+        """Whether one process drives all ranks."""
         return self.rank is None
 
     @property
     def is_first(self) -> bool:
-        """Of all processes, the one that does what is done once, such as making a folder."""
+        """Whether this process does what is done only once, such as making a folder."""
         return self.rank is None or self.name == 0
 
     @property
     def names(self) -> tuple[int, ...]:
-        """For each rank of the pipeline its number in the whole mesh, by which messages call it."""
+        """For each rank of the pipeline its number in the whole mesh, which messages use."""
         return tuple(self.everyone.index(member) for member in self.members) or tuple(range(self.ranks))
 
     @property
@@ -92,10 +92,10 @@ class World:
 
 
 def join(ranks: int | None, mesh: DeviceMesh | None, device_type: str) -> World:
-    """Finds the pipeline's processes, and initialises `torch.distributed` where torchrun started us and nobody has.
+    """Finds the pipeline's processes, and initialises `torch.distributed` if torchrun started us and nothing else has.
 
     Raises:
-        ArgumentError: `ranks` is not the number of processes, or the mesh has other dimensions than the pipeline's.
+        ArgumentError: `ranks` is not the number of processes, or the mesh's dimensions are not the pipeline's.
     """
     if ranks is not None and ranks < 1:
         raise ArgumentError(f"ranks={ranks}: expected at least 1")
@@ -139,7 +139,7 @@ def _from_mesh(ranks: int | None, mesh: DeviceMesh) -> World:
         raise ArgumentError(f"global rank {dist.get_rank()} is not in the mesh {grid.tolist()}")
 
     def parts(*free: str) -> tuple[tuple[int, ...], ...]:
-        """The mesh in pieces whose global ranks differ in these dimensions only."""
+        """Divides the mesh into parts whose global ranks differ only in these dimensions."""
         inside = [axis for axis, name in enumerate(names) if name in free]
         outside = [axis for axis, name in enumerate(names) if name not in free]
         size = math.prod(grid.shape[axis] for axis in inside)
@@ -174,12 +174,12 @@ def _from_mesh(ranks: int | None, mesh: DeviceMesh) -> World:
 
 
 def backend_of(device: torch.device) -> str:
-    """The backend that moves tensors of a device."""
+    """The backend that moves a device's tensors."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 
 def exchange(group: dist.ProcessGroup, source: int = 0) -> Callable[[Any], Any]:
-    """A function that gives the object of rank `source` to every rank of the group; each of them calls it."""
+    """A function that gives the object of rank `source` to every rank of the group; every rank calls it."""
 
     def give(value: Any) -> Any:
         box = [value]
@@ -198,12 +198,11 @@ def device_of(
     """Where a rank computes.
 
     Args:
-        devices: one device, a type such as "cuda" (a rank takes its own), or one for each rank; None: where the model
-            is.
-        current: where the model is.
+        devices: one device, a type such as "cuda" (a rank takes its own), or one per rank; None: the model's device.
+        current: the model's device.
 
     Raises:
-        ArgumentError: the number of devices is not that of the ranks.
+        ArgumentError: the number of devices is not the number of ranks.
     """
     if devices is not None and not isinstance(devices, (str, torch.device)):
         if len(devices) != world.ranks:

@@ -1,1 +1,1 @@
-"""A stage's backward in two: input gradients now, weight gradients later, with the same bits."""
+"""A stage's backward in two parts: input gradients now, weight gradients later, with the same bits."""

@@ -1,14 +1,14 @@
-"""The backward of one stage in two parts: I hands the gradients of the inputs on, W computes those of the weights.
+"""The backward of one stage in two parts: I passes the inputs' gradients on, W computes those of the weights.
 
-In a forward whose backward is split, a call whose weight gradient can wait (`weight_gradients`) is given the weight
-without its graph, so that the backward at I passes it by; what W needs, the call's input and the gradient of its
-output, is kept, and all else is freed at I. All else also stays plain autograd, at I: biases, norms, weights in other
-calls, and what cannot be seen (the inside of attention modules and LSTMs, compiled code, recomputed segments). A stage
-of which nothing can wait has a full backward at I, and an empty W.
+In a forward whose backward is split, a call whose weight gradient can wait (`weight_gradients`) gets the weight without
+its graph, so the backward at I skips it. What W needs, the call's input and the gradient of its output, is kept;
+everything else is freed at I. Everything else is also plain autograd, at I: biases, norms, weights in other calls, and
+what cannot be seen (the inside of attention modules and LSTMs, compiled code, recomputed segments). If nothing in a
+stage can wait, it has a full backward at I, and an empty W.
 
-The first microbatch runs unsplit, to learn which parameters can wait: those all of whose uses were seen. A parameter
-with any other use is not put off at all, since the terms of one microbatch are summed in autograd's order. Where layers
-are left out by chance, so do all microbatches up to the first in which the whole stage runs.
+The first microbatch runs unsplit, to learn which parameters can wait: those whose uses were all seen. A parameter with
+any other use is not put off at all, since the terms of one microbatch are summed in autograd's order. If layers are
+left out by chance, all microbatches up to the first in which the whole stage runs are unsplit.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class SplitBackward:
     """The split backwards of one stage.
 
     Args:
-        parameters: gives the stage's, by name, once a forward begins.
+        parameters: gives the stage's parameters, by name, once a forward begins.
         module: the stage's code.
-        microbatches: those whose backward is split; the backward of others is left whole.
-        in_order: F, and I or B, come in ascending order of microbatch, so that what I adds to `.grad` is added in
-            that order. Otherwise it is kept until W.
-        can_wait: false where nothing does: I is a whole backward, and W is empty.
+        microbatches: those whose backward is split; the other backwards stay whole.
+        in_order: whether F, and I or B, come in ascending order of microbatch, so that I adds to `.grad` in that
+            order. Otherwise its terms are kept until W.
+        can_wait: false if nothing can: I is a whole backward, and W is empty.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class SplitBackward:
 
     @property
     def share(self) -> float:
-        """The share of the elements that take a gradient whose gradient waits for W; known after a forward."""
+        """Of the elements that take a gradient, the share whose gradient waits for W; known after a forward."""
         total = sum(p.numel() for p in self._parameters)
         waiting = sum(p.numel() for p in self._parameters if id(p) in self._uses.can_wait)
         return waiting / total if total else 0.0
@@ -78,7 +78,7 @@ class SplitBackward:
         return self._uses.decided
 
     def begin_step(self) -> None:
-        """Drops what a step that raised may have left."""
+        """Drops anything left by a step that raised."""
         self._unsplit.clear()
         self._learning = False
         self._waiting.clear()
@@ -86,7 +86,7 @@ class SplitBackward:
 
     @contextmanager
     def forward(self, microbatch: int, *, runs_again: bool = False) -> Iterator[None]:
-        """Around the forward of a microbatch. `runs_again`: I runs it anew, and starts from that."""
+        """Around a microbatch's forward. `runs_again`: I runs it anew, and starts from that run."""
         if not self._looked:
             self._look()
         if not self._uses.decided:
@@ -103,7 +103,7 @@ class SplitBackward:
                 yield
 
     def _look(self) -> None:
-        """Takes up the parameters. What is sharded is whole only now, and what is distributed never waits."""
+        """Reads the parameters. Sharded ones are whole only now, and distributed ones never wait."""
         self._looked = True
         parameters = self._given()
         self._names = {id(p): name for name, p in parameters.items()}
@@ -113,11 +113,11 @@ class SplitBackward:
         self._uses = WeightUses(able if self._can_wait else ())
 
     def learn(self, roots: Iterable[GradientEdge | None]) -> None:
-        """After a forward: `roots` are what its backward starts from."""
+        """Called after a forward: `roots` are what its backward starts from."""
         if self._learning:
             self._learning = False
             if not all(gate.has_run for gate in gates_of(self._module)):
-                return  # what was left out was not seen
+                return  # calls that were left out were not seen
             self._uses.decide([root.node for root in roots if root is not None])
 
     @contextmanager
@@ -150,7 +150,7 @@ class SplitBackward:
         with torch.no_grad(), exact.outside_autocast(self._anchor.device.type):
             for parameter, grad in self._early.pop(microbatch, ()):
                 _add(parameter, grad)
-            while waiting:  # what a call has kept is freed once its gradient is there
+            while waiting:  # frees what a call has kept once its gradient is there
                 call = waiting.pop()
                 for weight, term in zip(call.weights, call.gradients(call.grad), strict=True):
                     key = id(base_of(weight))
@@ -161,7 +161,7 @@ class SplitBackward:
 
     @contextmanager
     def _kept_until_w(self, early: list[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
-        """Whatever is added to a `.grad` goes to `early`."""
+        """Diverts whatever is added to a `.grad` to `early`."""
         hooked = next((p for p in self._parameters if p._post_accumulate_grad_hooks), None)
         if hooked is not None:
             raise ScheduleError(
@@ -189,7 +189,7 @@ class SplitBackward:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether `torch.compile` has been called on the module, in either way."""
+    """Whether the module was compiled by `torch.compile`, in either way."""
     return getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules
 
 
@@ -202,7 +202,7 @@ def _accumulate(terms: Sequence[tuple[Tensor, Tensor]]) -> None:
     parameter, before = base_of(terms[0][0]), base_of(terms[0][0]).grad
     hooked = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
     if parameter is not terms[0][0] or hooked or (before is not None and before.is_sparse):
-        # Autograd runs views backward, in the order in which it would have, and calls hooks.
+        # Autograd runs the views' backward in its usual order, and calls hooks.
         torch.autograd.backward([get_gradient_edge(weight) for weight, _ in terms], [grad for _, grad in terms])
         return
     total = terms[0][1]
@@ -212,7 +212,7 @@ def _accumulate(terms: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def _add(parameter: Tensor, grad: Tensor) -> None:
-    """What autograd's AccumulateGrad does: takes the first gradient over, if it lies as the parameter does."""
+    """Does what autograd's AccumulateGrad does: takes over the first gradient if it has the parameter's layout."""
     if parameter.grad is None:
         parameter.grad = grad if _lies_as(grad, parameter) else _copy_as(parameter, grad)
     else:

@@ -1,6 +1,6 @@
 """The calls whose weight gradient can wait for W: for each, the expression that autograd's own formula computes.
 
-The same kernels on the same operands, with the same strides, so that the bits are those of a full backward
+The same kernels run on the same operands, with the same strides, so the bits are those of a full backward
 (derivatives.yaml of torch; tests/runtime/split_backward/test_weight_gradients.py compares them).
 """
 
@@ -26,10 +26,10 @@ class DeferredCall(NamedTuple):
 
     Attributes:
         input: the argument that W needs.
-        weights: the weight, and the bias where one kernel computes both gradients.
-        run: the call, given the weights without their graph.
-        nodes: what autograd's node of the call may be named.
-        gradients: of the weights, from the gradient that comes to that node.
+        weights: the weight, and the bias if one kernel computes both gradients.
+        run: the call, with the weights without their graph.
+        nodes: the possible names of autograd's node for the call.
+        gradients: computes those of the weights from the gradient that reaches that node.
     """
 
     input: Tensor
@@ -40,7 +40,7 @@ class DeferredCall(NamedTuple):
 
 
 Form = Callable[..., DeferredCall | None]
-"""Takes the arguments of a call; None where the gradient of its weight cannot wait."""
+"""Takes the arguments of a call; returns None if the gradient of its weight cannot wait."""
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **other: Any) -> DeferredCall | None:
@@ -48,7 +48,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **other: A
     if other or weight.dim() != 2 or not _is_matrix(input):
         return None
     x = _rows(input)
-    by_rows = weight.stride(1) == 1 and weight.stride(0) == weight.shape[1]  # so that its transpose lies by columns
+    by_rows = weight.stride(1) == 1 and weight.stride(0) == weight.shape[1]  # so its transpose is stored by columns
 
     def gradients(grad: Tensor) -> Sequence[Tensor]:
         first = x.get()
@@ -59,7 +59,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **other: A
 
 
 def matmul(input: Tensor, other: Tensor, **more: Any) -> DeferredCall | None:
-    """`input @ weight`, also of more than two dimensions: torch folds them into one product."""
+    """`input @ weight`, also with more than two dimensions, which torch folds into one product."""
     if more or not isinstance(other, Tensor) or other.dim() != 2 or not _is_matrix(input):
         return None
     x = _rows(input)
@@ -127,7 +127,7 @@ def embedding(
 
 
 class _Shifts(NamedTuple):
-    """Where a convolution's kernel goes, each number for one dimension."""
+    """Where a convolution's kernel goes, with one number per dimension."""
 
     stride: Sequence[int]
     padding: Sequence[int]
@@ -177,10 +177,10 @@ def _convolution(call: Callable[..., Tensor], dims: int, *, transposed: bool) ->
 
 
 def lowered(form: Form, call: DeferredCall, args: Any, kwargs: Mapping[str, Any]) -> DeferredCall | None:
-    """The call in the precision that autocast runs it in; its gradients are cast back, as autograd would.
+    """The call in the precision in which autocast runs it; its gradients are cast back, as autograd would.
 
-    Autocast itself casts all other arguments, as it finds the casts of these done. What it would cast once for several
-    calls (a leaf's cast is cached) is not cast here: None if that is the input.
+    Autocast itself casts all other arguments, and finds these already cast. What it would cast once for several calls
+    (a leaf's cast is cached) is not cast here: None if that is the input.
     """
     dtype = torch.get_autocast_dtype(call.input.device.type)
     casts = {id(weight): weight.detach().to(dtype).requires_grad_(weight.requires_grad) for weight in call.weights}
@@ -210,13 +210,13 @@ def _each(shift: int | Sequence[int], dims: int) -> list[int]:
 
 
 def _is_matrix(x: Tensor) -> bool:
-    """Whether torch multiplies it as one matrix, whatever takes a gradient. (What is not contiguous it folds or not,
-    depending on whether the weight takes one.)"""
+    """Whether torch multiplies it as one matrix, whatever takes a gradient. (Whether it folds a non-contiguous tensor
+    depends on whether the weight takes one.)"""
     return x.is_floating_point() and (x.dim() == 2 or (x.dim() > 2 and x.is_contiguous()))
 
 
 def _rows(x: Tensor) -> SavedTensor:
-    """What is kept of it, with two dimensions."""
+    """What is kept of it, as two dimensions."""
     kept = x.detach()
     return SavedTensor(kept if x.dim() == 2 else kept.view(x.shape[:-1].numel(), x.shape[-1]), x._version)
 
@@ -252,7 +252,7 @@ FORMS: Mapping[Any, Form] = {
     **_convolutions(transposed=False),
     **_convolutions(transposed=True),
 }
-"""By the function that is called."""
+"""The forms, by the called function."""
 
 UNLOWERED = frozenset({F.embedding, torch._grouped_mm})
-"""Those that autocast leaves as they are."""
+"""The functions that autocast leaves alone."""

@@ -1,7 +1,7 @@
 """Sees the calls that a stage's weights are used in, learns whose gradient can wait for W, and puts it off.
 
-While a forward runs, the matrices are of a subclass of `nn.Parameter`, whose `__torch_function__` sees their uses.
-Unlike a mode this costs nothing in calls that no weight takes part in, and nothing is left of it in backward.
+While a forward runs, the matrices belong to a subclass of `nn.Parameter`, whose `__torch_function__` sees their uses.
+Unlike a mode, this costs nothing in calls without weights, and nothing in backward.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class WeightUses:
 
     Attributes:
         decided: whether it is known which weights can wait.
-        can_wait: the parameters whose gradient can wait, by id, and whether they are used through views.
+        can_wait: by id, the parameters whose gradient can wait, and whether they are used through views.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -52,14 +52,14 @@ class WeightUses:
         self._learned: list[tuple[Tensor, ...]] = []
         self._waiting: list[Waiting] | None = None
         self._anchor: Tensor | None = None
-        self._lowered: set[Any] = set()  # calls that autocast runs in its lower precision
-        self._casts: set[Node] = set()  # by which it did, in the forward that was noted
-        self._cached: set[int] = set()  # parameters whose cast of this forward may be cached, by id
-        self._went_back = False  # a backward ran inside the forward that was noted, through one of its calls
+        self._lowered: set[Any] = set()  # calls that autocast ran in its lower precision
+        self._casts: set[Node] = set()  # the casts for these, in the noted forward
+        self._cached: set[int] = set()  # ids of parameters whose cast in this forward may be cached
+        self._went_back = False  # whether a backward ran inside the noted forward, through one of its calls
 
     @contextmanager
     def learning(self) -> Iterator[None]:
-        """Around a forward that runs as ever: notes the calls whose weight gradient could wait."""
+        """Around an ordinary forward: notes the calls whose weight gradient could wait."""
         self._seen, self._went_back = [], False
         self._casts.clear()
         self._cached.clear()
@@ -69,7 +69,7 @@ class WeightUses:
 
     @contextmanager
     def putting_off(self, waiting: list[Waiting], anchor: Tensor) -> Iterator[None]:
-        """Around a forward: puts weight gradients off. Its backward will fill `waiting`, in its own order."""
+        """Around a forward: puts off weight gradients. Its backward fills `waiting`, in its own order."""
         self._waiting, self._anchor = waiting, anchor
         self._cached.clear()
         try:
@@ -79,9 +79,9 @@ class WeightUses:
             self._waiting = self._anchor = None
 
     def decide(self, roots: Sequence[Node]) -> None:
-        """Of the forward that was noted: a parameter can wait if all ways to it in the graph go through noted calls.
+        """Decides from the noted forward: a parameter can wait if all paths to it in the graph go through noted calls.
 
-        None can where that forward ran a backward of its own: the graph of gradients leads to weights by other ways,
+        None can wait if that forward ran its own backward: the graph of gradients leads to weights on other paths,
         through the same nodes.
 
         Args:
@@ -96,7 +96,7 @@ class WeightUses:
         viewed = {key: {w._is_view() for w in weights if base_of(w) is self._candidates.get(key)} for key in uses}
         can_wait = {key for key, count in uses.items() if len(viewed[key]) == 1 and ways.get(key) == count}
         while lost := {id(base_of(w)) for call in noted if not _all_in(call, can_wait) for w in call} & can_wait:
-            can_wait -= lost  # one kernel computes the gradients of a call's weights: both wait, or none
+            can_wait -= lost  # one kernel computes the gradients of a call's weights: both wait, or neither
         self.can_wait = {key: viewed[key].pop() for key in can_wait}
         self._watched = [p for p in self._watched if id(p) in can_wait]
 
@@ -105,7 +105,7 @@ class WeightUses:
             if len(kinds) > 1 and not all(kind in _OURS or "is_watched" in vars(kind) for kind in kinds):
                 return self._leave(func, args, kwargs or {})
             with torch._C.DisableTorchFunctionSubclass():
-                if torch.compiler.is_dynamo_compiling():  # what is compiled is left alone
+                if torch.compiler.is_dynamo_compiling():  # compiled code is left alone
                     return func(*args, **(kwargs or {}))
                 return self._call(func, args, kwargs or {})
 
@@ -125,7 +125,7 @@ class WeightUses:
             parameter.__class__ = kind  # type: ignore[assignment]
 
     def _leave(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """A call with tensors of somebody else's class, which must not meet ours."""
+        """Runs a call with tensors of a foreign class, which must not meet ours."""
         for arg in (*args, *kwargs.values()):
             if type(arg) is self._of_views:
                 arg.__class__ = Tensor
@@ -157,7 +157,7 @@ class WeightUses:
     def _notes_cast(
         self, func: Any, plan: DeferredCall, args: Any, kwargs: Mapping[str, Any], result: Tensor, node: Node
     ) -> bool:
-        """Whether autocast has cast the call's weights as `lowered` does, and no other use may share their casts."""
+        """Whether autocast cast the call's weights as `lowered` does, and no other use can share their casts."""
         if result.dtype != torch.get_autocast_dtype(result.device.type):
             return False
         self._lowered.add(func)
@@ -165,10 +165,10 @@ class WeightUses:
         return self._lowered_once(func, plan, args, kwargs) is not None
 
     def _lowered_once(self, func: Any, plan: DeferredCall, args: Any, kwargs: Mapping[str, Any]) -> DeferredCall | None:
-        """The call as autocast runs it, if it has run such calls so in the forward that was noted.
+        """The call as autocast runs it, if it ran such calls that way in the noted forward.
 
-        None for a second use in one forward of a parameter whose cast may be cached: uses that share a cast are summed
-        in its precision.
+        None for a parameter's second use in one forward if its cast may be cached: uses that share a cast are summed in
+        its precision.
         """
         dtype, caches = torch.get_autocast_dtype(plan.input.device.type), torch.is_autocast_cache_enabled()
         cached = {id(weight) for weight in plan.weights if caches and weight.is_leaf and weight.dtype != dtype}
@@ -190,7 +190,7 @@ class WeightUses:
         return result
 
     def _put_off(self, plan: DeferredCall, waiting: list[Waiting]) -> Tensor | None:
-        """The call's result; None where autograd has not recorded what was expected."""
+        """The call's result; None if autograd did not record what was expected."""
         result = plan.run(*(weight.detach() for weight in plan.weights))
         keep = partial(self._keep, waiting, plan.weights, plan.gradients)
         if not result.requires_grad:  # nothing that comes in takes a gradient
@@ -221,7 +221,7 @@ class WeightUses:
 
 
 def base_of(weight: Tensor) -> Tensor:
-    """The parameter that a weight is, or is a view of."""
+    """The parameter itself, or the one that a weight is a view of."""
     return weight if weight._base is None else weight._base
 
 
@@ -254,7 +254,7 @@ def _is_lowered(func: Any, call: DeferredCall) -> bool:
 
 
 def _is_recorded() -> bool:
-    """Autograd records the call as it runs now: it will not be run again."""
+    """Whether autograd records the call as it runs now, so that it will not run again."""
     return torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
@@ -268,7 +268,7 @@ def _casts_below(node: Node) -> Iterator[Node]:
 
 
 def _node_of(result: Tensor, plan: DeferredCall) -> Node | None:
-    """Autograd's node of a call, below the view that a product of more than two dimensions ends with."""
+    """Autograd's node for a call, below the view that ends a product of more than two dimensions."""
     node = result.grad_fn
     while node is not None and node.name() in ("ViewBackward0", "UnsafeViewBackward0"):
         node = node.next_functions[0][0]
@@ -284,14 +284,14 @@ def _view_nodes(weight: Tensor) -> Iterator[Node]:
 
 
 def _ways_to_parameters(roots: Sequence[Node], views: Collection[Node]) -> dict[int, int]:
-    """For each parameter in a graph, by id, the number of ways that lead to it, each counted up to the first node that
-    is none of `views`."""
+    """For each parameter in a graph, by id, the number of paths to it, each counted up to the first node not in
+    `views`."""
     into: defaultdict[Node, list[Node]] = defaultdict(list)
     known, stack = set(roots), list(dict.fromkeys(roots))
     while stack:
         node = stack.pop()
         if "Checkpoint" in node.name():
-            return {}  # runs a backward of its own, whose uses of parameters are not in this graph
+            return {}  # runs its own backward, whose uses of parameters are not in this graph
         for child, _ in node.next_functions:
             if child is not None:
                 into[child].append(node)

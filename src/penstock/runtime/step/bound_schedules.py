@@ -1,8 +1,9 @@
-"""Which bound schedule runs a batch: one for each kind of batch and mode, under a number by which every rank knows it.
+"""Which bound schedule runs a batch: one for each kind of batch and mode, under a number that all ranks know.
 
-Only the first stage's rank looks at inputs. So it begins every step with an announcement: the number of the bound
-schedule that comes, or that a new one is needed, and then what the others must know of the batch to record it too. What
-the ranks must say alike in a step goes along, so that ranks that do not are told, and none waits for another in vain.
+Only the first stage's rank looks at inputs. It begins every step with an announcement: the number of the bound schedule
+to run, or that a new one is needed, followed by what the other ranks must know about the batch to record it too. The
+announcement includes everything that ranks must agree on in a step: a rank that disagrees gets an error, and no rank
+waits for another in vain.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from penstock.runtime.model.split_model import SplitModel
 from penstock.runtime.step.outputs import words
 
 CACHED_SCHEDULES = 32
-"""How many bound schedules a pipeline keeps; the one that was not used for longest is forgotten for the next."""
+"""How many bound schedules a pipeline keeps; a further one replaces the least recently used."""
 
 _NEW = -1
 
 Bind = Callable[[Sequence[Partition], bool], BoundSchedule]
-"""The bound schedule of some partitions, for training or evaluation."""
+"""Makes the bound schedule of some partitions, for training or evaluation."""
 
 
 class Call(NamedTuple):
-    """What every rank must say alike in a step. All numbers, since they travel."""
+    """What all ranks must agree on in a step. All numbers, since they are sent."""
 
     training: bool
     outputs: int
@@ -43,12 +44,12 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Cached:
-    """A bound schedule, and for what it was made.
+    """A bound schedule, and what it was made for.
 
     Attributes:
         sizes: the rows of each microbatch.
         mode: training or not, and what a recording depends on besides inputs.
-        kind: of the batch; None where this process does not look at inputs.
+        kind: that of the batch; None if this process does not look at inputs.
         kept: the plain values of the batch, whose identity may be part of its kind.
     """
 
@@ -63,7 +64,7 @@ class BoundSchedules:
     """The bound schedules of one pipeline. Every process makes the same calls in the same order.
 
     Args:
-        bind: makes a bound schedule of partitions.
+        bind: makes a bound schedule from partitions.
         source_rank: the rank that announces: the first stage's.
     """
 
@@ -78,11 +79,11 @@ class BoundSchedules:
         self._digest: tuple[Hashable, int] = (None, 0)
 
     def __iter__(self) -> Iterator[BoundSchedule]:
-        """The bound schedules, the one that was used last at the end."""
+        """The bound schedules, the most recently used one last."""
         return iter([cached.bound for cached in self._cached.values()])
 
     def add(self, cut: CutBatch | None, outline: Outline, *, training: bool) -> Cached:
-        """Records microbatches, and binds their bound schedule. `cut` is None on ranks that do not look at inputs."""
+        """Records microbatches, and binds a schedule to them. `cut` is None on ranks that do not look at inputs."""
         with telling_rows(outline.sizes):
             partitions = self._split.partitions(training=training, examples=outline.fill())
         plain = [] if cut is None else [leaf for piece in cut.pieces for leaf in piece.leaves]
@@ -108,7 +109,7 @@ class BoundSchedules:
             cut: the batch; None on ranks that do not look at inputs.
 
         Raises:
-            ArgumentError: this rank calls for something else than the announcing one.
+            ArgumentError: this rank calls for something other than the announcing rank.
             PartitionError: the batch is of a new kind, and cannot be recorded.
         """
         self._split.refuse_other_parameters()
@@ -142,7 +143,7 @@ class BoundSchedules:
         """The tensors that the first stage receives, in its order, of each microbatch.
 
         Raises:
-            ShapeError: another rank, which has inputs as well, announced a batch of another kind.
+            ShapeError: another rank, which also has inputs, announced a batch of another kind.
         """
         if self._announces:  # the bound schedule was chosen for this batch
             pairs = zip(cached.bound.partitions, cut.pieces, strict=True)
@@ -161,7 +162,7 @@ class BoundSchedules:
         return None
 
     def _announced(self, number: int, call: Call, settings: Hashable) -> int:
-        """The number that is announced. Raises ArgumentError if this rank does not call for the same."""
+        """The announced number. Raises ArgumentError if this rank does not call for the same."""
         mine = [*map(int, call), self._digest_of(settings)]
         number, *said = self._engine.announce([number, *mine], self._source)
         if said == mine:
@@ -175,7 +176,7 @@ class BoundSchedules:
         )
 
     def _digest_of(self, settings: Hashable) -> int:
-        """A number for what all processes must have set alike, so small that sums of it are exact as float64."""
+        """A number for the settings that all processes must share, small enough that its sums are exact as float64."""
         if self._digest[0] != settings:
             digest = hashlib.blake2b(repr(settings).encode(), digest_size=5).digest()
             self._digest = settings, int.from_bytes(digest, "little")
@@ -183,7 +184,7 @@ class BoundSchedules:
 
 
 def _holds(bound: BoundSchedule, cut: CutBatch) -> bool:
-    """Whether the forward reads from the values of these inputs what it read when it was recorded."""
+    """Whether the values that the forward reads from these inputs are those that it read when it was recorded."""
     pairs = zip(bound.partitions, cut.pieces, strict=True)
     return all(partition.holds(piece.leaves) for partition, piece in pairs)
 

@@ -1,4 +1,4 @@
-"""The example batch that a pipeline is made with: one process has it; others may give its shapes, or nothing."""
+"""The example batch that a pipeline is made with: one process has it; the others may give its shapes, or nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def shared(control: Control, example: Example) -> Example:
     """The example, from the first process that has one if this one has none. Every process calls it.
 
     Raises:
-        ArgumentError: no process has one, or this one has given other shapes.
+        ArgumentError: no process has one, or this one gave other shapes.
     """
     has = control.gather(is_whole(example))
     if all(has):
@@ -41,7 +41,7 @@ def shared(control: Control, example: Example) -> Example:
                 "the example is on the meta device on every rank that gives one: at least the rank of the first stage "
                 "has to give real tensors, since the forward may branch on the values of integers"
             )
-        return example  # there are no tensors in it: a function of the user's makes them
+        return example  # there are no tensors in it: a function of the user makes them
     first = has.index(True)
     outlines = control.gather(Outline.of_example(example) if control.world.name == first else None)
     problem = None if is_whole(example) else _difference(example, outlines[first].examples[0], first)

@@ -17,16 +17,16 @@ from penstock.schedule import Schedule
 from penstock.trees import map_tensors
 
 Wanted = bool | int | Literal["all"]
-"""Who gets a step's outputs: True, where the last stage is; "all" ranks; or the rank of that number."""
+"""Who gets a step's outputs: True, the rank of the last stage; "all" ranks; or the rank with that number."""
 
 _ALL = 1
 
 
 def code_of(wanted: Wanted, ranks: int) -> int:
-    """What every rank must say alike, as a number: 0 where outputs stay where they are, True or not.
+    """The choice, on which all ranks must agree, as a number: 0 if outputs stay where they are, True or not.
 
     Raises:
-        ArgumentError: it is none of what `Wanted` allows.
+        ArgumentError: `Wanted` does not allow it.
     """
     if isinstance(wanted, bool):
         return 0
@@ -38,15 +38,15 @@ def code_of(wanted: Wanted, ranks: int) -> int:
 
 
 def words(code: int) -> str:
-    """A code as the argument that it stands for."""
+    """The argument that a code stands for."""
     return {0: "outputs=True or False", _ALL: "outputs='all'"}.get(code, f"outputs={code - _ALL - 1}")
 
 
 def bring(engine: Engine, schedule: Schedule, outputs: Sequence[Any] | None, code: int) -> tuple[Any, ...] | None:
-    """Each microbatch's output, in order, on the ranks that want it; None on others. Every rank calls it.
+    """Each microbatch's output, in order, on the ranks that want it; None on the others. Every rank calls it.
 
     Args:
-        outputs: by microbatch, on the ranks of last stages; None for what is elsewhere.
+        outputs: by microbatch, on the ranks of last stages; None for outputs that are elsewhere.
         code: from `code_of`, not 0.
     """
     here = engine.world.rank

@@ -1,7 +1,7 @@
-"""A loss, tried before anything runs: on an output that is made up, with the target of a real microbatch.
+"""A loss, tried before anything runs: on a made-up output, with the target of a real microbatch.
 
-Its values mean nothing, so an error counts only if it does not depend on them: if fake tensors, which have no values,
-raise it as well.
+The output's values mean nothing, so an error counts only if it does not depend on them: if fake tensors, which have no
+values, raise it too.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from penstock.trees import map_tensors
 from penstock.words import in_a_line
 
 LARGE = 2**28
-"""Bytes of an output of which no real one is made up."""
+"""The size in bytes above which no real output is made up."""
 
 _SAID = 20
-"""Characters of a message that are compared."""
+"""The number of characters of a message that are compared."""
 
 _FILLING = 0.5
 """A probability, a logit and a distance: few losses refuse it."""
 
 
 def try_loss(bound: BoundSchedule, target: Any, weight: float, loss: object) -> str | None:
-    """Calls the loss for the first microbatch. What it changes of itself, if it is a module, is put back.
+    """Calls the loss for the first microbatch. If it is a module, its own changes to itself are undone.
 
     Args:
-        target: of that microbatch.
-        weight: of its loss in the batch's.
+        target: that of the microbatch.
+        weight: of the microbatch's loss in the batch's.
         loss: the user's.
 
     Returns:
-        why nothing can be said of this loss; None if something can, and all is well.
+        why nothing can be said about this loss; None if something can, and all is well.
 
     Raises:
-        ArgumentError: it raises whatever the values, or it does not return a scalar that takes a gradient.
+        ArgumentError: it raises whatever the values are, or does not return a scalar that takes a gradient.
     """
     metas = bound.partitions[0].stages[-1].meta.outputs
     small = sum(prod(o.meta.shape) * _dtype(o).itemsize for o in metas) <= LARGE
@@ -63,7 +63,7 @@ def try_loss(bound: BoundSchedule, target: Any, weight: float, loss: object) -> 
 def _attempt(
     bound: BoundSchedule, metas: Sequence[Output], target: Any, weight: float, loss: object, mode: FakeTensorMode | None
 ) -> Exception | None:
-    """What the loss raised. Raises ArgumentError for what it returned."""
+    """The error that the loss raised. Raises ArgumentError if its result is wrong."""
     head = bound.head
     try:
         with torch.enable_grad(), _as_it_was(loss), nullcontext() if mode is None else mode:
@@ -83,7 +83,7 @@ def _attempt(
 
 
 def _same(one: Exception, other: Exception) -> bool:
-    """Whether two errors are one: fake tensors raise other types here and there, with the same words."""
+    """Whether two errors are the same: fake tensors sometimes raise another type, with the same words."""
     return type(one) is type(other) or str(one)[:_SAID] == str(other)[:_SAID] != ""
 
 
@@ -106,7 +106,7 @@ def _dtype(output: Output) -> torch.dtype:
 
 @contextmanager
 def _as_it_was(loss: object) -> Iterator[None]:
-    """Puts back what a loss that is a module keeps: attributes, and the values of its buffers."""
+    """Restores the state of a loss that is a module: its attributes, and the values of its buffers."""
     modules = list(loss.modules()) if isinstance(loss, nn.Module) else []
     before = [{name: copy(value) if _is_holder(value) else value for name, value in vars(m).items()} for m in modules]
     buffers = [(buffer, buffer.detach().clone()) for m in modules for buffer in m.buffers(recurse=False)]

@@ -1,6 +1,6 @@
 """How values travel between ranks: the protocols, three transports, and what both ends of a channel know.
 
-A transport of one's own needs nothing but the names below (docs/extending.md shows one).
+Your own transport needs only the names below (docs/extending.md shows one).
 """
 
 from penstock.runtime.transport.agreement import Agreement

@@ -10,11 +10,11 @@ from penstock.runtime.transport.protocol import Message
 from penstock.stages import Link
 
 Layouts = list[Layout | None]
-"""Of one message; None where there is no tensor."""
+"""The layouts of one message; None if there is no tensor."""
 
 
 class Agreement:
-    """The layouts of one channel, by microbatch. `learning`: true in the first step, and in all where a link varies."""
+    """The layouts of one channel, by microbatch. `learning`: true in the first step, or always if a link varies."""
 
     def __init__(self, link: Link) -> None:
         self.learning = True
@@ -33,10 +33,10 @@ class Agreement:
         self._layouts[microbatch] = layouts
 
     def check(self, microbatch: int, message: Message) -> Layouts:
-        """The layouts of a message that is to be sent: learned in the first step, compared with those from then on.
+        """The layouts of a message to send: learned in the first step, then compared with those.
 
         Raises:
-            ShapeError: one is not as agreed.
+            ShapeError: a layout is not as agreed.
         """
         layouts = [None if tensor is None else Layout.of(tensor) for tensor in message]
         if self.learning:
@@ -46,12 +46,12 @@ class Agreement:
         return self._layouts[microbatch]
 
     def drop_step(self) -> None:
-        """Forgets what a first step that raised has agreed on."""
+        """Discards what was agreed in a first step that raised."""
         if self.learning:
             self._layouts.clear()
 
     def end_step(self) -> bool:
-        """Ends a step. True if it was the first one, in which messages were sent."""
+        """Ends a step. True if it was the first step with messages."""
         ended = self.learning and bool(self._layouts) and not self._link.varies
         self.learning = self.learning and not ended
         return ended
@@ -78,8 +78,8 @@ class Agreement:
 def _alike(one: Layout | None, other: Layout | None) -> bool:
     """Whether two layouts are the same, except for the stride of a dimension of one element.
 
-    It changes between steps: autograd adds up the gradients of several uses in the memory of one or of the other. It
-    says nothing, unless torch takes the tensor for channels first with one and for channels last with the other.
+    That stride changes between steps: autograd adds up the gradients of several uses in the memory of one or another.
+    It means nothing, unless torch takes the tensor for channels first with one stride and channels last with the other.
     """
     if one is None or other is None:
         return one is other
@@ -91,7 +91,7 @@ def _alike(one: Layout | None, other: Layout | None) -> bool:
 
 
 def is_channels_last(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether torch takes images or volumes of these strides for channels last, and chooses its kernels accordingly.
+    """Whether torch takes images or volumes with these strides for channels last, and chooses its kernels accordingly.
 
     The rule of `is_channels_last_strides_2d` and `_3d` (c10/core/MemoryFormat.h).
     """

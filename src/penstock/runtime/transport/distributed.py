@@ -1,12 +1,12 @@
 """The transport over `torch.distributed` point-to-point: gloo on CPU, NCCL on GPUs.
 
-In a program's first step each message is preceded by a header with its layout, and a receive starts when it, or one
-that was posted behind it, is waited for. From the second step on layouts are known: receives are posted ahead into
-fresh memory, nothing but payload travels, and a sender whose tensor is not as agreed raises before anything leaves.
+In a program's first step each message is preceded by a header with its layout, and a receive starts when a rank waits
+for it, or for one posted later. From the second step on layouts are known: receives are posted ahead into fresh memory,
+only payload is sent, and a sender whose tensor is not as agreed raises before sending anything.
 
-Messages keep to what NCCL asks for, on gloo as well, so that what is tested on one holds on the other. Nothing has a
-tag: what one rank sends another matches what that one receives in order (`ReceiveOrder`). The first operation of two
-ranks, which waits for the other one's, is `connect`. What travels is bytes, since NCCL has no type for some of torch's.
+Messages follow NCCL's rules, on gloo too, so that what is tested on one holds on the other. There are no tags: a rank's
+sends to another match that rank's receives in order (`ReceiveOrder`). The first operation of two ranks, which waits for
+both, is `connect`. Messages are sent as bytes, since NCCL has no type for some of torch's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from penstock.runtime.transport.receive_order import ReceiveOrder
 from penstock.stages import Link
 
 SENDS_IN_FLIGHT = 2
-"""A channel's sends that may be under way at once; the third waits for the first, so that its memory is given back."""
+"""How many sends of a channel may be in flight; the third waits for the first, so that its memory is freed."""
 
 MAX_DIMS = 8
 _FIELDS = 5 + 2 * MAX_DIMS
@@ -43,18 +43,18 @@ _DTYPES = (
 
 
 class Groups:
-    """The process groups of one pipeline. Made by all processes of its mesh together.
+    """The process groups of one pipeline. All processes of its mesh create them together.
 
-    NCCL runs what two ranks exchange within a group one after the other, in both directions, so each direction has a
-    group of its own (`way`). Control values (the loss) travel over gloo.
+    NCCL runs what two ranks exchange within a group one after the other, in both directions, so each direction has its
+    own group (`way`). Control values (the loss) travel over gloo.
 
-    Where the mesh takes all processes of the job, each of them takes part in making every group, as torch wants it.
-    Where it does not, only the members do. Torch then names a group by its ranks and the number of groups that there
-    are, and finds the addresses of an earlier group of that name: so none is destroyed, and ranks of a pipeline have
-    as many.
+    If the mesh includes all processes of the job, each of them takes part in making every group, as torch requires. If
+    it does not, only the members do. Torch then names a group by its ranks and the number of existing groups, and finds
+    the addresses of an earlier group with that name; so no group is destroyed, and all ranks of a pipeline have equally
+    many.
 
-    A group of gloo has threads that wake up a hundred times a second, and end with the last reference to it. Nothing
-    else keeps one, so that `close` ends them: who uses a group asks for it here each time. After `close` that raises
+    A gloo group has threads that wake up a hundred times a second, and end with the last reference to it. Nothing else
+    holds one, so `close` ends them: code that uses a group asks for it here each time. After `close` this raises
     ClosedError.
     """
 
@@ -82,39 +82,39 @@ class Groups:
 
     @property
     def control(self) -> dist.ProcessGroup:
-        """Of the pipeline's ranks, over gloo."""
+        """The group of the pipeline's ranks, over gloo."""
         return self._role("control")
 
     @property
     def everyone(self) -> dist.ProcessGroup:
-        """Of the whole mesh, over gloo."""
+        """The group of the whole mesh, over gloo."""
         return self._role("everyone")
 
     @property
     def replicas(self) -> dist.ProcessGroup:
-        """Of those that hold the same and train on other data, where there are any."""
+        """The group of those that hold the same stages and train on other data, if there are any."""
         return self._role("replicas")
 
     @property
     def weights(self) -> dist.ProcessGroup:
-        """Of the same, over gloo."""
+        """The same group, over gloo."""
         return self._role("weights")
 
     @property
     def column(self) -> dist.ProcessGroup:
-        """Of those that run the same stages, where there are any but this one."""
+        """The group of those that run the same stages, if there are any besides this one."""
         return self._role("column")
 
     def way(self, source_rank: int, target_rank: int) -> dist.ProcessGroup:
-        """The group in which one rank of the pipeline sends to another. No other message of the two is in it."""
+        """The group in which one rank of the pipeline sends to another. It carries no other messages of the two."""
         return self._role("up" if source_rank < target_rank else "down")
 
     def of(self, holders: Sequence[int]) -> dist.ProcessGroup:
-        """A group that `make` has made; this rank is one of `holders`."""
+        """A group made by `make`; this rank is one of `holders`."""
         return self._role(tuple(sorted(holders)))
 
     def make(self, holders: Sequence[int]) -> None:
-        """Makes the group of some of the pipeline's ranks. Called by all ranks of the pipeline, in the same order."""
+        """Makes the group of some of the pipeline's ranks. All ranks of the pipeline call it in the same order."""
         key = tuple(sorted(holders))
         if key in self._made:
             return
@@ -141,7 +141,7 @@ class Groups:
         return self._roles[role]
 
     def _one_of(self, parts: Sequence[Sequence[int]], backend: str) -> dist.ProcessGroup:
-        """Makes a group of each of these sets of global ranks, as far as this process takes part; its own."""
+        """Makes a group of each of these sets of global ranks if this process takes part. Returns its own."""
         own: dist.ProcessGroup | None = None
         for members in parts:
             here = dist.get_rank() in members
@@ -189,7 +189,7 @@ class DistributedTransport:
 
     def broadcast(self, value: Tensor, source_rank: int) -> Pending:
         while len(self._broadcasts) >= BROADCASTS_IN_FLIGHT:
-            self._broadcasts.popleft().wait()  # long done; but work that is under way must not be dropped
+            self._broadcasts.popleft().wait()  # done long ago, but pending work must not be dropped
         self._broadcasts.append(_Broadcast(value, source_rank, self._groups.control))
         return self._broadcasts[-1]
 
@@ -198,7 +198,7 @@ class DistributedTransport:
             channel.drain()
 
     def drop_step(self) -> None:
-        """Nothing to do: where one rank has failed, no other goes on."""
+        """Nothing to do: once one rank has failed, no other continues."""
 
     def end_step(self) -> None:
         for channels in self._channels.values():
@@ -308,7 +308,7 @@ def all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Pending:
 
 
 class _Sum:
-    """All-reduces that are under way."""
+    """Pending all-reduces."""
 
     def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         self._works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]

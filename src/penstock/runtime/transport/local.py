@@ -17,7 +17,7 @@ from penstock.stages import Link
 
 
 class LocalHub:
-    """What the local transports of one pipeline share: the channels, and the collectives under way."""
+    """What the local transports of one pipeline share: the channels and the pending collectives."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = tuple(devices)
@@ -61,7 +61,7 @@ class LocalTransport:
         self._hub = hub
 
     def connect(self, source_rank: int, target_rank: int) -> None:
-        """Nothing to do: nobody waits."""
+        """Nothing to do: no rank waits."""
 
     def channel(self, program: int, link: Link, source_rank: int, target_rank: int, *, backward: bool) -> LocalChannel:
         key = (program, link, backward)
@@ -104,7 +104,7 @@ class LocalTransport:
 
 
 class _Sum:
-    """A sum that is complete when every holder has added its terms."""
+    """A sum, complete once every holder has added its terms."""
 
     def __init__(self, holders: int) -> None:
         self.missing = holders
@@ -125,7 +125,7 @@ class _Sum:
 
 
 class _Broadcast:
-    """A value that every rank has a buffer for."""
+    """A value for which every rank has a buffer."""
 
     def __init__(self) -> None:
         self.buffers: list[Tensor] = []

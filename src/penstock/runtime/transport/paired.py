@@ -1,4 +1,4 @@
-"""A transport of two parts: one carries the messages, the other the collectives."""
+"""A transport in two parts: one carries messages, the other does collectives."""
 
 from __future__ import annotations
 

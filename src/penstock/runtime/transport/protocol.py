@@ -1,11 +1,11 @@
 """The protocols between the executor and whatever moves tensors from rank to rank.
 
-`PointToPoint` carries messages between stages, `Collectives` what several ranks do together, and a `Transport` is both.
-A channel carries one link's messages in one direction, one message for each microbatch. The implementations are
-interchangeable; `penstock.testing.check_transport` holds each against the same tests.
+`PointToPoint` carries messages between stages, `Collectives` does what several ranks do together, and a `Transport` is
+both. A channel carries one link's messages in one direction, one message per microbatch. The implementations are
+interchangeable; `penstock.testing.check_transport` runs the same tests on each.
 
-A transport of one's own is a factory (`pipeline(transport=...)`), which makes one side of it from an `Endpoint`. Where
-that side is a `PointToPoint` only, `torch.distributed` does the collectives.
+To use your own transport, pass a factory (`pipeline(transport=...)`), which makes one rank's side of it from an
+`Endpoint`. If that side is only a `PointToPoint`, `torch.distributed` does the collectives.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from penstock.stages import Link
 
 Message = Sequence[Tensor | None]
-"""What travels for one microbatch: a tensor, or None, for each value of the link."""
+"""What is sent for one microbatch: a tensor or None for each value of the link."""
 
 
 class Channel(Protocol):
@@ -50,14 +50,14 @@ class Channel(Protocol):
 
 
 class Pending(Protocol):
-    """A collective that is under way."""
+    """A collective that has been started."""
 
     def wait(self) -> None:
         """Returns when the tensors that it was started with hold the result."""
 
 
 class PointToPoint(Protocol):
-    """Moves messages between the stages of one pipeline; one object a rank."""
+    """Moves messages between the stages of one pipeline; one object per rank."""
 
     def connect(self, source_rank: int, target_rank: int) -> None:
         """Prepares for messages from one rank to another, before the first of them. May wait for the other rank.
@@ -68,8 +68,8 @@ class PointToPoint(Protocol):
     def channel(self, program: int, link: Link, source_rank: int, target_rank: int, *, backward: bool) -> Channel:
         """A link's channel within one program, in one direction. Each of the two ranks asks for it once.
 
-        The two ends of a channel are known by `(program, link, backward)`: use these as its key. `source_rank` is the
-        rank that sends on it, and `target_rank` the one that receives.
+        `(program, link, backward)` identifies both ends of a channel: use it as the key. `source_rank` is the rank that
+        sends on it, and `target_rank` the one that receives.
         """
 
     def release(self, program: int) -> None:
@@ -88,10 +88,10 @@ class PointToPoint(Protocol):
 
 
 class Collectives(Protocol):
-    """What several ranks of one pipeline do together; one object a rank."""
+    """What several ranks of one pipeline do together; one object per rank."""
 
     def reduce(self, group: int, holders: Sequence[int], tensors: Sequence[Tensor]) -> Pending:
-        """Starts to sum each tensor, in place, over the ranks `holders`: the same bits on each of them.
+        """Starts to sum each tensor, in place, over the ranks `holders`, with the same bits on each of them.
 
         Every holder gives tensors of the same shapes, and starts its reductions in ascending order of `group`.
         """
@@ -100,11 +100,11 @@ class Collectives(Protocol):
         """Starts to copy a small float64 tensor on the CPU, in place, from one rank to all. Never blocks."""
 
     def close(self) -> None:
-        """Waits for what is under way and gives everything back."""
+        """Waits for pending collectives and frees everything."""
 
 
 class Transport(PointToPoint, Collectives, Protocol):
-    """Everything that travels between the ranks of one pipeline; one object a rank, which knows its own."""
+    """Everything sent between the ranks of one pipeline; one object per rank, which knows its own rank."""
 
     rank: int
     ranks: int
@@ -115,10 +115,10 @@ class Endpoint:
     """The rank that a factory makes its side of a transport for.
 
     Attributes:
-        rank: counted within the pipeline, as all ranks that a transport is given.
+        rank: counted within the pipeline, like all ranks that a transport is given.
         members: each rank's global rank in `torch.distributed`.
-        device: where the tensors are that this rank sends, and must be that it receives.
-        gather: gives every rank each rank's object, by rank, to tell addresses; every rank calls it as often.
+        device: where the tensors that this rank sends are, and those that it receives must be.
+        gather: gives every rank each rank's object, by rank, to exchange addresses; all ranks call it equally often.
     """
 
     rank: int
@@ -137,7 +137,7 @@ TransportFactory = Callable[[Endpoint], PointToPoint]
 
 POINT_TO_POINT = ("connect", "channel", "release", "end_step", "drop_step", "close")
 COLLECTIVES = ("reduce", "broadcast", "close")
-"""The methods of the two protocols, by which an object without a base class is known."""
+"""The methods of the two protocols, by which an object without a base class is recognised."""
 
 
 def missing(given: object, methods: Sequence[str]) -> list[str]:
@@ -146,7 +146,7 @@ def missing(given: object, methods: Sequence[str]) -> list[str]:
 
 
 def has_collectives(given: PointToPoint) -> TypeGuard[_Both]:
-    """Whether it carries collectives, too."""
+    """Whether it does collectives too."""
     return not missing(given, COLLECTIVES)
 
 

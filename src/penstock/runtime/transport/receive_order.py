@@ -1,9 +1,9 @@
 """All messages from one rank to another, whatever their links, in one order.
 
-Back ends without tags (NCCL) match the k-th message that a rank sends another with the k-th receive that this one
+Back ends without tags (NCCL) match the k-th message that a rank sends another with the k-th receive that the other
 starts. Schedules post receives in the order of the peer's sends (`check` proves it), so receives start in the order in
-which they were posted, also where they cannot start at once: while layouts are learned, a receive must wait for a
-header. It starts when it is needed, after all that were posted before it.
+which they were posted, even if they cannot start immediately: while layouts are learned, a receive must wait for a
+header. It starts when it is needed, after all receives posted before it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Receiver(Protocol):
     def has_started(self, microbatch: int) -> bool: ...
 
     def start(self, microbatch: int) -> None:
-        """Starts the receive of a message; waits for the sender where `can_start` is false."""
+        """Starts the receive of a message; waits for the sender if `can_start` is false."""
 
 
 R = TypeVar("R", bound=Receiver)
@@ -35,7 +35,7 @@ class ReceiveOrder(Generic[R]):
         self._due: deque[tuple[R, int]] = deque()
 
     def post(self, receiver: R, microbatch: int) -> None:
-        """Takes a receive, and starts what can start without waiting. Never blocks."""
+        """Queues a receive, and starts those that can start without waiting. Never blocks."""
         self._due.append((receiver, microbatch))
         while self._due and self._due[0][0].can_start:
             self._start_next()
@@ -43,7 +43,7 @@ class ReceiveOrder(Generic[R]):
     def start_until(self, receiver: R, microbatch: int) -> None:
         """Starts receives in order until this one has started.
 
-        Waits for no more than it must: what was posted earlier was sent earlier.
+        It waits no longer than necessary: what was posted earlier was sent earlier.
         """
         while not receiver.has_started(microbatch):
             self._start_next()

@@ -1,4 +1,4 @@
-"""The links of each stage, as it sees them: which channel brings or takes which of its values and gradients."""
+"""The links of each stage, as the stage sees them: which channel carries which of its values and gradients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Mailbox:
         self._mail[microbatch] = list(message)
 
     def post(self, microbatch: int) -> None:
-        """Nothing to do: what is sent is there."""
+        """Nothing to do: what was sent is already there."""
 
     def receive(self, microbatch: int) -> list[Tensor | None]:
         return self._mail.pop(microbatch)
@@ -35,8 +35,8 @@ class Route:
 
     Attributes:
         stage: the stage at the other end.
-        positions: where each value of the link stands among the stage's inputs, outputs or roots.
-        remote: the other stage is on another rank, and the schedule says when to send and receive.
+        positions: the position of each value of the link among the stage's inputs, outputs or roots.
+        remote: whether the other stage is on another rank, so that the schedule says when to send and receive.
     """
 
     stage: int
@@ -56,7 +56,7 @@ class Routes:
 
 
 class Root(NamedTuple):
-    """Where a gradient comes in: an output of the stage, or an input that later stages use as well."""
+    """Where a gradient comes in: an output of the stage, or an input that later stages use too."""
 
     is_output: bool
     position: int
@@ -78,7 +78,7 @@ class RouteBuilder:
         self._mailboxes: dict[tuple[Link, bool], Mailbox] = {}
 
     def roots(self, stage: int) -> list[Root]:
-        """Where gradients come in: first all outputs that take one, then inputs that later stages use as well."""
+        """Where gradients come in: first all outputs that take one, then inputs that later stages use too."""
         if not self._training:
             return []
         outputs, inputs = [], []
@@ -137,5 +137,5 @@ class RouteBuilder:
 
 
 def route_of(action: Action, routes: Sequence[Route]) -> Route:
-    """The route that a communication action is about."""
+    """The route that a communication action uses."""
     return next(route for route in routes if route.stage == action.peer)

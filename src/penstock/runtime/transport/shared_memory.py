@@ -1,7 +1,7 @@
 """A faster transport for CPU ranks of one machine: messages through shared memory, wake-ups through a socket.
 
-gloo takes several wake-ups of its own threads for a message; here the sender copies into memory that both processes
-map, and four bytes wake the receiver. The first step, in which layouts are agreed on, and reductions go over gloo.
+gloo needs several wake-ups of its own threads per message; here the sender copies into memory that both processes map,
+and four bytes wake the receiver. The first step, in which layouts are agreed on, and reductions go over gloo.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from penstock.schedule.communication import BUFFERS_PER_LINK
 from penstock.stages import Link
 
 SLOTS = BUFFERS_PER_LINK
-"""Messages of a channel that may be in shared memory at once; the next waits until the first was taken out.
+"""How many messages of a channel fit in shared memory; the next waits until the first is taken out.
 
-A lowered schedule keeps at most as many receives posted and not yet used, so that a send waits here no longer than in
-the check, where it waits until its receive is posted.
+A lowered schedule keeps at most this many receives posted and not yet used, so a send waits here no longer than in the
+check, where it waits until its receive is posted.
 """
 
 JOIN_SECONDS = 60.0
@@ -46,20 +46,20 @@ _MESSAGE = struct.Struct("<i")  # microbatch
 _HELLO = struct.Struct("<2i")  # rank, kind of connection
 
 Gather = Callable[[Any], list[Any]]
-"""Gives every rank each rank's object; all of them call it."""
+"""Gives every rank each rank's object; every rank calls it."""
 
 
 class Neighbours:
     """Connections to the ranks of this machine, over which channels hand over their memory.
 
-    Made on all ranks of a pipeline together. `ranks` are those that can be reached, this one left out.
+    All ranks of a pipeline create them together. `ranks` are those that can be reached, except this one.
     """
 
     def __init__(self, rank: int, gather: Gather) -> None:
         self._rank = rank
         self._connections: dict[int, socket.socket] = {}
         self.lines: dict[int, socket.socket] = {}
-        """A second socket to each of them, for `Broadcasts`."""
+        """A second socket to each neighbour, for `Broadcasts`."""
         self._arrived: dict[tuple[int, bytes], tuple[int, socket.socket]] = {}
         token = gather(secrets.token_hex(16))[0]
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
@@ -85,7 +85,7 @@ class Neighbours:
 
     @staticmethod
     def supported() -> bool:
-        """Whether this system has what is needed (Linux does)."""
+        """Whether this system supports it (Linux does)."""
         return hasattr(os, "memfd_create") and hasattr(socket, "send_fds")
 
     @property
@@ -94,11 +94,11 @@ class Neighbours:
         return frozenset(self._connections)
 
     def hand_over(self, peer: int, key: bytes, memory: int, bell: socket.socket) -> None:
-        """Gives a neighbour the memory (a file descriptor) and the socket of a channel."""
+        """Gives a neighbour a channel's memory (a file descriptor) and socket."""
         socket.send_fds(self._connections[peer], [key], [memory, bell.fileno()])
 
     def take_over(self, peer: int, prefix: bytes) -> tuple[bytes, int, socket.socket]:
-        """Waits for what a neighbour hands over under a key that begins with `prefix`."""
+        """Waits for a neighbour's hand-over under a key that begins with `prefix`."""
         while True:
             for (sender, key), (memory, bell) in list(self._arrived.items()):
                 if sender == peer and key.startswith(prefix):
@@ -154,7 +154,7 @@ class SharedMemoryTransport:
             channel.close()
 
     def drop_step(self) -> None:
-        """Nothing to do: where one rank has failed, no other goes on."""
+        """Nothing to do: once one rank has failed, no other continues."""
 
     def end_step(self) -> None:
         self._inner.end_step()
@@ -199,7 +199,7 @@ class SharedMemoryChannel:
         self._lane.put(microbatch, message)
 
     def post(self, microbatch: int) -> None:
-        """In the first step only: what is sent later waits in shared memory."""
+        """Posts in the first step only: later messages wait in shared memory."""
         if self.agreement.learning:
             self._inner.post(microbatch)
 
@@ -213,7 +213,7 @@ class SharedMemoryChannel:
         return self._lane.take(microbatch)
 
     def _open(self) -> _Lane:
-        """In the second step the sender makes the memory and hands it over: a program that runs once needs none."""
+        """In the second step the sender creates the memory and hands it over: a program that runs once needs none."""
         size = max(_Lane.size_of(layouts) for layouts in self.agreement.all())
         memory = os.memfd_create("penstock")
         os.ftruncate(memory, max(1, size) * SLOTS)
@@ -231,7 +231,7 @@ class SharedMemoryChannel:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a tensor of a message lies in a slot, in bytes. `plain`: its own memory is copied as it is."""
+    """Where a tensor of a message is in a slot, in bytes. `plain`: its own memory is copied as it is."""
 
     layout: Layout
     offset: int
@@ -240,9 +240,9 @@ class _Place:
 
 
 class _Lane:
-    """Slots of shared memory, used in turn, and the socket that says which is full and which is free again.
+    """Slots of shared memory, used in turn, and the socket that signals which is full and which is free again.
 
-    Bytes are copied by `memmove`: a small message costs less than two calls of torch would.
+    `memmove` copies the bytes: for a small message this costs less than two torch calls.
     """
 
     def __init__(self, memory: int, bell: socket.socket, size: int, agreement: Agreement) -> None:
@@ -260,7 +260,7 @@ class _Lane:
 
     @staticmethod
     def size_of(layouts: Layouts) -> int:
-        """Bytes of a slot for a message."""
+        """The size in bytes of a slot for a message."""
         return sum(_padded(exact.flat_bytes(layout)) for layout in layouts if layout is not None)
 
     def put(self, microbatch: int, message: Message) -> None:
@@ -298,7 +298,7 @@ class _Lane:
         return data
 
     def _next_slot(self) -> int:
-        """The address of the slot whose turn it is."""
+        """The address of the next slot in turn."""
         turn, self._turn = self._turn, (self._turn + 1) % SLOTS
         return self._address + turn * self._size
 
