@@ -201,7 +201,7 @@ def _row_order(dependencies: Dependencies, unbuffered: Advance) -> Iterator[Viol
 
 
 def _unmatched(dependencies: Dependencies) -> Iterator[Violation]:
-    """Messages without another end, and reductions with a single participant."""
+    """Messages without their other end, and reductions with a single participant."""
     actions, rank_of = dependencies.actions, dependencies.rank_of
     reducing: defaultdict[int, list[int]] = defaultdict(list)
     for (_, code, _), nodes in dependencies.kinds.items():

@@ -104,7 +104,7 @@ def add_communication(
 
 
 def ways(schedule: Schedule) -> list[tuple[int, int]]:
-    """The pairs of ranks (source, target) that messages go between: each once, in ascending order."""
+    """Which rank sends to which: each (source, target) once, in ascending order."""
     rank_of = schedule.placement.rank_of
     found = {
         (rank, rank_of[peer])
