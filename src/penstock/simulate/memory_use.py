@@ -81,8 +81,7 @@ def memory(schedule: Schedule, costs: StageCost | Sequence[StageCost], timeline:
 
 
 def _course(table: Floats, op: Ints, stage: Ints, start: Floats, end: Floats) -> tuple[Floats, Floats]:
-    """When activations change, and to what. A rank runs one action after the other, so its nodes are in order of time.
-    """
+    """When activations change, and to what. A rank runs one action after another, so its nodes are in order of time."""
     moments = np.stack([start, end], axis=1).ravel()
     changes = np.stack([table[0, op, stage], -table[1, op, stage]], axis=1).ravel()
     changed = changes != 0
