@@ -18,7 +18,7 @@ from penstock.simulate.costs import StageCost
 class KnownSchedule:
     """A generator's schedule that fits in memory: its objective, and its rows.
 
-    The rows are None if they do not say it all: it has whole backwards, overlaps, or microbatches that do not ascend.
+    The rows are None if they cannot express it: it has whole backwards, overlaps, or microbatches that do not ascend.
     """
 
     schedule: Schedule
