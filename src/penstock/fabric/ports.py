@@ -77,7 +77,7 @@ def least_delay(topology: Topology, source: int, target: int) -> float:
 
 
 def shaped_ports(record: Mapping[str, Any], links: Iterable[Measured]) -> Ports | None:
-    """As the shapers of a run's record have them; None where nobody knows them.
+    """As the shapers of a run's record have them; None if they are unknown.
 
     What a message costs beside the shaper's delay is the least that was measured; where delays vary nobody can tell it
     from luck, so it is left out.
