@@ -28,9 +28,9 @@ FEWEST = 8
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Compares the completion times of one transfer, or of the whole step, in run A and in run B.
+    """The completion times of one transfer, or of the whole step, in run A and in run B.
 
-    Of alike transfers (see `grouped`) the percentiles are of all of them, and each trial's mean is what is tested.
+    For a group of alike transfers (see `grouped`), percentiles cover all of them, and each trial's mean is tested.
 
     Attributes:
         name, bytes, collective: of the transfer; "step" for the whole.
@@ -60,7 +60,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The comparison of two runs.
+    """How two runs compare.
 
     Attributes:
         transfers: those that both have, in the order of A.

@@ -176,7 +176,7 @@ class Stream:
         self._left: Arrivals = (_NONE, _NONE)
 
     def until(self, end_ns: int, most: int) -> Arrivals:
-        """Those before a moment that were not given yet, and no more than this many of them."""
+        """The arrivals before a moment that were not given yet, but no more than `most`."""
         parts = [self._left]
         for place in range(len(self._sources)):
             parts += self._taken(place, end_ns)

@@ -91,7 +91,7 @@ def _offloads(interface: str) -> dict[str, bool]:
 
 
 def _congestion_control(interface: str | None) -> str | None:
-    """That of the routes over the interface, if one names it; otherwise the default."""
+    """The one that a route over the interface names, if any; otherwise the default."""
     routes = _output("ip", "route", "show", "dev", interface) if interface else None
     named = re.search(r"congctl (?:lock )?(\S+)", routes or "")
     return named[1] if named else _setting(_IPV4 / "tcp_congestion_control")

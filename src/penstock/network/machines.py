@@ -29,7 +29,7 @@ from penstock.network.switch.protocol import Order, Setup
 from penstock.network.topology import Topology
 
 INTERFACE = "eth0"
-"""The one that a host has besides lo."""
+"""The interface that each host has besides lo."""
 MOST = 200
 """Hosts of one emulation: a subnet has addresses for 254."""
 

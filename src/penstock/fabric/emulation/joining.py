@@ -34,7 +34,7 @@ class Started(NamedTuple):
 
 
 def started() -> Started:
-    """Joins as the environment says. Raises ArgumentError if torchrun has not set it."""
+    """What torchrun says in the environment. Raises ArgumentError if torchrun has not set it."""
 
     def text(name: str) -> str:
         if name not in os.environ:
