@@ -1,4 +1,4 @@
-"""What a pipeline is made of, for what works on one from outside of its steps: checkpoints, proofs, integrations."""
+"""The internals of a pipeline, for code that works on one outside its steps: checkpoints, proofs, integrations."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from penstock.schedule import Schedule
 
 
 class Session:
-    """The running half of a `Pipeline`. Not for users: what they need is there.
+    """The running half of a `Pipeline`. Not for users: `Pipeline` has what they need.
 
     Attributes:
         step_count: steps so far; keys the random streams, so that it belongs to what a checkpoint restores.
-        companions: what other modules keep for as long as the pipeline lives, by its type.
+        companions: what other modules keep while the pipeline lives, by its type.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Session:
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes; where it drives several ranks, the first one's."""
+        """The device on which this process computes; if it drives several ranks, the first one's."""
         return self.engine.devices[self.engine.ranks[0]]
 
     # -- the unsplit model ------------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ class Session:
         return self.split.partitions(training=True)[0]
 
     def all_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Every parameter of the unsplit model, each once; those that no stage uses as well."""
+        """Every parameter of the unsplit model, each once, including those that no stage uses."""
         return self.split.all_parameters()
 
     def all_names(self) -> list[str]:
@@ -68,7 +68,7 @@ class Session:
         return self.split.all_names()
 
     def first_names(self) -> dict[str, str]:
-        """For every name of a parameter or buffer in the unsplit model, tied ones' too, that of its first."""
+        """For every name of a parameter or buffer in the unsplit model, including tied ones, its first name."""
         return self.split.names()
 
     def default_kwargs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -82,12 +82,12 @@ class Session:
 
     @property
     def draws_in_glue(self) -> bool:
-        """Whether the model draws random numbers outside of any module that is called."""
+        """Whether the model draws random numbers outside the modules that are called."""
         return any(draws_in_glue(partition) for partition in self.split.partitions(training=True))
 
     @property
     def reorders_gradients(self) -> bool:
-        """Whether gradients of stages may be added in another order than in the unsplit model, beside those of ties."""
+        """Whether gradients other than those of ties may be added in another order than in the unsplit model."""
         return any(partition.reorders_gradients for partition in self.split.partitions(training=True))
 
     # -- steps -------------------------------------------------------------------------------------------------------
@@ -95,15 +95,15 @@ class Session:
     def split_batch(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None, device: torch.device | None = None
     ) -> list[Microbatch]:
-        """The microbatches of one batch, as `step` makes them: each tensor in memory of its own, where this process
-        computes if nothing else is said."""
+        """The microbatches of one batch, as `step` makes them: each tensor in its own memory, by default on the device
+        where this process computes."""
         return self.steps.microbatches(args, kwargs, target, device or self.device)
 
     def rehearse(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, *, loss: bool) -> str | None:
         """Raises what the first step with this batch would raise before its first forward. With `loss`, also what the
-        loss raises whatever the values: it is called once, for an output that is made up. Without other processes.
+        loss raises for any values: it is called once, with a made-up output. Involves no other process.
 
-        Returns why the loss could not be tried, if so.
+        Returns why the loss could not be tried; None if it could.
         """
         return self.steps.rehearse(args, kwargs, target, loss=loss)
 
