@@ -109,7 +109,7 @@ class Session:
 
     @contextmanager
     def drawing(self) -> Iterator[Streams]:
-        """The random streams of the present step: to run the unsplit model with the masks that the pipeline draws."""
+        """The random streams of the present step, to run the unsplit model with the masks that the pipeline draws."""
         streams = self.engine.streams
         with streams.drawing(self.step_count, tuple(self.engine.devices)):
             yield streams
@@ -124,7 +124,7 @@ class Session:
                 yield self.norms
 
     def refuse_unaveraged(self, what: str) -> None:
-        """Raises ArgumentError if gradients are each replica's own, so that replicas would part."""
+        """Raises ArgumentError if each replica has its own gradients, so that replicas would diverge."""
         if self.engine.replicas is not None and self.engine.replicas.behind:
             raise ArgumentError(
                 f"{what}: the last step was within no_sync(), so that gradients are each replica's own; take the last "
@@ -132,7 +132,7 @@ class Session:
             )
 
     def restore(self, *, step_count: int, seed: int) -> None:
-        """Sets the random streams to where they are after so many steps. Every rank calls it."""
+        """Sets the random streams to where they are after this many steps. Every rank calls it."""
         self.step_count = step_count
         self.engine.streams.seed = seed
 
@@ -140,21 +140,21 @@ class Session:
 
     @property
     def control_group(self) -> ProcessGroup | None:
-        """A gloo group of the pipeline's processes, for what is no part of a step; None where this process is alone."""
+        """A gloo group of the pipeline's processes, for use outside steps; None if this process is alone."""
         return self.engine.control.control_group
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Around a wait for all other ranks outside of a step: if one is lost, this rank says so and ends."""
+        """Around a wait for all other ranks outside a step: if one is lost, this rank says so and ends."""
         return self.engine.control.waiting(what)
 
     def working(self, what: str) -> AbstractContextManager[None]:
-        """Around this rank's own part of what all ranks do outside of a step, which may be within `waiting`."""
+        """Around this rank's own part of what all ranks do outside a step; may be used inside `waiting`."""
         return self.engine.control.working(what)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def before_close(self, act: Callable[[], None]) -> None:
-        """`close` calls `act` before it gives anything back: for what goes on beside the steps. All ranks call it."""
+        """`close` calls `act` before it releases anything: for what runs alongside the steps. All ranks call it."""
         self._before_close.append(act)
 
     def refuse_closed(self) -> None:
