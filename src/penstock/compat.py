@@ -42,14 +42,14 @@ __all__ = [
 ]
 
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
-"""What a fake tensor raises where the program asks for its values."""
+"""What a fake tensor raises when the program asks for its values."""
 
 UNSUPPORTED = (UnsupportedOperatorException, UnsupportedFakeTensorException, NotImplementedError)
 """What a fake tensor raises for an operator whose result it cannot describe."""
 
 
 def fake_mode() -> FakeTensorMode:
-    """Fake tensors with static shapes, beside which stray real tensors are allowed."""
+    """Fake tensors with static shapes; stray real tensors are allowed next to them."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -65,7 +65,7 @@ def quiet() -> Iterator[None]:
 
 
 class Opened(NamedTuple):
-    """What torch's pytrees know of a value: its children, how Python writes the way to each, and what puts it together.
+    """What torch's pytrees know about a value: its children, how Python writes the path to each, and what rebuilds it.
 
     That is `rebuild(children, context)`.
     """
@@ -92,7 +92,7 @@ def opened(value: Any) -> Opened | None:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """The identity of the memory behind a tensor, which views of one another share, while it lives."""
+    """The identity, while it lives, of the memory behind a tensor, which views of each other share."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # sparse tensors have no storage
@@ -100,7 +100,7 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def size_of(tensor: Tensor) -> int:
-    """The bytes of the memory behind a tensor, of which it may be a part; of a sparse tensor, those of its values."""
+    """The bytes of the memory behind a tensor, which may use only part of it; for a sparse tensor, of its values."""
     try:
         return tensor.untyped_storage().nbytes()
     except (NotImplementedError, RuntimeError):
@@ -110,8 +110,8 @@ def size_of(tensor: Tensor) -> int:
 def packed_by(node: Node) -> list[object] | None:
     """What a node of an autograd graph has saved: what the hooks on saved tensors have made of it, or the tensors.
 
-    None if the node does not tell: a function of an extension in C++, or of another torch. To unpack what was saved is
-    public, but would run a checkpoint again.
+    None if the node does not say: a function of a C++ extension, or of another torch. Unpacking what was saved is
+    public, but would rerun a checkpoint.
     """
     if "CppNode" in node.name():
         return None
@@ -137,7 +137,7 @@ def _raw_names(kind: type) -> tuple[str, ...]:
 
 
 class WeakStorage:
-    """Keeps the number that `storage_of` gives from being given again, but not the memory."""
+    """Keeps the number that `storage_of` returns from being reused, without keeping the memory."""
 
     __slots__ = ("_reference", "number")
 
@@ -146,7 +146,7 @@ class WeakStorage:
         self._reference: object
         try:
             self._reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        except (NotImplementedError, RuntimeError):  # a sparse tensor has none: its number is that of the object
+        except (NotImplementedError, RuntimeError):  # a sparse tensor has none: its number is the object's
             self._reference = tensor
 
     @property
@@ -189,6 +189,6 @@ def plain_tensors() -> AbstractContextManager[None]:
 
 
 def in_checkpoint() -> bool:
-    """Whether what runs now will be run again in backward by torch's checkpointing (`use_reentrant=False`)."""
+    """Whether torch's checkpointing (`use_reentrant=False`) will rerun in backward what runs now."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"

@@ -54,7 +54,7 @@ class ClosedError(PenstockError, RuntimeError):
 
 
 class MissingExtraError(PenstockError, ImportError):
-    """A package that is no dependency is not installed. The text names it and the extra that brings it."""
+    """An optional package is not installed. The text names it and the extra that brings it."""
 
 
 def require(extra: str, *packages: str, for_what: str) -> None:

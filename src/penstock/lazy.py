@@ -15,8 +15,8 @@ def face(
 
     Args:
         package: its `__name__`.
-        homes: each name that it hands on, and the module below it that defines the name.
-        subpackages: what is imported as a whole.
+        homes: each name that it re-exports, and the module below it that defines the name.
+        subpackages: modules that are imported as a whole.
     """
 
     def get(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Arguments that have a second name: the one of another library, or the one that they had before."""
+"""Arguments with a second name: another library's, or an earlier one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def also(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """A function that takes an argument by a second name: `also(loss="loss_fn")` makes `loss=` mean `loss_fn=`.
+    """Makes a function accept arguments by a second name: `also(loss="loss_fn")` makes `loss=` mean `loss_fn=`.
 
     The function raises ArgumentError if it is given both.
     """

@@ -62,11 +62,11 @@ class StageMeta:
     parameters: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
     trainable: bool = True
-    """Whether any of its parameters takes a gradient."""
+    """Whether any of its parameters requires a gradient."""
     updated: tuple[str, ...] = ()
-    """Buffers that the forward updates, as batch norm does its running statistics."""
+    """Buffers that the forward updates, such as batch norm's running statistics."""
     branches: bool = False
-    """Whether chance decides, for each microbatch, what of it runs."""
+    """Whether parts of it run or not at random, for each microbatch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Link:
     """The values of one microbatch that go together from stage `source` to stage `target`, by name.
 
     A forward link carries the values; a backward link carries their gradients, from a consumer back to the one
-    before it and at last to the producer, which is the order in which autograd adds them.
+    before it and finally to the producer, which is the order in which autograd adds them.
     """
 
     source: int
@@ -82,7 +82,7 @@ class Link:
     values: tuple[tuple[int, str], ...]
     """Each value as (the stage that made it, its name)."""
     varies: bool = False
-    """Whether strides, and which gradients there are, change from step to step, since some stage branches by chance."""
+    """Whether strides, and which gradients exist, change from step to step, since some stage branches at random."""
 
 
 def forward_links(stages: Sequence[StageMeta]) -> tuple[Link, ...]:
@@ -113,7 +113,7 @@ def _varies(stages: Sequence[StageMeta]) -> bool:
 
 
 def gradient_routes(stages: Sequence[StageMeta]) -> dict[tuple[int, str], tuple[int, ...]]:
-    """For each value that takes a gradient: its producer and then its consumers, in order of stage."""
+    """For each value that requires a gradient: its producer, then its consumers, in order of stage."""
     routes: dict[tuple[int, str], list[int]] = {}
     for stage in stages:
         for i in stage.inputs:
@@ -129,7 +129,7 @@ def shifted(stage: StageMeta, by: int) -> StageMeta:
 
 
 def needs_backward(stage: StageMeta) -> bool:
-    """Whether a stage has a backward at all: it holds something to train, or hands a gradient on."""
+    """Whether a stage has a backward at all: it holds something to train, or passes a gradient on."""
     return stage.trainable or any(i.meta.requires_grad for i in stage.inputs)
 
 

@@ -1,9 +1,8 @@
-"""Nested values laid out flat and put together again: tuples, lists, dicts, what torch knows of, and plain objects.
+"""Nested values flattened and rebuilt: tuples, lists, dicts, what torch knows about, and plain objects.
 
-An object (a dataclass, a `SimpleNamespace`, a subclass of dict) is opened where it holds a tensor, and only then. It is
-put together without its `__init__`: a new object of its class with the same fields. What an object refers to twice is
-one thing in the copy as well, and so is what refers back to it. Objects of C, which do not say what they hold, are
-leaves.
+An object (a dataclass, a `SimpleNamespace`, a subclass of dict) is opened only if it holds a tensor. It is rebuilt
+without its `__init__`: a new object of its class with the same fields. What an object refers to twice is one thing in
+the copy as well, and so is what refers back to it. C objects, which do not say what they hold, are leaves.
 """
 
 from __future__ import annotations
@@ -31,23 +30,23 @@ PLAIN = frozenset(
 """Types whose values are never opened."""
 
 DEPTH, BUDGET = 24, 20_000
-"""How deep objects are looked into, and how many values are looked at in all; what lies beyond is left as it is."""
+"""How deep to look into objects, and how many values to look at in all; anything beyond is left as it is."""
 
 HEAP_TYPE = 1 << 9
-"""The flag of a class that is no built-in."""
+"""The flag of a class that is not built in."""
 
 BASES = (object, types.SimpleNamespace, tuple, list, dict, OrderedDict)
-"""The built-ins on which a class may rest. What each does is called as its own, whatever the class overrides."""
+"""The built-ins that a class may derive from. Their own methods are called, whatever the class overrides."""
 
 
 class Leaf:
-    """A base for classes whose objects are not opened although they hold tensors."""
+    """A base for classes whose objects stay closed although they hold tensors."""
 
     __slots__ = ()
 
 
 class Flat(NamedTuple):
-    """A nested structure laid out: `leaves[i]` sits at `paths[i]` (as Python writes it) of `structure`."""
+    """A flattened structure: `leaves[i]` sits at `paths[i]` (as Python writes it) of `structure`."""
 
     leaves: list[Any]
     paths: list[str]
@@ -55,7 +54,7 @@ class Flat(NamedTuple):
 
 
 class Rebuild(NamedTuple):
-    """`function(children, context)` puts a node together. Two are alike if type and context are."""
+    """`function(children, context)` rebuilds a node. Two are alike if type and context are."""
 
     kind: type
     context: Any
@@ -87,7 +86,7 @@ NOTHING = TreeSpec("tuple", None)
 
 
 def flatten(value: Any, *, empty: bool = False, closed: Container[int] = ()) -> Flat:
-    """Lay a value out. `empty`: open objects that hold no tensor, too, but those with an id in `closed`."""
+    """Flatten a value. `empty`: also open objects that hold no tensor, except those with an id in `closed`."""
     walk = _Walk(empty, closed)
     structure = walk.visit(value, "", 0)
     return Flat(walk.leaves, walk.paths, structure)
@@ -99,7 +98,7 @@ def unflatten(leaves: Sequence[Any], structure: Any) -> Any:
 
 
 def map_tensors(function: Any, tree: Any) -> Any:
-    """The tree with `function(tensor)` in place of each tensor; objects that hold tensors are made anew."""
+    """The tree with `function(tensor)` instead of each tensor; objects that hold tensors are rebuilt."""
     flat = flatten(tree)
     return unflatten([function(x) if isinstance(x, Tensor) else x for x in flat.leaves], flat.structure)
 
@@ -112,7 +111,7 @@ class _Walk:
         self.paths: list[str] = []
         self._empty, self._closed = empty, closed
         self._numbers: dict[int, int] = {}  # id of an object, or of a list or dict in one -> its number
-        self._bare: dict[int, Any] = {}  # objects that hold no tensor, kept so that their ids stay their own
+        self._bare: dict[int, Any] = {}  # objects that hold no tensor, kept so that their ids are not reused
         self._held = 0  # tensors met, and references back
         self._cut = 0  # values that were too deep to be looked at
         self._left = BUDGET

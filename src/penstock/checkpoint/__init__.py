@@ -1,7 +1,7 @@
 """Checkpoints and files of weights, under the unsplit model's names: saved by one split, loaded by any.
 
 save, finish, load, latest             a run's state, by `torch.distributed.checkpoint`; crashes leave the last good one
-Generators                             Python's, numpy's and torch's global generators, to go along
+Generators                             Python's, numpy's and torch's global generators, to save along with it
 export_safetensors, import_safetensors one file of weights that the unsplit model loads, a stage at a time
 weights                                such a file, or a checkpoint, as the initialiser of a model on the meta device
 """

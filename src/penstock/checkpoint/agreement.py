@@ -1,4 +1,4 @@
-"""What one rank cannot do, no rank does: all raise the same error, and none waits for another in vain."""
+"""If one rank cannot do something, no rank does: all raise the same error, and none waits for another in vain."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from penstock.pipe.pipeline import Pipeline
 T = TypeVar("T")
 
 OWN_PART = "its part of a checkpoint"
-"""What a rank does while it reads or writes files, as the others that wait for it say."""
+"""What a rank does while it reads or writes files, in the words of the ranks that wait for it."""
 
 
 def together(pipe: Pipeline, act: Callable[[], T], fails: str) -> T:
     """What `act` returns here, once it has succeeded on every rank. A collective; `act` must have none in it.
 
     Args:
-        pipe: whose ranks.
+        pipe: the pipeline whose ranks act.
         act: what each of them does.
         fails: what could not be done, for the error's text.
 
@@ -47,7 +47,7 @@ def on_first(pipe: Pipeline, act: Callable[[], T], fails: str) -> T:
 
 
 def attempt(act: Callable[[], T]) -> Future[T]:
-    """Does something here and now, and keeps what it returned or raised for later."""
+    """Runs something immediately, and keeps what it returned or raised for later."""
     future: Future[T] = Future()
     try:
         future.set_result(act())
@@ -57,7 +57,7 @@ def attempt(act: Callable[[], T]) -> Future[T]:
 
 
 def _said(error: BaseException | None, rank: int) -> tuple[bool, str] | None:
-    """Whether an error is an argument's, and its words. Of what torch has collected from several ranks, the first."""
+    """Whether an error is about an argument, and its text. If torch collected several ranks' errors, the first."""
     if isinstance(error, CheckpointException) and error.failures:
         rank, (error, _) = next(iter(error.failures.items()))
     if error is None:

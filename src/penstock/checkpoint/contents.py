@@ -1,4 +1,4 @@
-"""What a checkpoint has in it, and by which names: the same for every split.
+"""What a checkpoint contains, and under which names: the same for every split.
 
 model/NAME            parameters and persistent buffers; a tied one by its first name
 optimizer/NAME/KEY    the optimizer's state of a parameter: a tensor, or anything else as a pickle
@@ -44,9 +44,9 @@ class Rest:
     """What has no tensor's name.
 
     Attributes:
-        step, seed: of the random streams.
+        step, seed: those of the random streams.
         extra, others: as given to `save`.
-        ties: for every other name of a tied parameter or buffer, the one that it has here.
+        ties: for every other name of a tied parameter or buffer, its name here.
         optimizer: the kind of the optimizer; None if there is none.
         groups: its groups.
     """
@@ -63,7 +63,7 @@ class Rest:
         """As a dict of plain values, which a later version can read."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         groups = [{"names": group.names, "options": group.options} for group in self.groups]
-        return pickle.dumps({**values, "groups": groups})  # bytes: of a dict, torch would make an entry for each item
+        return pickle.dumps({**values, "groups": groups})  # bytes: for a dict, torch would make an entry for each item
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Rest:
@@ -80,7 +80,7 @@ def model_state(pipe: Pipeline) -> dict[str, Any]:
 
 
 def model_tensors(metadata: Metadata) -> dict[str, Tensor]:
-    """A tensor on the meta device for each of the model's in a checkpoint, by its name in the model."""
+    """A tensor on the meta device for each of the model's tensors in a checkpoint, by its name in the model."""
     return {
         key.removeprefix(_MODEL): torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
         for key, stored in metadata.state_dict_metadata.items()
@@ -89,7 +89,7 @@ def model_tensors(metadata: Metadata) -> dict[str, Tensor]:
 
 
 def model_key(name: str) -> str:
-    """Where a tensor of the model is."""
+    """The key of one of the model's tensors."""
     return _MODEL + name
 
 
@@ -149,7 +149,7 @@ def optimizer_state(pipe: Pipeline, optimizer: torch.optim.Optimizer) -> dict[st
 
 
 def empty_state(pipe: Pipeline, metadata: Metadata) -> dict[str, Any]:
-    """What a checkpoint has for the parameters of this process: tensors to load into, None for a pickle."""
+    """What a checkpoint has for this process's parameters: tensors to load into, None for a pickle."""
     held = dict(pipe.named_parameters())
     return {
         path: _empty_like(held[name], key, metadata.state_dict_metadata[path])
@@ -161,7 +161,7 @@ def empty_state(pipe: Pipeline, metadata: Metadata) -> dict[str, Any]:
 def load_optimizer(
     pipe: Pipeline, optimizer: torch.optim.Optimizer, options: Sequence[dict[str, Any]], state: Mapping[str, Any]
 ) -> None:
-    """Gives an optimizer the options of its groups, and the state of this process's parameters as it was read."""
+    """Gives an optimizer the options of its groups, and the state that was read for this process's parameters."""
     names = {id(parameter): name for name, parameter in pipe.named_parameters()}
     own: dict[str, dict[str, Any]] = {}
     for path, name, key in _optimizer_entries(state):

@@ -1,4 +1,4 @@
-"""One `safetensors` file of the whole model, written by the first rank while the others send a tensor at a time.
+"""One `safetensors` file of the whole model, written by the first rank while the other ranks send one tensor at a time.
 
 The format is a length, a JSON header and the bytes; the library's own writer wants the whole model in one process's
 memory.
@@ -36,7 +36,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """A tensor that is to be written, and the process that has it."""
+    """A tensor to write, and the process that has it."""
 
     name: str
     dtype: torch.dtype
@@ -51,15 +51,15 @@ class FileEntry:
 def export_safetensors(path: str | Path, pipe: Pipeline, *, metadata: Mapping[str, str] | None = None) -> Path:
     """Writes all parameters and persistent buffers to one file, under the unsplit model's names. Every rank calls it.
 
-    A tied tensor is there once, under its first name; the file's metadata name it for each of its other names, as
-    `safetensors.torch.save_model` does. `safetensors.torch.load_model(model, path)` loads it into the unsplit model,
-    and so does `from_pretrained` of `transformers` next to a `config.json`. The first rank holds one tensor of the
-    others at a time. The file is written aside and renamed.
+    A tied tensor is stored once, under its first name; the file's metadata map each of its other names to it, as
+    `safetensors.torch.save_model` does. `safetensors.torch.load_model(model, path)` loads the file into the unsplit
+    model, and so does `from_pretrained` of `transformers` next to a `config.json`. The first rank holds one tensor of
+    the other ranks at a time. The file is written under another name and then renamed.
 
     Args:
-        path: of the file, for the first rank; its folder is made if it is not there.
+        path: the file, for the first rank; its folder is made if missing.
         pipe: the pipeline, between two steps.
-        metadata: texts to put into the file besides.
+        metadata: more texts to put into the file.
 
     Raises:
         ArgumentError: on every rank, if a tensor's dtype has no name in the format.
@@ -84,7 +84,7 @@ def export_safetensors(path: str | Path, pipe: Pipeline, *, metadata: Mapping[st
             alone = partial(pipe.session.working, OWN_PART)
             write_file(path, entries, notes, (exchange.take(entry) for entry in left), alone)
         finally:
-            for entry in left:  # of a file that could not be written: the others send all the same
+            for entry in left:  # after a failed write: the other ranks send anyway
                 exchange.take(entry)
 
     with pipe.session.waiting("the weights"):
@@ -97,8 +97,8 @@ def export_checkpoint(folder: str | Path, path: str | Path) -> Path:
     """Writes the model in a checkpoint to one `safetensors` file, as `export_safetensors` does; needs no model.
 
     Args:
-        folder: a checkpoint, or a folder of checkpoints, of which the latest is taken.
-        path: of the file; its folder is made if it is not there. One tensor is in memory at a time.
+        folder: a checkpoint, or a folder of checkpoints, whose latest is taken.
+        path: the file; its folder is made if missing. One tensor is in memory at a time.
 
     Raises:
         ArgumentError: there is no checkpoint, or a tensor's dtype has no name in the format.
@@ -157,11 +157,11 @@ def write_file(
     data: Iterable[Tensor],
     alone: Around = nullcontext,
 ) -> None:
-    """Writes a `safetensors` file aside and renames it.
+    """Writes a `safetensors` file under another name and renames it.
 
     Args:
-        path: of the file.
-        entries: what is in it, in its order.
+        path: the file.
+        entries: its contents, in order.
         notes: texts by name.
         data: the bytes of each entry. Raises OSError.
         alone: around whatever does not take from `data`.
@@ -183,7 +183,7 @@ def write_file(
 
 
 def in_order(held: Sequence[Sequence[FileEntry]], names: Sequence[str]) -> list[FileEntry]:
-    """Every tensor once, of the first process that has it. Large elements first, so that all are aligned."""
+    """Every tensor once, from the first process that has it. Large elements first, so that all are aligned."""
     found = {entry.name: replace(entry, owner=owner) for owner in reversed(range(len(held))) for entry in held[owner]}
     return sorted((found[name] for name in names if name in found), key=lambda entry: -entry.dtype.itemsize)
 

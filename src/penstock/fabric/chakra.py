@@ -155,8 +155,9 @@ _VALUE_FIELD = {
     "pg_name": 29,
     "is_cpu_op": 27,
 }
-"""In which field of an AttributeProto each attribute is (int64_val, int32_val, string_val, bool_val): ASTRA-sim's first
-reader looks at no other."""
+"""The field of an AttributeProto that holds each attribute (int64_val, int32_val, string_val, bool_val): ASTRA-sim's
+first reader looks at no other.
+"""
 
 
 def _encoded(node: Node) -> bytes:

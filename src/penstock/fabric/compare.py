@@ -28,13 +28,13 @@ FEWEST = 8
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Of the completion times of one transfer, or of the whole step, in run A and in run B.
+    """The completion times of one transfer, or of the whole step, in run A and in run B.
 
-    Of alike transfers (see `grouped`) the percentiles are of all of them, and each trial's mean is what is tested.
+    For a group of alike transfers (see `grouped`), percentiles cover all of them, and each trial's mean is tested.
 
     Attributes:
         name, bytes, collective: of the transfer; "step" for the whole.
-        algorithms, trials, p50_s, p99_s: of A and of B; a percentile is None where there are too few samples.
+        algorithms, trials, p50_s, p99_s: of A and of B; a percentile is None if there are too few samples.
         ratio: how many times as long B takes: the median of all ratios of a sample of B to one of A (of Hodges and
             Lehmann). It is 1 where half of the pairs are larger, and not quite the ratio of the medians.
         ratio_interval: its 95 % interval, not corrected for the number of transfers.
@@ -60,13 +60,13 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Of two runs.
+    """How two runs compare.
 
     Attributes:
         transfers: those that both have, in the order of A.
         step: the whole step, where both have the same transfers and hosts.
         only_in_a, only_in_b: names of the others.
-        other_settings: what else differs between the runs, by name: (in A, in B).
+        other_settings: other differences between the runs, by name: (in A, in B).
     """
 
     transfers: tuple[Difference, ...]

@@ -9,13 +9,13 @@ from penstock.errors import ArgumentError
 BYTES = {
     "int8": 1, "uint8": 1, "int32": 4, "int64": 8, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
 }  # fmt: skip
-"""Of a number of each type."""
+"""The size of a number of each type, in bytes."""
 
 USUAL = {1: "uint8", 2: "float16", 4: "float32", 8: "float64"}
-"""By the bytes of a number, where a type is not said."""
+"""The type for numbers of each size in bytes, if none is given."""
 
 NCCL = {"float16": "half", "float32": "float", "float64": "double"}
-"""What nccl-tests calls them, where that is another name."""
+"""What nccl-tests calls them, if the name differs."""
 
 Op = Literal["sum", "prod", "min", "max", "avg"]
 OPS: tuple[Op, ...] = get_args(Op)

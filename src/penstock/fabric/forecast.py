@@ -218,7 +218,7 @@ class _Timed(NamedTuple):
 
 def _rows(results: dict[str, Any], collective: str) -> tuple[list[dict[str, Any]], str, str]:
     """The transfers of a collective, their algorithm, and the one whose closed form is taken for it."""
-    # Of uneven ones there is no closed form.
+    # Uneven collectives have no closed form.
     rows = [one for one in results["transfers"] if one["collective"] == collective and not one.get("shares")]
     algorithm = rows[0]["algorithm"] if rows else ""
     known = known_algorithms(collective)

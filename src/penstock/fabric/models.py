@@ -107,7 +107,7 @@ def fit_link(points: Iterable[tuple[float, float]]) -> LinkFit:
 def predict(
     link: LinkFit, collective: str, algorithm: str, ranks: int, size_bytes: float, pieces: int = PIECES
 ) -> float:
-    """Seconds of a collective. Raises ArgumentError where there is no closed form."""
+    """Seconds of a collective. Raises ArgumentError if there is no closed form."""
     terms = closed_form(collective, algorithm, ranks, pieces)
     return terms.seconds(size_bytes, link.alpha_seconds, link.beta_seconds_per_byte)
 

@@ -77,9 +77,9 @@ def least_delay(topology: Topology, source: int, target: int) -> float:
 
 
 def shaped_ports(record: Mapping[str, Any], links: Iterable[Measured]) -> Ports | None:
-    """As the shapers of a run's record have them; None where nobody knows them.
+    """The ports as shaped in a run's record; None if the shapers are unknown.
 
-    What a message costs beside the shaper's delay is the least that was measured; where delays vary nobody can tell it
+    What a message costs besides the shaper's delay is the least that was measured; if delays vary it cannot be told
     from luck, so it is left out.
     """
     hosts = int(record["hosts"])

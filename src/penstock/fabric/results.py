@@ -240,7 +240,7 @@ def _by_rank(times: Sequence[TransferTimes]) -> dict[int, _OfRank]:
 
 
 def _quantiles(durations: Sequence[NDArray[np.float64]], q: float) -> list[float] | None:
-    """Of each rank; None where there are too few trials."""
+    """The quantile of each rank; None if there are too few trials."""
     worth = min((effective_counts(one.mean(1), (q,))[0] for one in durations), default=0.0)
     return None if worth < fewest(q) else [float(np.quantile(one, q)) for one in durations]
 

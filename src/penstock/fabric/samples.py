@@ -2,7 +2,7 @@
 
 The folder of a run:
 
-    spec.json      what is to be run, before any host has started (where hosts are started here)
+    spec.json      what to run, before any host has started (if hosts are started here)
     run.json       what was run, where, and how it ended: from the moment that all hosts have joined
     samples.csv    trial,transfer,rank,start_ns,end_ns        on the clock of rank 0
     steps.csv      trial,transfer,rank,round,start_ns,end_ns  of the trials that are kept whole: the first, and each

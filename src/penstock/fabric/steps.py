@@ -38,7 +38,7 @@ class Move:
     """One message: `source` sends its slots [first, first + count); `target` puts them from slot `into` on.
 
     Attributes:
-        adds: the target adds them to what it has; else they replace it.
+        adds: the target adds them to what it has; otherwise they replace it.
     """
 
     source: int

@@ -16,7 +16,7 @@ _NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
 
 
 def size_of(text: str) -> int:
-    """Bytes of "64KiB", "1.5MB" or "2600". Raises ArgumentError for what is no whole number of bytes above 0."""
+    """Bytes of "64KiB", "1.5MB" or "2600". Raises ArgumentError unless it is a whole number of bytes above 0."""
     match = _NUMBER.fullmatch(text.strip())
     factor = _SIZES.get(match[2].lower()) if match else None
     if match is None or factor is None:

@@ -57,13 +57,13 @@ class Workload:
         hosts: how many it needs; 0: any number.
         transfers: in order of execution.
         element_bytes: of the numbers that are sent: sizes are multiples of it.
-        dtype: of these numbers; empty: the usual one of so many bytes.
+        dtype: of these numbers; empty: the usual one for this many bytes.
         op: how they are reduced, where they are.
         compute_seconds: after the last transfer, until the step ends.
         notes: what a reader has to know about how it was made.
 
     Raises:
-        ArgumentError: nothing is to be sent, a size is 0 or no multiple of an element, names repeat, or ranks are
+        ArgumentError: there is nothing to send, a size is 0 or not a multiple of an element, names repeat, or ranks are
             not among the hosts.
     """
 

@@ -146,7 +146,7 @@ def _recorded(path: Path) -> Iterator[tuple[float, int]]:
 
 
 def arrivals(neighbour: Neighbour, seed: int, host: int) -> Iterator[Arrivals]:
-    """The frames of a source towards a host, for ever, some at a time."""
+    """The frames of a source towards a host, forever, some at a time."""
     if neighbour.recorded:
         seconds, sizes = (np.array(column) for column in zip(*neighbour.recorded, strict=True))
         for turn in itertools.count():
@@ -176,7 +176,7 @@ class Stream:
         self._left: Arrivals = (_NONE, _NONE)
 
     def until(self, end_ns: int, most: int) -> Arrivals:
-        """Those before a moment that were not given yet, and no more than so many of them."""
+        """The arrivals before a moment that were not given yet, but no more than `most`."""
         parts = [self._left]
         for place in range(len(self._sources)):
             parts += self._taken(place, end_ns)

@@ -80,7 +80,7 @@ def _asked(request: int, of: bytes) -> bytes:
 
 
 def _offloads(interface: str) -> dict[str, bool]:
-    """What an interface's driver does in place of the kernel; what cannot be asked is left out."""
+    """What an interface's driver does instead of the kernel; what cannot be queried is left out."""
     found = {}
     for name, number in _OFFLOADS.items():
         data = ctypes.create_string_buffer(struct.pack("II", number, 0), 8)
@@ -91,7 +91,7 @@ def _offloads(interface: str) -> dict[str, bool]:
 
 
 def _congestion_control(interface: str | None) -> str | None:
-    """Of the routes over the interface, where one names it; else the default."""
+    """The one that a route over the interface names, if any; otherwise the default."""
     routes = _output("ip", "route", "show", "dev", interface) if interface else None
     named = re.search(r"congctl (?:lock )?(\S+)", routes or "")
     return named[1] if named else _setting(_IPV4 / "tcp_congestion_control")

@@ -48,7 +48,7 @@ def parse_slow(texts: str | Sequence[str], hosts: int) -> dict[int, float]:
     """By slow host: its share of one core, from texts like "2=25%" or "0=0.5, 3=10%".
 
     Raises:
-        ArgumentError: a text that says no such thing, a host that is not there or comes twice, a share that is none.
+        ArgumentError: a text does not have this form, a host does not exist or comes twice, or a share is not one.
     """
     slow: dict[int, float] = {}
     for text in (texts,) if isinstance(texts, str) else texts:
@@ -67,7 +67,7 @@ def check_slow(slow: Mapping[int, float], hosts: int) -> dict[int, float]:
     """The same, by host.
 
     Raises:
-        ArgumentError: a host that is not there, or a share that is none.
+        ArgumentError: a host does not exist, or a share is not one.
     """
     for host, share in slow.items():
         if host not in range(hosts):

@@ -1,4 +1,4 @@
-"""What a frame meets on a link beside its rate, in the terms of tc netem: delay, jitter, loss and the like.
+"""What a frame meets on a link besides its rate, in the terms of tc netem: delay, jitter, loss and the like.
 
 Values alone; model.py draws from them.
 """
@@ -48,7 +48,7 @@ class Bursts:
 
     @property
     def share(self) -> float:
-        """Of all frames that are lost, in the long run."""
+        """The share of all frames that are lost, in the long run."""
         if self.to_bad + self.to_good == 0:
             return self.loss_in_good
         bad = self.to_bad / (self.to_bad + self.to_good)

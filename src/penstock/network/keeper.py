@@ -25,7 +25,7 @@ from pathlib import Path
 FOLDER = Path("/var/run/netns")
 """Where `ip netns` keeps names."""
 PATHS = (*os.environ.get("PATH", os.defpath).split(os.pathsep), "/usr/sbin", "/sbin", "/usr/local/sbin")
-"""Where `ip` and `tc` are looked for: they lie where a user's PATH often does not lead."""
+"""Where to look for `ip` and `tc`, which are often not on a user's PATH."""
 MARK = "PENSTOCK_FABRIC"
 """In the environment of each process of an emulation: which."""
 SECONDS = 10.0

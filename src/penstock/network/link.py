@@ -38,7 +38,7 @@ class Link:
         mtu: bytes of the largest IP packet.
         mtu_is_given: somebody asked for that one.
         text: as it was given.
-        impairment: what frames meet beside the rate.
+        impairment: what frames meet besides the rate.
         down: from the switch to the host, if that differs.
 
     Raises:

@@ -29,7 +29,7 @@ from penstock.network.switch.protocol import Order, Setup
 from penstock.network.topology import Topology
 
 INTERFACE = "eth0"
-"""The one that a host has beside lo."""
+"""The interface that each host has besides lo."""
 MOST = 200
 """Hosts of one emulation: a subnet has addresses for 254."""
 
@@ -190,7 +190,7 @@ class Machines:
             raise FabricError(failed)
 
     def command(self, host: int, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> list[str]:
-        """What to start for `argv` to run on a host, with `environment` beside what `variables` gives."""
+        """What to start for `argv` to run on a host, with `environment` in addition to what `variables` gives."""
         added = [f"{name}={value}" for name, value in {**self.variables(), **(environment or {})}.items()]
         entering = [_tool("ip"), "netns", "exec", self.hosts[host], "env", *added]
         if host in self.slow and self._means is not None:

@@ -258,7 +258,7 @@ def _link(text: str, found: Found, part: list[_Word]) -> Link:
         )
         if "latency" not in found:
             return link
-        # As tc has it: what leaves in that time, beside the bucket.
+        # As in tc: what leaves in that time, besides the bucket.
         return replace(link, limit_bytes=int(link.bytes_per_second * found["latency"]) + link.burst)
     except ArgumentError as error:
         raise _error(text, whole, str(error)) from None

@@ -45,7 +45,7 @@ class Event:
         host: that it is about; None: all.
         link: from then on.
         is_gone: the host is not there.
-        background: neighbours' traffic, as texts, beside what there is.
+        background: neighbours' traffic, as texts, in addition to what there is.
         for_seconds: after which it is over; None: never.
         text: to be shown.
     """

@@ -1,4 +1,4 @@
-"""Addresses for an emulation: a subnet that nobody else here uses, claimed until it is given back."""
+"""Addresses for an emulation: a subnet that nothing else here uses, claimed until it is released."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def claim() -> tuple[int, socket.socket]:
 
 
 def routes() -> list[ipaddress.IPv4Network]:
-    """What this machine reaches by a route of its own."""
+    """What this machine has specific routes to."""
     line = [tool("ip") or "ip", "-4", "-json", "route", "show", "table", "all"]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     given = [str(route.get("dst", "default")) for route in json.loads(done.stdout or "[]")]

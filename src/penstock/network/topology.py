@@ -20,7 +20,7 @@ class Topology:
     and one without, it meets that link's alone, in either direction; between two with links of their own, both.
 
     Attributes:
-        link: of every host that has none of its own.
+        link: of every host without its own.
         own: by host.
         seed: of all that is drawn.
 
@@ -92,7 +92,7 @@ def parse_own(texts: Sequence[str], hosts: int) -> dict[int, Link]:
     """Links by host, from texts like `2=100mbit delay 20ms`.
 
     Raises:
-        ArgumentError: a text is none, the host is not there, or a host gets two links.
+        ArgumentError: a text is not a link, the host does not exist, or a host gets two links.
     """
     found: dict[int, Link] = {}
     for text in texts:

@@ -1,4 +1,4 @@
-"""What in a forward a recording cannot follow, but what may be inside of a module that runs as a whole."""
+"""What a recording cannot follow in a forward, but a module that runs as a whole may contain."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from penstock.partition.source import is_ours
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """An attribute of a module between 0 and 1 that the code in question reads: the chance of dropping a layer, say.
+    """A module attribute between 0 and 1 that the code in question reads: the chance of dropping a layer, say.
 
-    `value` may also be a list or tuple of them, one for each layer.
+    `value` may also be a list or tuple with one number per layer.
     """
 
     module: nn.Module
@@ -26,7 +26,7 @@ class Rate:
     value: Any
 
     def alike(self, number: float) -> Any:
-        """What sets it to a number, for every layer."""
+        """The value that sets it to a number, for every layer."""
         return type(self.value)([number] * len(self.value)) if isinstance(self.value, (list, tuple)) else number
 
 
@@ -35,13 +35,13 @@ ELSEWHERE = f"{OUTSIDE}, or in a module of its own that leaves=[...] names, so t
 
 
 class Obstacle(PartitionError):  # noqa: N818  (it becomes a PartitionError with what was found to help)
-    """Raised where the forward does it; `remedies` finds out what helps.
+    """Raised when the forward does such a thing; `remedies` finds out what helps.
 
     Args:
         why: what was met, and where.
-        scope: the name of the module in whose forward it was met; empty for the model's own.
+        scope: the name of the module whose forward met it; empty for the model's own.
         rates: what the code read that may have led there.
-        otherwise: what to say where nothing that was tried has helped.
+        otherwise: what to say if nothing that was tried helped.
     """
 
     def __init__(self, why: str, scope: str, rates: tuple[Rate, ...] = (), otherwise: str = "") -> None:
@@ -50,13 +50,13 @@ class Obstacle(PartitionError):  # noqa: N818  (it becomes a PartitionError with
         self.why, self.scope, self.rates, self.otherwise = why, scope, rates, otherwise
 
     def because(self, reason: str) -> Obstacle:
-        """The same, met on a way that was taken for a reason."""
+        """The same obstacle, met on a path that was taken for a reason."""
         why = f"{reason}. Recording it call by call does not help: {self.why}"
         return Obstacle(why, self.scope, self.rates, self.otherwise)
 
 
 def rates_read(error: BaseException) -> tuple[Rate, ...]:
-    """The rates that the module reads in whose code an error arose."""
+    """The rates read by the module whose code raised an error."""
     frames, trace = [], error.__traceback__
     while trace is not None:
         frames.append(trace.tb_frame)
@@ -65,7 +65,7 @@ def rates_read(error: BaseException) -> tuple[Rate, ...]:
 
 
 def rates_here() -> tuple[Rate, ...]:
-    """The rates that the module reads whose code is running."""
+    """The rates read by the module whose code is running."""
     return _rates_of(_running(sys._getframe(1)))
 
 
@@ -76,7 +76,7 @@ def _running(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _rates_of(frames: Iterable[FrameType]) -> tuple[Rate, ...]:
-    """Of the first of the user's frames that is a module's method: it may have called a function with its rate."""
+    """The rates of the user's first frame that is a module's method: it may have called a function with its rate."""
     for frame in frames:
         if not is_ours(frame.f_code.co_filename) and isinstance(frame.f_locals.get("self"), nn.Module):
             return tuple(_rates(frame))

@@ -33,14 +33,14 @@ from penstock.partition.watch.unseen import UnwatchableError
 from penstock.trees import flatten
 
 Division = tuple[tuple[str, ...], Opening]
-"""Where a model is cut, and what is opened for that."""
+"""Where a model is cut, and which modules are opened for it."""
 
 VARIANTS = 32
 """How many recordings one signature may have, if the forward branches on the values of its integer inputs."""
 
 
 KEPT_PARTITIONS = 128
-"""How many signatures' partitions are kept for another call; the oldest are forgotten first."""
+"""How many signatures' partitions are kept for later calls; the oldest are dropped first."""
 
 
 class Partitioner:
@@ -51,14 +51,15 @@ class Partitioner:
             ready-made stages if there are as many as `stages`).
         stages: how many.
         cuts: names of the modules at which stages 1.. begin, in program order; chosen by `balance` if not given.
-        leaves: names of modules to run as a whole, for what a recording cannot follow.
-        opens: names of modules to record call by call, so that cuts can fall inside of them; see `Opening`.
+        leaves: names of modules to run as a whole because a recording cannot follow them.
+        opens: names of modules to record call by call, so that cuts can fall inside them; see `Opening`.
         streams: sets the generator for recorded random calls; see `RandomSource`.
         sees_saved: look at what forwards save for backward; see `Partition.saved`.
-        balance: what the stages share evenly, `"flops"` (see `work_of`), `"parameters"` or (repeated) `"layers"`.
+        balance: what to spread evenly over the stages: `"flops"` (see `work_of`), `"parameters"` or (repeated)
+            `"layers"`.
 
-    Raises ArgumentError for arguments that are wrong by themselves, PartitionError (also when called) for a model that
-    cannot be recorded or cut as asked.
+    Raises ArgumentError for invalid arguments, PartitionError (also when called) for a model that cannot be recorded
+    or cut as asked.
     """
 
     def __init__(
@@ -99,8 +100,8 @@ class Partitioner:
 
         The signature: structure, shapes, strides, dtypes, devices and constants of the arguments, the modules' training
         flags, identity and requires_grad of parameters and buffers, and the grad and autocast modes. If the forward
-        branches on values of integer inputs (is any token masked?), also what it reads from them; ranks that must agree
-        on the partition have to pass the same values then.
+        branches on values of integer inputs (is any token masked?), what it reads from them is part of the signature
+        too, and ranks that must agree on the partition have to pass the same values.
         """
         kwargs = dict(kwargs or {})
         given = flatten((tuple(args), kwargs))
@@ -119,7 +120,7 @@ class Partitioner:
         partition = self._partition(args, kwargs)
         key = (*signature, self._state())  # it may have opened blocks
         self._partitions.setdefault(key, []).append(partition)
-        # the key has ids in it, which must not be taken by other objects
+        # the key contains ids, which no other object may take over
         plain = [leaf for leaf in given.leaves if not isinstance(leaf, Tensor)]
         self._keep_alive[key] = [*plain, *(slots.get(name) for slots, name in self._slots)]
         while len(self._partitions) > KEPT_PARTITIONS:
@@ -128,7 +129,7 @@ class Partitioner:
         return partition
 
     def forget(self) -> None:
-        """Drops what was recorded, and with it every reference to parameters that the model no longer holds."""
+        """Drops all recordings, and with them every reference to parameters that the model no longer holds."""
         self._partitions.clear()
         self._keep_alive.clear()
 
@@ -138,17 +139,17 @@ class Partitioner:
         return self.cuts or (), self._opening
 
     def divide(self, division: Division) -> None:
-        """Decides otherwise than the first call did, and forgets what was recorded."""
+        """Replaces the first call's decision, and forgets what was recorded."""
         self.cuts, self._opening = division
         self._look_around()
         self.forget()
 
     def attributes(self) -> Attributes:
-        """What a forward, recorded call by call, finds besides its inputs, and a recording takes as given."""
+        """What a forward recorded call by call finds besides its inputs, and its recording takes as given."""
         return self._given.read()
 
     def settle(self, attributes: Attributes) -> None:
-        """To be called after a step, with what `attributes` was before: what the step itself has changed is no news."""
+        """Call after a step, with the earlier `attributes`: what the step itself changed does not count as a change."""
         self._given.settle(attributes)
 
     def opened_modules(self) -> frozenset[int]:
@@ -156,11 +157,11 @@ class Partitioner:
         return frozenset(map(id, self._given.opened.values()))
 
     def names(self) -> dict[str, str]:
-        """For every name of a parameter or buffer in the model, tied ones' too, the name by which stages know it."""
+        """For every name of a parameter or buffer in the model, including tied ones, the name that stages use."""
         return known_names(self.model)
 
     def _look_around(self) -> None:
-        """Finds the modules anew: some may have been opened, and the user may have put in others."""
+        """Finds the modules again: some may have been opened, and the user may have replaced some."""
         refuse_compiled(self.model)
         refuse_lazy(self.model)
         self._modules = list(self.model.modules())
@@ -232,7 +233,7 @@ class Partitioner:
         )
 
     def _divide(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Recording, CutRecording]:
-        """The recording, and where it is cut. Until the cuts are decided, modules may be opened for balance."""
+        """The recording, and where to cut it. Until the cuts are decided, modules may be opened for balance."""
         opening = self._opening
         while True:
             recording = self._record(args, kwargs, opening)
@@ -265,12 +266,12 @@ class Partitioner:
 
     def _cut_at(self, recording: Recording, cuts: Sequence[str]) -> CutRecording:
         split = CutRecording(recording, self.model, cuts, cut_positions(recording, self.model, cuts))
-        _ = split.plans  # raises here, where something else can be tried
+        _ = split.plans  # raise here, while something else can be tried
         return split
 
 
 def _elsewhere(recording: Recording, stages: Sequence[Stage]) -> dict[str, Tensor]:
-    """The parameters, and the buffers that are updated, that are not on the last of several stages."""
+    """The parameters and updated buffers that are not on the last of several stages."""
     last = {id(t) for t in (*stages[-1].parameters.values(), *stages[-1].buffers.values())}
     updated = {id(stage.buffers[name]) for stage in stages for name in stage.meta.updated if name in stage.buffers}
     every = recording.held.items() if len(stages) > 1 else ()
@@ -290,7 +291,7 @@ def _origins(recording: Recording, stages: Sequence[Stage]) -> dict[str, Origin]
 
 def _origin(recording: Recording, node: fx.Node) -> Origin:
     fact = recording.facts[node]
-    if node.target is operator.getitem:  # a piece of what something returned was made by that
+    if node.target is operator.getitem:  # a piece of a result was made by whatever returned it
         made = node.args[0]
         if isinstance(made, fx.Node) and recording.facts[made].kind == "unit":
             fact = recording.facts[made]
@@ -302,8 +303,8 @@ def default_kwargs(
 ) -> dict[str, Any]:
     """Keyword arguments that a pipeline adds to the caller's: `use_cache=False` for models of `transformers`.
 
-    A key-value cache is of no use in training, and would send what every block writes into it over each cut. Give the
-    same to the unsplit model to compare with it.
+    A key-value cache is useless in training, and would send what every block writes into it over each cut. Pass the
+    same to the unsplit model when comparing.
     """
     if "use_cache" in (kwargs or {}) or not hasattr(model, "config") or not _keeps_a_cache(model):
         return {}
@@ -311,19 +312,19 @@ def default_kwargs(
     if "use_cache" in signature.parameters:
         given = "use_cache" in signature.bind_partial(*args, **(kwargs or {})).arguments
         return {} if given else {"use_cache": False}
-    # A wrapper, as that of `peft` or of a language model that sees, hands keyword arguments on to the model inside.
+    # A wrapper, such as that of `peft` or of a vision-language model, passes keyword arguments on to the model inside.
     hands_on = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     return {"use_cache": False} if hands_on else {}
 
 
 def _other_way(model: nn.Module) -> str:
-    """What keeps a model of `transformers` from branching on masks, if it is one and has not been given that yet."""
+    """What keeps a model of `transformers` from branching on masks, if it is one and not yet set up that way."""
     found = (getattr(getattr(m, "config", None), "_attn_implementation", None) for m in model.modules())
     return " (attn_implementation='eager')" if any(name not in (None, "eager") for name in found) else ""
 
 
 def _keeps_a_cache(model: nn.Module) -> bool:
-    """Whether the model, or one inside of it, would make a key-value cache unless it is told not to."""
+    """Whether the model, or one inside it, makes a key-value cache unless told not to."""
     configured = (m for m in model.modules() if getattr(getattr(m, "config", None), "use_cache", False))
     return any("use_cache" in _signature(m).parameters for m in configured)
 
@@ -334,7 +335,7 @@ def _signature(module: nn.Module) -> inspect.Signature:
 
 
 def _opened(model: nn.Module, units: Collection[int]) -> list[nn.Module]:
-    """The modules that neither are a unit nor belong to one."""
+    """The modules that are neither a unit nor part of one."""
     found: list[nn.Module] = []
     pending = [model]
     while pending:

@@ -1,7 +1,7 @@
-"""Tries what may help where a forward cannot be recorded, before a message says so; tells what is then left to split.
+"""Tries what may help if a forward cannot be recorded, before a message says so; says what is then left to split.
 
-The module around an obstacle is run as a whole, and the model is recorded again, until nothing else is in the way. So
-the message has all obstacles at once.
+The module around an obstacle is run as a whole and the model recorded again until nothing else is in the way, so that
+one message lists all obstacles.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from penstock.partition.units.units import has_forward
 from penstock.words import counted
 
 TRIALS = 12
-"""How often a model is recorded again at most."""
+"""How often a model is re-recorded at most."""
 
 SECONDS = 30.0
-"""For how long new trials are begun."""
+"""After this long no new trial starts."""
 
 LISTED = 8
 """How many leaves a message lists by name."""
 
 _KEPT = re.compile("surviv|keep")
-"""In the name of a rate: it is that of layers that are kept."""
+"""A rate with such a name is the chance of keeping a layer."""
 
 Record = Callable[[Sequence[str], Mapping[str, Any]], Recording]
 """Records with these leaves and keyword arguments."""
@@ -67,19 +67,19 @@ class _Search:
                 self.leaves = leaves
                 return
             except Obstacle as obstacle:
-                if obstacle.scope not in leaves:  # another one
+                if obstacle.scope not in leaves:  # a new one
                     self.leaves, scope = leaves, obstacle.scope
                     self.found.append(obstacle)
                     continue
                 self.failure = str(obstacle)
-            except Exception as error:  # whatever the model raises, where it runs for real
+            except Exception as error:  # whatever the model raises when it runs for real
                 self.failure = f"leaves={leaves!r} does not help: {error}"
             scope = scope.rpartition(".")[0]
             while scope and not has_forward(self.model.get_submodule(scope)):
                 scope = scope.rpartition(".")[0]
 
     def _with(self, scope: str) -> list[str]:
-        """The leaves with another one; with all of its kind, where the second of a kind is in the way."""
+        """The leaves plus this one; plus all of its kind if it is the second of a kind in the way."""
         kind = type(self.model.get_submodule(scope))
         again = any(type(self.model.get_submodule(leaf)) is kind for leaf in self.leaves)
         new = [n for n, m in self.model.named_modules() if type(m) is kind] if again else [scope]
@@ -90,7 +90,7 @@ class _Search:
 def explained(
     error: Obstacle, record: Record, model: nn.Module, leaves: Sequence[str], kwargs: Any, stages: int
 ) -> str:
-    """What to tell of an obstacle: all that is in the way, and what was found to help."""
+    """What to say about an obstacle: everything that is in the way, and what was found to help."""
     search = _Search(record, model, kwargs, list(leaves), leaves, [error])
     search.run()
     why = list(dict.fromkeys(obstacle.why for obstacle in search.found))
@@ -120,7 +120,7 @@ def explained(
 
 
 def _rates(search: _Search) -> str | None:
-    """To set rates to 0, or to 1 where they are those of what is kept; None if that does not help."""
+    """The advice to set rates to 0, or to 1 for chances of keeping a layer; None if that does not help."""
     names = {id(module): name for name, module in search.model.named_modules()}
     every = {(id(r.module), r.name): r for obstacle in search.found for r in obstacle.rates if id(r.module) in names}
     groups = [[rate] for rate in every.values()] if len(search.found) == 1 else []
@@ -154,7 +154,7 @@ def _helps(search: _Search, rates: Sequence[Rate], number: float) -> bool:
 def _records(search: _Search, kwargs: Mapping[str, Any]) -> bool:
     try:
         search.record(search.given, kwargs)
-    except Exception:  # also what the model raises without its labels, or with another rate
+    except Exception:  # including what the model raises without its labels, or with another rate
         return False
     return True
 
@@ -169,7 +169,7 @@ def _set(rate: Rate, value: Any) -> Iterator[None]:
 
 
 def _left(recording: Recording, model: nn.Module, leaves: Sequence[str], stages: int) -> str:
-    """What can still be shared among stages."""
+    """What can still be spread over stages."""
     pieces = candidates(recording, model, "flops")
     whole = sum(piece.weight for piece in pieces) or 1
     if len(pieces) < stages:

@@ -17,7 +17,7 @@ OURS = (
     *(str(folder) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parent)),
     *(compat.__file__, trees.__file__),
 )
-"""With the separator: packages whose names begin with "torch" are the user's."""
+"""Each ends with a separator: other packages whose names begin with "torch" are the user's."""
 
 
 @cache

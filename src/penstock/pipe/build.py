@@ -86,7 +86,7 @@ def pipeline(
             `Microbatches`. Shapes are read from it, and values only where the forward branches on those of integers.
             Ranks that do not run the first stage may pass tensors on the meta device, or no example at all. Later
             batches may have other shapes.
-        kwargs: likewise by keyword.
+        kwargs: the same by keyword.
         ranks: the number of ranks; None: the world size under torchrun, one otherwise.
         chunks: stages per rank (also `stages_per_rank`); `ranks * chunks` stages in all. None: the `Schedule`'s, or 1.
         schedule: a name from `penstock.schedule.names()`, or a `Schedule`.
@@ -123,14 +123,14 @@ def pipeline(
             "except_last" (all but each stage's last microbatch), "always", or a whole number n (every n-th layer); see
             `penstock.runtime.features.per_stage.Recompute`. One for all stages, a list with one for each, or a dict by
             stage.
-        offload: keep activations in the host's memory between forward and backward; likewise by stage. The backward of
-            such a stage is not split: its I does all of it.
+        offload: keep activations in the host's memory between forward and backward; also by stage. The backward of such
+            a stage is not split: its I does all of it.
         deferred_batch_norm: batch norms update their running statistics once per step, from the whole batch.
         compile: run each stage through `torch.compile`: True, or a dict of its arguments.
         check_finite: raise NonFiniteError in the step that makes a NaN or Inf. For debugging: every call is checked.
         lost_after: seconds of silence after which a rank that another waits for counts as lost, and the run ends; give
             more than the longest time that the network may be silent. None: 60 for a rank on another machine. On the
-            same machine its process is checked after 5 seconds, and the rank is lost if that is stopped.
+            same machine its process is checked after 5 seconds, and the rank is lost if the process is stopped.
 
     Raises:
         ArgumentError: an argument is wrong; the text names it and says what to do.
@@ -179,12 +179,12 @@ def build(
     sees_saved: bool = False,
     front_end: MakeFrontEnd | None = None,
 ) -> Pipeline:
-    """Makes a pipeline of known processes and schedule.
+    """Makes a pipeline from given processes and a given schedule.
 
     Args:
         example: one batch: positional and keyword inputs.
         sees_saved: look at what forwards save for backward; see `Partition.saved`.
-        front_end: makes the stages; None: the model is recorded, as `options` say.
+        front_end: makes the stages; None: the model is recorded, according to `options`.
     """
     given = _cut(example, order, options.cutting) if is_whole(example) or world.is_local else None
     current = _device_of(model)
@@ -245,7 +245,7 @@ def _recorder(
 
 
 def _with_chunks(error: PartitionError, order: Schedule) -> PartitionError:
-    """The error, which also says where so many stages come from."""
+    """The error, plus where the number of stages comes from."""
     chunks = order.placement.depth // order.ranks
     if chunks == 1:
         return error
@@ -289,7 +289,7 @@ def checked_inputs(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, A
     """One batch, from the user's arguments.
 
     Raises:
-        ArgumentError: they are no sequence and no mapping, or a name is one that `Pipeline.step` takes itself.
+        ArgumentError: they are not a sequence and a mapping, or a name is one that `Pipeline.step` takes itself.
     """
     if isinstance(args, (Tensor, batches.Microbatches)):
         kind = "a tensor" if isinstance(args, Tensor) else "a Microbatches"

@@ -1,7 +1,7 @@
 """Parameter groups of an optimizer by the unsplit model's names: the same groups, in one order, on every rank.
 
-Groups that depend on what a rank holds would differ in number, which neither a scheduler's list of rates nor a
-checkpoint allows, and an optimizer without any group raises.
+If groups depended on what a rank holds, their number would differ, which neither a scheduler's list of rates nor a
+checkpoint allows; and an optimizer without any group raises.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 from penstock.errors import ArgumentError
 
 OptionsOf = Callable[[str, nn.Parameter], Mapping[str, Any] | None]
-"""What the optimizer is to do with a parameter (`{"lr": 1e-4}`), by its name; None leaves it out."""
+"""The optimizer's options for a parameter (`{"lr": 1e-4}`), by its name; None leaves it out."""
 
 
 def parameter_groups(
@@ -23,8 +23,8 @@ def parameter_groups(
     """One group for each kind of options, in the order in which the unsplit model's parameters first have them.
 
     Args:
-        every: parameters of the unsplit model; those of other ranks have their shape, not their values.
-        held: those of this process, by the same names.
+        every: parameters of the unsplit model; those of other ranks have only their shapes, not their values.
+        held: this process's parameters, by the same names.
 
     Raises:
         ArgumentError: the options are not a dict, or hold parameters.

@@ -1,7 +1,7 @@
 """What a split of a model would look like: its stages, what crosses between them, what they share.
 
-It is made as `penstock.pipeline` makes it, so that what is wrong with it is told without a step. Nothing is run but the
-loss, once, on an output that is made up.
+The split is made as `penstock.pipeline` makes it, so problems show without a step. Nothing runs but the loss, once, on
+a made-up output.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ class StageFound:
     Attributes:
         index: its number.
         begins: the name of the module that it begins with; empty for stage 0.
-        work_share: its part of the model's work (floating-point operations and bytes moved, forward and backward).
-        parameters: how many numbers its parameters have, tied ones included.
-        parameter_share: its part of the model's parameters; one that stages share counts on the first of them.
+        work_share: its fraction of the model's work (floating-point operations and bytes moved, forward and backward).
+        parameters: the number of elements in its parameters, tied ones included.
+        parameter_share: its fraction of the model's parameters; a tied one counts on the first of its stages.
         parameter_bytes: their size.
-        trained: how many of them take a gradient.
+        trained: how many of them require a gradient.
         buffers: the names of the buffers that it holds.
-        updated: those that the forward updates.
+        updated: the buffers that the forward updates.
         draws: the names of the modules on it that draw random numbers.
         inputs: the names of the model's inputs that it uses.
         modules: the names of the modules that run on it, none within another.
-        activation_bytes: what a microbatch keeps on it from its forward to its backward, parameters and buffers aside;
-            None where that cannot be seen.
+        activation_bytes: what a microbatch keeps on it from its forward to its backward, besides parameters and
+            buffers; None if that cannot be seen.
     """
 
     index: int
@@ -76,7 +76,7 @@ class Crossing:
     """A tensor that goes from one stage to another.
 
     Attributes:
-        source, target: the stages. Where target - source > 1 it skips those between.
+        source, target: the stages. If target - source > 1, it skips those in between.
         value: its name in the recording.
         module: the module that made it; empty for the model itself, and for an input of the model.
         source_line: `file:line` in the code; empty for an input, and for what a whole module returned.
@@ -97,7 +97,7 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """A parameter that several stages hold: each a replica, with its gradients added up."""
+    """A parameter that several stages hold: one replica each, with their gradients added up."""
 
     name: str
     stages: tuple[int, ...]
@@ -110,8 +110,8 @@ class Inspection:
 
     Attributes:
         model: the class of the model.
-        parameters, parameter_bytes: of the unsplit model, each parameter once.
-        microbatches: into how many the batch is cut; bytes and shapes are those of the first.
+        parameters, parameter_bytes: those of the unsplit model, each parameter once.
+        microbatches: how many the batch is cut into; bytes and shapes are those of the first.
         stages, crossings, ties: see there.
         branches: `file:line` of each place where the forward reads the values of an input, and what it read. The split
             holds for batches that read the same.
@@ -130,7 +130,7 @@ class Inspection:
 
     @property
     def skips(self) -> tuple[Crossing, ...]:
-        """What passes over at least one stage."""
+        """The crossings that skip at least one stage."""
         return tuple(crossing for crossing in self.crossings if crossing.target - crossing.source > 1)
 
     def to_dict(self) -> dict[str, Any]:
@@ -162,24 +162,24 @@ def inspect(
     offload: OffloadChoice = False,
     deferred_batch_norm: bool = False,
 ) -> Inspection:
-    """Records a model's forward for one batch and cuts it, as `penstock.pipeline` would, and raises what that would
-    raise, and its first step, but for what only values show. A model on the meta device stays there.
+    """Records a model's forward for one batch and cuts it as `penstock.pipeline` would. Raises what that and its first
+    step would raise, except what depends on values. A model on the meta device stays there.
 
     Args:
         model, args, kwargs: a module, or a list of layers, and its inputs.
-        stages: how many; the ranks are so many, over the chunks that the schedule puts on each.
-        chunks, schedule: of the run that is planned.
-        microbatches: into how many the batch is cut. All are recorded, so that what one of them cannot do is refused,
-            and the first is told of. None: the `Schedule`'s; as many as the batch is cut into already; or else
-            8, or as many as it has rows, if they are fewer.
-        target, loss_fn: as for `penstock.pipeline` and `Pipeline.step`. The loss is called once, with an output that is
-            made up. Left out: nothing is said about the loss.
+        stages: how many; the number of ranks is this divided by the chunks that the schedule puts on each.
+        chunks, schedule: those of the planned run.
+        microbatches: how many the batch is cut into. All are recorded, so that one that cannot run is refused; the
+            report is about the first. None: the `Schedule`'s; as many as the batch is already cut into; or otherwise 8,
+            or as many as it has rows, if fewer.
+        target, loss_fn: as for `penstock.pipeline` and `Pipeline.step`. The loss is called once, with a made-up output.
+            Left out: nothing is said about the loss.
         reduction, batch_dims, split, merge, cuts, leaves, opens, balance, recompute, offload, deferred_batch_norm:
-            as `penstock.pipeline` takes them.
+            as for `penstock.pipeline`.
 
     Raises:
         ArgumentError: an argument is wrong, or two do not go together.
-        ShapeError: the batch cannot be cut so.
+        ShapeError: the batch cannot be cut that way.
         PartitionError: the model cannot be recorded or cut; the text names the module, the line and the remedy.
         ScheduleError: the schedule is not legal.
     """
@@ -219,7 +219,7 @@ def _order(
     example: tuple[tuple[Any, ...], dict[str, Any]],
     cutting: Cutting,
 ) -> Schedule:
-    """The schedule of the run, for as many ranks as have so many stages."""
+    """The schedule of the run, for the number of ranks that have this many stages."""
     if isinstance(schedule, Schedule):
         if schedule.placement.depth != stages:
             raise ArgumentError(
@@ -241,7 +241,7 @@ def _order(
 
 
 def _refused_in_processes(partition: Partition, order: Schedule) -> str | None:
-    """What one process can do, but a process for each rank cannot."""
+    """What one process can do, but one process per rank cannot."""
     try:
         refuse_overlaps(partition.stages, lambda stage: order.placement.rank_of[stage])
     except PenstockError as error:
@@ -250,7 +250,7 @@ def _refused_in_processes(partition: Partition, order: Schedule) -> str | None:
 
 
 def _one_copy(partition: Partition, order: Schedule) -> Partition:
-    """Without the copies that a bidirectional schedule runs besides."""
+    """The partition without the extra copies that a bidirectional schedule runs."""
     return replace(partition, stages=partition.stages[: order.placement.depth])
 
 

@@ -1,4 +1,4 @@
-"""What a pipeline is made with besides the model, its processes and the schedule."""
+"""The options of a pipeline besides the model, its processes and the schedule."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Options:
         cutting: what batch_dims, split and merge say.
 
     Raises:
-        ArgumentError: one of them is wrong by itself, or two of them exclude each other.
+        ArgumentError: one of them is invalid, or two of them exclude each other.
     """
 
     loss_fn: Loss | Callable[[Any], Tensor] | None = None

@@ -86,15 +86,15 @@ class Pipeline:
                 loss_scale=self.loss_scale,
             )
         if self.session.norms is not None and self.world.data_parallel > 1:
-            self.session.engine.control.start_equal(self.session.norms.buffers())  # as all buffers of replicas
+            self.session.engine.control.start_equal(self.session.norms.buffers())  # like all buffers of replicas
         self.session.step_count += 1
         return result
 
     def evaluate(
         self, *args: Any, target: Any = None, outputs: Wanted = False, timeline: bool = False, **kwargs: Any
     ) -> StepResult:
-        """Forward of one batch in evaluation mode, as is a loss that is a module. No gradient and no buffer is touched,
-        and the mode is restored.
+        """Forward of one batch with the model, and a loss that is a module, in evaluation mode. Touches no gradient and
+        no buffer, and restores the mode.
 
         Takes what `step` takes. Without a target there is no loss, unless the model computes its own.
         """
@@ -110,8 +110,8 @@ class Pipeline:
 
         Args:
             args, kwargs: as for `step`.
-            outputs: who gets it: True the ranks where `has_outputs` is true, "all" every rank, a number the rank of
-                that number. The others get None.
+            outputs: who gets it: True: the ranks where `has_outputs` is true; "all": every rank; a number: that rank.
+                All other ranks get None.
 
         Raises:
             ArgumentError: the schedule has two copies of the model, and outputs=True.
@@ -141,7 +141,7 @@ class Pipeline:
     def no_sync(self) -> Iterator[None]:
         """Inside it, steps do not average gradients over the replicas; the next step outside averages them all.
 
-        For accumulation over several steps, as `DistributedDataParallel.no_sync`. Until then `.grad` is the replica's
+        For accumulation over several steps, like `DistributedDataParallel.no_sync`. Until then `.grad` is the replica's
         own. Without replicas it changes nothing.
         """
         replicas = self.session.engine.replicas
@@ -205,8 +205,8 @@ class Pipeline:
 
     @property
     def split_share(self) -> dict[int, float]:
-        """For each stage of this process whose backward the schedule splits: how much of it waits for W, as the share
-        of the elements of its trained parameters whose gradient does. Known after a step; the rest is done at I."""
+        """For each stage of this process whose backward the schedule splits: how much of it waits for W, as the
+        fraction of its trained parameters' elements whose gradients do. Known after a step; I does the rest."""
         programs = next(
             (bound.programs for bound in reversed(list(self.session.steps.bound_schedules)) if bound.training), ()
         )
@@ -226,9 +226,9 @@ class Pipeline:
         """Groups for an optimizer: the same number, in the same order, on every rank; some may be empty on this one.
 
         Args:
-            options_of: takes a parameter's name in the unsplit model and the parameter (of other ranks' there is only
-                the shape), and returns its options, `{"weight_decay": 0.0}`; None leaves it out. It is not asked about
-                parameters that take no gradient: those are left out.
+            options_of: takes a parameter's name in the unsplit model and the parameter (for other ranks' parameters,
+                only the shape), and returns its options, `{"weight_decay": 0.0}`; None leaves it out. It is not called
+                for parameters that require no gradient: those are left out.
 
         Raises:
             ArgumentError: the options are not a dict, or hold parameters.
@@ -273,11 +273,11 @@ class Pipeline:
         return {name: held[name].detach() for name in self.session.all_names() if name in held}
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
-        """Copies values into what this process holds. `state` may be of the whole unsplit model.
+        """Copies values into what this process holds. `state` may be that of the whole unsplit model.
 
         Raises:
-            ArgumentError: a shape differs; or, with `strict`, something that is held is not in `state`, or something in
-                `state` is not of the model.
+            ArgumentError: a shape differs; or, with `strict`, something that this process holds is missing in `state`,
+                or something in `state` does not belong to the model.
         """
         load_into(self.state_dict(), state, {*self.model.state_dict(), *self.session.all_names()}, strict=strict)
 
@@ -292,7 +292,7 @@ class Pipeline:
 
     @property
     def seed(self) -> int:
-        """Of the random streams."""
+        """The seed of the random streams."""
         return self.session.engine.streams.seed
 
     @property
@@ -334,5 +334,5 @@ class Pipeline:
         ends_well = isinstance(error, SystemExit) and error.code in (None, 0)
         if error is None or ends_well or self.world.is_local:
             self.close()
-        elif not self.session.engine.control.failed:  # tells the other ranks why nobody will answer them
+        elif not self.session.engine.control.failed:  # tells the other ranks why nothing will answer them
             self.session.engine.control.fail(error)

@@ -18,16 +18,16 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 class SharedLoss:
     """A batch's loss on its way to every rank. Reading it waits, and starts nothing.
 
-    The loss is the sum of terms, in order, that come from one rank or from several. Each is carried as float64, which
-    holds every smaller float exactly, with its dtype.
+    The loss is the sum, in order, of terms from one rank or several. Each travels with its dtype, as float64, which
+    holds every smaller float exactly.
 
     Args:
-        parts: for each rank that terms come from, the terms; on other ranks as many times None.
+        parts: for each rank that terms come from, the terms; on other ranks, as many Nones.
         divisor: what the sum is divided by, term by term.
 
     Attributes:
-        buffers: for each part a row a term: the value, and 1 + the number of its dtype. All zero where there is none,
-            so that a sum over ranks of which one has the term gives the term.
+        buffers: for each part one row per term: the value, and 1 + the number of its dtype. All zero on ranks without
+            the term, so that a sum over ranks gives the term.
     """
 
     def __init__(self, parts: Sequence[Sequence[Tensor | None]], divisor: int = 1) -> None:
@@ -58,8 +58,8 @@ class StepResult:
     """What one `step` or `evaluate` gives back.
 
     Attributes:
-        losses: each microbatch's own loss, unweighted, in order of microbatch; on the last stage's rank, else empty.
-        timeline: what every rank did when, where it was asked for.
+        losses: each microbatch's own loss, unweighted, in order of microbatch; empty except on the last stage's rank.
+        timeline: what every rank did when, if it was asked for.
         sizes: the rows of each microbatch; on every rank.
     """
 
@@ -85,7 +85,7 @@ class StepResult:
 
     @property
     def outputs(self) -> tuple[Any, ...]:
-        """The model's output for each microbatch, in order; on the rank of the last stage, or on those that asked.
+        """The model's output for each microbatch, in order; on the rank of the last stage, or the ranks that asked.
 
         A schedule with two copies of the model has two last stages; with `outputs=True` each one's rank has None for
         the other's.

@@ -1,7 +1,7 @@
-"""Scaled losses for training in half precision: torch's GradScaler, of which every rank of a pipeline takes the same.
+"""Scaled losses for training in half precision: torch's GradScaler, the same on every rank of a pipeline.
 
-Torch's own looks at one process: a rank that finds no infinity would step where another skips, and their scales would
-part. Here all ranks look first, and then all step, or none does.
+Torch's own looks at one process: a rank that finds no infinity would step while another skips, and their scales would
+diverge. Here all ranks look first, and then all step, or none does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class GradScaler(torch.amp.GradScaler):
     Its state, for checkpoints, is that of torch's.
 
     Args:
-        pipe: whose gradients they are.
+        pipe: the pipeline whose gradients are scaled.
         options: torch's own: `init_scale`, `growth_factor`, `backoff_factor`, `growth_interval`, `enabled`.
     """
 
@@ -49,7 +49,7 @@ class GradScaler(torch.amp.GradScaler):
         """Refused: a pipeline's step runs the backward itself. Pass `loss_scale=scaler.get_scale()` to it.
 
         Raises:
-            ArgumentError: always, but for a scaler that is not enabled.
+            ArgumentError: always, except for a scaler that is not enabled.
         """
         if not self.is_enabled():
             return outputs
@@ -83,7 +83,7 @@ class GradScaler(torch.amp.GradScaler):
         """`optimizer.step(...)`, unless a gradient of some rank is not finite: then no rank takes the step.
 
         Raises:
-            ArgumentError: a closure was given; or as `unscale_`, which it calls where that was not done.
+            ArgumentError: a closure was given; or as for `unscale_`, which it calls if that was not done.
             RuntimeError: a second call for an optimizer, before `update`.
         """
         if self.is_enabled() and not self._may_step(optimizer, closure=bool(args) or "closure" in kwargs):
@@ -102,7 +102,7 @@ class GradScaler(torch.amp.GradScaler):
         return not self._found[id(optimizer)]
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Lowers the scale if a step was skipped, and raises it after `growth_interval` steps that were not.
+        """Lowers the scale if a step was skipped, and raises it after `growth_interval` steps without a skip.
 
         Raises:
             RuntimeError: there was neither `unscale_` nor `step` since the last call.

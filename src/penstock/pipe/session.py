@@ -1,4 +1,4 @@
-"""What a pipeline is made of, for what works on one from outside of its steps: checkpoints, proofs, integrations."""
+"""The internals of a pipeline, for code that works on one outside its steps: checkpoints, proofs, integrations."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from penstock.schedule import Schedule
 
 
 class Session:
-    """The running half of a `Pipeline`. Not for users: what they need is there.
+    """The running half of a `Pipeline`. Not for users: `Pipeline` has what they need.
 
     Attributes:
         step_count: steps so far; keys the random streams, so that it belongs to what a checkpoint restores.
-        companions: what other modules keep for as long as the pipeline lives, by its type.
+        companions: what other modules keep while the pipeline lives, by its type.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Session:
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes; where it drives several ranks, the first one's."""
+        """The device on which this process computes; if it drives several ranks, the first one's."""
         return self.engine.devices[self.engine.ranks[0]]
 
     # -- the unsplit model ------------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ class Session:
         return self.split.partitions(training=True)[0]
 
     def all_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Every parameter of the unsplit model, each once; those that no stage uses as well."""
+        """Every parameter of the unsplit model, each once, including those that no stage uses."""
         return self.split.all_parameters()
 
     def all_names(self) -> list[str]:
@@ -68,7 +68,7 @@ class Session:
         return self.split.all_names()
 
     def first_names(self) -> dict[str, str]:
-        """For every name of a parameter or buffer in the unsplit model, tied ones' too, that of its first."""
+        """For every name of a parameter or buffer in the unsplit model, including tied ones, its first name."""
         return self.split.names()
 
     def default_kwargs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -82,12 +82,12 @@ class Session:
 
     @property
     def draws_in_glue(self) -> bool:
-        """Whether the model draws random numbers outside of any module that is called."""
+        """Whether the model draws random numbers outside the modules that are called."""
         return any(draws_in_glue(partition) for partition in self.split.partitions(training=True))
 
     @property
     def reorders_gradients(self) -> bool:
-        """Whether gradients of stages may be added in another order than in the unsplit model, beside those of ties."""
+        """Whether gradients other than those of ties may be added in another order than in the unsplit model."""
         return any(partition.reorders_gradients for partition in self.split.partitions(training=True))
 
     # -- steps -------------------------------------------------------------------------------------------------------
@@ -95,21 +95,21 @@ class Session:
     def split_batch(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None, device: torch.device | None = None
     ) -> list[Microbatch]:
-        """The microbatches of one batch, as `step` makes them: each tensor in memory of its own, where this process
-        computes if nothing else is said."""
+        """The microbatches of one batch, as `step` makes them: each tensor in its own memory, by default on the device
+        where this process computes."""
         return self.steps.microbatches(args, kwargs, target, device or self.device)
 
     def rehearse(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, *, loss: bool) -> str | None:
         """Raises what the first step with this batch would raise before its first forward. With `loss`, also what the
-        loss raises whatever the values: it is called once, for an output that is made up. Without other processes.
+        loss raises for any values: it is called once, with a made-up output. Involves no other process.
 
-        Returns why the loss could not be tried, if so.
+        Returns why the loss could not be tried; None if it could.
         """
         return self.steps.rehearse(args, kwargs, target, loss=loss)
 
     @contextmanager
     def drawing(self) -> Iterator[Streams]:
-        """The random streams of the present step: to run the unsplit model with the masks that the pipeline draws."""
+        """The random streams of the present step, to run the unsplit model with the masks that the pipeline draws."""
         streams = self.engine.streams
         with streams.drawing(self.step_count, tuple(self.engine.devices)):
             yield streams
@@ -124,7 +124,7 @@ class Session:
                 yield self.norms
 
     def refuse_unaveraged(self, what: str) -> None:
-        """Raises ArgumentError if gradients are each replica's own, so that replicas would part."""
+        """Raises ArgumentError if each replica has its own gradients, so that replicas would diverge."""
         if self.engine.replicas is not None and self.engine.replicas.behind:
             raise ArgumentError(
                 f"{what}: the last step was within no_sync(), so that gradients are each replica's own; take the last "
@@ -132,7 +132,7 @@ class Session:
             )
 
     def restore(self, *, step_count: int, seed: int) -> None:
-        """Sets the random streams to where they are after so many steps. Every rank calls it."""
+        """Sets the random streams to where they are after this many steps. Every rank calls it."""
         self.step_count = step_count
         self.engine.streams.seed = seed
 
@@ -140,21 +140,21 @@ class Session:
 
     @property
     def control_group(self) -> ProcessGroup | None:
-        """A gloo group of the pipeline's processes, for what is no part of a step; None where this process is alone."""
+        """A gloo group of the pipeline's processes, for use outside steps; None if this process is alone."""
         return self.engine.control.control_group
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Around a wait for all other ranks outside of a step: if one is lost, this rank says so and ends."""
+        """Around a wait for all other ranks outside a step: if one is lost, this rank says so and ends."""
         return self.engine.control.waiting(what)
 
     def working(self, what: str) -> AbstractContextManager[None]:
-        """Around this rank's own part of what all ranks do outside of a step, which may be within `waiting`."""
+        """Around this rank's own part of what all ranks do outside a step; may be used inside `waiting`."""
         return self.engine.control.working(what)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def before_close(self, act: Callable[[], None]) -> None:
-        """`close` calls `act` before it gives anything back: for what goes on beside the steps. All ranks call it."""
+        """`close` calls `act` before it releases anything: for what runs alongside the steps. All ranks call it."""
         self._before_close.append(act)
 
     def refuse_closed(self) -> None:

@@ -41,7 +41,7 @@ class Steps:
     """Runs the steps of one pipeline.
 
     Args:
-        order: computations alone, for as many microbatches as a batch has at most.
+        order: computations alone, for the largest number of microbatches that a batch has.
         example: the batch that the pipeline is made for.
 
     Attributes:
@@ -84,18 +84,18 @@ class Steps:
 
     @property
     def looks_at_targets(self) -> bool:
-        """Whether something, on some rank, does."""
+        """Whether anything on any rank looks at targets."""
         return _wants_target(self._options.loss) or callable(self._options.reduction)
 
     @property
     def needs_inputs(self) -> bool:
-        """Whether this process runs the first stage, or cuts the target by a function that looks at inputs as well."""
+        """Whether this process runs the first stage, or cuts the target with a function that also looks at inputs."""
         by_function = self._options.cutting.split is not None
         return self.has_inputs or (by_function and self.has_outputs and self.looks_at_targets)
 
     @property
     def needs_targets(self) -> bool:
-        """Whether this process runs the last stage, or cuts the inputs by a function that looks at targets as well."""
+        """Whether this process runs the last stage, or cuts the inputs with a function that also looks at targets."""
         by_function = self._options.cutting.split is not None
         return self.looks_at_targets and (self.has_outputs or (by_function and self.has_inputs))
 
@@ -116,7 +116,7 @@ class Steps:
         timeline: bool,
         loss_scale: float = 1.0,
     ) -> StepResult:
-        """One step, the `number`-th; see `Pipeline.step`. Whatever ends it ends the other ranks as well."""
+        """One step, the `number`-th; see `Pipeline.step`. If it fails, the other ranks end as well."""
         if training and self._announce is not None:
             self._announce(number)
         try:
@@ -139,11 +139,11 @@ class Steps:
             cause = self._engine.control.fail(error)
             if cause is error:
                 raise
-            raise cause from None  # the cause is on another rank; what it did to this one only hides it
+            raise cause from None  # the cause is on another rank; its effect on this one would only hide it
 
     def rehearse(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, *, loss: bool) -> str | None:
         """Raises what `run` would for a batch like the example before its first forward and, if `loss`, for a loss of
-        whatever value. One process drives all ranks. Returns why the loss could not be tried, if so."""
+        any value. One process drives all ranks. Returns why the loss could not be tried; None if it could."""
         cached = self._first
         divided = self._divide(args, kwargs, target)
         self._refuse_aliases(cached, args, kwargs, target, divided)
@@ -156,7 +156,7 @@ class Steps:
             return try_loss(cached.bound, None if targets is None else targets[0], weight, _given(self._options.loss))
 
     def _divide(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Microbatch, ...] | None:
-        """The microbatches that the user's function makes of a batch, if there is one."""
+        """The microbatches that the user's function, if any, makes of a batch."""
         order = self._order
         return self._cutting.divide(args, kwargs, target, order.microbatches, "input", order.placement.pipelines)
 
@@ -175,7 +175,7 @@ class Steps:
     def microbatches(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, device: torch.device
     ) -> list[Microbatch]:
-        """One batch as `run` cuts it, with the rows of each piece and the target that the loss and `reduction` get."""
+        """One batch as `run` cuts it, with each piece's rows and the target that the loss and `reduction` get."""
         divided = self._divide(args, kwargs, target)
         cut = self.cut(args, kwargs, divided, "batch", device)
         labels = not _has_target(target, divided) and self._options.loss is None
@@ -220,7 +220,7 @@ class Steps:
         return {placement.rank_of[stage] for stage in range(placement.stages) if end(stage)}
 
     def _device_of(self, end: Callable[[int], bool]) -> torch.device:
-        """Where this process's first (or last) stage is."""
+        """The device of this process's first (or last) stage."""
         return self._engine.devices[min(self._ranks_of(end) & set(self._engine.ranks))]
 
     def _refuse_aliases(
@@ -231,7 +231,7 @@ class Steps:
         target: Any,
         divided: Sequence[Microbatch] | None,
     ) -> None:
-        """Of what this process was given. Raises ArgumentError."""
+        """Raises ArgumentError for aliases in what this process was given."""
         if divided is None and self._cutting.split is not None:  # the recorded inputs are those of its pieces
             return
         seen = target if self.looks_at_targets else None
@@ -245,7 +245,7 @@ class Steps:
         return [dict(zip(positions, given, strict=True)) for given in self.bound_schedules.inputs(cached, cut)]
 
     def _weights(self, cached: Cached, targets: Sequence[Any] | None) -> list[float]:
-        """Of the microbatches' losses, in the batch of all replicas."""
+        """The weights of the microbatches' losses in the batch of all replicas."""
         reduction: Reduction = "mean" if targets is None else self._options.reduction
         replicas, engine = self._engine.replicas, self._engine
         if replicas is None:
@@ -253,7 +253,7 @@ class Steps:
         watched, settings = engine.control.watchdog, self.bound_schedules.settings()
         mean = partial(replicas.mean, training=cached.bound.training, settings=settings, watched=watched)
         if reduction == "sum":
-            mean(0.0)  # there is no mean to take, but replicas that do not take the same step must find out
+            mean(0.0)  # no mean is needed, but replicas that are not in the same step must find out
         return weights(reduction, cached.sizes, targets or (), self.world.data_parallel, mean)
 
     def _targets(
@@ -284,7 +284,7 @@ class Steps:
         return StepResult(losses, timeline, cached.sizes, shared, outputs)
 
     def _shared_loss(self, bound: BoundSchedule) -> SharedLoss:
-        """The loss on its way to every rank: from the last stage of each pipeline the terms of its microbatches."""
+        """The loss on its way to every rank: each pipeline's last stage sends the terms of its microbatches."""
         if self.world.data_parallel > 1 and self._options.share_loss:
             return self._summed_loss(bound)
         placement, head = bound.schedule.placement, bound.head
@@ -313,7 +313,7 @@ class Steps:
 
 
 def _of_training(options: Options, stages: int) -> dict[str, Any]:
-    """What a user chose for stages whose backward runs, by the names of `Binding`. Raises ArgumentError."""
+    """The user's choices for stages whose backward runs, by the names of `Binding`. Raises ArgumentError."""
     return {
         "recompute": recompute_by_stage(options.recompute, stages, RECOMPUTE),
         "offload": offload_by_stage(options.offload, stages),
@@ -326,7 +326,7 @@ def _has_target(target: Any, divided: Sequence[Microbatch] | None) -> bool:
 
 
 def _given(loss: Loss | None) -> object:
-    """The user's loss, as it was given."""
+    """The user's loss, as given."""
     return getattr(loss, "__wrapped__", loss)
 
 

@@ -1,1 +1,1 @@
-"""The proof that a split model trains as the unsplit one does: two models that share nothing, compared to the bit."""
+"""The proof that a split model trains like the unsplit one: two models that share nothing, compared bit by bit."""

@@ -12,8 +12,8 @@ from torch import Tensor
 from penstock.errors import VerificationError
 
 TIED_TOLERANCE = 1e-6
-"""Largest difference where terms of several stages or replicas are added in another order, over the tensor's largest
-entry; or, of each entry, over the sum of its terms' sizes. In half precision `TIED_EPSILONS` of its epsilons."""
+"""Largest difference if terms of several stages or replicas are added in another order, over the tensor's largest
+entry; or, for each entry, over the sum of its terms' sizes. In half precision, `TIED_EPSILONS` of its epsilons."""
 
 TIED_EPSILONS = 4
 
@@ -23,9 +23,9 @@ UNDEMANDED = {
     torch.float16: (1e-3, 1e-5),
     torch.bfloat16: (1.6e-2, 1e-5),
 }
-"""Where bits are not demanded: by how much of itself an entry may differ, and by how much besides; (1.3e-6, 1e-5) in
-float32. These are `torch.testing.assert_close`'s. But its second one is absolute, and would hold for all of a gradient
-that is smaller, so that it may be no more than so much (or `TIED_EPSILONS` of its epsilons) of the largest entry."""
+"""If bits are not demanded: the relative and absolute tolerance of an entry; (1.3e-6, 1e-5) in float32. These are
+`torch.testing.assert_close`'s. But any gradient smaller than its absolute one would pass, so here that is at most this
+fraction (or `TIED_EPSILONS` of its epsilons) of the largest entry."""
 
 Verdict = Literal["equal", "close", "different", "missing", "unexpected", "undefined"]
 
@@ -36,18 +36,19 @@ class Comparison:
 
     Attributes:
         kind: output, loss, gradient or buffer.
-        name: of the parameter or buffer; of the leaf, for an output.
-        stages: that hold it.
+        name: the name of the parameter or buffer; of the leaf, for an output.
+        stages: the stages that hold it.
         verdict: "equal" to the bit (or absent in both); "close" within the tolerance that holds for it; "different";
-            "missing" where the reference has one; "unexpected" where it has none; "undefined" where both are alike,
-            but nothing in them is finite, which proves nothing of a loss or a gradient (of an output, if all is NaN).
-        max_difference: largest absolute difference of finite entries; infinite where an entry is finite in one alone,
-            or NaN or infinite in another way.
-        max_reference: largest absolute entry of the reference that is finite.
-        max_terms: largest sum of the sizes of an entry's terms, where they cancel so far that the difference is to be
-            seen beside them; else 0.
+            "missing" if only the reference has one; "unexpected" if the reference has none; "undefined" if both are
+            alike but nothing in them is finite, which proves nothing about a loss or a gradient (about an output, if
+            all is NaN).
+        max_difference: largest absolute difference of finite entries; infinite if an entry is finite in only one of
+            them, or NaN or infinite in another way.
+        max_reference: largest absolute finite entry of the reference.
+        max_terms: largest sum of the sizes of an entry's terms, if they cancel so far that the difference must be
+            judged against them; otherwise 0.
         allowed: why it need not be equal to the bit; empty if it must.
-        step: the first one, from 1, in which it is not as promised; 0: in none.
+        step: the first step, from 1, in which it is not as promised; 0: none.
     """
 
     kind: str
@@ -67,15 +68,15 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class WholeBatch:
-    """The unsplit model on the whole batch at once, beside its microbatches.
+    """The unsplit model on the whole batch at once, compared with its microbatches.
 
     Attributes:
-        microbatches: the loss that the microbatches' losses make, as `reduction` says.
+        microbatches: the loss that the microbatches' losses make, according to `reduction`.
         whole: the loss of the whole batch.
-        verdict: "close" within rounding; "explained" where what a model is meant to do makes them differ (batch norm,
-            dropout), or they could not be compared; "warning" where the loss is not a mean over rows, or rows depend on
-            each other; "different" where these are signs that the batch is cut along the wrong dimension.
-        why: what explains it; empty where they are close.
+        verdict: "close" within rounding; "explained" if intended behaviour makes them differ (batch norm, dropout), or
+            they could not be compared; "warning" if the loss is not a mean over rows, or rows depend on each other;
+            "different" if these are signs that the batch is cut along the wrong dimension.
+        why: what explains it; empty if they are close.
     """
 
     microbatches: float
@@ -102,10 +103,10 @@ class Report:
     """What `verify` found: a row for every output, the loss, every parameter and every buffer of the unsplit model.
 
     Attributes:
-        rows: each is of all steps.
+        rows: each covers all steps.
         steps: how many were compared.
         whole_batch: whether microbatches make what the whole batch does; None if that was not asked.
-        notes: of the pipeline, among them what runs again in backward.
+        notes: the pipeline's, including what runs again in backward.
     """
 
     rows: tuple[Comparison, ...] = field(repr=False)
@@ -122,7 +123,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether everything is equal, as far as it was promised, and nothing says that the batch is cut wrongly."""
+        """Whether everything is equal, as far as promised, and nothing suggests that the batch is cut wrongly."""
         return all(row.ok for row in self.rows) and (self.whole_batch is None or self.whole_batch.ok)
 
     @property
@@ -208,9 +209,9 @@ def compare(
     """Compares one tensor with that of the unsplit model; either may be absent.
 
     Args:
-        exact: equality to the bit is demanded.
-        reordered: why terms may have been added in another order; empty where they must not.
-        terms: for each entry, the sum of the sizes of its terms; None where it is not known.
+        exact: demand equality to the bit.
+        reordered: why terms may have been added in another order; empty if they must not be.
+        terms: for each entry, the sum of the sizes of its terms; None if unknown.
     """
     if mine is None or other is None:
         absent: Verdict = "missing" if mine is None else "unexpected"
@@ -237,8 +238,8 @@ def compare(
 
 
 def _proves(kind: str, values: Tensor) -> bool:
-    """Whether it says anything that these are equal. NaN swallows whatever is wrong; masks may be infinite, and buffers
-    NaN until they are set."""
+    """Whether equality of these proves anything. NaN swallows whatever is wrong; masks may be infinite, and buffers NaN
+    until they are set."""
     if kind == "buffer" or not values.numel() or not (values.is_floating_point() or values.is_complex()):
         return True
     values = _wide(values)
@@ -250,7 +251,7 @@ def _tied_tolerance(dtype: torch.dtype) -> float:
 
 
 def _is_rounding_of(terms: Tensor, differences: Tensor, dtype: torch.dtype) -> bool:
-    """Whether each entry differs by no more than what adding its terms in another order may change."""
+    """Whether each entry differs by no more than adding its terms in another order may change it."""
     if terms.shape != differences.shape:
         return False
     return bool((differences <= _tied_tolerance(dtype) * _finite(terms)).all())
@@ -263,24 +264,24 @@ def _is_close(differences: Tensor, other: Tensor, largest: float) -> bool:
 
 
 def _differences(mine: Tensor, other: Tensor) -> Tensor:
-    """Absolute, entry by entry, in float64; of what is not finite nothing is left."""
+    """Absolute differences, entry by entry, in float64; entries that are not finite are dropped."""
     return (_finite(_wide(mine)) - _finite(_wide(other))).abs()
 
 
 def _finite(wide: Tensor) -> Tensor:
-    """With 0 for entries that are not finite."""
+    """The same with 0 for entries that are not finite."""
     return torch.where(wide.isfinite(), wide, torch.zeros_like(wide))
 
 
 def _alike_where_not_finite(mine: Tensor, other: Tensor) -> bool:
-    """Whether entries that are not finite in one are NaN, or the same infinity, in both. No tolerance reaches them."""
+    """Whether entries that are not finite in one are NaN, or the same infinity, in both. No tolerance covers them."""
     mine, other = _wide(mine), _wide(other)
     places = ~(mine.isfinite() & other.isfinite())
     return _same_bits(mine[places], other[places])
 
 
 def _same_bits(mine: Tensor, other: Tensor) -> bool:
-    """Equality of bits: tells -0 from 0. One NaN is as good as another, since hardware leaves their bits open."""
+    """Equality of bits: tells -0 from 0. All NaNs count as equal, since hardware leaves their bits open."""
 
     def same(mine: Tensor, other: Tensor) -> bool:
         return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (mine, other)))

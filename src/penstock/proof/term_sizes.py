@@ -1,8 +1,8 @@
 """How large the terms are that a backward adds up to a gradient.
 
-Where they are added in another order, as for a parameter that several stages hold, the sum may differ by rounding of
-the terms: terms of 1e-2 that cancel, as those of a triplet loss do in the last bias, leave a sum that is nothing but
-rounding, and no tolerance that looks at the sum alone would hold.
+If they are added in another order, as for a parameter that several stages hold, the sum may differ by rounding of the
+terms: terms of 1e-2 that cancel, like those of a triplet loss in the last bias, leave a sum that is pure rounding, and
+no tolerance based on the sum alone would hold.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class TermSizes:
 
     Args:
         tensors: parameters, and buffers that require a gradient, by name.
-        by_use: those of which each use in the forward makes a term of its own; of the others each backward makes one.
+        by_use: the tensors for which each use in the forward makes its own term; for the rest, each backward makes one.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], by_use: Collection[str]) -> None:
@@ -33,7 +33,7 @@ class TermSizes:
 
     @contextmanager
     def measuring(self) -> Iterator[dict[str, Tensor]]:
-        """Around the forwards and backwards of one step; what it gives is filled at the end."""
+        """Around the forwards and backwards of one step; the yielded dict is filled at the end."""
         self._backwards, self._uses = {}, {}
         found: dict[str, Tensor] = {}
         hooks = [
@@ -46,11 +46,11 @@ class TermSizes:
             for hook in hooks:
                 hook.remove()
         for name, size in self._backwards.items():
-            # A use in a backward of its own (a reentrant checkpoint) is not found in the graph: the larger one holds.
+            # A use in a separate backward (a reentrant checkpoint) is not found in the graph: the larger one holds.
             found[name] = torch.maximum(size, self._uses.get(name, size))
 
     def watch(self, root: Tensor) -> None:
-        """Before a backward from `root`: looks at what each use of a parameter will give."""
+        """Call this before a backward from `root`: watches what each use of a parameter will contribute."""
         if not self._by_use or root.grad_fn is None:
             return
         seen, todo = {root.grad_fn}, [root.grad_fn]

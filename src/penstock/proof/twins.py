@@ -42,11 +42,11 @@ def twins(model: Model | Callable[[], Any], loss: Any) -> tuple[Made, Made]:
 
     Args:
         model: a module or layers; or a function that returns them, or a tuple of them and a loss.
-        loss: where the function returns none.
+        loss: the loss, if the function returns none.
 
     Raises:
-        ArgumentError: the function gives something else, or other values when it is called again; or the model cannot
-            be copied, or its copy shares state with it.
+        ArgumentError: the function returns something else, or other values when called again; or the model cannot be
+            copied, or its copy shares state with it.
     """
     if isinstance(model, nn.Module) or not callable(model):
         return _copied(Made(model, loss))
@@ -54,7 +54,7 @@ def twins(model: Model | Callable[[], Any], loss: Any) -> tuple[Made, Made]:
         first = _made(model, loss)
         with again():
             second = _made(model, loss)
-    if _shared(first, second) is not None:  # it returns what it keeps
+    if _shared(first, second) is not None:  # it returns a model that it keeps
         return _copied(first)
     _refuse_different(first, second)
     if second.loss is first.loss:  # an object may keep state from call to call
@@ -85,7 +85,7 @@ def _modules(model: Any) -> list[nn.Module]:
 
 @contextmanager
 def _generators() -> Iterator[Callable[[], Any]]:
-    """Gives a context within which all generators are as at the beginning."""
+    """Yields a function that makes contexts in which all generators are as they were at the beginning."""
     before = _states()
 
     @contextmanager
@@ -163,7 +163,7 @@ def _copied(made: Made) -> tuple[Made, Made]:
 
 
 def _rebound(loss: Any, memo: Mapping[int, Any]) -> Any:
-    """A loss function which reads the copy wherever it names the model, or a part of it, directly."""
+    """A loss function that reads the copy wherever it directly names the model or a part of it."""
     if not isinstance(loss, FunctionType):
         return loss
 
@@ -198,7 +198,7 @@ def _tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
 
 
 def _shared(one: Made, other: Made) -> tuple[str, str] | None:
-    """A part of the one that the other reaches, by attributes, hooks, closures or bound methods, and where; or None."""
+    """A part of one that the other reaches by attributes, hooks, closures or bound methods, and where; or None."""
     parts: dict[int, str] = {}
     memory: dict[int, str] = {}
     for name, tensor in _tensors(one.model):
@@ -228,7 +228,7 @@ def _shared(one: Made, other: Made) -> tuple[str, str] | None:
 
 
 def _is_part(value: object) -> bool:
-    """Whether it is what two models must not share. (mypy would rule out the one because of the other.)"""
+    """Whether it is something that two models must not share. (mypy would rule out one because of the other.)"""
     kinds: tuple[type, ...] = (nn.Module, Tensor)
     return isinstance(value, kinds)
 
@@ -237,7 +237,7 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, w
 
 
 def _reached(value: Any, where: str) -> Iterator[tuple[Any, str]]:
-    """What an object leads to, and by which way."""
+    """What an object leads to, and by which path."""
     match value:
         case _ if isinstance(value, _PLAIN):
             return
@@ -260,7 +260,7 @@ def _reached(value: Any, where: str) -> Iterator[tuple[Any, str]]:
             yield from ((one, f"{where}.{name}") for name, one in vars(value).items() if name not in _STATE)
             for table in _STATE:
                 yield from ((one, f"{where}.{name}") for name, one in vars(value).get(table, {}).items())
-            yield getattr_static(type(value), "forward", None), where  # TorchScript's cannot be had from its class
+            yield getattr_static(type(value), "forward", None), where  # TorchScript's cannot be read from its class
         case _:
             yield from ((one, f"{where}.{name}") for name, one in getattr(value, "__dict__", {}).items())
 

@@ -1,7 +1,7 @@
 """The proof: pipelined steps against the unsplit model on the same microbatches, value by value.
 
 Compares outputs, loss, every parameter's gradient and every buffer in every step, and skips none. What one stage
-holds must be equal to the bit where that can be promised (on CPU, in float32 or float64); what several stages hold is
+holds must be equal to the bit when that can be promised (on CPU, in float32 or float64); what several stages hold is
 added in another order.
 """
 
@@ -45,7 +45,7 @@ from penstock.stages import needs_backward, ties
 from penstock.trees import flatten
 
 STEPS = 2
-"""The first agrees on layouts, and its messages take another way than all others: both are compared."""
+"""The first step agrees on layouts, and its messages take a different path from all later ones: both are compared."""
 
 
 @also(loss="loss_fn", example_args="args", example_kwargs="kwargs")
@@ -123,9 +123,9 @@ def verify(
 
 @dataclass(frozen=True, slots=True)
 class _Expected:
-    """One step of the unsplit model. `outputs` are the tensor leaves of each microbatch's output, of all replicas;
-    `gradients` those of parameters, and of buffers that require one; `buffers` what the first replica's part leaves,
-    as in DistributedDataParallel; `terms` how large the terms are of gradients that a pipeline adds up in another
+    """One step of the unsplit model. `outputs`: the tensor leaves of each microbatch's output, of all replicas;
+    `gradients`: those of parameters, and of buffers that require one; `buffers`: what the first replica's part leaves,
+    as in DistributedDataParallel; `terms`: how large the terms are of gradients that a pipeline adds up in another
     order."""
 
     outputs: list[list[Tensor]]
@@ -149,8 +149,8 @@ def _reference(
 ) -> _Reference:
     """Runs the unsplit model's own forward, microbatch by microbatch, with the pipeline's random streams.
 
-    Where the model draws outside of any module that is called, its own forward cannot be told which stream to use:
-    there the reference is the recorded model on one rank.
+    If the model draws outside the modules that are called, its own forward cannot be told which stream to use: then the
+    reference is the recorded model on one rank.
     """
     replicas, loss = pipe.world.data_parallel, saying_what_is_missing(checked_loss(made.loss))
     given = batch if replicas == 1 else dict(pipe.gather((pipe.world.replica, batch)))[0]
@@ -188,13 +188,13 @@ def _reference(
 
 
 def _uncut_device(batch: Microbatch) -> torch.device:
-    """Where the batch is: what crosses to other replicas stays there."""
+    """The device of the batch: what crosses to other replicas stays there."""
     leaves = flatten((batch.args, dict(batch.kwargs))).leaves
     return next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
 
 
 def _term_sizes(alone: Pipeline, pipe: Pipeline) -> TermSizes:
-    """What measures the terms of the gradients that the pipeline adds up in another order."""
+    """Measures the terms of the gradients that the pipeline adds up in another order."""
     reordered = _reordered(pipe)
     trained = {name: tensor for name, tensor in _trained(alone.session.all_parameters(), alone) if name in reordered}
     one_copy = pipe.stages[: len(pipe.stages) // pipe.schedule.placement.pipelines]
@@ -248,7 +248,7 @@ def _forget_gradients(pipe: Pipeline) -> None:
 def _run_unsplit(
     alone: Pipeline, loss: Loss | None, reduction: Reduction, replicas: int, sizes: TermSizes
 ) -> tuple[list[Any], Tensor]:
-    """Outputs and loss of one step, after which buffers are as the first of the replicas leaves them."""
+    """Outputs and loss of one step; afterwards buffers are as the first replica leaves them."""
     pieces = alone.session.split_batch((), {})
     weighted = weights(reduction, [piece.rows or 0 for piece in pieces], [piece.target for piece in pieces])
     outputs: list[Any] = []
@@ -286,7 +286,7 @@ def _run_unsplit(
 def _compare(
     pipe: Pipeline, outputs: Sequence[Any] | None, loss: Tensor, expected: _Expected, exact: bool
 ) -> list[Comparison]:
-    """The rows of what this process holds."""
+    """The rows for what this process holds."""
     order = pipe.schedule
     lasts = [stage for stage in range(order.stages) if order.placement.is_last(stage)]
     rows = []
@@ -333,7 +333,7 @@ def _reordered(pipe: Pipeline) -> dict[str, str]:
 
 
 def _complete(rows: Sequence[Comparison], expected: _Expected) -> Iterator[Comparison]:
-    """Every comparison once, in the model's order; what no stage holds is compared as absent."""
+    """Every comparison once, in the model's order; what no stage holds counts as absent."""
     found: dict[tuple[str, str], Comparison] = {}
     for row in rows:
         known = found.setdefault((row.kind, row.name), row)
@@ -351,8 +351,8 @@ def _complete(rows: Sequence[Comparison], expected: _Expected) -> Iterator[Compa
 
 
 def _over_steps(compared: Sequence[Sequence[Comparison]]) -> Iterator[Comparison]:
-    """One row for each value: of the first step in which it is not as promised, or of the one in which it is furthest
-    from equal."""
+    """One row for each value: the first step in which it is not as promised, or the one in which it is furthest from
+    equal."""
     found: dict[tuple[str, str], Comparison] = {}
     for step, rows in enumerate(compared, 1):
         for row in rows:

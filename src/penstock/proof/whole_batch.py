@@ -1,8 +1,8 @@
 """Whether the microbatches of a batch make what the whole batch does, and if not, why.
 
-A pipeline's loss is made of its microbatches' losses. That this is the batch's loss rests on rows that do not depend on
-each other, and on a loss that is a mean over them. Both are tried here on the unsplit model: with the whole batch at
-once, then with batch norm and dropout switched off and in double precision, so that what is left is not rounding.
+A pipeline's loss is made of its microbatches' losses. That equals the batch's loss only if rows do not depend on each
+other and the loss is a mean over them. Both are tested here on the unsplit model: with the whole batch at once, then
+with batch norm and dropout off and in double precision, so that what remains is not rounding.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from penstock.trees import flatten, unflatten
 from penstock.words import shortened
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5}
-"""By how much losses may differ through rounding, over the largest of them; 2e-2 in half precision."""
+"""How much losses may differ through rounding, over the largest of them; 2e-2 in half precision."""
 
 _QUIET_TOLERANCE = 1e-7
-"""Likewise in double precision, with nothing random: what is more is not rounding."""
+"""The same in double precision, with nothing random: a larger difference is not rounding."""
 
 _WHOLE = Dims("batch", (("", None),))
 
@@ -41,7 +41,7 @@ _UNLESS = "If that is meant, pass whole_batch=False"
 
 @dataclass(frozen=True, slots=True)
 class _Ran:
-    """What some microbatches gave: their losses make `loss`."""
+    """The results of some microbatches: their losses make `loss`."""
 
     loss: float
     largest: float
@@ -67,13 +67,13 @@ class Whole:
     reduction: Reduction
 
     def compare(self) -> WholeBatch | None:
-        """The verdict; None where there is no whole batch beside its pieces."""
+        """The verdict; None if there is no whole batch besides its pieces."""
         leaves = flatten((self.batch.args, dict(self.batch.kwargs), self.batch.target)).leaves
         if len(self.pieces) < 2 or any(isinstance(leaf, Microbatches) for leaf in leaves):
             return None
         try:
             whole = self._run([self.batch])
-        except Exception as error:  # of the user's code: some models take no more than a microbatch
+        except Exception as error:  # from the user's code: some models take no more than a microbatch
             told = f"the model raised on the whole batch ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
             if self.cutting.split is not None:
                 told = "the model takes what split= makes of a batch, so that there is no whole batch to compare with"
@@ -85,7 +85,7 @@ class Whole:
             return WholeBatch(parts.loss, whole.loss, "close")
         try:
             verdict, why = self._explain()
-        except Exception as error:  # of the user's code, which was called in a way that it did not expect
+        except Exception as error:  # from the user's code, called in a way that it did not expect
             verdict, why = "warning", f"the cause could not be found ({type(error).__name__}: {error})"
         return WholeBatch(parts.loss, whole.loss, verdict, why)  # type: ignore[arg-type]
 
@@ -134,7 +134,7 @@ class Whole:
     def _meant(
         self, norms: Mapping[str, nn.Module], drawing: Mapping[str, nn.Module], updated: Sequence[str]
     ) -> tuple[str, str]:
-        """The verdict where microbatches do what the batch does once all of this is switched off."""
+        """The verdict if microbatches do what the batch does once all of this is off."""
         found = [
             *([f"batch norm ({_listed(norms)}) takes its statistics from the rows that it sees"] if norms else []),
             *([f"random numbers ({_listed(drawing)}) are drawn for each microbatch"] if drawing else []),
@@ -144,13 +144,13 @@ class Whole:
         return ("explained", "; ".join(found)) if found else ("close", "")
 
     def _rows_depend(self, parts: Sequence[Any], whole: Any) -> bool | None:
-        """Whether outputs of microbatches are not the whole's rows; None where that cannot be told."""
+        """Whether outputs of microbatches differ from the whole's rows; None if that cannot be determined."""
         try:
             if self.cutting.merge is not None:
                 pairs = list(zip(_tensors(self.cutting.merge(list(parts))), _tensors(whole), strict=True))
             else:
                 pairs = list(self._joined(parts, whole))
-        except Exception:  # of the user's merge, or outputs that are not alike
+        except Exception:  # from the user's merge, or because outputs are not alike
             return None
         pairs = [(mine, other) for mine, other in pairs if mine.shape == other.shape and other.dim()]
         return any(not _same(mine, other) for mine, other in pairs) if pairs else None
@@ -175,7 +175,7 @@ class Whole:
         )
 
     def _along_another(self, run: Any, whole: _Ran, tolerance: float) -> str:
-        """Words for a batch whose rows do not depend on each other along dimension 1; empty if that is not so."""
+        """What to say about a batch whose rows are independent along dimension 1; empty if they are not."""
         inputs = (self.batch.args, dict(self.batch.kwargs))
         try:
             halves = _halves(inputs, self.batch.target)
@@ -210,7 +210,7 @@ class Whole:
                 module.training = mode
 
     def _widened(self) -> bool:
-        """Whether the model could be brought to double precision, and runs so."""
+        """Whether the model could be converted to double precision, and runs that way."""
         model = self.alone.model
         parameters = [(parameter, parameter.data) for parameter in model.parameters()]
         buffers = [(module, dict(module.named_buffers(recurse=False))) for module in model.modules()]
@@ -227,7 +227,7 @@ class Whole:
         return True
 
     def _run(self, pieces: Sequence[Microbatch], *, stream: int = 0, wide: bool = False) -> _Ran:
-        """Forward and loss of each piece from the same buffers, which are left as they were."""
+        """Forward and loss of each piece, all from the same buffers, which are left as they were."""
         alone, loss = self.alone, self.loss
         outputs: list[Any] = []
         losses: list[Tensor] = []
@@ -255,7 +255,7 @@ class Whole:
 
 @contextmanager
 def _off(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Each of these modules by itself in evaluation mode."""
+    """Puts just these modules, not their children, in evaluation mode."""
     before = [(module, module.training) for module in modules]
     for module in modules:
         module.training = False
@@ -279,7 +279,7 @@ def _same(mine: Tensor, other: Tensor) -> bool:
 
 
 def _agree_somewhere(parts: Sequence[Any], whole: Any) -> bool | None:
-    """Whether outputs of pieces, put together along some dimension, are the whole's; None if there is no such one."""
+    """Whether outputs of pieces, joined along some dimension, are the whole's; None if no dimension fits."""
     found: list[bool] = []
     for column, leaf in zip(zip(*map(_tensors, parts), strict=True), _tensors(whole), strict=True):
         dims = [d for d in range(leaf.dim()) if sum(part.shape[d] for part in column) == leaf.shape[d]]
@@ -290,7 +290,7 @@ def _agree_somewhere(parts: Sequence[Any], whole: Any) -> bool | None:
 
 
 def _halves(inputs: Any, target: Any) -> list[Microbatch] | None:
-    """The batch in two, cut along dimension 1 wherever there is one of the size that most say."""
+    """The batch in two, cut along dimension 1 wherever that has the most common size."""
     flat = flatten((*inputs, target))
     rows = next((leaf.shape[1] for leaf in flat.leaves if isinstance(leaf, Tensor) and leaf.dim() > 1), 0)
     if rows < 2:

@@ -1,4 +1,4 @@
-"""What runs where and in which order: pure values and functions, standard library only."""
+"""What runs where, and in which order. Pure values and functions; standard library only."""
 
 from penstock.schedule.action import Action, Op, Overlap
 from penstock.schedule.check import Violation, check, peak_activations

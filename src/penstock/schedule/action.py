@@ -1,6 +1,6 @@
 """One action of a schedule and its text: what a rank does for one microbatch on one stage.
 
-The text is PyTorch's (`torch.distributed.pipelining`), so that schedules go both ways: `0F1`, `2I0`, `1SEND_F0`,
+The text is PyTorch's (`torch.distributed.pipelining`), so schedules can be exchanged with it: `0F1`, `2I0`, `1SEND_F0`,
 `0UNSHARD`, `(0F7;7B3)OVERLAP_F_B`. Only messages between stages that are not neighbours need more: `0SEND_F1>3`.
 """
 
@@ -14,7 +14,7 @@ from penstock.errors import ScheduleError
 
 
 class Op(enum.Enum):
-    """What is done. The value is its text; `code` is the small integer that stands for it in columns."""
+    """The kind of action. The value is its text; `code` is the small integer that represents it in columns."""
 
     F = "F"
     B = "B"
@@ -35,7 +35,7 @@ class Op(enum.Enum):
 
     @property
     def is_compute(self) -> bool:
-        """F, B, I or W: takes the device's time."""
+        """F, B, I or W: takes time on the device."""
         return self in _COMPUTE
 
     @property
@@ -75,13 +75,13 @@ class Action:
     Attributes:
         stage: the stage's global index.
         op: what is done.
-        microbatch: which microbatch. For `REDUCE_GRAD` the number of the group of tied stages that is reduced
-            (None: the replicas of the stage itself). None for `UNSHARD` and `RESHARD`.
-        peer: the stage at the other end of a message; None for all else. Left out, it is the neighbour that the
-            direction implies, so that `Action(1, Op.SEND_F, 0) == Action(1, Op.SEND_F, 0, peer=2)`.
+        microbatch: which microbatch. For `REDUCE_GRAD`, the number of the group of tied stages to reduce (None: the
+            replicas of the stage itself). None for `UNSHARD` and `RESHARD`.
+        peer: the stage at the other end of a message; None for everything else. Defaults to the neighbour that the
+            direction implies: `Action(1, Op.SEND_F, 0) == Action(1, Op.SEND_F, 0, peer=2)`.
 
     Raises:
-        ScheduleError: a microbatch or peer is missing or has no meaning for the op, or a number is negative.
+        ScheduleError: a microbatch or peer is missing or meaningless for the op, or a number is negative.
     """
 
     stage: int
@@ -106,7 +106,7 @@ class Action:
             raise ScheduleError(f"{self.op.value} exchanges no message, so it has no peer (given: {self.peer})")
 
     def __hash__(self) -> int:
-        # Of integers only: as fast as it gets, and the same in every process.
+        # Integers only: as fast as it gets, and the same in every process.
         return hash((self.stage, self.op.code, self.microbatch, self.peer))
 
     def __str__(self) -> str:
@@ -117,7 +117,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The action that `str` wrote as `text`. Raises ScheduleError if it is none.
+        """The action that `str` wrote as `text`. Raises ScheduleError if it is not one.
 
         >>> Action.parse("2I0")
         Action(stage=2, op=<Op.I: 'I'>, microbatch=0, peer=None)
@@ -134,12 +134,12 @@ class Action:
 
     @property
     def parts(self) -> tuple[Action, ...]:
-        """Itself: what `Overlap.parts` is to two actions."""
+        """The action itself; the counterpart of `Overlap.parts`."""
         return (self,)
 
     @property
     def other_end(self) -> Action:
-        """Of a message: the receive of this send, or the send of this receive."""
+        """The other half of a message: the receive of this send, or the send of this receive."""
         if self.peer is None:
             raise ScheduleError(f"{self} exchanges no message")
         return Action(self.peer, _OTHER_END[self.op], self.microbatch, self.stage)
@@ -149,7 +149,7 @@ class Action:
 class Overlap:
     """A forward and the backward of another microbatch that a rank may run at the same time, as DualPipe does.
 
-    Whoever knows no overlap treats it as its parts, in order.
+    Code that does not know about overlaps treats it as its parts, in order.
     """
 
     forward: Action

@@ -1,4 +1,4 @@
-"""Whether a schedule is legal: each action there once and on its rank, in an order that works, without a deadlock,
+"""Checks that a schedule is legal: each action occurs once and on its rank, in an order that works, without deadlock,
 within a memory limit. Works on schedules with and without messages.
 """
 
@@ -17,7 +17,7 @@ from penstock.schedule.receives import early_receives
 from penstock.schedule.row import Row
 from penstock.schedule.schedule import Schedule
 
-# As in the columns of rows, which the checks run on: an `Action` is made only for what is reported.
+# The checks run on the columns of rows, which hold codes; an `Action` is made only for what is reported.
 _F, _REDUCE = Op.F.code, Op.REDUCE_GRAD.code
 _ADDS_WEIGHT_GRADIENTS = (Op.B.code, Op.W.code)
 _SENDS = frozenset(op.code for op in Op if op.is_send)
@@ -29,12 +29,12 @@ class Violation:
     """One way in which a schedule is wrong.
 
     Attributes:
-        rank: where.
-        action: which; None if there is no one action.
+        rank: where it is.
+        action: which one; None if no single action is at fault.
         kind: "repeated", "missing", "out of range", "misplaced", "order", "unmatched", "message order",
             "reduction order", "deadlock", "early receive", "memory" or "inexact".
         text: what is wrong, with rank, action and reason.
-        fatal: False if the schedule can be run all the same, but gives other bits than one device.
+        fatal: False if the schedule runs anyway, but its results differ in their bits from those of one device.
     """
 
     rank: int
@@ -48,7 +48,7 @@ class Violation:
 
 
 def check(schedule: Schedule, memory_limit: int | None = None) -> list[Violation]:
-    """What is wrong with a schedule; empty if nothing is.
+    """Everything that is wrong with a schedule; empty if nothing is.
 
     >>> from penstock.schedule import Schedule
     >>> late = Schedule.parse("mine: 2 microbatches, stages on ranks 0\\nrank 0: 0F0 0F1 0B0")
@@ -56,16 +56,16 @@ def check(schedule: Schedule, memory_limit: int | None = None) -> list[Violation
     ...     print(violation)
     missing: rank 0 has no 0B1; each microbatch goes through stage 0 once
 
-    Deadlocks are looked for with buffered sends, and with sends that wait until their receive has been posted; they,
-    and receives that are posted too early, only where nothing else is wrong, since a missing or misplaced action is the
-    cause and a deadlock its consequence.
+    Looks for deadlocks with buffered sends, and with sends that wait until their receive has been posted. Deadlocks and
+    receives posted too early are reported only if nothing else is wrong: a missing or misplaced action is the cause, a
+    deadlock only its consequence.
 
     Args:
         schedule: with or without messages.
-        memory_limit: the most activations that a rank may hold at a time, as `peak_activations` counts them.
+        memory_limit: the most activations that a rank may hold at once, as `peak_activations` counts them.
     """
     dependencies = Dependencies(schedule)
-    # What runs to its end with sends that wait also does with buffered ones, and has its rows in order.
+    # A schedule that finishes when sends wait also finishes when they are buffered, and its rows are in order.
     unbuffered = advance(dependencies, rendezvous=True)
     found = [
         *_places(schedule),
@@ -86,17 +86,17 @@ def check(schedule: Schedule, memory_limit: int | None = None) -> list[Violation
 
 
 def peak_activations(schedule: Schedule) -> list[int]:
-    """For each rank, the most activations that it holds at a time.
+    """For each rank, the most activations that it holds at once.
 
-    The unit is what one microbatch keeps on one stage (with v chunks a rank, 1/v of a rank's microbatch). It is held
-    from F until B or W; on a stage without backward, during F only.
+    The unit is what one microbatch keeps on one stage (with v chunks per rank, 1/v of a microbatch on a rank). It is
+    held from F until B or W; on a stage without a backward, during F only.
     """
     kept = stages_with_backward(schedule)
     return [max((held for held, _ in _held_activations(row, kept)), default=0) for row in schedule.rows]
 
 
 def _held_activations(row: Row, kept: frozenset[int]) -> Iterator[tuple[int, int]]:
-    """How many activations a rank holds during each F, and which action of the row that is."""
+    """How many activations a rank holds during each F, and the index of that F in the row."""
     held: set[tuple[int, int]] = set()
     for index, (stage, op, number) in enumerate(zip(row.stage, row.op, row.microbatch, strict=True)):
         if op == _F:
@@ -109,7 +109,7 @@ def _held_activations(row: Row, kept: frozenset[int]) -> Iterator[tuple[int, int
 
 
 def _places(schedule: Schedule) -> Iterator[Violation]:
-    """Numbers out of range, and actions on a rank that does not own their stage."""
+    """Numbers out of range, and actions on ranks that do not own their stage."""
     rank_of, stages = schedule.placement.rank_of, schedule.stages
     numbers_on = [schedule.numbers_on(stage) for stage in range(stages)]
     first, end = [numbers.start for numbers in numbers_on], [numbers.stop for numbers in numbers_on]
@@ -132,7 +132,7 @@ def _places(schedule: Schedule) -> Iterator[Violation]:
 
 
 def _repeated(dependencies: Dependencies) -> Iterator[Violation]:
-    """Actions that occur twice, and microbatches that go back twice on a stage, as B and as I or W."""
+    """Actions that occur twice, and microbatches with two backwards on a stage: B, and I or W as well."""
     actions, rank_of = dependencies.actions, dependencies.rank_of
     if sum(map(len, dependencies.kinds.values())) < len(actions):
         for node, action in enumerate(actions):
@@ -150,7 +150,7 @@ def _repeated(dependencies: Dependencies) -> Iterator[Violation]:
 
 
 def _sharding(schedule: Schedule) -> Iterator[Violation]:
-    """A stage's parameters that are gathered, or let go, twice in succession: the two must take turns."""
+    """Stages whose parameters are gathered, or released, twice in a row: the two must alternate."""
     codes = {op.code for op in _SHARDING}
     for rank, row in enumerate(schedule.rows):
         if codes.isdisjoint(row.op):
@@ -166,7 +166,7 @@ def _sharding(schedule: Schedule) -> Iterator[Violation]:
 
 
 def _missing(schedule: Schedule, dependencies: Dependencies) -> Iterator[Violation]:
-    """Forwards, backwards, and messages of a link that other microbatches use."""
+    """Missing forwards and backwards, and missing messages on a link that other microbatches use."""
     with_backward = stages_with_backward(schedule)
     for stage, rank in enumerate(schedule.placement.rank_of):
         forward, whole, split, weights = (dependencies.nodes(stage, op) for op in (Op.F, Op.B, Op.I, Op.W))
@@ -190,7 +190,7 @@ def _missing(schedule: Schedule, dependencies: Dependencies) -> Iterator[Violati
 
 
 def _row_order(dependencies: Dependencies, unbuffered: Advance) -> Iterator[Violation]:
-    """Actions that come before one that they wait for, in the same row. They stop their rank."""
+    """Actions that come before one that they wait for in the same row. They block their rank."""
     actions, rank_of = dependencies.actions, dependencies.rank_of
     for node in range(len(actions)) if unbuffered.blocked else ():
         rank = rank_of[node]
@@ -201,7 +201,7 @@ def _row_order(dependencies: Dependencies, unbuffered: Advance) -> Iterator[Viol
 
 
 def _unmatched(dependencies: Dependencies) -> Iterator[Violation]:
-    """Messages without their other end, and reductions with nobody else."""
+    """Messages without their other end, and reductions with a single participant."""
     actions, rank_of = dependencies.actions, dependencies.rank_of
     reducing: defaultdict[int, list[int]] = defaultdict(list)
     for (_, code, _), nodes in dependencies.kinds.items():
@@ -222,7 +222,7 @@ def _unmatched(dependencies: Dependencies) -> Iterator[Violation]:
 
 
 def _message_order(schedule: Schedule, dependencies: Dependencies) -> Iterator[Violation]:
-    """Pairs of ranks where receives are posted in another order than messages are sent."""
+    """Pairs of ranks that post receives in a different order from the sends."""
     actions, rank_of = dependencies.actions, dependencies.rank_of
     sent: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     posted: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
@@ -284,7 +284,7 @@ def _early(dependencies: Dependencies, unbuffered: Advance) -> Iterator[Violatio
 
 
 def _inexact(schedule: Schedule) -> Iterator[Violation]:
-    """Weight gradients that are not added up in ascending order of microbatch, as one device does."""
+    """Weight gradients that are not added up in ascending order of microbatch, as they are on one device."""
     for rank, row in enumerate(schedule.rows):
         latest: dict[int, tuple[int, int]] = {}  # by stage, the last weight gradient: its microbatch and place
         for index, (stage, op, number) in enumerate(zip(row.stage, row.op, row.microbatch, strict=True)):

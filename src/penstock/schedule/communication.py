@@ -1,19 +1,19 @@
-"""Adds messages to a schedule of computation: which send and which receive goes where.
+"""Adds messages to a schedule of computations: where each send and receive goes.
 
 A RECV posts a receive and does not wait; the compute action that needs the data does. A SEND starts a send. So:
 
-- a SEND comes right after the action that makes the data;
-- a RECV comes one compute action before the one that needs the data, so that they travel while the rank computes;
-  but after every action of its own rank that the message depends on (`receives.py`);
-- the messages from one rank to another travel in the order in which the receiver needs them. Sends and receives of a
-  pair of ranks thus match in order, which NCCL relies on;
-- at most two receives of a link are posted and not yet used: two buffers a link, whatever the number of microbatches.
+- a SEND comes right after the action that produces the data;
+- a RECV comes one compute action before the one that needs the data, so that they travel while the rank computes, but
+  after every action of its own rank that the message depends on (`receives.py`);
+- messages from one rank to another travel in the order in which the receiver needs them, so the sends and receives of a
+  pair of ranks match in order, which NCCL relies on;
+- at most two receives per link are posted and not yet used: two buffers per link, however many microbatches there are.
 
-Where sends are not buffered (gloo, NCCL), a SEND holds up its rank until the receive has been posted, and with
-messages that are needed much later (skip connections) ranks could wait for each other in a circle. So the rows are
-written by running the ranks with such sends. Where all come to a stop, a RECV that a SEND waits for is posted early;
-where both its link's buffers are taken, the sender goes on computing and the SEND follows when the receive is there.
-The rows are a record of that run, so they are free of deadlock, with buffered sends or without, by construction.
+If sends are not buffered (gloo, NCCL), a SEND blocks its rank until the receive has been posted, and with messages that
+are needed much later (skip connections) ranks could wait for each other in a circle. So the rows are written by running
+the ranks with such sends. When all ranks are stuck, a RECV that a SEND waits for is posted early; if both of its link's
+buffers are taken, the sender goes on computing and the SEND follows once the receive is there. The rows are a record of
+that run, so they are free of deadlock by construction, with or without buffered sends.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from penstock.schedule.receives import postpone_receives
 from penstock.schedule.schedule import Schedule
 
 BUFFERS_PER_LINK = 2
-"""How many receives of a link may be posted and not yet used."""
+"""How many receives per link may be posted and not yet used."""
 
 
 _SENDS = frozenset(op.code for op in Op if op.is_send)
 
 
 class LinkLike(Protocol):
-    """A link goes from stage `source` to stage `target`; what it carries does not matter here."""
+    """A link from stage `source` to stage `target`; what it carries does not matter here."""
 
     @property
     def source(self) -> int: ...
@@ -48,8 +48,8 @@ class LinkLike(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """`made` and `used` are the nodes of the compute actions at its two ends; `due` is the item before which the
-    receive is posted at the latest.
+    """`made` and `used` are the nodes of the compute actions at its two ends; the receive is posted before item `due`
+    at the latest.
     """
 
     send: Action
@@ -64,7 +64,7 @@ class _Message:
 
 @dataclass(slots=True)
 class _Channel:
-    """The messages from one rank to another in the order in which they travel, and how many were posted and sent."""
+    """The messages from one rank to another, in travel order, and how many have been posted and sent."""
 
     messages: list[_Message] = field(default_factory=list)
     posted: int = 0
@@ -76,7 +76,7 @@ def add_communication(
     forward: Iterable[LinkLike] | None = None,
     backward: Iterable[LinkLike] | None = None,
 ) -> Schedule:
-    """The schedule with a SEND and a RECV for each microbatch of each link whose two stages are on different ranks.
+    """Adds a SEND and a RECV for each microbatch of each link whose two stages are on different ranks.
 
     >>> from penstock.schedule import generate
     >>> print(add_communication(generate("gpipe", ranks=2, microbatches=1)))
@@ -86,13 +86,13 @@ def add_communication(
 
     Args:
         schedule: without messages.
-        forward: from lower to higher stages, with what F makes; by default each stage to the next one.
-        backward: from higher to lower stages, with what B or I makes; by default each stage to the one before it.
-            A link one of whose stages has no backward in this schedule carries nothing.
+        forward: links from lower to higher stages, for what F produces; by default from each stage to the next.
+        backward: links from higher to lower stages, for what B or I produces; by default from each stage to the one
+            before. A link carries nothing if one of its stages has no backward in this schedule.
 
     Raises:
         ArgumentError: a link names an unknown stage or goes the wrong way.
-        ScheduleError: the schedule has messages already, or cannot be run.
+        ScheduleError: the schedule already has messages, or cannot be run.
     """
     if any(action.op.is_communication for row in schedule.rows for action in row):
         raise ScheduleError("the schedule has messages already; take them away first with drop_communication")
@@ -104,7 +104,7 @@ def add_communication(
 
 
 def ways(schedule: Schedule) -> list[tuple[int, int]]:
-    """Which ranks send to which: each (source, target) once, in ascending order."""
+    """Which rank sends to which: each (source, target) once, in ascending order."""
     rank_of = schedule.placement.rank_of
     found = {
         (rank, rank_of[peer])
@@ -131,12 +131,12 @@ def _check_links(schedule: Schedule, down: list[tuple[int, int]], up: list[tuple
 
 
 class _Writer:
-    """Runs the ranks and writes down what each does, as the module's opening tells."""
+    """Runs the ranks and writes down what each does; see the module docstring."""
 
     def __init__(self, schedule: Schedule, down: list[tuple[int, int]], up: list[tuple[int, int]]) -> None:
         self._schedule = schedule
         self._dependencies = Dependencies(schedule)
-        runnable_order(self._dependencies)  # refuses what cannot be run
+        runnable_order(self._dependencies)  # refuses a schedule that cannot be run
         self._items = [list(row.items()) for row in schedule.rows]
         self._rows: list[list[Action | Overlap]] = [[] for _ in schedule.rows]
         self._at = [0] * schedule.ranks
@@ -144,7 +144,7 @@ class _Writer:
         self._done = bytearray(len(self._dependencies.actions))
         self._arriving: defaultdict[int, list[tuple[_Channel, int]]] = defaultdict(list)
         self._in_use: defaultdict[tuple[Op, int, int | None], int] = defaultdict(int)
-        self._channels: list[tuple[int, _Channel]] = []  # each with the rank that receives
+        self._channels: list[tuple[int, _Channel]] = []  # each with the receiving rank
         self._out: list[list[_Channel]] = [[] for _ in schedule.rows]
         self._into: list[list[_Channel]] = [[] for _ in schedule.rows]
         self._open_channels(down, up)
@@ -192,8 +192,9 @@ class _Writer:
         while any(at < len(items) for at, items in zip(self._at, self._items, strict=True)) or self._unsent():
             advanced = [self._run(rank) for rank in ranks]
             if not any(advanced) and not self._post_early():
-                # Of the actions not yet run, the first in a linear order waits for nothing: what it needs is made, so
-                # its messages are sent, or their receives would just have been posted. Its rank stands at a SEND.
+                # Of the actions not yet run, the first in a linear order waits for nothing: what it needs exists, so
+                # its messages have been sent, or their receives would just have been posted. Its rank is stuck at a
+                # SEND.
                 rank = next((rank for rank in ranks if self._is_ready(rank)), None)
                 if rank is None:
                     raise ScheduleError(
@@ -208,7 +209,7 @@ class _Writer:
         return any(channel.sent < len(channel.messages) for _, channel in self._channels)
 
     def _run(self, rank: int) -> bool:
-        """Lets a rank go on as far as it can. Returns whether it did anything."""
+        """Runs a rank as far as it can go. Returns whether it did anything."""
         start = len(self._rows[rank])
         while not self._send(rank):
             self._post_due(rank)
@@ -218,7 +219,7 @@ class _Writer:
         return len(self._rows[rank]) > start
 
     def _send(self, rank: int) -> bool:
-        """Sends what can be sent. Returns whether a SEND holds up the rank."""
+        """Sends what can be sent. Returns whether a SEND blocks the rank."""
         held_up = False
         for channel in self._out[rank]:
             while (message := self._next_to_send(channel)) and channel.sent < channel.posted:
@@ -233,7 +234,7 @@ class _Writer:
                 self._post(rank, channel)
 
     def _next_to_send(self, channel: _Channel) -> _Message | None:
-        """The channel's next message, if its data are there."""
+        """The channel's next message, if its data is there."""
         message = channel.messages[channel.sent] if channel.sent < len(channel.messages) else None
         return message if message is not None and self._done[message.made] else None
 
@@ -244,7 +245,7 @@ class _Writer:
         channel.posted += 1
 
     def _post_early(self) -> bool:
-        """Posts the first receive that a SEND waits for and that its link has a buffer for."""
+        """Posts the first receive that a SEND waits for and whose link has a free buffer."""
         for target, channel in self._channels:
             message = self._next_to_send(channel)
             if message is not None and self._in_use[message.link] < BUFFERS_PER_LINK:
@@ -253,7 +254,7 @@ class _Writer:
         return False
 
     def _is_ready(self, rank: int) -> bool:
-        """Whether all that the rank's next item waits for is there."""
+        """Whether everything that the rank's next item waits for is there."""
         if self._at[rank] == len(self._items[rank]):
             return False
         first = self._node[rank]

@@ -1,7 +1,7 @@
-"""Schedules as CSV, in the two formats of `torch.distributed.pipelining`: a line a rank, a cell an action.
+"""Schedules as CSV, in the two formats of `torch.distributed.pipelining`: one line per rank, one cell per action.
 
-`compute_only` has the computations; torch adds messages as it loads them. `compute_comms` has messages and gradient
-reductions as well, and torch runs it as it stands. An empty cell is a bubble, which torch and Penstock pass over.
+`compute_only` has just the computations; torch adds messages when it loads them. `compute_comms` also has messages and
+gradient reductions, and torch runs it as is. An empty cell is a bubble, which torch and Penstock skip.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from penstock.schedule.row import Row
 from penstock.schedule.schedule import Schedule
 
 Format: TypeAlias = Literal["compute_only", "compute_comms"]
-"""As `_load_csv` and `_dump_csv` of torch's `_PipelineScheduleRuntime` know them."""
+"""The formats of `_load_csv` and `_dump_csv` of torch's `_PipelineScheduleRuntime`."""
 
-# Torch's grammar, a part of ours. Nine digits are what a row's columns hold.
+# Torch's grammar, a part of ours. A row's columns hold nine digits.
 _WITH_MICROBATCH = "|".join(op.value for op in Op if op.is_compute or op.is_communication)
 _WITHOUT = "|".join(op.value for op in Op if not (op.is_compute or op.is_communication))
 _ACTION = rf"[0-9]{{1,9}}(?:(?:{_WITH_MICROBATCH})[0-9]{{1,9}}|{_WITHOUT})"
@@ -39,7 +39,7 @@ _SHOWN_CHARACTERS = 60
 
 
 def write_csv(schedule: Schedule, path_or_file: str | PathLike[str] | TextIO, format: Format = "compute_only") -> None:
-    """Writes what `to_csv` makes, and raises what it raises. A file is to be open for text, with `newline=""`."""
+    """Writes the result of `to_csv`, and raises what it raises. A file must be open for text, with `newline=""`."""
     text = to_csv(schedule, format)
     if isinstance(path_or_file, str | PathLike):
         Path(path_or_file).write_text(text, encoding="utf-8", newline="")
@@ -50,9 +50,9 @@ def write_csv(schedule: Schedule, path_or_file: str | PathLike[str] | TextIO, fo
 def read_csv(
     path_or_file: str | PathLike[str] | TextIO, name: str | None = None, *, drop: Collection[Op] = ()
 ) -> Schedule:
-    """What `from_csv` makes of a file, which goes by the path's last part without its ending, if no name is given.
+    """Reads a file with `from_csv`. The name defaults to the last part of the path, without its suffix.
 
-    Raises what `from_csv` raises, and ScheduleError if the file is not in UTF-8.
+    Raises what `from_csv` raises, and ScheduleError if the file is not UTF-8.
     """
     try:
         if isinstance(path_or_file, str | PathLike):
@@ -70,7 +70,7 @@ def read_csv(
 
 
 def to_csv(schedule: Schedule, format: Format = "compute_only") -> str:
-    """The schedule as torch's `_PipelineScheduleRuntime._load_csv` reads it, lines ended by carriage return and feed.
+    """The schedule as torch's `_PipelineScheduleRuntime._load_csv` reads it, with CRLF line endings.
 
     >>> from penstock.schedule import generate
     >>> to_csv(generate("gpipe", ranks=2, microbatches=1))
@@ -78,15 +78,16 @@ def to_csv(schedule: Schedule, format: Format = "compute_only") -> str:
 
     Args:
         schedule: with or without messages.
-        format: "compute_only": F, B, I, W and overlaps alone; all else is left out, as torch puts in its own.
-            "compute_comms": where there are no messages, `add_communication` adds them. A stage with a backward and
-            no `REDUCE_GRAD` gets one after its last B or W, since there torch divides gradients by the number of
+        format: "compute_only": only F, B, I, W and overlaps; the rest is left out, since torch adds its own.
+            "compute_comms": if there are no messages, `add_communication` adds them. A stage with a backward and no
+            `REDUCE_GRAD` gets one after its last B or W, because that is where torch divides gradients by the number of
             microbatches. Sharded (FSDP) stages need `UNSHARD` and `RESHARD` too, which torch adds to the other format.
 
     Raises:
         ScheduleError: torch's format cannot express the schedule: several pipelines, slices, messages between stages
-            that are not neighbours, reductions of tied stages, a stage that no rank computes. Or torch would
-            go wrong: the last stage's forwards are not in ascending order of microbatch. `str(schedule)` keeps all.
+            that are not neighbours, reductions of tied stages, a stage that no rank computes. Or torch would run it
+            wrongly: the last stage's forwards are not in ascending order of microbatch. `str(schedule)` keeps
+            everything.
         ArgumentError: the format is unknown.
     """
     if format not in get_args(Format):
@@ -110,13 +111,13 @@ def from_csv(text: str, name: str = "csv", *, drop: Collection[Op] = ()) -> Sche
     """The schedule that torch's `_dump_csv`, or `to_csv`, wrote as `text`, in either format.
 
     The file does not say which rank owns which stage, nor how many microbatches there are: the rank that computes a
-    stage owns it, and the highest microbatch is the last. Nothing else is checked: `check` does that.
+    stage owns it, and the highest microbatch is the last. Nothing else is checked here; `check` does that.
 
     Args:
-        text: a line a rank.
+        text: one line per rank.
         name: the schedule's name.
         drop: ops to leave out, none of them a computation. Torch's own `compute_comms` has `UNSHARD` and `RESHARD`,
-            which mean nothing without sharded stages; where a stage has several of them, `check` calls them repeated.
+            which mean nothing without sharded stages; if a stage has several of them, `check` reports them as repeated.
 
     Raises:
         ScheduleError: it is not a schedule; names row and column, counted from 1, and the cell's text.
@@ -140,12 +141,12 @@ _Items: TypeAlias = dict[int, Action | Overlap]
 
 
 def _error(row: int, column: int, text: str | bytes, reason: str) -> ScheduleError:
-    """`row` and `column` count from 0 here, and from 1 for people."""
+    """`row` and `column` count from 0 here, and from 1 in the message."""
     return ScheduleError(f"row {row + 1}, column {column + 1}, {text[:_SHOWN_CHARACTERS]!r}: {reason}")
 
 
 def _table(text: str) -> list[list[str]]:
-    text = text.removeprefix("\ufeff")  # the mark that spreadsheets put at the start
+    text = text.removeprefix("\ufeff")  # the byte order mark that spreadsheets write
     reader = csv.reader(io.StringIO(text, newline=""))
     table: list[list[str]] = []
     try:
@@ -261,7 +262,7 @@ def _with_reductions(row: Row) -> Iterator[Action | Overlap]:
         if stage in reduced:
             continue
         while index + 1 < len(items) and items[index + 1].parts[0].op.is_send:
-            index += 1  # the neighbour waits for what is sent, and nobody for the reduction
+            index += 1  # the neighbour waits for what is sent; nothing waits for the reduction
         behind[index].append(Action(stage, Op.REDUCE_GRAD))
     for index, item in enumerate(items):
         yield item

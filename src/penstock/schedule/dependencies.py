@@ -1,6 +1,6 @@
-"""The only definition of what must come before an action. Checks, orders, simulations and passes derive from it.
+"""The single definition of what must come before an action. Checks, orders, simulations and passes derive from it.
 
-An action waits for the action before it in its rank's row, and for what `NEEDS` says of it:
+An action waits for the action before it in its rank's row, and for what `NEEDS` lists:
 
 | action       | waits for                                                                                       |
 |--------------|-------------------------------------------------------------------------------------------------|
@@ -12,7 +12,7 @@ An action waits for the action before it in its rank's row, and for what `NEEDS`
 | SEND_F(s,k)  | F(s,k)                                                                                          |
 | SEND_B(s,k)  | B or I (s,k)                                                                                    |
 
-Besides, with messages and reductions in the rows:
+In addition, if the rows contain messages and reductions:
 
 | F, B, I      | each RECV for (s,k) that its rank posts, and the SEND that fills it                             |
 | RECV         | nothing: it only posts a receive, and the action that needs the data waits for them             |
@@ -20,8 +20,8 @@ Besides, with messages and reductions in the rows:
 | rendezvous:  | a SEND waits, besides, until the RECV that it fills has been posted                             |
 
 A stage whose parameters and inputs are frozen has no backward in the schedule, so the gradient comes from the next
-stage that has one. With skip connections messages go between stages that are not neighbours; F(s-1,k) before F(s,k)
-stays, and makes every producer come first, transitively.
+stage that has one. With skip connections, messages go between stages that are not neighbours; F(s-1,k) still comes
+before F(s,k), so every producer comes first, transitively.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from penstock.schedule.schedule import Schedule
 
 
 class Where(Enum):
-    """Where an action that is waited for is, as seen from the one that waits: of which stage and which slice."""
+    """Where the awaited action is, relative to the one that waits: on which stage, of which slice."""
 
     SAME = "the same stage and microbatch"
     BELOW = "the stage below"
@@ -67,11 +67,11 @@ NEEDS: dict[Op, tuple[Need, ...]] = {
     Op.SEND_F: (Need(Where.SAME, _FORWARD),),
     Op.SEND_B: (Need(Where.SAME, _GRADIENT),),
 }
-"""What each op waits for, besides messages. All that asks what comes before what reads it here."""
+"""What each op waits for, besides messages. Everything that needs to know what comes before what reads it here."""
 
 
 class Neighbours:
-    """For each `Where`, which stage and which slice that is; -1 if there is none.
+    """Resolves each `Where` to a stage and a slice; -1 if there is none.
 
     Attributes:
         below: by stage, the stage whose output it takes.
@@ -89,7 +89,7 @@ class Neighbours:
                 self.above[stage] = stage + 1 if stage + 1 in with_backward else self.above[stage + 1]
 
     def find(self, where: Where, stage: int, number: int) -> tuple[int, int]:
-        """The stage and the microbatch (or slice), either -1 if there is none."""
+        """The stage and the microbatch (or slice); either is -1 if there is none."""
         match where:
             case Where.SAME:
                 return stage, number
@@ -112,28 +112,28 @@ _REDUCE = Op.REDUCE_GRAD.code
 _NONE = -1
 
 Kind = tuple[int, int, int]
-"""The stage, `Op.code` and peer (or -1) of actions that differ in their microbatch only."""
+"""The stage, `Op.code` and peer (or -1) of actions that differ only in their microbatch."""
 
 Nodes = Mapping[int, int]
-"""By the number of the microbatch (or slice), the node of its action."""
+"""The node of each action, by the number of its microbatch (or slice)."""
 
 
 def stages_with_backward(schedule: Schedule) -> frozenset[int]:
-    """The stages that have any B, I or W in the schedule."""
+    """The stages that have a B, I or W in the schedule."""
     codes = {op.code for op in Op if op.is_backward}
     found = {pair for row in schedule.rows for pair in set(zip(row.stage, row.op, strict=True))}
     return frozenset(stage for stage, code in found if code in codes)
 
 
 class Dependencies:
-    """The dependencies of one schedule, legal or not. A node is an action's number, counted through the rows.
+    """The dependencies of one schedule, legal or not. A node is an action's number, counted across all rows.
 
-    Of an action that occurs several times, the first counts.
+    If an action occurs several times, the first one counts.
 
     Attributes:
         actions: the action of each node: all rows, one after the other.
         rank_of: the rank of each node.
-        first: the first node of each rank, and the number of nodes at the end.
+        first: the first node of each rank, then the number of nodes.
         kinds: the nodes of each kind of action, by microbatch.
     """
 
@@ -146,7 +146,7 @@ class Dependencies:
         self._peers: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         for stage, code, peer in self.kinds:
             self._peers[stage, code].append(peer)
-        # What a kind of action waits for is looked up once; an action's own needs are then found by its number.
+        # What a kind of action waits for is looked up once; the needs of a single action are then found by its number.
         self._needs = {kind: tuple(self._made_for(*kind)) for kind in self.kinds}
         self._arrivals = {kind: tuple(self._brought_to(*kind)) for kind in self.kinds}
         needed = {
@@ -156,7 +156,7 @@ class Dependencies:
         self._needed = [needed[kind] for kind in self._kind_of_each()]
 
     def before(self, node: int) -> list[int]:
-        """The nodes that a node waits for, besides the one before it in its row."""
+        """The nodes that a node waits for, not counting the one before it in its row."""
         if self.actions.op[node] == _REDUCE:
             stage = self.actions.stage[node]
             return sorted((*self.nodes(stage, Op.B).values(), *self.nodes(stage, Op.W).values()))
@@ -164,7 +164,7 @@ class Dependencies:
         return [nodes[number] for nodes in self._needed[node] if number in nodes]
 
     def missing(self) -> Iterator[tuple[int, Action]]:
-        """Nodes that wait for an action that no rank has, each with that action."""
+        """Each node that waits for an action that no rank has, with that action."""
         for kind, own in self.kinds.items():
             for need, nodes in self._needs[kind]:
                 for number in own.keys() - nodes.keys():
@@ -185,7 +185,7 @@ class Dependencies:
         return nodes.get(_NONE if action.microbatch is None else action.microbatch)
 
     def other_end(self, node: int) -> int | None:
-        """Of a message: the receive of a send, or the send of a receive. None if no rank has it, and for all else."""
+        """The receive of a send, or the send of a receive. None if no rank has it, and for all other actions."""
         actions = self.actions
         other = _OTHER_END.get(actions.op[node])
         if other is None:
@@ -193,16 +193,16 @@ class Dependencies:
         return self.nodes(actions.peer[node], other, actions.stage[node]).get(actions.microbatch[node])
 
     def rendezvous(self, node: int) -> int | None:
-        """The receive that a send waits for where sends are not buffered; None for all else."""
+        """The receive that a send waits for if sends are not buffered; None for all other actions."""
         return self.other_end(node) if self.actions.op[node] in _SENDS else None
 
     def _kind_of_each(self) -> Iterator[Kind]:
         return zip(self.actions.stage, self.actions.op, self.actions.peer, strict=True)
 
     def _made_for(self, stage: int, code: int, peer: int) -> Iterator[tuple[Need, Nodes]]:
-        """For each need in the table: the nodes that fill it, by the number of the action that waits."""
+        """For each need in the table, the nodes that fill it, by the number of the action that waits."""
         if stage >= len(self._neighbours.below):
-            return  # out of range: `check` says so
+            return  # out of range: `check` reports it
         for need in NEEDS.get(OPS[code], ()):
             other, _ = self._neighbours.find(need.where, stage, 0)
             if other < 0 or (need.where in _OPPOSITE and self._neighbours.slices == 1):
@@ -215,7 +215,7 @@ class Dependencies:
             yield need, nodes
 
     def _brought_to(self, stage: int, code: int, peer: int) -> Iterator[tuple[Nodes, Nodes]]:
-        """For each link to this kind of action: the receives, and the sends that fill them."""
+        """For each link to this kind of action, the receives and the sends that fill them."""
         if OPS[code] in _BROUGHT_BY:
             send, receive = _BROUGHT_BY[OPS[code]]
             for source in self._peers.get((stage, receive.code), ()):
@@ -223,7 +223,7 @@ class Dependencies:
 
 
 def _joined(rows: Sequence[Row]) -> tuple[Row, array[int], list[int]]:
-    """All rows as one, the rank of each of its actions, and where each rank's begin."""
+    """All rows as one, the rank of each action in it, and where each rank's actions begin."""
     actions, rank_of, first = Row(), array("i"), [0]
     for rank, row in enumerate(rows):
         for name in Row.__slots__:

@@ -1,4 +1,4 @@
-"""A schedule as a picture in text: a line a rank, a column a slot of time."""
+"""A schedule as a picture in text: one line per rank, one column per time slot."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from penstock.schedule.schedule import Schedule
 
 
 def grid(schedule: Schedule, width: int = 120) -> str:
-    """The schedule with every F, B, I and W in the earliest slot that it can have, each one slot long.
+    """The schedule with every F, B, I and W in its earliest possible slot, each one slot long.
 
     >>> from penstock.schedule import generate
     >>> print(grid(generate("gpipe", ranks=2, microbatches=2)))
     rank 0 | F0 F1 .  .  B0 B1
     rank 1 | .  F0 F1 B0 B1 .
 
-    Stages are named where a rank has several (`2F0`). Messages and reductions take no slot and are left out. A picture
-    wider than `width` characters goes on below.
+    Stages are named if a rank has several (`2F0`). Messages and reductions take no slot and are left out. A picture
+    wider than `width` characters continues below.
 
     Raises:
         ScheduleError: the schedule cannot be run.

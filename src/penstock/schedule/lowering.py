@@ -1,4 +1,4 @@
-"""From a schedule as a user gives it to what is run: the order of work, then its messages and reductions."""
+"""From the schedule that a user gives to the one that runs: the order of work, then its messages and reductions."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from penstock.words import counted
 
 
 def order_of(schedule: str | Schedule, ranks: int, microbatches: int | None, chunks: int | None) -> Schedule:
-    """The computations of a schedule, by its name or ready-made, for so many ranks.
+    """The computations of a schedule, given by name or ready-made, for this many ranks.
 
     Raises:
-        ArgumentError: it is not for these numbers.
-        ScheduleError: it is not legal, or could deadlock.
+        ArgumentError: it does not fit these numbers.
+        ScheduleError: it is illegal, or could deadlock.
     """
     if isinstance(schedule, str):
         schedule = generate(schedule, ranks, MICROBATCHES if microbatches is None else microbatches, chunks)
@@ -63,7 +63,7 @@ def order_of(schedule: str | Schedule, ranks: int, microbatches: int | None, chu
 
 
 def _compute_only(schedule: Schedule) -> Schedule:
-    """The schedule without what is added for a model: messages and the reduction of ties."""
+    """The schedule without what is added for a model: messages and the reductions of ties."""
     order = drop_communication(schedule)
     return order.with_rows([[item for item in row.items() if not _reduces(item)] for row in order.rows])
 
@@ -82,14 +82,14 @@ def lower_training(
     """The schedule of a training step.
 
     Args:
-        order: computations alone.
+        order: computations only.
         metas: of all stages.
         ties: the stages of each group of tied parameters.
         sharded: the stages that `fully_shard` was applied to.
-        replicas_like: the schedule in whose order replicas reduce; None: there are none.
+        replicas_like: the schedule in whose order replicas reduce; None: there are no replicas.
 
     Raises:
-        ScheduleError: it is not legal, or a stage that is to be trained has no backward in it.
+        ScheduleError: it is illegal, or has no backward for a stage that must be trained.
     """
     order = whole_last_backward(order, sharded)
     order = drop_backward(order, [meta.index for meta in metas if not needs_backward(meta)])
@@ -104,7 +104,7 @@ def lower_training(
 
 
 def lower_evaluation(order: Schedule, metas: Sequence[StageMeta], sharded: Set[int]) -> Schedule:
-    """The schedule of an evaluation: forwards alone. Raises ScheduleError if it is not legal."""
+    """The schedule of an evaluation: forwards only. Raises ScheduleError if it is illegal."""
     order = add_sharding(add_communication(forward_only(order), forward_links(metas), ()), sharded)
     refuse_illegal(order)
     return order

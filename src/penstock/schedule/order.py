@@ -1,4 +1,4 @@
-"""What follows from dependencies: one order of all actions, the deadlock that prevents it, and earliest times."""
+"""What follows from dependencies: a global order of actions, the deadlock that prevents one, and earliest times."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from penstock.schedule.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """How far the ranks come.
+    """How far the ranks get.
 
     Attributes:
         order: the nodes that ran, in one order that respects rows and dependencies.
-        blocked: for each rank that came to a stop: the node that it stands at and the one that it waits for.
+        blocked: for each rank that got stuck, the node that it is stuck at and the one that it waits for.
     """
 
     order: list[int]
@@ -26,10 +26,10 @@ class Advance:
 
 
 def advance(dependencies: Dependencies, rendezvous: bool = False) -> Advance:
-    """Lets the ranks run in turn, one action each, until all have finished or none can go on.
+    """Runs the ranks in turn, one action each, until all have finished or none can go on.
 
     With `rendezvous` a send also waits until its receive has been posted; without, sends are buffered. What can run
-    never depends on the order of turns, so a deadlock found here is one of the schedule itself.
+    never depends on the order of turns, so a deadlock found here is the schedule's own.
     """
     at, end = dependencies.first[:-1], dependencies.first[1:]
     done = bytearray(len(dependencies.actions))
@@ -61,7 +61,7 @@ def advance(dependencies: Dependencies, rendezvous: bool = False) -> Advance:
 
 
 def describe_cycle(dependencies: Dependencies, blocked: dict[int, tuple[int, int]]) -> tuple[int, str]:
-    """The first rank of a deadlock's cycle and its text: rank a waits at X for Y of rank b, which waits at ..."""
+    """The first rank in a deadlock's cycle, and its text: rank a waits at X for Y of rank b, which waits at ..."""
     chain = [min(blocked)]
     while (target := dependencies.rank_of[blocked[chain[-1]][1]]) not in chain:
         chain.append(target)
@@ -79,7 +79,7 @@ def linearize(schedule: Schedule) -> list[tuple[int, Action]]:
     Respects rows and dependencies, with buffered sends; the same schedule always gives the same order.
 
     Raises:
-        ScheduleError: an action waits for one that no rank has, or for one that waits for it; names both.
+        ScheduleError: an action waits for one that no rank has, or for one that waits for it; the message names both.
     """
     dependencies = Dependencies(schedule)
     order = runnable_order(dependencies)
@@ -87,7 +87,7 @@ def linearize(schedule: Schedule) -> list[tuple[int, Action]]:
 
 
 def runnable_order(dependencies: Dependencies) -> list[int]:
-    """`linearize` in nodes. Raises ScheduleError as it does."""
+    """`linearize` in nodes. Raises ScheduleError like it."""
     first = min(dependencies.missing(), key=lambda found: found[0], default=None)
     if first is not None:
         node, need = first
@@ -102,7 +102,7 @@ def runnable_order(dependencies: Dependencies) -> list[int]:
 def earliest_times(
     dependencies: Dependencies, duration: Callable[[int], float], delay: Callable[[int, int], float]
 ) -> tuple[list[float], list[float]]:
-    """When each node starts and ends if each starts as soon as it can.
+    """When each node starts and ends if each one starts as soon as it can.
 
     Args:
         dependencies: of a schedule that can be run.

@@ -1,6 +1,6 @@
-"""From a schedule to a schedule: split or merge backwards, leave some out, reduce gradients, gather what is sharded.
+"""Passes over schedules: split or merge backwards, leave some out, reduce gradients, gather sharded parameters.
 
-`add_communication` has a file of its own, `communication.py`.
+`add_communication` has its own file, `communication.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def split_backward(schedule: Schedule) -> Schedule:
 
 
 def merge_backward(schedule: Schedule) -> Schedule:
-    """Every I becomes B, and every W goes."""
+    """Every I becomes B, and every W is removed."""
     merged = {Op.I: Op.B}
     return _replace(
         schedule,
@@ -39,7 +39,7 @@ def merge_backward(schedule: Schedule) -> Schedule:
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The forwards alone, in the same order and without messages: for evaluation."""
+    """Only the forwards, in the same order and without messages: for evaluation."""
     return _replace(schedule, lambda a: (a,) if a.op is Op.F else ())
 
 
@@ -49,9 +49,9 @@ def drop_communication(schedule: Schedule) -> Schedule:
 
 
 def drop_backward(schedule: Schedule, stages: Collection[int]) -> Schedule:
-    """Without the backwards of `stages` and the messages that carry gradients to or from them.
+    """Removes the backwards of `stages` and the messages that carry gradients to or from them.
 
-    For stages that need no backward because they, and all that enters them, are frozen.
+    For stages that need no backward because they, and everything that enters them, are frozen.
     """
 
     def keep(action: Action) -> tuple[Action, ...]:
@@ -63,17 +63,17 @@ def drop_backward(schedule: Schedule, stages: Collection[int]) -> Schedule:
 
 
 def first_microbatches(schedule: Schedule, microbatches: int) -> Schedule:
-    """The schedule for a smaller batch: of the first so many microbatches, in the same order, numbered anew.
+    """The schedule for a smaller batch: only its first microbatches, in the same order, renumbered.
 
-    Nothing waits for what is left out, so that a legal schedule stays legal, and within its memory. Where there are
-    several pipelines, each keeps the first microbatches of its share.
+    Nothing waits for what is left out, so a legal schedule stays legal, and within its memory. If there are several
+    pipelines, each keeps the first of its microbatches.
 
     Args:
         schedule: without messages.
-        microbatches: how many are left; at most those that there are, and one for each pipeline.
+        microbatches: how many to keep; at most all, at least one for each pipeline.
 
     Raises:
-        ArgumentError: there are not so many, or too few.
+        ArgumentError: there are fewer microbatches, or too few would be kept.
     """
     if not schedule.placement.pipelines <= microbatches <= schedule.microbatches:
         raise ArgumentError(
@@ -84,7 +84,7 @@ def first_microbatches(schedule: Schedule, microbatches: int) -> Schedule:
     numbers = [(schedule.numbers_on(stage), made.numbers_on(stage)) for stage in range(schedule.stages)]
 
     def renumbered(action: Action) -> tuple[Action, ...]:
-        if action.microbatch is None or action.op is Op.REDUCE_GRAD:  # whose number is a group's
+        if action.microbatch is None or action.op is Op.REDUCE_GRAD:  # its number is that of a group
             return (action,)
         before, after = numbers[action.stage]
         number = action.microbatch - before.start
@@ -94,16 +94,16 @@ def first_microbatches(schedule: Schedule, microbatches: int) -> Schedule:
 
 
 def reduce_ties(schedule: Schedule, groups: Sequence[Sequence[int]]) -> Schedule:
-    """Adds the reduction of the gradients of parameters that several stages hold.
+    """Adds reductions for the gradients of parameters that several stages hold.
 
     For each group g, every rank that holds any of its stages gets one `REDUCE_GRAD` with g in the microbatch's place,
-    on the lowest of these stages: right after the last B or W of any of them, but never before the reduction of a
-    lower group, so that all ranks start reductions in the same order. A rank whose stages of the group have no
-    backward takes part at the end of its row. Groups that live on one rank, or have no backward at all, get none.
+    on the lowest of these stages, right after the last B or W of any of them, but never before the reduction of a lower
+    group, so that all ranks start reductions in the same order. A rank whose stages of the group have no backward joins
+    at the end of its row. Groups that live on one rank, or have no backward at all, get none.
 
     Args:
         schedule: with or without messages.
-        groups: for each group its stages.
+        groups: the stages of each group.
 
     Raises:
         ArgumentError: a group names a stage that the schedule does not have.
@@ -126,13 +126,14 @@ def reduce_ties(schedule: Schedule, groups: Sequence[Sequence[int]]) -> Schedule
 
 
 def reduce_replicas(schedule: Schedule, stages: Set[int], like: Schedule | None = None) -> Schedule:
-    """Adds the reduction of the gradients of stages that have replicas: a `REDUCE_GRAD` without a number.
+    """Adds reductions for the gradients of stages that have replicas: a `REDUCE_GRAD` without a number.
 
-    It comes right after the stage's last B or W, and what that sends, so that it is under way while other stages still
-    run. A stage without any backward gets none.
+    It comes right after the stage's last B or W and its sends, so that it overlaps with the stages that still run. A
+    stage without a backward gets none.
 
     Args:
-        like: replicas must reduce in one order, though one may have fewer microbatches: that of this schedule.
+        like: the schedule whose order to follow: replicas must reduce in the same order, though one may have fewer
+            microbatches.
     """
 
     def changed(row: Row, pattern: Row) -> Iterator[Action | Overlap]:
@@ -154,13 +155,13 @@ def reduce_replicas(schedule: Schedule, stages: Set[int], like: Schedule | None 
 
 
 def _last_weight_gradients(row: Row) -> dict[int, int]:
-    """For each stage, the place of its last B or W among the row's items."""
+    """For each stage, the index of its last B or W among the row's items."""
     items = enumerate(row.items())
     return {part.stage: index for index, item in items for part in item.parts if part.op in (Op.B, Op.W)}
 
 
 def whole_last_backward(schedule: Schedule, stages: Set[int]) -> Schedule:
-    """The last backward of each of these stages whole, with all of the stage's other weight gradients before it.
+    """Makes the last backward of each of these stages whole, after all the stage's other weight gradients.
 
     For stages whose gradients are reduced within their last backward (`fully_shard`).
     """
@@ -178,7 +179,7 @@ def whole_last_backward(schedule: Schedule, stages: Set[int]) -> Schedule:
 
 
 def _ending_whole(items: list[Action | Overlap], stage: int, last: int) -> list[Action | Overlap]:
-    """The items with the stage's I at `last` whole, and the Ws after it, but its own, before it."""
+    """The items with the stage's I at `last` made whole; the Ws that followed, except its own, move before it."""
     (number,) = [part.microbatch for part in items[last].parts if part.stage == stage and part.op is Op.I]
     waiting = [i for i in items[last:] if isinstance(i, Action) and i.stage == stage and i.op is Op.W]
     whole = Action(stage, Op.B, number)
@@ -191,8 +192,8 @@ def _ending_whole(items: list[Action | Overlap], stage: int, last: int) -> list[
 def add_sharding(schedule: Schedule, stages: Set[int]) -> Schedule:
     """Adds `UNSHARD` before the first computation of each of these stages, and `RESHARD` after its last action.
 
-    Messages do not count for the first: how far ahead they are posted depends on the number of microbatches, and
-    replicas must gather in one order though one may have fewer.
+    Messages are ignored for `UNSHARD`: how far ahead they are posted depends on the number of microbatches, and
+    replicas must gather in the same order though one may have fewer.
     """
 
     def changed(row: Row) -> Iterator[Action | Overlap]:
@@ -209,7 +210,7 @@ def add_sharding(schedule: Schedule, stages: Set[int]) -> Schedule:
 
 
 def _with_reductions(row: Row, groups: dict[int, list[int]]) -> list[Action | Overlap]:
-    """The row with each group's reduction after the last weight gradient of its stages, in order of the groups."""
+    """The row with each group's reduction after the last weight gradient of its stages, in group order."""
     items = list(row.items())
     last = _last_weight_gradients(row)
     place = 0
@@ -222,7 +223,7 @@ def _with_reductions(row: Row, groups: dict[int, list[int]]) -> list[Action | Ov
 
 
 def _replace(schedule: Schedule, change: Callable[[Action], Iterable[Action]]) -> Schedule:
-    """Each action replaced by what `change` makes of it. An overlap stays one only if both its parts stay."""
+    """Replaces each action by what `change` makes of it. An overlap stays one only if both its parts stay."""
 
     def changed(row: Row) -> Iterator[Action | Overlap]:
         for item in row.items():

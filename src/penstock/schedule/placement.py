@@ -1,4 +1,4 @@
-"""Which rank owns which stage: loop, wave (V is the shortest), or two copies of the model in opposite directions."""
+"""Which rank owns which stage: loop, wave (a V is the shortest), or two copies of the model in opposite directions."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from penstock.errors import ArgumentError
 class Placement:
     """Which rank owns which stage.
 
-    A schedule may run several copies of the model, each a pipeline of its own with its share of the microbatches:
-    bidirectional schedules have two. The stages of the first copy come first, then those of the second, in the same
-    order; stage s is a copy of the model's stage s % depth. To what executes it they are so many more stages, and the
-    parameters of a copy are tied to those of the original.
+    A schedule may run several copies of the model, each a pipeline with its share of the microbatches: bidirectional
+    schedules have two. The stages of the first copy come first, then those of the second, in the same order; stage s is
+    a copy of the model's stage s % depth. To the executor they are just more stages, and the parameters of a copy are
+    tied to those of the original.
 
     Attributes:
         ranks: how many ranks there are; each owns at least one stage.
@@ -22,8 +22,8 @@ class Placement:
         pipelines: how many copies of the model there are.
 
     Raises:
-        ArgumentError: a stage is on a rank that does not exist, a rank has no stage, or the stages cannot be shared
-            out among the pipelines.
+        ArgumentError: a stage is on a rank that does not exist, a rank has no stage, or the stages cannot be divided
+            evenly among the pipelines.
     """
 
     ranks: int
@@ -48,7 +48,7 @@ class Placement:
 
     @classmethod
     def wave(cls, ranks: int, waves: int = 1) -> Placement:
-        """Two chunks a rank and wave, there and back: neighbouring stages at a turn are on one rank."""
+        """Two chunks per rank and wave, there and back: the two stages at a turn are on the same rank."""
         return cls(ranks, (*range(ranks), *reversed(range(ranks))) * waves)
 
     @classmethod
@@ -63,7 +63,7 @@ class Placement:
 
     @property
     def stages(self) -> int:
-        """How many stages there are, all copies counted."""
+        """How many stages there are, counting all copies."""
         return len(self.rank_of)
 
     @property
@@ -80,7 +80,7 @@ class Placement:
         return stage % self.depth == 0
 
     def is_last(self, stage: int) -> bool:
-        """Whether a stage gives the model's output."""
+        """Whether a stage produces the model's output."""
         return stage % self.depth == self.depth - 1
 
     def stages_on(self, rank: int) -> tuple[int, ...]:
@@ -89,11 +89,11 @@ class Placement:
 
     @property
     def by_rank(self) -> tuple[tuple[int, ...], ...]:
-        """The stages of every rank: `stages_on` each."""
+        """The stages of every rank: `stages_on` for each."""
         return tuple(map(self.stages_on, range(self.ranks)))
 
     def microbatches_of(self, stage: int, microbatches: int) -> range:
-        """The microbatches that go through a stage: its pipeline's share, in one piece."""
+        """The microbatches that go through a stage: its pipeline's contiguous share."""
         pipeline = self.pipeline_of(stage)
         return range(microbatches * pipeline // self.pipelines, microbatches * (pipeline + 1) // self.pipelines)
 
@@ -103,7 +103,9 @@ class Placement:
 
     @classmethod
     def parse(cls, text: str) -> Placement:
-        """The placement that `str` wrote. Raises ArgumentError if it is none, ValueError if they are not numbers."""
+        """The placement that `str` wrote. Raises ArgumentError if it is not one, ValueError if there are non-numbers in
+        it.
+        """
         copies = [tuple(map(int, part.split())) for part in text.split("|")]
         rank_of = tuple(rank for copy in copies for rank in copy)
         if len({len(copy) for copy in copies}) > 1:

@@ -1,8 +1,8 @@
 """When a receive may be posted: after every action of its own rank that its message depends on.
 
-Such a receive could not be filled before that action has run anyway. Posted earlier it does harm where a posted receive
-holds something: on a GPU it is a kernel that spins, and what is launched behind it on the same hardware queue (the very
-action that it waits for) may never start.
+Such a receive could not be filled before that action has run anyway. Posting it earlier does harm if a posted receive
+occupies something: on a GPU it is a kernel that spins, and what is launched behind it on the same hardware queue (the
+very action that it waits for) may never start.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def early_receives(dependencies: Dependencies, order: Sequence[int]) -> Iterator
         dependencies.
     """
     ranks, rank_of, ops = len(dependencies.first) - 1, dependencies.rank_of, dependencies.actions.op
-    # For each rank the last of its nodes that came before: a list that is replaced, never changed, so that nodes share.
+    # For each rank, the last of its nodes that came before. The list is replaced, never changed, so nodes can share it.
     known = [[-1] * ranks for _ in range(ranks)]
     known_at: list[list[int]] = [[]] * len(dependencies.actions)
     for node in order:
@@ -47,10 +47,10 @@ def early_receives(dependencies: Dependencies, order: Sequence[int]) -> Iterator
 
 
 def postpone_receives(schedule: Schedule) -> Schedule:
-    """The schedule with each receive after all actions of its rank that its message depends on.
+    """Moves each receive behind all actions of its rank that its message depends on.
 
-    Keeps the order of messages, and what runs to its end still does: such an action is before the SEND already, so
-    that the SEND waits for nothing new.
+    Keeps the order of messages, and a schedule that finishes still does: such an action already comes before the SEND,
+    so the SEND waits for nothing new.
 
     Args:
         schedule: with messages, and runnable.
@@ -63,7 +63,7 @@ def postpone_receives(schedule: Schedule) -> Schedule:
 
 
 def _moved(schedule: Schedule, dependencies: Dependencies, rank: int, moved: dict[int, int]) -> list[Action | Overlap]:
-    """A rank's items, each receive of `moved` after the node that it stands for there."""
+    """A rank's items, with each receive in `moved` after the node that `moved` gives for it."""
     items: list[Action | Overlap] = []
     behind: defaultdict[int, list[Action | Overlap]] = defaultdict(list)
     node = dependencies.first[rank]

@@ -15,11 +15,11 @@ _NONE = -1
 
 
 class Row(Sequence[Action]):
-    """The actions of one rank, in order. Immutable; the columns are for readers that cannot afford views.
+    """The actions of one rank, in order. Immutable; the columns are for code that cannot afford views.
 
     Attributes:
-        stage, op, microbatch, peer: one entry an action; -1 stands for None, and `op` holds `Op.code`.
-        joined: 1 where an action overlaps with the next one.
+        stage, op, microbatch, peer: one entry per action; -1 stands for None, and `op` holds `Op.code`.
+        joined: 1 if an action overlaps with the next one.
     """
 
     __slots__ = ("joined", "microbatch", "op", "peer", "stage")
@@ -38,7 +38,7 @@ class Row(Sequence[Action]):
     def items(self) -> Iterator[Action | Overlap]:
         """The actions, with two that overlap as one `Overlap`. `Row(row.items()) == row`."""
         for index, action in enumerate(self):
-            # An overlap's second part is never joined itself, so it is passed over below.
+            # An overlap's second part is never joined itself, so it is skipped below.
             if self.joined[index]:
                 yield Overlap(action, self[index + 1])
             elif index == 0 or not self.joined[index - 1]:
@@ -58,7 +58,7 @@ class Row(Sequence[Action]):
     def from_columns(
         cls, stage: array[int], op: array[int], microbatch: array[int], joined: array[int] | None = None
     ) -> Row:
-        """Compute actions, given as columns of one length, which the row keeps."""
+        """Compute actions, given as columns of equal length, which the row keeps."""
         row = cls()
         row.stage, row.op, row.microbatch = stage, op, microbatch
         row.peer = array("i", [_NONE]) * len(stage)
@@ -67,7 +67,7 @@ class Row(Sequence[Action]):
 
     @classmethod
     def alternate(cls, *rows: Row) -> Row:
-        """The first action of each row, then the second of each, and so on. All rows have one length."""
+        """The first action of each row, then the second of each, and so on. All rows have the same length."""
         made = cls()
         for name in cls.__slots__:
             columns = [getattr(row, name) for row in rows]
@@ -78,7 +78,7 @@ class Row(Sequence[Action]):
         return made
 
     def part(self, start: int | None, stop: int | None) -> Row:
-        """The actions from `start` up to, without, `stop`: a slice that is a row again."""
+        """The actions from `start` up to but excluding `stop`: a slice that is again a row."""
         made = Row()
         for name in self.__slots__:
             setattr(made, name, getattr(self, name)[start:stop])
@@ -122,5 +122,5 @@ class Row(Sequence[Action]):
 
     @classmethod
     def parse(cls, text: str) -> Row:
-        """The row that `str` wrote: items between spaces. Raises ScheduleError."""
+        """The row that `str` wrote: items separated by spaces. Raises ScheduleError."""
         return cls(map(parse_item, text.split()))

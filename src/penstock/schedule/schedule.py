@@ -19,16 +19,16 @@ _ROW = re.compile(r"rank ([0-9]+):(.*)")
 class Schedule:
     """The order of work of a pipeline, for each rank.
 
-    `str` gives a text, one line a rank, that `Schedule.parse` reads back. A schedule need not be legal: `check` says
+    `str` gives a text, one line per rank, that `Schedule.parse` reads back. A schedule need not be legal; `check` says
     whether it is.
 
     Attributes:
         name: the schedule's name, one line.
         placement: which rank owns which stage.
-        microbatches: how many microbatches the batch is cut into. Where there are several pipelines, the first takes
-            the first of them, and so on: see `numbers_on`.
+        microbatches: how many microbatches the batch is cut into. If there are several pipelines, the first takes the
+            first microbatches, and so on: see `numbers_on`.
         rows: the actions of each rank.
-        slices: into how many pieces each microbatch is cut along the sequence. An action's number then counts slices:
+        slices: how many pieces each microbatch is cut into along the sequence. An action's number then counts slices:
             slice j of microbatch k has number k * slices + j.
 
     Raises:
@@ -75,12 +75,12 @@ class Schedule:
         return self.microbatches * self.slices
 
     def numbers_on(self, stage: int) -> range:
-        """The microbatches (or slices) that go through a stage: its pipeline's share, in one piece."""
+        """The microbatches (or slices) that go through a stage: its pipeline's contiguous share."""
         share = self.placement.microbatches_of(stage, self.microbatches)
         return range(share.start * self.slices, share.stop * self.slices)
 
     def with_rows(self, rows: Iterable[Iterable[Action | Overlap]]) -> Schedule:
-        """The same schedule with other rows: how every pass ends."""
+        """The same schedule with other rows, as every pass returns it."""
         return Schedule(self.name, self.placement, self.microbatches, rows, self.slices)
 
     def __str__(self) -> str:
@@ -91,7 +91,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """The schedule that `str` wrote as `text`. Raises ScheduleError if it is none.
+        """The schedule that `str` wrote as `text`. Raises ScheduleError if it is not one.
 
         >>> schedule = Schedule.parse("mine: 1 microbatch, stages on ranks 0 1\\nrank 0: 0F0 0B0\\nrank 1: 1F0 1B0")
         >>> schedule.ranks, schedule.stages, list(map(str, schedule.rows[1]))

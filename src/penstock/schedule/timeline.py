@@ -1,6 +1,6 @@
-"""When each action ran: the one result of a simulated and of a real run.
+"""When each action ran: the result of simulated and real runs alike.
 
-A timeline is columns, one track a rank, so that millions of spans stay small; `Span`s are views on them.
+A timeline consists of columns, one track per rank, so that millions of spans stay small; `Span`s are views on them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _COMPUTE_CODES = frozenset(op.code for op in Op if op.is_compute)
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One action of one rank: it waited, then ran from start to end. Time 0 is the timeline's."""
+    """One action of one rank: it waited, then ran from start to end, on the timeline's clock."""
 
     rank: int
     action: Action
@@ -33,7 +33,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """The spans of one rank as columns, in order: `start`, `end` and `waited` in seconds, one entry an action."""
+    """The spans of one rank as columns, in order: `start`, `end` and `waited` in seconds, one entry per action."""
 
     actions: Row
     start: array[float]
@@ -46,13 +46,13 @@ class Track:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Timeline:
-    """The spans of all ranks on one clock, whose 0 is where the first rank began to wait or run.
+    """The spans of all ranks on one clock, which starts at 0 when the first rank begins to wait or run.
 
-    Iteration gives `Span`s, rank by rank.
+    Iterating yields `Span`s, rank by rank.
 
     Attributes:
-        in_turns: one process ran all ranks, one action at a time. How long each took is true; when it ran says nothing
-            of ranks with a device each, so there is no bubble to measure.
+        in_turns: one process ran all ranks, one action at a time. Durations are real; start times say nothing about
+            ranks with a device each, so there is no bubble to measure.
     """
 
     tracks: tuple[Track, ...]
@@ -60,10 +60,10 @@ class Timeline:
 
     @classmethod
     def merge(cls, rows: Iterable[Iterable[Span]], *, in_turns: bool = False) -> Timeline:
-        """From the spans of each rank, in order, on one clock. `in_turns`: that of the timeline they are of.
+        """Builds one from the spans of each rank, in order, on one clock. `in_turns`: that of the spans' timeline.
 
         Raises:
-            ArgumentError: a span is in another rank's place, or ends before it starts.
+            ArgumentError: a span is listed under the wrong rank, or ends before it starts.
         """
         tracks = []
         for rank, row in enumerate(rows):
@@ -81,7 +81,7 @@ class Timeline:
     def from_nanoseconds(
         cls, rows: Sequence[Sequence[tuple[Action, int, int, int]]], *, in_turns: bool = False
     ) -> Timeline:
-        """From what each rank noted on one clock: (action, begin, ready, end) in nanoseconds, in order.
+        """Builds one from what each rank noted on one clock: (action, begin, ready, end) in nanoseconds, in order.
 
         From begin to ready the rank waited, from ready to end it ran. The earliest begin becomes 0. `in_turns`: one
         process ran all ranks.
@@ -100,7 +100,7 @@ class Timeline:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Timeline:
-        """What `to_dict` wrote. Raises ArgumentError if it is not a timeline."""
+        """Reads what `to_dict` wrote. Raises ArgumentError if it is not a timeline."""
         try:
             tracks = [
                 _track(
@@ -148,14 +148,14 @@ class Timeline:
 
     @property
     def makespan_seconds(self) -> float:
-        """The last end of all, counted from 0."""
+        """The end of the last span, counted from 0."""
         return max((max(track.end) for track in self.tracks if len(track)), default=0.0)
 
     @property
     def span_seconds(self) -> float:
-        """The largest, over ranks, of the rank's last end less the start of its first F.
+        """The maximum over ranks of the rank's last end minus the start of its first F.
 
-        The figure that zero-bubble schedules are published on: it leaves out how late a rank starts.
+        The figure that zero-bubble papers report: it leaves out how late a rank starts.
         """
         spans = []
         for track in self.tracks:
@@ -165,7 +165,7 @@ class Timeline:
         return max(spans, default=0.0)
 
     def busy_seconds(self, rank: int) -> float:
-        """How long a rank computed: its F, B, I and W, without waiting."""
+        """How long a rank computed: F, B, I and W, excluding waits."""
         track = self.tracks[rank]
         return sum(
             end - start
@@ -174,13 +174,14 @@ class Timeline:
         )
 
     def waited_seconds(self, rank: int) -> float:
-        """How long a rank was blocked, waiting for messages, before all of its actions together."""
+        """How long a rank was blocked in total, waiting for messages before its actions."""
         return sum(self.tracks[rank].waited)
 
     @property
     def bubble_rate(self) -> float:
-        """The share of `span_seconds` in which ranks do not compute, on average over the ranks; 0 if nothing ran, NaN
-        where ranks took turns in one process."""
+        """The share of `span_seconds` in which ranks do not compute, averaged over ranks; 0 if nothing ran, NaN if
+        ranks took turns in one process.
+        """
         if self.in_turns:
             return math.nan
         available = self.ranks * self.span_seconds

@@ -1,4 +1,4 @@
-"""Better schedules than the known ones: under a memory limit for each rank, for stages that cost differently."""
+"""Better schedules than the known ones: under a memory limit for each rank, for stages with different costs."""
 
 from penstock.search.bounds import lower_bound
 from penstock.search.exact import exact

@@ -1,8 +1,8 @@
-"""Which forwards fit in memory now, such that all that is under way can still come to its end.
+"""Which forwards fit in memory now, such that everything in flight can still finish.
 
-A microbatch of a rank with several chunks holds the activations of all of them before it frees any. So the oldest one
-that has chunks to go must always find room for these; then it ends, and after it the next one does. With one pipeline
-this is also needed: microbatches keep their order, so nothing younger can make room for it.
+On a rank with several chunks, a microbatch holds the activations of all of them before it frees any. So the oldest one
+with chunks to go must always find room for them; then it finishes, and after it the next one. This is needed with one
+pipeline too: microbatches keep their order, so no younger one can make room for it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from penstock.search.problem import Problem
 
 
 class Admission:
-    """What each rank holds, and what it may take.
+    """What each rank holds, and what it may still take.
 
     Args:
-        problem: whose memory limit holds.
+        problem: gives the memory limit.
         caps: for each chunk, the share of the limit that its F, and those of the chunks below it, may take until
             their I, on the first rank and on the last.
     """
@@ -33,7 +33,7 @@ class Admission:
         self._deeper = _deeper(problem) if problem.placement.pipelines > 1 else None
 
     def note(self, lane: int, rank: int) -> None:
-        """An action has started, and as far as memory goes has ended."""
+        """Records that an action has started, which as far as memory goes also means ended."""
         stage, op = divmod(lane, 3)
         if op == 0:
             self._memory[rank] += self._held[stage]
@@ -64,7 +64,7 @@ class Admission:
         return taken <= self._caps[stage] and (stage == stages[-1] or self._safe(stage, rank))
 
     def _safe(self, stage: int, rank: int) -> bool:
-        """Whether the oldest microbatch that has chunks to go still finds room for them, after an F of `stage`."""
+        """Whether the oldest microbatch with chunks to go still finds room for them after an F of `stage`."""
         stages, forwards = self._stages[rank], self._forwards
         through = forwards[stages[-1]]
         taken = 0.0
@@ -75,7 +75,7 @@ class Admission:
 
 
 def _caps(problem: Problem, shares: Sequence[tuple[float, float]]) -> list[float]:
-    """For each stage, what it and the lower ones of its rank may hold until their I. At least one microbatch each."""
+    """For each stage, what it and the lower ones on its rank may hold until their I: at least one microbatch each."""
     caps = [0.0] * problem.stages
     for rank, stages in enumerate(problem.placement.by_rank):
         place = rank / max(1, problem.ranks - 1)
@@ -90,8 +90,8 @@ def _caps(problem: Problem, shares: Sequence[tuple[float, float]]) -> list[float
 def _deeper(problem: Problem) -> list[list[tuple[list[int], float]]]:
     """For each stage and each deeper level of its rank: the stages above that level, and the room that they share.
 
-    With several pipelines, microbatches of one wait in the other's way. The deepest that is under way can go on if
-    there is room for its level, and then for those below, each of which holds nothing.
+    With several pipelines, waiting microbatches of one are in the other's way. The deepest one in flight can continue
+    if there is room for its level, and then for those below, each of which holds nothing.
     """
     depth = problem.placement.depth
     found: list[list[tuple[list[int], float]]] = [[] for _ in range(problem.stages)]

@@ -1,10 +1,10 @@
-"""What no schedule can beat: lower bounds on the objective.
+"""Lower bounds on the objective, which no schedule can beat.
 
-Each action has a head, the longest chain of what must come before it, and a tail, of what must come after. A rank runs
-one action at a time, so for any set of its actions the shortest head, the work and the shortest tail add up; the best
-of these bounds over all sets is the length of Jackson's preemptive schedule (Carlier, "The one-machine sequencing
-problem", EJOR 1982). Memory adds to the chains: an F must wait for what makes room for it. And whatever is held, held
-long enough, fills the memory: time by memory is a bound, too.
+Each action has a head, the longest chain of actions that must come before it, and a tail, the longest that must come
+after. A rank runs one action at a time, so for any set of its actions the shortest head, the work and the shortest tail
+add up; the best of these bounds over all sets is the length of Jackson's preemptive schedule (Carlier, "The one-machine
+sequencing problem", EJOR 1982). Memory adds to the chains: an F must wait for whatever makes room for it. And what is
+held long enough fills the memory: the product of time and memory is a bound, too.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Floats = NDArray[np.float64]
 Heads = list[Floats]
 """For each lane and microbatch, the earliest start (or, backwards, the least time after the end); -inf if unrelated."""
 
-_ROUNDS = 12  # how often chains go round through memory, where there are many actions
-_FEW = 2000  # actions, up to which chains are followed to their ends
-_BUSY = 4  # ranks that are looked at as the bottleneck of another rank's span
+_ROUNDS = 12  # how often chains go round through memory, if there are many actions
+_FEW = 2000  # actions: up to this many, chains are followed to their ends
+_BUSY = 4  # ranks that are considered as the bottleneck of another rank's span
 
 
 def lower_bound(problem: Problem) -> float:
-    """A time that no schedule of the problem can beat, in seconds; within the limit of memory, in ascending order."""
+    """A time in seconds that no schedule can beat if its microbatches ascend and it stays within the memory limit."""
     chains = _Chains(problem)
     work = problem.work_seconds
     if problem.objective == "makespan":
@@ -39,7 +39,7 @@ def lower_bound(problem: Problem) -> float:
     found = [*work, *_areas(problem, chains)]
     busiest = sorted(range(problem.ranks), key=lambda rank: -work[rank])[:_BUSY]
     for rank, stages in enumerate(problem.placement.by_rank):
-        # Relative to the rank's first F, which comes before all else that is on it.
+        # Relative to the rank's first F, which comes before everything else on it.
         start = [0.0 if lane // 3 in stages else -math.inf for lane in range(problem.lanes)]
         heads, tails = chains.heads(start), chains.tails(start)
         found += [_one_machine(problem, other, heads, tails) for other in {rank, 0, problem.ranks - 1, *busiest}]
@@ -47,7 +47,7 @@ def lower_bound(problem: Problem) -> float:
 
 
 class _Chains:
-    """What must come before what: in a lane, on a stage, between stages, and for want of memory."""
+    """What must come before what: in a lane, on a stage, between stages, and for lack of memory."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -83,7 +83,7 @@ class _Chains:
         return found
 
     def tails(self, end: Sequence[float]) -> Heads:
-        """The least time from each action's end until the end of those lanes that have an `end` of 0."""
+        """The least time from each action's end to the end of the lanes that have an `end` of 0."""
         problem = self.problem
         found = [np.full(count, last) for count, last in zip(problem.count, end, strict=True)]
         for _ in range(self.rounds):
@@ -104,16 +104,16 @@ class _Chains:
 
 
 def _run(head: Floats, seconds: float) -> Floats:
-    """The actions of a lane one after another: each no sooner than the one before it has ended."""
+    """Runs a lane's actions one after another: none starts before the previous one has ended."""
     steps = np.arange(len(head)) * seconds
     return np.asarray(np.maximum.accumulate(head - steps) + steps)
 
 
 def memory_waits(problem: Problem) -> Iterator[tuple[int, int, int]]:
-    """For want of memory, (lane, other, lead): the lane's microbatch lead + i waits for the other's microbatch i.
+    """For lack of memory, (lane, other, lead): the lane's microbatch lead + i waits for the other's microbatch i.
 
-    When F of microbatch k starts on a stage, the k before it have had theirs there, and on the rank's stages below.
-    Of all that may have been freed by then, what follows takes as much as can be.
+    When F of microbatch k starts on a stage, the k before it have had theirs there, and on the rank's stages below. The
+    waits assume that as much as possible has been freed by then.
     """
     for rank, stages in enumerate(problem.placement.by_rank):
         limit = problem.limit[rank]
@@ -125,19 +125,20 @@ def memory_waits(problem: Problem) -> Iterator[tuple[int, int, int]]:
                 yield from _waits(problem, own, place, limit)
                 below, above = (sum(problem.held[s] for s in part) for part in (own[: place + 1], own[place + 1 :]))
                 if above:
-                    # The oldest that has not been through all of the rank's stages must find room on the others.
+                    # The oldest microbatch that has not been through all the rank's stages must find room on the
+                    # others.
                     yield 3 * stage, 3 * own[-1], math.floor((limit - above) / below)
 
 
 def _waits(problem: Problem, own: Sequence[int], place: int, limit: float) -> Iterator[tuple[int, int, int]]:
-    """Of one stage's F: it waits for the I, and the W, of its own stage and those below it on the rank."""
+    """The waits of one stage's F: for the I and the W of its own stage and of those below it on the rank."""
     stage, held, kept = own[place], problem.held, problem.kept
     every = sum(held[s] for s in own[: place + 1])
     for i, other in enumerate(own[: place + 1]):
-        # I goes down the stages, so as many are missing at least on those below; on those above, none.
+        # I goes down the stages, so at least as many are missing on those below; on those above, none.
         missing = sum(held[s] for s in own[: i + 1])
         yield 3 * stage, 3 * other + 1, math.floor((limit - every + missing) / missing)
-        if kept[other] > 0:  # all I have ended, and all W on the other stages
+        if kept[other] > 0:  # all Is have ended, and all Ws on the other stages
             yield 3 * stage, 3 * other + 2, math.floor((limit - every) / kept[other]) + 1
 
 
@@ -170,9 +171,9 @@ def _one_machine(problem: Problem, rank: int, heads: Heads, tails: Heads) -> flo
 
 
 def _areas(problem: Problem, chains: _Chains) -> list[float]:
-    """For each rank, the time in which its memory could hold all that it must hold, for as long as it must.
+    """For each rank, the time in which its memory could hold everything that it must, for as long as it must.
 
-    Plus, for the makespan, what comes before its first F.
+    For the makespan, plus what comes before its first F.
     """
     area = [0.0] * problem.ranks
     for stage, rank in enumerate(problem.placement.rank_of):
@@ -188,7 +189,7 @@ def _areas(problem: Problem, chains: _Chains) -> list[float]:
 
 
 def _trip_seconds(problem: Problem, stage: int) -> float:
-    """From the start of a microbatch's F on a stage until its I has ended there, at the least."""
+    """The least time from the start of a microbatch's F on a stage to the end of its I there."""
     lane, spent = 3 * stage, 0.0
     while lane % 3 == 0:
         spent += problem.seconds[lane]

@@ -1,4 +1,4 @@
-"""Patterns -> better patterns: a small population of different ones, each changed a little, the best kept."""
+"""Patterns -> better patterns: a small population of different ones, changed a little at a time; the best are kept."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _POPULATION = 12
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Rows, how good they are, and the pattern that led to them. (Score and cost: as of `Timing`.)"""
+    """Rows, how good they are, and the pattern that led to them. (Score and cost as in `Timing`.)"""
 
     score: float
     cost: float
@@ -32,15 +32,15 @@ def climb(
     random: Random,
     done: Callable[[float], bool],
 ) -> list[Candidate]:
-    """The best candidates, best first: of the patterns given, of `samples` random ones, and of changes to the best.
+    """The best candidates, best first, from the given patterns, `samples` random ones, and changes to the best.
 
     Args:
-        problem: what is asked.
-        patterns: to begin with.
-        samples: how many random patterns are tried besides.
+        problem: the question.
+        patterns: to start from.
+        samples: how many random patterns are tried as well.
         steps: how many changes are tried.
         random: decides which.
-        done: asked after each; whether an objective is good enough, or the time is over.
+        done: called after each change: whether an objective is good enough, or time is up.
     """
     population: list[Candidate] = []
     for pattern in patterns:
@@ -51,7 +51,7 @@ def climb(
         if step < samples or not population:
             pattern = sample(problem, random)
         else:
-            # The better, the more often.
+            # Better ones are chosen more often.
             pattern = vary(problem, population[int(len(population) * random.random() ** 2)].pattern, random)
         _offer(population, _candidate(problem, pattern))
     return population
@@ -64,7 +64,7 @@ def _candidate(problem: Problem, pattern: Pattern) -> Candidate | None:
 
 
 def _offer(population: list[Candidate], new: Candidate | None) -> None:
-    """Takes a candidate into the population if it is better than one there, and not as good as any: then it is one."""
+    """Adds a candidate to the population if it beats one there and equals none: equals are taken to be the same."""
     if new is None or any(abs(new.score - other.score) <= 1e-9 * other.score for other in population):
         return
     population.append(new)

@@ -1,9 +1,9 @@
 """A pattern -> rows: whenever a rank is free, it starts the action that the pattern would have started first.
 
-A pattern says when each stage's F, I and W of microbatch 0 would start in a steady state, and after what period the
-same happens for the next microbatch: the repeated "building block" of Qi et al., "Pipeline Parallelism with
-Controllable Memory", NeurIPS 2024, with one number for each stage and pass. Dispatching squeezes the repetition into a
-schedule: what is ready runs, within the memory limit, without deadlock, in the order of the pattern.
+A pattern says when each stage's F, I and W of microbatch 0 would start in a steady state, and how long until the same
+happens for the next microbatch: the repeated "building block" of Qi et al., "Pipeline Parallelism with Controllable
+Memory", NeurIPS 2024, with one number per stage and pass. Dispatching squeezes the repetition into a schedule: what is
+ready runs, within the memory limit, without deadlock, in the order of the pattern.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from penstock.search.problem import Problem, Rows
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Which action goes first. In seconds, but for the shares.
+    """Which action goes first. In seconds, except for the shares.
 
     Attributes:
         forward: for each stage, how much later its F starts than that of the stage below.
-        backward: for each stage, how much later its I starts than that of the stage above; the last: than its own F.
+        backward: for each stage, how much later its I starts than that of the stage above; for the last, than its own
+            F.
         weight: for each stage, how much later its W starts than its I.
         period: from one microbatch to the next.
-        patience: for how large a share of its own time an action may delay one that goes first but has yet to arrive.
-            With 0 the rank waits for that one rather than delay it.
+        patience: by how large a share of its own time an action may delay one that goes first but has yet to arrive.
+            With 0 the rank waits for that one instead.
         window: how far, in the pattern, an F may overtake what its rank has yet to do.
-        caps: for each chunk, the share of the memory limit that its F, and those of the chunks below it, may take
-            until their I: on the first rank and on the last, with the ranks between them on a line.
+        caps: for each chunk, the share of the memory limit that its F, and those of the chunks below it, may take until
+            their I: on the first rank and on the last, interpolated linearly in between.
     """
 
     forward: tuple[float, ...]
@@ -41,7 +42,7 @@ class Pattern:
     caps: tuple[tuple[float, float], ...]
 
     def starts(self, problem: Problem) -> list[float]:
-        """For each lane, when it starts for microbatch 0."""
+        """For each lane, when its microbatch 0 starts."""
         placement, starts, now = problem.placement, [0.0] * problem.lanes, 0.0
         for stage in range(problem.stages):
             now = self.forward[stage] + (0.0 if placement.is_first(stage) else now)
@@ -56,16 +57,16 @@ class Pattern:
 def dispatch(problem: Problem, pattern: Pattern) -> Rows | None:
     """The rows that the pattern leads to, within the memory limit and without deadlock.
 
-    None if it comes to a stop, which only happens with several pipelines in little memory.
+    None if it gets stuck, which only happens with several pipelines in little memory.
     """
     return _Dispatch(problem, pattern).run()
 
 
 class _Dispatch:
-    """What has run and what is held, while time goes on.
+    """What has run and what is held, as time goes on.
 
-    For each lane: `number`, the microbatch that is next; `key`, when the pattern would start it; `arrival`, when what
-    it waits for is there (infinite as long as that is not known); and `ends` of those before it.
+    For each lane: `number`, the next microbatch; `key`, when the pattern would start it; `arrival`, when what it waits
+    for is there (infinite until that is known); and `ends`, of the microbatches before it.
     """
 
     __slots__ = (
@@ -91,7 +92,7 @@ class _Dispatch:
             self._look(lane)
 
     def run(self) -> Rows | None:
-        """Events in order of time: a rank is free, or what it waits for has arrived."""
+        """Handles events in order of time: a rank is free, or what it waits for has arrived."""
         due, left = self.due, self.problem.actions
         events = [(0.0, rank) for rank in range(self.problem.ranks)]
         now = 0.0
@@ -99,7 +100,7 @@ class _Dispatch:
             if not events:
                 if self.stalled:
                     return None
-                self.stalled = True  # every rank waits for its turn in the pattern: out of turn for once
+                self.stalled = True  # every rank waits for its turn in the pattern: let one run out of turn
                 events = [(now, rank) for rank in range(self.problem.ranks)]
                 due[:] = [now] * len(events)
             now, rank = heapq.heappop(events)
@@ -140,7 +141,7 @@ class _Dispatch:
                     soonest = arrival
                 if key < coming:
                     coming, coming_at = key, arrival
-        if blocked < math.inf:  # a W makes room for the F that waits, so it takes that one's turn
+        if blocked < math.inf:  # a W makes room for the waiting F, so it takes that one's turn
             ready = [(min(key, blocked) if lane % 3 == 2 else key, lane) for key, lane in ready]
         ready.sort()
         for key, lane in ready:
@@ -149,7 +150,7 @@ class _Dispatch:
         return -1, soonest
 
     def _cutoff(self, rank: int) -> float:
-        """How late in the pattern an F may be, to start now."""
+        """How late in the pattern an F may be and still start now."""
         numbers, keys, least = self.number, self.key, math.inf
         for lane, _, op in self.lanes_on[rank]:
             if op < 2 and keys[lane] < least:
@@ -177,7 +178,7 @@ class _Dispatch:
         if waiting >= 0 and numbers[waiting] == k:
             self._look(waiting)
             other, arrival = self.problem.placement.rank_of[waiting // 3], self.arrival[waiting]
-            # A rank that is busy will see it for itself.
+            # A busy rank will notice it later.
             if arrival < due[other] and now < due[other] and self._idle(other, now):
                 due[other] = arrival
                 heapq.heappush(events, (arrival, other))

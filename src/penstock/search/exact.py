@@ -1,7 +1,7 @@
-"""The best schedule there is, proven by constraint programming, for small cases: CP-SAT of `ortools`.
+"""The optimal schedule for small cases, proven by constraint programming: CP-SAT of `ortools`.
 
-Every action is an interval; a rank's intervals do not overlap; what a microbatch holds is an interval, too, from F to I
-and from F to W, and all of a rank's together stay within its memory.
+Every action is an interval, and a rank's intervals do not overlap. What a microbatch holds is also an interval, from F
+to I and from F to W; together, a rank's intervals stay within its memory.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from penstock.simulate.costs import StageCost
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
-_UNITS = 2**40  # whole numbers that a time or a memory is written in, at most
-_HEURISTIC_SHARE = 0.15  # of the time, for the schedule that the solver starts from
+_UNITS = 2**40  # the largest whole number for a time or a memory
+_HEURISTIC_SHARE = 0.15  # of the time, spent on the schedule that the solver starts from
 
 
 def exact(
@@ -41,17 +41,17 @@ def exact(
     seed: int = 0,
     workers: int = 1,
 ) -> Found:
-    """The best schedule, with `Found.proven` if no other can be better; else the best found in the time.
+    """The best schedule, with `Found.proven` if no other can be better; otherwise the best found in the time.
 
-    The solver's model is a little looser than what a schedule can do where costs are no round numbers, and for the span
-    of ranks on which several pipelines begin: there it may end, without being cut off, with the best schedule but
+    The solver's model is slightly looser than reality if costs are not round numbers, and for the span of ranks on
+    which several pipelines begin. In these cases it may end with the best schedule, and without being cut off, but
     without a proof.
 
     It starts from what `search` finds and takes the same arguments. The time grows steeply with the number of actions:
-    a hundred or two are a small case.
+    a small case has a hundred or two.
 
     Args:
-        workers: threads of the solver. With several it is faster, but which of several optimal schedules it gives then
+        workers: threads of the solver. Several are faster, but which of several optimal schedules it returns then
             depends on the machine.
 
     Raises:
@@ -104,7 +104,7 @@ def exact(
 
 
 def _solve(solver: cp_model.CpSolver, model: _Model) -> cp_model.CpSolverStatus:
-    """Runs the solver, and returns how it ended. Raises ScheduleError if it denies that there is any schedule."""
+    """Runs the solver, and returns how it ended. Raises ScheduleError if the solver says that there is no schedule."""
     from ortools.sat.python import cp_model
 
     status = solver.solve(model.model)
@@ -116,7 +116,7 @@ def _solve(solver: cp_model.CpSolver, model: _Model) -> cp_model.CpSolverStatus:
 
 
 def _better(asked: Problem, rows: Rows, than: float) -> Rows | None:
-    """The solver's rows, if they run within memory and have a smaller objective: its model is looser than that."""
+    """The solver's rows, if they fit in memory and have a smaller objective; the looser model does not guarantee it."""
     timing = time_rows(asked, rows)
     allowed = all(fits(asked, rank, row) for rank, row in enumerate(rows))
     return rows if timing is not None and allowed and timing.cost < than else None
@@ -125,8 +125,7 @@ def _better(asked: Problem, rows: Rows, than: float) -> Rows | None:
 class _Model:
     """The question in whole numbers, for the solver.
 
-    Times and what is held are scaled without error where they allow it, and rounded down otherwise, so that bounds stay
-    bounds.
+    Times and memory are scaled without error if possible, and rounded down otherwise, so that bounds stay bounds.
     """
 
     def __init__(self, asked: Problem, rows: Rows, bound: float, model: cp_model.CpModel) -> None:
@@ -137,7 +136,7 @@ class _Model:
         self.scale = _scale([*asked.seconds, *asked.lag], longest)
         self.seconds = [math.floor(value * self.scale + 1e-6) for value in asked.seconds]
         self.lag = [math.floor(value * self.scale + 1e-6) for value in asked.lag]
-        # With `span`, ranks may end late; but none later than what the last rank's start and the span allow.
+        # With `span`, ranks may end late, but none later than the last rank's start and the span allow.
         horizon = math.ceil(2 * longest * self.scale) + 1
         self.start: list[list[cp_model.IntVar]] = [
             [model.new_int_var(0, horizon, f"{lane} {k}") for k in range(count)]
@@ -161,7 +160,7 @@ class _Model:
         for stages in asked.placement.by_rank:
             placed = []
             for lane in (3 * stage + op for stage in stages for op in range(3)):
-                trip = (lane, -lane, asked.lanes)[lane % 3]  # actions that take no time: F up, then I down, then W
+                trip = (lane, -lane, asked.lanes)[lane % 3]  # for actions that take no time: F up, then I down, then W
                 for k, variable in enumerate(self.start[lane]):
                     start = solver.value(variable)
                     placed.append((start, start + self.seconds[lane], k, lane % 3, trip, lane))
@@ -172,7 +171,7 @@ class _Model:
         return self.start[lane][k] + self.seconds[lane]
 
     def _order(self) -> None:
-        """Microbatches ascend; stages follow each other; forwards wait for what makes room."""
+        """Constraints: microbatches ascend; stages follow each other; forwards wait for what makes room."""
         asked, model = self.asked, self.model
         for lane, starts in enumerate(self.start):
             source = asked.need[lane]
@@ -188,7 +187,7 @@ class _Model:
                 model.add(self.start[lane][k] >= self._end(source, k - lead))
 
     def _resources(self, horizon: int) -> None:
-        """A rank runs one action at a time and holds no more than its limit."""
+        """Constraints: a rank runs one action at a time and holds no more than its limit."""
         asked, model = self.asked, self.model
         for rank, stages in enumerate(asked.placement.by_rank):
             lanes = [3 * stage + op for stage in stages for op in range(3)]
@@ -220,7 +219,7 @@ class _Model:
             firsts = {asked.placement.pipeline_of(stage): 3 * stage for stage in reversed(stages)}
             for lane in [lane for lane in firsts.values() if asked.objective == "span" and self.start[lane]]:
                 first, source = self.start[lane][0], asked.need[lane]
-                if len(firsts) == 1:  # it is the rank's first action, which starts as soon as it can
+                if len(firsts) == 1:  # the rank's first action, which starts as soon as it can
                     model.add(first == (self._end(source, 0) + self.lag[lane] if source >= 0 else 0))
                 for stage in stages:
                     if asked.count[3 * stage]:
@@ -232,7 +231,7 @@ class _Model:
 
 
 def _scale(values: Sequence[float], largest: float) -> float:
-    """What makes whole numbers of the values: a power of ten that does so without error, if there is one."""
+    """The factor that turns the values into whole numbers: a power of ten that is exact, if there is one."""
     for exponent in range(10):
         scale = 10.0**exponent
         if largest * scale > _UNITS:

@@ -1,4 +1,4 @@
-"""The answer of a search, as the library itself checks and times it."""
+"""The result of a search, as checked and timed by the library itself."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from penstock.simulate.costs import StageCost
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The best schedule that was found.
+    """The best schedule found.
 
     Attributes:
-        schedule: of F, I and W (or a generator's own, where its overlaps make it the best); without messages.
+        schedule: F, I and W only (or a generator's own schedule, if its overlaps make it the best); without messages.
         timeline: as `penstock.simulate` times it.
-        objective: what was made small.
-        objective_seconds: how small it is.
+        objective: what was minimized.
+        objective_seconds: its value.
         lower_bound_seconds: no schedule can be better.
         known: the best generator that fits, by name; None if none does.
         known_seconds: its objective; infinite if there is none.
         search_seconds: how long the search took.
-        cut_off: whether the time was over before all steps were done, so that another run may find something else.
+        cut_off: whether time ran out before all steps were done, so that another run may find something else.
     """
 
     schedule: Schedule
@@ -41,20 +41,20 @@ class Found:
 
     @property
     def gap(self) -> float:
-        """How much worse than the lower bound it is, as a share of the bound. 0: it is optimal."""
+        """How much worse it is than the lower bound, as a share of the bound. 0: it is optimal."""
         bound = self.lower_bound_seconds
         return max(0.0, self.objective_seconds / bound - 1.0) if bound else 0.0
 
     @property
     def proven(self) -> bool:
-        """Whether it is optimal: as good as the lower bound, but for rounding."""
+        """Whether it is optimal: as good as the lower bound, up to rounding."""
         return self.gap <= 1e-6
 
 
 def judged(
     schedule: Schedule, costs: StageCost | Sequence[StageCost], links: Links, objective: Objective
 ) -> tuple[Timeline, float]:
-    """The timeline and the objective of a schedule that was found. Raises ScheduleError if it is not legal."""
+    """The timeline and the objective of a schedule that was found. Raises ScheduleError if it is illegal."""
     if broken := check(schedule):
         raise ScheduleError(f"the search made a schedule that is not legal, which is a defect of it: {broken[0]}")
     return timed(schedule, costs, links, objective)

@@ -1,7 +1,7 @@
-"""Rows -> better rows: single actions on the critical path are moved along their rank's row.
+"""Rows -> better rows, by moving single actions on the critical path along their rank's row.
 
-Simulated annealing (Kirkpatrick et al., Science 1983) over the moves that job-shop search makes: the objective can only
-fall if an action on the critical path changes places with others (van Laarhoven et al., Operations Research 1992).
+Simulated annealing (Kirkpatrick et al., Science 1983) over the moves of job-shop search: the objective can only fall if
+an action on the critical path changes places with others (van Laarhoven et al., Operations Research 1992).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from random import Random
 from penstock.search.problem import Problem, Rows
 from penstock.search.timing import Effort, Places, Timing, critical_path, fits, time_rows
 
-_MOVE_ACTIONS = 100  # what a move costs besides, in actions timed; and a little for all
+_MOVE_ACTIONS = 100  # the overhead of a move, in actions timed; and a little for all
 _FILLING = 0.25  # the share of moves that bring a W from anywhere
-_TRIES = 30  # moves that are looked at for one that fits in memory
-_CRITICAL = 0.9  # the share of moves that are of the critical path; the others make room for them
+_TRIES = 30  # moves that are considered to find one that fits in memory
+_CRITICAL = 0.9  # the share of moves on the critical path; the others make room for them
 
 
 def improve(
@@ -32,15 +32,15 @@ def improve(
     """The best objective found, and its rows.
 
     Args:
-        problem: what is asked.
-        rows: to begin with; they can be run, and fit in memory.
+        problem: the question.
+        rows: to start from; they can be run, and fit in memory.
         random: decides which moves are tried.
-        actions: how many are timed in all; it cools down with them.
-        limit: after how many of them it ends nevertheless.
-        done: asked before each; whether an objective is good enough, or the time is over.
-        heat: how much worse a step may be, at first, as a share of an action's time, on average.
-        reach: how many places of its row an action moves, on average. Few look into everything nearby; many find what
-            is far, such as a W that can fill a gap.
+        actions: how many are timed in total; the annealing cools down over them.
+        limit: after how many of them it ends in any case.
+        done: called before each move: whether an objective is good enough, or time is up.
+        heat: how much worse a step may initially be on average, as a share of an action's time.
+        reach: how many places along its row an action moves on average. Low values explore everything nearby; high ones
+            find what is far away, such as a W that can fill a gap.
     """
     rows = rows[:]
     timing = time_rows(problem, rows)
@@ -82,7 +82,7 @@ def _move(
             i = random.randrange(len(rows[rank]))
         row = rows[rank]
         if random.random() < _FILLING:
-            # Here the rank may have waited: a W from elsewhere may fill the gap.
+            # The rank may have waited here: a W from elsewhere may fill the gap.
             to, i = i, random.randrange(len(row))
             if row[i] % 3 < 2:
                 continue

@@ -1,4 +1,4 @@
-"""What is there already: the generators' schedules that answer the same question, and one that always does."""
+"""The known answers: the generators' schedules that answer the same question, and one that always does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.simulate.costs import StageCost
 class KnownSchedule:
     """A generator's schedule that fits in memory: its objective, and its rows.
 
-    None where it is more than rows: it has whole backwards, overlaps, or microbatches that do not ascend.
+    The rows are None if they cannot express it: it has whole backwards, overlaps, or microbatches that do not ascend.
     """
 
     schedule: Schedule
@@ -33,7 +33,7 @@ def known_schedules(problem: Problem, costs: StageCost | Sequence[StageCost], li
         chunks = problem.placement.depth // problem.ranks or 1
         try:
             schedule = generate(generator.name, problem.ranks, problem.microbatches, chunks, 1)
-        except ArgumentError:  # not for these numbers
+        except ArgumentError:  # does not work for these numbers
             continue
         if schedule.placement == problem.placement:
             found += _known(problem, schedule, costs, links)
@@ -41,11 +41,11 @@ def known_schedules(problem: Problem, costs: StageCost | Sequence[StageCost], li
 
 
 def one_by_one(problem: Problem, *, last_first: bool = False) -> Rows:
-    """A microbatch at a time, there and back: what fits in memory if anything does.
+    """One microbatch at a time, there and back: fits in memory if anything does.
 
     Args:
-        problem: what is asked.
-        last_first: begin with the last pipeline. In little memory no move leads from one order to the other.
+        problem: the question.
+        last_first: begin with the last pipeline. If memory is tight, no move leads from one order to the other.
     """
     placement = problem.placement
     rows: Rows = [[] for _ in range(problem.ranks)]
@@ -63,7 +63,7 @@ def one_by_one(problem: Problem, *, last_first: bool = False) -> Rows:
 def _known(
     problem: Problem, schedule: Schedule, costs: StageCost | Sequence[StageCost], links: Links
 ) -> Iterator[KnownSchedule]:
-    """As it is, and with its backwards split, which is never worse but for overlaps. What fits of these."""
+    """The schedule as it is and with its backwards split, which is never worse except for overlaps, if they fit."""
     split = split_backward(schedule)
     is_split = split.rows == schedule.rows and not any(any(row.joined) for row in schedule.rows)
     if not is_split and _fits(problem, schedule):
@@ -77,7 +77,7 @@ def _known(
 
 
 def _fits(problem: Problem, schedule: Schedule) -> bool:
-    """Whether a schedule of any computation stays within the memory limits."""
+    """Whether a schedule of any computations stays within the memory limits."""
     for row, limit in zip(schedule.rows, problem.limit, strict=True):
         memory = 0.0
         for stage, code in zip(row.stage, row.op, strict=True):

@@ -1,4 +1,4 @@
-"""Patterns to begin with, and changes to them: what a search over patterns tries."""
+"""Patterns to start from, and changes to them: what a search over patterns tries."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def period_seconds(problem: Problem) -> float:
 
 
 def horizon_seconds(problem: Problem) -> float:
-    """Longer than any pattern: a W that comes so late runs only in gaps, for memory's sake, and at the end."""
+    """Longer than any pattern: a W this late runs only in gaps, to free memory, and at the end."""
     return sum(problem.work_seconds) + sum(problem.lag)
 
 
 def sample(problem: Problem, random: Random) -> Pattern:
-    """A pattern at random: each chunk's forwards and backwards travel at a speed of their own."""
+    """A random pattern: each chunk's forwards and backwards travel at their own speed."""
     chunks, period = problem.chunks, period_seconds(problem)
     forward = [2 ** random.uniform(-0.3, 2.0) for _ in range(chunks)]
     backward = [2 ** random.uniform(-0.5, 2.5) for _ in range(chunks)]
-    # Down a V, a rank needs the more room for the second chunk the nearer it is to the turn.
+    # On a V, the nearer a rank is to the turn, the more room it needs for the second chunk.
     caps = [
         random.choice(((room, room), (room, 0.5), (room, random.random()), (room, 1 / problem.ranks)))
         for room in (random.choice((1.0, 1.0 - random.random() * 0.3)) for _ in range(chunks - 1))
@@ -46,7 +46,7 @@ def sample(problem: Problem, random: Random) -> Pattern:
 
 
 def vary(problem: Problem, pattern: Pattern, random: Random) -> Pattern:
-    """The pattern with a small change, or a few."""
+    """The pattern with one or a few small changes."""
     period = period_seconds(problem)
     kind = random.random()
     if kind < 0.15:
@@ -92,7 +92,7 @@ def pattern_of(problem: Problem, rows: Rows, timing: Timing) -> Pattern:
 def _travel(
     problem: Problem, forward: list[float], backward: list[float], turn: float
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Increments from stage to stage: each stage's own time, stretched by its chunk's factor, and the message's."""
+    """Increments from stage to stage: each stage's time, stretched by its chunk's factor, plus the message's."""
     down, up = [], []
     for stage in range(problem.stages):
         lane, chunk = 3 * stage, _chunk(problem, stage)
@@ -113,7 +113,7 @@ def _chunk(problem: Problem, stage: int) -> int:
 
 
 def _stages(problem: Problem, random: Random) -> range:
-    """Stages that are changed together: a chunk, all, or any piece."""
+    """Stages to change together: a chunk, all, or any contiguous piece."""
     kind = random.random()
     if kind < 0.6:
         size = math.ceil(problem.stages / problem.chunks)
@@ -126,7 +126,7 @@ def _stages(problem: Problem, random: Random) -> range:
 
 
 def _stretch(problem: Problem, pattern: Pattern, random: Random) -> Pattern:
-    """Faster or slower through some stages."""
+    """Makes the pattern faster or slower through some stages."""
     factor = 2 ** random.gauss(0, random.choice((0.05, 0.2, 0.6)))
     stages = _stages(problem, random)
     if random.random() < 0.5:
@@ -139,7 +139,7 @@ def _scaled(values: tuple[float, ...], where: range, factor: float) -> tuple[flo
 
 
 def _shift(problem: Problem, pattern: Pattern, random: Random, period: float) -> Pattern:
-    """One stage's F or I earlier or later; what travels on makes up for it."""
+    """Moves one stage's F or I earlier or later; the next stage makes up for it."""
     by = random.gauss(0, period * random.choice((0.03, 0.1, 0.3)))
     stage = random.randrange(problem.stages)
     if random.random() < 0.5:
@@ -155,7 +155,7 @@ def _shift(problem: Problem, pattern: Pattern, random: Random, period: float) ->
 
 
 def _later(problem: Problem, pattern: Pattern, random: Random, period: float) -> tuple[float, ...]:
-    """Weight gradients at once, in gaps only, or in between: on all stages or some."""
+    """Puts weight gradients right after I, only in gaps, or in between, on all stages or some."""
     new = _weights(problem, _late(problem, random))
     if random.random() < 0.6:
         return new
@@ -164,7 +164,7 @@ def _later(problem: Problem, pattern: Pattern, random: Random, period: float) ->
 
 
 def _late(problem: Problem, random: Random) -> float:
-    """How long after I a W may wait: not at all, for a gap, or some periods."""
+    """How long a W may wait after its I: not at all, until a gap, or some periods."""
     some = period_seconds(problem) * (2 ** random.uniform(-1.0, math.log2(2 * problem.ranks * problem.chunks)))
     return random.choice((0.0, math.inf, some, some))
 

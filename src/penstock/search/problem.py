@@ -1,8 +1,8 @@
 """The question that a search answers, as plain numbers: lanes, how long they take, what waits for what, what is held.
 
 A lane is one op of one stage: F, I or W. Its microbatches run in ascending order, so that gradients are added as one
-device adds them. A rank's order of work is then no more than a row of lanes: the k-th time that a lane occurs, it is
-its k-th microbatch's turn.
+device adds them. A rank's order of work is then just a row of lanes: the k-th time a lane occurs, its k-th microbatch
+runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.simulate import NO_COST, Links
 from penstock.simulate.costs import StageCost, cost_between, costs_by_stage
 
 Objective = Literal["makespan", "span"]
-"""What is made small: the last end of all from 0, or the largest, over ranks, from its first F to its last end."""
+"""What to minimize: the last end, counted from 0, or the maximum over ranks of the time from first F to last end."""
 
 Rows = list[list[int]]
 """For each rank, its lanes in order."""
@@ -35,13 +35,13 @@ class Problem:
 
     Attributes:
         placement, microbatches, objective: as asked.
-        seconds: of each lane.
-        need: the lane of another stage whose same microbatch comes first; -1 if there is none.
-        lag: from that one's end until the message is there, in seconds.
+        seconds: the duration of each lane.
+        need: the lane of another stage that must run the same microbatch first; -1 if there is none.
+        lag: from its end to the message's arrival, in seconds.
         feeds: the lane that needs this one; -1 if there is none.
-        count: the microbatches of each lane.
-        held: of each stage, what a microbatch keeps from F's start on.
-        kept: of each stage, the part of it that W frees; I frees the rest.
+        count: how many microbatches each lane has.
+        held: for each stage, what a microbatch keeps from the start of F.
+        kept: for each stage, the part of it that W frees; I frees the rest.
         limit: the most that each rank may hold.
     """
 
@@ -133,7 +133,7 @@ def problem(
     memory_limit: float | Sequence[float] | None = None,
     objective: Objective = "makespan",
 ) -> Problem:
-    """The question, from the arguments of `search`. Raises ArgumentError as it does."""
+    """The question, from the arguments of `search`. Raises ArgumentError like it."""
     if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
         raise ArgumentError(f"microbatches={microbatches!r}: expected a whole number of at least 1")
     if objective not in get_args(Objective):
@@ -142,7 +142,7 @@ def problem(
     need, lag, feeds = _messages(placement, by_stage, links)
     held = tuple(float(cost.activation_bytes) for cost in by_stage)
     kept = tuple(float(cost.weight_gradient_bytes) for cost in by_stage)
-    if not any(held):  # nothing is known of the memory, so activations are counted
+    if not any(held):  # nothing is known about memory, so activations are counted
         held = kept = (1.0,) * len(held)
     return Problem(
         placement,

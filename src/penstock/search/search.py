@@ -1,13 +1,13 @@
 """Costs, placement and memory -> the best schedule found: patterns first, single actions last.
 
-1. Every generator that has the placement and fits in memory is timed. The answer is never worse.
+1. Every generator with this placement that fits in memory is timed. The answer is never worse.
 2. Patterns are dispatched: those that the generators repeat, others at random, and then changes to the best.
 3. The best rows are improved by moving single actions.
-4. Where there are many microbatches, all this is done with fewer, and what the best rows repeat is repeated more often.
+4. If there are many microbatches, all this is done with fewer, and what the best rows repeat is repeated more often.
 
-It ends as soon as the lower bound is met. What is tried, and in which order, does not depend on the time there is:
-steps 2 to 4 are repeated in rounds, each four times as long as the one before, up to a length that is enough, and
-the time says only where they end. So more of it is never worse.
+It ends as soon as the lower bound is met. What is tried, and in which order, does not depend on the available time:
+steps 2 to 4 are repeated in rounds, each four times as long as the one before, up to a sufficient length, and the time
+decides only where they end. So more time is never worse.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from penstock.simulate.costs import StageCost
 
 _DISPATCH_SECONDS = 60e-6, 2.2e-6  # nominal, of a pattern and of each of its actions: what a time is worth must not
 _TIMED_SECONDS = 0.33e-6  # depend on the machine. And of an action that is timed
-_PATIENCE = 1.5  # times the seconds asked for, until the clock cuts off a machine that is slower
+_PATIENCE = 1.5  # times the seconds asked for, after which the clock cuts off a slower machine
 _PATTERN_SHARE = 0.3  # of the time: for patterns; the rest is for moves
-_FEW_SHARE = 0.8  # of the time: for fewer microbatches, where there are many
+_FEW_SHARE = 0.8  # of the time: for fewer microbatches, if there are many
 _FEW_A_RANK = 3  # microbatches: enough for a beginning, a steady state and an end
-_PATTERNS = 1000  # in a round, at most: more are worth less than another round that begins anew
+_PATTERNS = 1000  # in a round, at most: more are worth less than another round that starts afresh
 _FIRST_ROUND = 3.75 / 4**6  # seconds, so that the first seven rounds together take the five of the default
 _GROWTH = 4.0
 _SAMPLES = 0.2  # of the patterns: at random
 _MOVES = (0.01, 0.8), (0.1, 0.8), (0.1, 0.01), (0.1, 0.1)  # heat, and reach as a share of a row: of each run
-_STARTS = 2  # runs from different rows; the others go on from the best
+_STARTS = 2  # runs from different rows; the other runs go on from the best
 _LEAST_REACH = 3.0
 _STRETCHED = 4  # of the best with fewer microbatches
 _MET = 1 + 1e-9
@@ -64,27 +64,28 @@ def search(
     seconds: float = 5.0,
     seed: int = 0,
 ) -> Found:
-    """The best schedule that it can find within a memory limit and a time.
+    """The best schedule that can be found within a memory limit and a time.
 
     Backwards are split into I and W, and microbatches ascend on every pass of every stage. The same arguments give the
-    same answer: `seconds` is turned into a number of steps that take about that long. Only a machine that needs half as
-    long again is cut off by the clock, and `Found.cut_off` says so.
+    same answer: `seconds` is turned into a number of steps that take about that long. The clock cuts off only a machine
+    that needs half as long again, and `Found.cut_off` says so.
 
     Args:
         placement: which rank owns which stage.
         microbatches: how many.
-        costs: of every stage, or one for each. With several pipelines, of every stage of one, or of all.
-        links: between any two ranks, or by (rank that sends, rank that receives).
+        costs: one for every stage, or one each. With several pipelines, for the stages of one, or of all.
+        links: one cost between any two ranks, or costs by (sending rank, receiving rank).
         memory_limit: the most that a rank may hold in activations, or one for each rank, in the unit of
-            `StageCost.activation_bytes`; where these are all 0, in activations of one microbatch on one stage, each
-            held until W. None: there is no limit.
-        objective: "makespan", the last end from 0; or "span", the largest, over ranks, from first F to last end.
-        seconds: how long it may take, about, besides making the schedules that have a name: with dozens of ranks on a V
-            some seconds more.
+            `StageCost.activation_bytes`; if these are all 0, in activations of one microbatch on one stage, each held
+            until W. None: no limit.
+        objective: "makespan", the last end, counted from 0; or "span", the maximum over ranks of the time from first F
+            to last end.
+        seconds: how long it may take, roughly, not counting the generation of named schedules: some seconds more with
+            dozens of ranks on a V.
         seed: of its random choices.
 
     Raises:
-        ArgumentError: an argument is wrong, or not one microbatch fits in a rank's memory limit.
+        ArgumentError: an argument is wrong, or a rank's memory limit has no room for even one microbatch.
     """
     began = time.monotonic()
     if not (isinstance(seconds, int | float) and 0 < seconds < math.inf):
@@ -118,7 +119,7 @@ def search(
 
 
 def _overlapped(asked: Problem, costs: StageCost | Sequence[StageCost]) -> Problem:
-    """The question with all actions as short as the shortest overlap could make them: what the bound has to allow."""
+    """The question with all actions as short as the shortest overlap could make them, which the bound allows for."""
     given = [costs] if isinstance(costs, StageCost) else costs
     both = [cost.overlapped_seconds for cost in given if cost.overlapped_seconds is not None]
     apart = max(cost.forward_seconds for cost in given) + max(cost.backward_seconds for cost in given)
@@ -128,7 +129,7 @@ def _overlapped(asked: Problem, costs: StageCost | Sequence[StageCost]) -> Probl
 
 
 class _Budget:
-    """What there is time for, in nominal seconds: in all, and in a round."""
+    """What there is time for, in nominal seconds: in total, and in a round."""
 
     def __init__(self, began: float, seconds: float, seed: int) -> None:
         self._deadline = began + seconds * _PATIENCE
@@ -141,7 +142,7 @@ class _Budget:
         return self._left <= 0 or self.cut_off
 
     def rounds(self, problem: Problem, share: float) -> Iterator[None]:
-        """Begins a round after the other until the time is over; `share` of each is for the problem."""
+        """Begins one round after another until time is up; `share` of each is for the problem."""
         longest = _PATTERNS * _pattern_seconds(problem) / (_PATTERN_SHARE * share)
         for number in count():
             if self.is_over:
@@ -151,20 +152,20 @@ class _Budget:
             yield
 
     def patterns(self, problem: Problem, share: float) -> int:
-        """How many patterns a share of the round is worth; 0 where the time that is left is not enough for them."""
+        """How many patterns a share of the round is worth; 0 if the remaining time is not enough for them."""
         one = _pattern_seconds(problem)
         patterns = max(1, int(self._round * share / one))
         self._left -= patterns * one
         return patterns if self._left > 0 else 0
 
     def actions(self, share: float) -> tuple[float, float]:
-        """How many actions can be timed in a share of the round, and in the time that is left of all."""
+        """How many actions can be timed in a share of the round, and in the total time left."""
         planned, most = self._round * share / _TIMED_SECONDS, max(0.0, self._left) / _TIMED_SECONDS
         self._left -= self._round * share
         return planned, most
 
     def until(self, target: float) -> Callable[[float], bool]:
-        """Whether to stop with an objective: it is as good as `target`, or the clock says so."""
+        """A function that tells whether to stop at an objective: it is as good as `target`, or time is up."""
 
         def done(cost: float) -> bool:
             if cost <= target * _MET:
@@ -182,7 +183,7 @@ def _pattern_seconds(problem: Problem) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """What is asked, and what no rows can beat."""
+    """The question, and the bound that no rows can beat."""
 
     problem: Problem
     bound: float
@@ -218,8 +219,8 @@ def _best_rows(
 def _stretched(
     question: _Question, fewer: _Question, begin: list[_Answer], answers: list[_Answer], budget: _Budget
 ) -> list[_Answer]:
-    """Better answers than some, in a round: found with fewer microbatches, whose middle is repeated more often."""
-    met = fewer.is_met(begin)  # then there is nothing to gain with fewer
+    """Answers of a round that are found with fewer microbatches, whose middle is then repeated more often."""
+    met = fewer.is_met(begin)  # if so, there is nothing to gain with fewer
     found = begin if met else begin + _found(fewer, begin, budget, _FEW_SHARE)
     if budget.is_over:  # what was cut short is not what more time would have stretched
         return []
@@ -233,14 +234,14 @@ def _stretched(
 
 
 def _timed(asked: Problem, known: list[KnownSchedule]) -> list[_Answer]:
-    """The objectives of the known schedules that are rows, and of one microbatch after the other."""
+    """The objectives of the known schedules that have rows, and of running one microbatch after another."""
     rows = [entry.rows for entry in known if entry.rows is not None]
     rows += [one_by_one(asked, last_first=last_first) for last_first in (False, True)]
     return [(timing.cost, one) for one in rows if (timing := time_rows(asked, one)) is not None]
 
 
 def _found(question: _Question, known: list[_Answer], budget: _Budget, share: float) -> list[_Answer]:
-    """Others, in a share of a round; none where the time that is left is not enough for its patterns."""
+    """Other answers, in a share of a round; none if the remaining time is not enough for its patterns."""
     asked, patterns = question.problem, []
     if question.is_met(known) or not (steps := budget.patterns(asked, share * _PATTERN_SHARE)):
         return []

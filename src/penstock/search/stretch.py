@@ -10,11 +10,11 @@ import math
 from penstock.search.problem import Problem, Rows
 from penstock.search.timing import Timing, fits, time_rows
 
-_CUTS = 12  # moments that are tried
+_CUTS = 12  # moments to try
 
 
 def stretch(few: Problem, rows: Rows, many: Problem) -> tuple[float, Rows] | None:
-    """The best objective and the rows of `many`, whose middle repeats what `rows` do there; None if none can be run.
+    """The best objective and the rows for `many`, whose middle repeats that of `rows`; None if no such rows can run.
 
     Args:
         few: the question that `rows` answer.

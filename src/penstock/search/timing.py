@@ -1,6 +1,6 @@
-"""When fixed rows run, and how good that is: what the search asks thousands of times, so on plain lists.
+"""When given rows run, and how good that is. The search asks this thousands of times, so it uses plain lists.
 
-The final answer is timed by `penstock.simulate`; this agrees with it.
+The final answer is timed by `penstock.simulate`, which agrees with this.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from penstock.search.problem import Problem, Rows
 
-_EVENNESS = 0.005  # how much the mean over ranks counts beside the largest: it tells two plateaus apart
+_EVENNESS = 0.005  # the weight of the mean over ranks next to the largest: it tells two plateaus apart
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Of rows that run.
+    """The timing of rows that can be run.
 
     Attributes:
         starts, ends: for each lane, when each microbatch starts and ends.
@@ -34,7 +34,7 @@ class Timing:
 
 @dataclass(slots=True)
 class Effort:
-    """How many actions were timed: how long a search takes, whatever the machine."""
+    """How many actions were timed: a measure of search time that does not depend on the machine."""
 
     actions: int = 0
 
@@ -47,17 +47,17 @@ def time_rows(
     since: float = 0.0,
     effort: Effort | None = None,
 ) -> Timing | None:
-    """When each action runs, if it starts as soon as it can.
+    """When each action runs if it starts as soon as it can.
 
     None if ranks wait for each other in a circle, or an action waits for a later one of its own rank, or the objective
     exceeds `most`.
 
     Args:
-        problem: what is asked.
+        problem: the question.
         rows: the lanes of each rank.
-        most: the timing stops once it is certain that the objective exceeds this.
-        before, since: the timing of rows that differ only in actions that started at `since` or later: whatever
-            started sooner is taken from there.
+        most: timing stops once it is certain that the objective exceeds this.
+        before, since: the timing of rows that differ only in actions that started at `since` or later; everything
+            earlier is taken from there.
         effort: counts the actions that were timed.
     """
     seconds, need, lag = problem.seconds, problem.need, problem.lag
@@ -113,7 +113,7 @@ def time_rows(
 def _resumed(
     problem: Problem, before: Timing | None, since: float
 ) -> tuple[list[list[float]], list[list[float]], list[int], list[float], list[float]]:
-    """What has started before a moment: starts and ends by lane; by rank, how many, its last end, and its waiting."""
+    """What had started before a moment: starts and ends by lane; by rank, how many, the last end, and the waits."""
     ranks = range(problem.ranks)
     if before is None:
         empty: list[list[float]] = [[] for _ in problem.seconds]
@@ -157,7 +157,7 @@ def fits(problem: Problem, rank: int, row: list[int]) -> bool:
 
 
 class Places:
-    """Which microbatch each place of a row is, and where in its row each microbatch of a lane is.
+    """Which microbatch each place in a row is, and where in its row each microbatch of a lane is.
 
     Attributes:
         number: for each rank, the microbatches of its row in order.
@@ -171,7 +171,7 @@ class Places:
             self.update(rank, row)
 
     def update(self, rank: int, row: list[int]) -> None:
-        """The rank has another row now, of the same actions."""
+        """Records that the rank has a new row of the same actions."""
         for lane in set(row):
             self.index[lane] = []
         numbers = []

@@ -1,6 +1,6 @@
-"""When a schedule's actions would run, given what they cost: time, memory, and why ranks wait.
+"""When a schedule's actions would run, given their costs: time, memory, and why ranks wait.
 
-Names are loaded when they are first used: costs need the standard library only, the simulator numpy.
+Names are loaded on first use: costs need only the standard library, the simulator needs numpy.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A schedule's computation as numpy columns, one entry an action: what the simulation and its analyses run on.
+"""A schedule's computations as numpy columns, one entry per action: what the simulation and its analyses run on.
 
-What an action waits for comes from the one table, `penstock.schedule.dependencies.NEEDS`, looked up for whole columns.
+What an action waits for comes from the table `penstock.schedule.dependencies.NEEDS`, looked up for whole columns.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Columns:
 
     Attributes:
         rows: the actions of each rank, without messages and reductions.
-        first: the first node of each rank, and the number of nodes at the end.
+        first: the first node of each rank, then the number of nodes.
         rank, op, stage: of each node; `op` holds `Op.code`.
         joined: whether a node overlaps with the next one.
         need: the node on another rank that each node waits for; -1 if there is none. There is never more than one, and
-            no two ranks wait for the same node: a forward goes to one stage, and so does a gradient.
+            no two ranks wait for the same node: a forward feeds one stage, and so does a gradient.
     """
 
     rows: tuple[Row, ...]
@@ -62,7 +62,7 @@ class Columns:
         placed = placed and bool((np.array(schedule.placement.rank_of)[stage] == rank).all())
         need = _needs(schedule, rank, op, stage, number) if placed else None
         if need is None:
-            runnable_order(Dependencies(schedule.with_rows(rows)))  # says what is missing, or waits for itself
+            runnable_order(Dependencies(schedule.with_rows(rows)))  # reports what is missing, or waits for itself
             raise ScheduleError(
                 f"schedule {schedule.name!r} has actions out of range or on a rank that does not own their stage; "
                 "penstock.schedule.check says which"
@@ -82,14 +82,14 @@ def _compute_only(row: Row) -> Row:
 
 
 def _needs(schedule: Schedule, rank: Ints, op: Ints, stage: Ints, number: Ints) -> Ints | None:
-    """For each node the one that it waits for on another rank, or -1. None if a need is missing or comes too late."""
+    """For each node, the one that it waits for on another rank, or -1. None if a need is missing or comes too late."""
     place = stage * schedule.numbers + number
     nodes = {kind: np.flatnonzero(op == kind.code) for kind in COMPUTE}
     table = {}
     for kind, chosen in nodes.items():
         if len(chosen):
             table[kind] = np.full(schedule.stages * schedule.numbers, -1)
-            table[kind][place[chosen[::-1]]] = chosen[::-1]  # of an action that occurs twice, the first counts
+            table[kind][place[chosen[::-1]]] = chosen[::-1]  # if an action occurs twice, the first counts
     remote = np.full(len(op), -1)
     for kind in table:
         for where, ops in _found(schedule, stage[nodes[kind]], number[nodes[kind]], kind):

@@ -1,4 +1,4 @@
-"""What work costs: the numbers that turn a schedule into a timeline. Seconds and bytes, nothing else."""
+"""Costs: the numbers that turn a schedule into a timeline. Only seconds and bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.errors import ArgumentError
 from penstock.schedule import Placement
 
 BOUND = 1e100
-"""Costs are below it, and bandwidths above its inverse: sums, and sizes divided by bandwidths, stay finite."""
+"""Costs are below this, and bandwidths above its inverse, so that sums and quotients stay finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +21,13 @@ class StageCost:
         forward_seconds: F.
         backward_input_seconds: I, the gradient of the stage's inputs.
         backward_weight_seconds: W, the gradient of its parameters.
-        output_bytes: what goes to the next stage; the gradient that comes back is as large.
-        activation_bytes: what a microbatch keeps on the stage from F's start on, until its backward has ended.
-        weight_gradient_bytes: the part of `activation_bytes` that W needs: where the backward is split, the rest is
-            free when I ends, and this when W does.
+        output_bytes: what goes to the next stage; the gradient that comes back has the same size.
+        activation_bytes: what a microbatch keeps on the stage from the start of F to the end of its backward.
+        weight_gradient_bytes: the part of `activation_bytes` that W needs: if the backward is split, the rest is freed
+            when I ends, and this when W does.
         parameter_bytes, gradient_bytes, optimizer_bytes: what the stage holds all the time.
-        overlapped_seconds: F together with the backward of another microbatch, where a schedule lets them overlap;
-            None: as long as one after the other.
+        overlapped_seconds: F together with the backward of another microbatch, if a schedule overlaps them; None: as
+            long as one after the other.
 
     Raises:
         ArgumentError: a cost is negative or beyond `BOUND`, or W needs more activations than there are.
@@ -80,12 +80,12 @@ class LinkCost:
             refuse_extreme("bandwidth", self.bytes_per_second, f"bytes_per_second={self.bytes_per_second}")
 
     def seconds(self, message_bytes: float) -> float:
-        """From the send of a message until it has arrived."""
+        """From the send of a message to its arrival."""
         return self.latency_seconds + message_bytes / self.bytes_per_second
 
 
 def refuse_extreme(name: str, value: float, given: str) -> None:
-    """Refuses what could make a sum or a quotient infinite; `given` is the number as it was given.
+    """Refuses numbers that could make a sum or a quotient infinite; `given` is the number as the user wrote it.
 
     Raises:
         ArgumentError: a number is not below `BOUND`, or a "bandwidth" not above its inverse.
@@ -103,14 +103,14 @@ def _check(name: str, value: float) -> None:
 
 
 NO_COST = LinkCost(0.0)
-"""Messages that arrive as they are sent."""
+"""Messages arrive the moment they are sent."""
 
 Links = LinkCost | Mapping[tuple[int, int], LinkCost]
-"""One cost for all links, or one for each that is used, by (rank that sends, rank that receives)."""
+"""One cost for all links, or one for each link in use, by (sending rank, receiving rank)."""
 
 
 def costs_by_stage(placement: Placement, costs: StageCost | Sequence[StageCost]) -> list[StageCost]:
-    """One cost for each stage, copies included. Raises ArgumentError if there are too few or too many."""
+    """One cost per stage, copies included. Raises ArgumentError if there are too few or too many."""
     if isinstance(costs, StageCost):
         return [costs] * placement.stages
     given = list(costs) * (placement.pipelines if len(costs) == placement.depth else 1)
@@ -120,7 +120,7 @@ def costs_by_stage(placement: Placement, costs: StageCost | Sequence[StageCost])
 
 
 def cost_between(links: Links, source_rank: int, target_rank: int) -> LinkCost:
-    """What a message costs. Raises ArgumentError if `links` has no cost from one of the ranks to the other."""
+    """What a message costs. Raises ArgumentError if `links` has no cost from the one rank to the other."""
     link = links if isinstance(links, LinkCost) else links.get((source_rank, target_rank))
     if link is None:
         raise ArgumentError(

@@ -1,4 +1,4 @@
-"""How much memory each rank needs over time: what stays, and the activations that come and go."""
+"""How much memory each rank needs over time: a constant part, and activations that come and go."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from penstock.simulate.costs import StageCost, costs_by_stage
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The memory of one rank, each kind on a line of its own, in the unit of the costs (bytes).
+    """The memory of one rank by kind, in the unit of the costs (bytes).
 
     Attributes:
         parameters, gradients, optimizer: of all its stages, all the time.
         seconds: when the activations change.
-        activations: how much they are from then on, until the next change.
+        activations: their size from then until the next change.
     """
 
     parameters: float
@@ -35,19 +35,19 @@ class Memory:
 
     @property
     def peak(self) -> float:
-        """The most that the rank needs at a time."""
+        """The most that the rank needs at once."""
         return self.parameters + self.gradients + self.optimizer + self.peak_activations
 
 
 def memory(schedule: Schedule, costs: StageCost | Sequence[StageCost], timeline: Timeline) -> list[Memory]:
     """The memory of each rank over the timeline.
 
-    A microbatch's `activation_bytes` are there from the start of its F until the end of its B; where the backward is
-    split, all but `weight_gradient_bytes` go at the end of I, and these at the end of W. On a stage without backward
-    they go at the end of F.
+    A microbatch's `activation_bytes` are held from the start of its F to the end of its B; if the backward is split,
+    all but `weight_gradient_bytes` are freed at the end of I, and these at the end of W. On a stage without a backward
+    they are freed at the end of F.
 
     Args:
-        schedule: what the timeline shows.
+        schedule: the one that the timeline shows.
         costs: as for `simulate`.
         timeline: simulated or real.
 
@@ -56,7 +56,7 @@ def memory(schedule: Schedule, costs: StageCost | Sequence[StageCost], timeline:
     """
     by_stage = costs_by_stage(schedule.placement, costs)
     kept = stages_with_backward(schedule)
-    table = np.zeros((2, len(Op), schedule.stages))  # what comes at the start, and what goes at the end
+    table = np.zeros((2, len(Op), schedule.stages))  # what is taken at the start, and freed at the end
     for stage, cost in enumerate(by_stage):
         table[0, Op.F.code, stage] = cost.activation_bytes
         table[1, Op.F.code, stage] = 0 if stage in kept else cost.activation_bytes
@@ -81,7 +81,7 @@ def memory(schedule: Schedule, costs: StageCost | Sequence[StageCost], timeline:
 
 
 def _course(table: Floats, op: Ints, stage: Ints, start: Floats, end: Floats) -> tuple[Floats, Floats]:
-    """When activations change, and to what. A rank's actions follow each other, so their order is that of time."""
+    """When activations change, and to what. A rank runs one action after another, so its nodes are in order of time."""
     moments = np.stack([start, end], axis=1).ravel()
     changes = np.stack([table[0, op, stage], -table[1, op, stage]], axis=1).ravel()
     changed = changes != 0

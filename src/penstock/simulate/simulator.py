@@ -1,4 +1,4 @@
-"""Schedule and costs -> Timeline: each action starts as soon as its rank and all that it waits for allow."""
+"""Schedule and costs -> Timeline: each action starts as soon as its rank and everything that it waits for allow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.simulate.columns import Columns, Floats, Ints
 from penstock.simulate.costs import NO_COST, LinkCost, Links, StageCost, cost_between, costs_by_stage
 
 _NOT_RUN = -1.0
-"""In place of the time at which a node's output has left: it has not run. Below that: so has not, and a rank sleeps."""
+"""Instead of the time when a node's output left: it has not run. Anything lower: the same, and a rank sleeps on it."""
 
 
 def simulate(
@@ -27,11 +27,11 @@ def simulate(
     *,
     contended: bool = False,
 ) -> Timeline:
-    """The timeline of a schedule in which every action starts as soon as its rank and all that it waits for allow.
+    """The timeline of a schedule whose actions all start as soon as their rank and everything they wait for allow.
 
-    A dependency that crosses ranks costs its link once. The schedule's own messages, if it has any, are left out: what
-    they cost is the link's. Reductions take no time and are left out too. Two actions that overlap start together and
-    end together; within, the timeline shows them one after the other.
+    A dependency that crosses ranks costs its link once. The schedule's own messages, if it has any, are left out: the
+    link accounts for their cost. Reductions take no time and are left out too. Two actions that overlap start together
+    and end together; in between, the timeline shows them one after the other.
 
     >>> from penstock.schedule import generate
     >>> from penstock.simulate import StageCost
@@ -47,13 +47,13 @@ def simulate(
 
     Args:
         schedule: with or without messages.
-        costs: of every stage, or one for each. With several pipelines, of every stage of one, or of all.
-        links: between any two ranks, or by (rank that sends, rank that receives).
-        contended: a link carries one message at a time, in the order in which they were made; else as many as come.
-            Only what bandwidth takes is exclusive: latencies of messages pass together.
+        costs: one for every stage, or one each. With several pipelines, for the stages of one, or of all.
+        links: one cost between any two ranks, or costs by (sending rank, receiving rank).
+        contended: a link carries one message at a time, in the order in which they were produced; otherwise any number.
+            Only the time that bandwidth takes is exclusive: the latencies of messages overlap.
 
     Raises:
-        ArgumentError: not one cost for each stage, or a link that is used has no cost.
+        ArgumentError: not one cost for each stage, or a link in use has no cost.
         ScheduleError: the schedule cannot be run.
     """
     by_stage = costs_by_stage(schedule.placement, costs)
@@ -61,7 +61,7 @@ def simulate(
     wire, latency = _link_seconds(columns, by_stage, links)
     ran = _run(columns, _durations(columns, by_stage), wire, latency, contended=contended)
     if ran is None:
-        runnable_order(Dependencies(schedule.with_rows(columns.rows)))  # says who waits for whom
+        runnable_order(Dependencies(schedule.with_rows(columns.rows)))  # reports which action waits for which
         raise ScheduleError(
             f"schedule {schedule.name!r} has a deadlock: the backward of an overlap waits for what its own "
             "forward must come before; write the two as separate actions"
@@ -77,7 +77,7 @@ def simulate(
 
 
 def _durations(columns: Columns, costs: Sequence[StageCost]) -> Floats:
-    """Of each node. Of two that overlap, each one's share of the time that both take."""
+    """The duration of each node. For two that overlap, each one's share of the time that both take."""
     table = np.zeros((len(Op), len(costs)))
     for stage, cost in enumerate(costs):
         table[Op.F.code, stage] = cost.forward_seconds
@@ -92,12 +92,12 @@ def _durations(columns: Columns, costs: Sequence[StageCost]) -> Floats:
     share = np.divide(seconds[pairs], both, out=np.full(len(pairs), 0.5), where=both > 0)
     total = fused[columns.stage[pairs]]
     seconds[pairs] = total * share
-    seconds[pairs + 1] = total - seconds[pairs]  # so that the end of both does not depend on how the share was rounded
+    seconds[pairs + 1] = total - seconds[pairs]  # so that their end does not depend on how the share was rounded
     return np.asarray(seconds)
 
 
 def _link_seconds(columns: Columns, costs: Sequence[StageCost], links: Links) -> tuple[Floats, Floats]:
-    """For each node that another rank waits for: how long its message takes the wire, and its latency."""
+    """For each node that another rank waits for: how long its message occupies the wire, and its latency."""
     wire, latency = np.zeros(len(columns.need)), np.zeros(len(columns.need))
     used = np.flatnonzero(columns.need >= 0)
     made = columns.need[used]
@@ -121,14 +121,14 @@ def _run(
 ) -> tuple[Floats, Floats] | None:
     """When each node starts and ends; None if the ranks wait for each other in a circle.
 
-    Each rank is a coroutine, which runs ahead until it comes to an action whose need has not been run, and is resumed
-    by whoever runs that. All that it reads and writes for each node is in arrays: lists of millions of numbers would
-    lie all over the memory, and the processor would wait for them most of the time.
+    Each rank is a coroutine that runs ahead until it reaches an action whose need has not run, and is resumed by the
+    rank that runs it. Everything that it reads and writes for a node is in arrays: lists of millions of numbers would
+    be scattered over memory, and the processor would wait for them most of the time.
     """
     first = columns.first.tolist()
     second, hold = _overlaps(columns, durations)
     crossing = columns.need >= 0
-    lag = np.zeros(first[-1])  # from the moment in `left` until the message is there
+    lag = np.zeros(first[-1])  # from the time in `left` to the message's arrival
     lag[crossing] = (latency if contended else latency + wire + hold)[columns.need[crossing]]
     needs, lags, seconds = (_array(column) for column in (columns.need, lag, durations))
     left = array("d", [_NOT_RUN]) * first[-1]
@@ -172,12 +172,12 @@ def _run(
 
 
 def _array(column: Ints | Floats) -> array[Any]:
-    """The same numbers for Python, which reads single ones from arrays of its own faster than from numpy's."""
+    """The same numbers as a Python array, from which Python reads single ones faster than from numpy's."""
     return array(column.dtype.char, column.tobytes())
 
 
 def _starts(columns: Columns, ends: Floats, left: Floats, lag: Floats) -> Floats:
-    """When each node started: when its rank was free and what it, and what overlaps with it, waits for was there."""
+    """When each node started: its rank was free, and everything that it and its overlap wait for was there."""
     ready = np.where(columns.need >= 0, left[columns.need] + lag, 0.0)
     pairs = np.flatnonzero(columns.joined)
     ready[pairs] = np.maximum(ready[pairs], ready[pairs + 1])
@@ -187,7 +187,7 @@ def _starts(columns: Columns, ends: Floats, left: Floats, lag: Floats) -> Floats
 
 
 def _contended(columns: Columns, wire: Floats, hold: Floats) -> Callable[[int, float], float]:
-    """What tells when the message of a node that has just ended has left: its link must be free to take it."""
+    """Returns a function that tells when the message of a node that has just ended leaves: once its link is free."""
     channel, wires, held = (_array(column) for column in (_channels(columns), wire, hold))
     free: defaultdict[int, float] = defaultdict(float)
 
@@ -201,7 +201,7 @@ def _contended(columns: Columns, wire: Floats, hold: Floats) -> Callable[[int, f
 
 
 def _overlaps(columns: Columns, durations: Floats) -> tuple[dict[int, int], Floats]:
-    """For the first of two nodes that overlap: what the second waits for, and how much longer the second takes.
+    """For the first of two overlapping nodes: what the second waits for, and how much longer the second takes.
 
     Both start when both can, and the first one's output leaves when both end.
     """
@@ -212,7 +212,7 @@ def _overlaps(columns: Columns, durations: Floats) -> tuple[dict[int, int], Floa
 
 
 def _channels(columns: Columns) -> Ints:
-    """The number of the link that each node's message takes; -1 if no other rank waits for it."""
+    """The number of the link that carries each node's message; -1 if no other rank waits for it."""
     used = np.flatnonzero(columns.need >= 0)
     made = columns.need[used]
     channel = np.full(len(columns.need), -1)

@@ -1,7 +1,6 @@
-"""Why ranks wait: each gap of a timeline with its cause, and the chain of actions that the whole waits for.
+"""Why ranks wait: the cause of each gap in a timeline, and the chain of actions that determines its length.
 
-Both look at nothing but the timeline and the dependencies of its actions, so that they explain a simulated run and a
-real one alike.
+Both use only the timeline and the dependencies of its actions, so they explain simulated and real runs alike.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ class Cause(Enum):
 
 
 def idle(schedule: Schedule, timeline: Timeline) -> list[dict[Cause, float]]:
-    """For each rank, how many seconds it idled for which cause; together with its work this is the makespan.
+    """For each rank, how many seconds it idled for which cause; together with its work these add up to the makespan.
 
-    Before its first action a rank warms up; after its last one it cools down. In between, before an action that waits
-    for another rank's F (or B, or I), it waits for that forward (backward) until that has ended, and from then on for
-    the link. What is left, as where a real rank was merely slow to go on, is other.
+    Before its first action a rank warms up; after its last one it cools down. In between, before an action that needs
+    another rank's F (or B, or I), it waits for that forward (backward) until it has ended, and from then on for the
+    link. The rest, such as a real rank that was merely slow to continue, is "other".
 
     Args:
-        schedule: what the timeline shows; messages make no difference.
+        schedule: the one that the timeline shows; messages make no difference.
         timeline: simulated or real.
 
     Raises:
         ScheduleError: the schedule cannot be run.
-        ArgumentError: ranks took turns in one process, and none waited for another.
+        ArgumentError: ranks took turns in one process, so none waited for another.
     """
     columns, starts, ends = _columns(schedule, timeline)
     before = _ends_before(columns, ends)
@@ -74,25 +73,25 @@ def idle(schedule: Schedule, timeline: Timeline) -> list[dict[Cause, float]]:
 
 @dataclass(frozen=True, slots=True)
 class CriticalPath:
-    """The chain of actions that ends last: making any of them shorter makes the whole shorter, if no other is as long.
+    """The chain of actions that ends last: shortening any of them shortens the run, unless another chain is as long.
 
     Attributes:
         spans: the actions, in order.
-        link_seconds: how long the path was under way between ranks, or otherwise between two actions.
+        link_seconds: how long the path spent between ranks, or otherwise between two actions.
     """
 
     spans: tuple[Span, ...]
     link_seconds: float
 
     def seconds(self, op: Op) -> float:
-        """How long the path is in one op."""
+        """How long the path spends in one op."""
         return sum(s.end_seconds - s.start_seconds for s in self.spans if s.action.op is op)
 
 
 def critical_path(schedule: Schedule, timeline: Timeline) -> CriticalPath:
-    """The critical path of a timeline: from its last end backwards, always to what the action had waited for.
+    """The critical path of a timeline: from its last end backwards, each time to what the action had waited for.
 
-    Args and errors as of `idle`.
+    Args and errors as for `idle`.
     """
     columns, starts, ends = _columns(schedule, timeline)
     before = _ends_before(columns, ends)
@@ -104,11 +103,12 @@ def critical_path(schedule: Schedule, timeline: Timeline) -> CriticalPath:
     while node >= 0:
         path.append(node)
         other = int(need[node])
-        # The rank was busy with the action before until it could start, or else it waited for the other rank's.
+        # Either the rank was busy with the previous action until this one could start, or it waited for the other
+        # rank's.
         waited = other >= 0 and starts[node] > before[node]
         previous = other if waited else node - 1 if node not in first else -1
         if waited and columns.joined[other]:
-            previous += 1  # the output of two that overlap left when both had ended
+            previous += 1  # the output of two overlapping actions left when both had ended
         link += float(starts[node] - (ends[previous] if previous >= 0 else 0.0))
         node = previous
     spans = []
@@ -136,14 +136,14 @@ def _columns(schedule: Schedule, timeline: Timeline) -> tuple[Columns, Floats, F
 
 
 def _ends_before(columns: Columns, ends: Floats) -> Floats:
-    """When the action before each node, on its rank, ended; 0 for the first."""
+    """When the previous action on each node's rank ended; 0 for the first."""
     before = np.concatenate([[0.0], ends[:-1]])[: len(ends)]
     before[columns.first[:-1][np.diff(columns.first) > 0]] = 0.0
     return np.asarray(before)
 
 
 def _leaving(columns: Columns, ends: Floats) -> Floats:
-    """When the output of each node leaves: at its end, or when the one that overlaps with it has ended too."""
+    """When the output of each node leaves: at its end, or when the node that overlaps with it has ended too."""
     pairs = np.flatnonzero(columns.joined)
     leaving = ends.copy()
     leaving[pairs] = ends[pairs + 1]
@@ -151,7 +151,7 @@ def _leaving(columns: Columns, ends: Floats) -> Floats:
 
 
 def _binding(columns: Columns, ends: Floats) -> Ints:
-    """What each node waited for on another rank: of two nodes that overlap, the later one of both needs."""
+    """What each node waited for on another rank: for two overlapping nodes, the later of their needs."""
     need = columns.need.copy()
     for node in np.flatnonzero(columns.joined).tolist():
         one, two = need[node], need[node + 1]

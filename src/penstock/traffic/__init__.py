@@ -1,4 +1,4 @@
-"""What a model's training step sends, as a workload for `penstock.fabric`: from its layers, stages and schedule.
+"""What a model's training step sends, as a workload for `penstock.fabric`, from its layers, stages and schedule.
 
 layers.py    the layers, in the order in which the forward uses them
 gradients.py what replicas of them send each other
@@ -28,11 +28,12 @@ from penstock.words import counted
 __all__ = ["DDP_BUCKET_BYTES", "Compute", "Traffic", "from_model"]
 
 Traffic = Literal["gradients", "pipeline", "tensor", "sharded"]
-"""What is sent: each layer's gradients, as data-parallel training does; all that a pipeline and its replicas do; each
-layer's activations, as tensor parallelism does; or each layer's parameters and gradients, as sharding does."""
+"""What is sent: each layer's gradients, as in data-parallel training; everything that a pipeline and its replicas send;
+each layer's activations, as in tensor parallelism; or each layer's parameters and gradients, as in sharding.
+"""
 
 Compute = Literal["none", "measure"] | float
-"""No time; measured here; or the seconds of a stage's forward of one microbatch, of which backward takes twice."""
+"""No time; measured here; or the seconds of a stage's forward of one microbatch (its backward takes twice that)."""
 
 
 def from_model(
@@ -55,36 +56,37 @@ def from_model(
     bucket_bytes: int | None = None,
     compute: Compute = "none",
 ) -> Workload:
-    """The transfers of one training step of a model, in order. Nothing is computed, except to measure.
+    """The transfers of one training step of a model, in order. Nothing is computed, except for measuring.
 
     "gradients": replicas of the whole model (or, with `ranks`, of its stages) sum each layer's gradients, in the order
-    in which backward ends with them. A layer is a module that holds parameters itself; frozen parameters are left out,
-    and tied ones sent once. Sharded: each layer's parameters are gathered for the forward, and again for the backward,
-    which scatters its gradients.
+    in which backward finishes them. A layer is a module that holds parameters itself; frozen parameters are left out,
+    and tied ones are sent once. Sharded: each layer's parameters are gathered for the forward, and again for the
+    backward, which scatters its gradients.
 
-    "pipeline": activations and their gradients from stage to stage as the schedule has it, sums of tied parameters'
-    gradients among the ranks that hold them, and sums of each stage's gradients over the replicas after its last
-    backward. Sharded: a stage's parameters are gathered before its first forward, its gradients scattered in its last
-    backward.
+    "pipeline": activations and their gradients from stage to stage in the order of the schedule, sums of tied
+    parameters' gradients among the ranks that hold them, and sums of each stage's gradients over the replicas after its
+    last backward. Sharded: a stage's parameters are gathered before its first forward, its gradients scattered in its
+    last backward.
 
-    "tensor": all hosts divide each layer's matrix, and put activations and their gradients together; see `tensor`.
+    "tensor": each layer's matrix is divided among all hosts, which combine activations and their gradients; see
+    `tensor`.
 
     "sharded": "gradients" with `sharded=True`.
 
     Args:
         model, args, kwargs: a module, or a list of layers, and the inputs of one microbatch.
         hosts: ranks * replicas. Replica d has the hosts d * ranks to (d + 1) * ranks - 1, as a mesh (dp, pp) has them.
-        ranks: of each pipeline.
-        replicas: None: hosts / ranks.
+        ranks: how many each pipeline has.
+        replicas: how many pipelines; None: hosts / ranks.
         schedule, microbatches, chunks, cuts, leaves, opens, balance: as `penstock.pipeline` takes them. Without a
             pipeline, microbatches (1 by default) are those whose gradients are accumulated before they are sent.
-        sharded: the replicas divide parameters among themselves, as FSDP2 does (`fully_shard`).
-        bucket_bytes: the most that is summed over replicas at once. "gradients": None sends layer by layer,
-            `DDP_BUCKET_BYTES` as DistributedDataParallel does. "pipeline": None is 25 MiB.
+        sharded: the replicas divide the parameters among themselves, like FSDP2 (`fully_shard`).
+        bucket_bytes: the most that is summed over replicas in one go. "gradients": None sends layer by layer,
+            `DDP_BUCKET_BYTES` like DistributedDataParallel. "pipeline": None is 25 MiB.
         compute: what is put in front of the transfers; see `Compute`.
 
     Raises:
-        ArgumentError: an argument is wrong by itself, or nothing would be sent.
+        ArgumentError: an argument is invalid, or nothing would be sent.
         PartitionError: the model cannot be recorded or cut.
         ScheduleError: the schedule cannot be run.
     """

@@ -1,4 +1,4 @@
-"""What replicas of a model send each other: every layer's gradients, in the order in which backward makes them."""
+"""What replicas of a model send each other: every layer's gradients, in the order in which backward produces them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from penstock.traffic.layers import Layer, Recorded, buckets, bytes_of, sharded_
 
 @dataclass(frozen=True)
 class Replicated:
-    """A model of which several replicas are trained together.
+    """A model with several replicas that are trained together.
 
     Attributes:
         recorded: the model, cut into the stages of one replica.
-        placement: of the stages on the ranks of one replica.
-        hosts: of all replicas: replica d has the hosts d * ranks to (d + 1) * ranks - 1.
-        sharded: replicas divide the parameters among themselves.
+        placement: where the stages are on the ranks of one replica.
+        hosts: how many, for all replicas: replica d has the hosts d * ranks to (d + 1) * ranks - 1.
+        sharded: the replicas divide the parameters among themselves.
         bucket_bytes: as in DistributedDataParallel; None: layer by layer.
     """
 
@@ -32,20 +32,20 @@ class Replicated:
 
     @property
     def backward(self) -> tuple[Layer, ...]:
-        """The layers in the order in which backward ends with them."""
+        """The layers in the order in which backward finishes them."""
         return tuple(reversed(self.recorded.layers))
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A transfer, and after how many layers of the backward it can begin; -1: in the forward."""
+    """A transfer, and the number of backward layers after which it can begin; -1: in the forward."""
 
     transfer: Transfer
     layers: int
 
 
 def transfers(job: Replicated) -> list[Ready]:
-    """Those of a step, in order; none where there is one replica."""
+    """The transfers of a step, in order; none if there is only one replica."""
     if job.hosts == job.placement.ranks:
         return []
     return _sharded(job) if job.sharded else sorted(_summed(job), key=lambda ready: ready.layers)
@@ -55,7 +55,7 @@ def with_compute(job: Replicated, made: Sequence[Ready], forward: float, backwar
     """The transfers with the computation between them.
 
     Args:
-        forward: seconds of all that is computed before the backward whose gradients are sent.
+        forward: seconds of all computation before the backward whose gradients are sent.
         backward: seconds by layer, in backward order.
     """
     result, done = [], -1
@@ -68,13 +68,13 @@ def with_compute(job: Replicated, made: Sequence[Ready], forward: float, backwar
 
 
 def shares(job: Replicated, seconds: float) -> list[float]:
-    """A backward's seconds divided among the layers by what they have to train."""
+    """A backward's seconds, divided among the layers in proportion to what they train."""
     sizes = [bytes_of(layer.trained) for layer in job.backward]
     return [seconds * size / max(sum(sizes), 1) for size in sizes]
 
 
 def _holders(job: Replicated) -> dict[int, set[int]]:
-    """By `id` of a parameter: the ranks of a replica that hold it."""
+    """The ranks of a replica that hold each parameter, by its `id`."""
     found: dict[int, set[int]] = {}
     for copy in range(job.placement.pipelines):
         for index, stage in enumerate(job.recorded.partition.stages):
@@ -85,7 +85,7 @@ def _holders(job: Replicated) -> dict[int, set[int]]:
 
 
 def _by_rank(job: Replicated, layer: Layer) -> Iterator[tuple[int, str, list[nn.Parameter]]]:
-    """A layer's parameters by the rank that holds them, with what tells names apart: nothing where one rank does."""
+    """A layer's parameters by the rank that holds them, with a suffix for names: empty if one rank holds them all."""
     holders = _holders(job)
     ranks = sorted(set().union(*(holders.get(id(parameter), set()) for parameter in layer.parameters)))
     for rank in ranks:
@@ -94,7 +94,7 @@ def _by_rank(job: Replicated, layer: Layer) -> Iterator[tuple[int, str, list[nn.
 
 
 def _group(job: Replicated, rank: int) -> tuple[int, ...]:
-    """The hosts that are this rank of their replicas; empty where those are all."""
+    """The hosts that are this rank of their replicas; empty if these are all hosts."""
     return tuple(range(rank, job.hosts, job.placement.ranks)) if job.placement.ranks > 1 else ()
 
 
@@ -117,7 +117,7 @@ def _summed(job: Replicated) -> Iterator[Ready]:
 
 
 def _sharded(job: Replicated) -> list[Ready]:
-    """Parameters are gathered for a layer's forward, and again for its backward; a frozen layer's too."""
+    """Gathers a layer's parameters for its forward and again for its backward, even if it is frozen."""
     replicas = job.hosts // job.placement.ranks
     made: list[Ready] = []
 

@@ -1,7 +1,7 @@
-"""A model's layers in the order in which its forward uses them; backward makes their gradients in reverse.
+"""A model's layers in the order in which its forward uses them; backward produces their gradients in reverse.
 
-A layer is a module that holds parameters itself. When a parameter is used first is seen on the recording's fake
-tensors: the order in which modules were registered says nothing.
+A layer is a module that holds parameters itself. The recording's fake tensors show when a parameter is first used; the
+order in which modules were registered says nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.partition import Partition, Partitioner
 from penstock.trees import flatten
 
 Named = tuple[str, nn.Parameter]
-"""A parameter with its name in the model; tied ones once, by their first name."""
+"""A parameter and its name in the model; tied ones appear once, under their first name."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Layer:
     """The parameters of one module and dtype that the forward uses.
 
     Attributes:
-        name: of the module, with the dtype where the module has several.
+        name: the module's, with the dtype if the module has several.
         parameters: in order of use.
     """
 
@@ -42,16 +42,16 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A multiplication by a layer's matrix, an attention as a whole, which multiplies by two, or a lookup in a matrix.
+    """A multiplication by a layer's matrix, a whole attention, which multiplies by two, or a lookup in a matrix.
 
     Attributes:
-        name: of the layer.
-        features: in and out; of an attention none.
-        given_bytes, made_bytes: of what goes in and of what comes out, for one microbatch.
-        trains: a gradient of what goes in is wanted.
-        again: what goes in is what went into the product before it.
-        matrix: its name in the model, one for tied ones.
-        looks_up: as an embedding does: what goes in are numbers of rows.
+        name: the layer's.
+        features: in and out; empty for an attention.
+        given_bytes, made_bytes: the size of the input and of the output, for one microbatch.
+        trains: the gradient of the input is needed.
+        again: the input is that of the previous product.
+        matrix: its name in the model; tied ones have one name.
+        looks_up: it looks up rows, like an embedding: the input is row numbers.
     """
 
     name: str
@@ -66,13 +66,13 @@ class Product:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A model as one recording has seen it.
+    """A model as seen by one recording.
 
     Attributes:
         partition: its stages.
         used: the parameters that the forward uses, in order of first use.
-        unused: the names of those to be trained that get no gradient.
-        products: in order of the forward.
+        unused: the names of parameters that should be trained but get no gradient.
+        products: in forward order.
     """
 
     partition: Partition
@@ -82,7 +82,7 @@ class Recorded:
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        """In order of first use: a layer's gradients are all there when backward has passed that."""
+        """In order of first use: a layer's gradients are complete once backward has passed that use."""
         found: dict[tuple[str, torch.dtype], list[nn.Parameter]] = {}
         for name, parameter in self.used:
             found.setdefault((name.rpartition(".")[0], parameter.dtype), []).append(parameter)
@@ -102,33 +102,33 @@ _MATRICES: dict[Any, tuple[tuple[tuple[int, str], tuple[int, str]], bool]] = {
     F.multi_head_attention_forward: (((0, "query"), (5, "in_proj_weight")), False),
     F.embedding: (((0, "input"), (1, "weight")), True),
 }
-"""Functions that multiply by a parameter, or look up in it: where they take what goes in, and the matrix; whether that
-is (in, out).
+"""Functions that multiply by a parameter, or look up in it: where they take the input and the matrix, and whether the
+matrix is (in, out).
 """
 
 
 class _NoStreams:
-    """Random sources where masks do not matter."""
+    """Random streams for when masks do not matter."""
 
     def enter(self, name: str) -> None:
-        """Draws go on from wherever the generator stands."""
+        """Draws continue from wherever the generator is."""
 
     def pass_by(self, calls: Mapping[str, int]) -> None:
-        """There is nothing to count."""
+        """Nothing to count."""
 
 
 class _Uses(TorchFunctionMode):
-    """Notes in which order a model's parameters are used; those to be trained, where that gives them a gradient."""
+    """Notes the order in which a model's parameters are used; those to be trained count if the use gives a gradient."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.order: dict[str, None] = {}
         self.products: list[Product] = []
-        self._matrices: dict[tuple[str, bool], nn.Parameter] = {}  # of the first recording: others see the same again
+        self._matrices: dict[tuple[str, bool], nn.Parameter] = {}  # of the first recording: later ones see the same
         self._before: Tensor | None = None
         self._model = model
         self._names: dict[int, str] = {}
-        self._kept: list[nn.Parameter] = []  # so that an id stays its own
+        self._kept: list[nn.Parameter] = []  # so that no id is reused
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [x for x in flatten((args, kwargs or {})).leaves if isinstance(x, nn.Parameter)]
@@ -163,7 +163,7 @@ class _Uses(TorchFunctionMode):
         self._before = given
 
     def _name(self, parameter: nn.Parameter) -> str:
-        if id(parameter) not in self._names:  # each recording makes fakes of its own
+        if id(parameter) not in self._names:  # each recording makes its own fakes
             for name, one in self._model.named_parameters():
                 self._names[id(one)] = name
                 self._kept.append(one)
@@ -180,10 +180,10 @@ def record(
     """Records a model for one microbatch's inputs and cuts it. Nothing is computed.
 
     Args:
-        options: of `Partitioner`.
+        options: those of `Partitioner`.
 
     Raises:
-        ArgumentError, PartitionError: as `penstock.inspect` does.
+        ArgumentError, PartitionError: as for `penstock.inspect`.
     """
     partitioner = Partitioner(model, stages, streams=_NoStreams(), **options)
     uses = _Uses(partitioner.model)
@@ -204,7 +204,7 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def sharded_bytes(tensors: Iterable[Tensor], ranks: int) -> int:
-    """Of tensors whose rows are divided among ranks as FSDP2 does it: padded to the same number on each."""
+    """The size of tensors whose rows are divided among ranks like FSDP2's: padded to the same number on each."""
     total = 0
     for tensor in tensors:
         rows = tensor.shape[0] if tensor.ndim else 1
@@ -213,16 +213,16 @@ def sharded_bytes(tensors: Iterable[Tensor], ranks: int) -> int:
 
 
 DDP_BUCKET_BYTES = 25 * 2**20
-"""What DistributedDataParallel gathers by default, the first bucket aside."""
+"""DistributedDataParallel's default bucket size, except for the first bucket."""
 
 DDP_FIRST_BUCKET_BYTES = 2**20
 
 
 def buckets(parameters: Iterable[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
-    """Parameters in the order given, in pieces of one dtype that are closed once they have so many bytes.
+    """Parameters in the given order, in pieces of one dtype that are closed once they reach this many bytes.
 
-    As in DistributedDataParallel, whose first bucket is smaller unless a size was asked for. Buckets come in the order
-    in which they are full; those that are not, at the end.
+    As in DistributedDataParallel, whose first bucket is smaller unless a size is requested. Buckets come in the order
+    in which they fill up; the partly filled ones come last.
     """
     first = DDP_FIRST_BUCKET_BYTES if bucket_bytes == DDP_BUCKET_BYTES else bucket_bytes
     full: list[list[nn.Parameter]] = []

@@ -1,4 +1,4 @@
-"""How long the layers or stages of a model compute on this machine: medians of a few runs on a copy of the model."""
+"""How long a model's layers or stages compute on this machine: medians of a few runs on a copy of the model."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from penstock.traffic.layers import Layer, record
 from penstock.trees import flatten
 
 REPETITIONS = 5
-"""After one that is not counted, in which memory is taken and kernels are chosen."""
+"""Follows an uncounted run, in which memory is allocated and kernels are chosen."""
 
 
 def layer_seconds(
     model: nn.Module, layers: Sequence[Layer], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[float, tuple[float, ...]]:
-    """Of the forward, and of the backward from one layer's gradients to the next one's, in backward order.
+    """The seconds of the forward, and of the backward from each layer's gradients to the next, in backward order.
 
     Args:
         model: with weights; neither it nor the random generators are changed.
-        layers: in the order in which backward ends with them; those with nothing to train take no time.
+        layers: in the order in which backward finishes them; those with nothing to train take no time.
 
     Raises:
-        ArgumentError: the weights are not there, or no result takes a gradient.
+        ArgumentError: the weights are missing, or no result takes a gradient.
     """
     places = {id(p): place for place, one in enumerate(layers) for p in one.trained}
     clones: dict[int, Any] = {}
@@ -55,7 +55,7 @@ def layer_seconds(
 def _backward_of_layers(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], ended: list[int]
 ) -> tuple[float, list[float]]:
-    """One run. A layer that ends before one in front of it took no time of its own."""
+    """One run. A layer that ends before one ahead of it took no time itself."""
     model.zero_grad()
     ended[:] = [0] * len(ended)
     with torch.random.fork_rng():
@@ -74,10 +74,10 @@ def _backward_of_layers(
 def stage_seconds(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], stages: int, **options: Any
 ) -> list[tuple[float, float]]:
-    """Of each stage's forward and whole backward, of one microbatch.
+    """The seconds of each stage's forward and whole backward for one microbatch.
 
     Raises:
-        ArgumentError: the weights are not there.
+        ArgumentError: the weights are missing.
     """
     partition = record(_copied(model, {}), args, kwargs, stages, **options).partition
     values: dict[tuple[int, str], Tensor] = {}
@@ -112,14 +112,14 @@ def _run(stage: Stage, inputs: Sequence[Tensor]) -> tuple[Sequence[Tensor], floa
 
 
 def _entering(value: Tensor, takes_gradient: bool) -> Tensor:
-    """A copy of a value as it enters a stage, which may update it in place."""
+    """A copy of a value that enters a stage, which may update it in place."""
     if not takes_gradient:
         return value.detach().clone()
     return value.detach().requires_grad_().clone()
 
 
 def _backward(made: Sequence[Tensor]) -> None:
-    """Of a gradient of ones for each result that takes one."""
+    """Runs backward from a gradient of ones for each result that takes one."""
     roots = [one for one in made if one.requires_grad]
     if not roots:
         raise ArgumentError("no result of the model takes a gradient, so that there is no backward to measure")
@@ -127,7 +127,7 @@ def _backward(made: Sequence[Tensor]) -> None:
 
 
 def _copied(model: nn.Module, clones: dict[int, Any]) -> nn.Module:
-    """A copy, and by `id` of what is in the model its copy."""
+    """A copy of the model; `clones` maps the `id` of each thing in it to its copy."""
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ArgumentError(
             "compute='measure' runs the model, whose parameters are on the meta device; give it weights, or give the "
@@ -137,6 +137,6 @@ def _copied(model: nn.Module, clones: dict[int, Any]) -> nn.Module:
 
 
 def _settle(result: Any) -> None:
-    """Waits for a GPU, which runs behind the process that gives it work."""
+    """Waits for a GPU, which runs asynchronously."""
     if any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in flatten(result).leaves):
         torch.cuda.synchronize()

@@ -1,8 +1,9 @@
 """The messages of a pipeline's step: what each rank sends, sums and gathers, in order.
 
-Messages stand where their SEND does in a run of the schedule in which each action starts as soon as it can. So every
-rank finds its own in the order of its row, a message that it receives before the work that needs it, and nobody waits
-for a message that is made later than what it could send meanwhile. A sum stands where its last member comes to it.
+A message is placed where its SEND is in a run of the schedule in which each action starts as soon as it can. So every
+rank finds its messages in the order of its row, those that it receives before the work that needs them, and no rank
+waits for a message that is produced later than what it could send meanwhile. A sum is placed where its last member
+reaches it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from penstock.stages import Link, StageMeta, TensorMeta, backward_links, forward
 from penstock.traffic.layers import bytes_of, sharded_bytes, type_name
 
 Seconds = tuple[float, float]
-"""Of a stage's forward and of its whole backward, of one microbatch."""
+"""The times of a stage's forward and whole backward for one microbatch."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,10 @@ class Job:
 
     Attributes:
         partition: the stages of the model.
-        order: computations alone.
-        hosts: how many: replicas times ranks of a pipeline. Replica d has the hosts d * ranks to (d + 1) * ranks - 1.
-        sharded: replicas divide the parameters among themselves.
-        bucket_bytes: the most that replicas average at once.
+        order: computations only.
+        hosts: how many: replicas times ranks per pipeline. Replica d has the hosts d * ranks to (d + 1) * ranks - 1.
+        sharded: the replicas divide the parameters among themselves.
+        bucket_bytes: the most that replicas average in one go.
     """
 
     partition: Partition
@@ -56,7 +57,7 @@ class Job:
 
     @property
     def metas(self) -> list[StageMeta]:
-        """Of all stages, those of copies of the model included."""
+        """The metadata of all stages, including those of copies of the model."""
         depth = len(self.partition.stages)
         copies = range(0, self.order.stages, depth)
         return [shifted(stage.meta, first) for first in copies for stage in self.partition.stages]
@@ -76,16 +77,16 @@ def lowered(job: Job) -> Schedule:
 
 
 def _tie_groups(job: Job) -> list[tuple[int, ...]]:
-    """The sets of stages, on several ranks, that hold parameters together."""
+    """The sets of stages on several ranks that share parameters."""
     return list(ties_across_ranks(ties(job.metas), job.order.placement.rank_of))
 
 
 def transfers(job: Job, seconds: Sequence[Seconds] | None) -> tuple[list[Transfer], float]:
-    """What a step sends, and the seconds that are computed after the last of it.
+    """What a step sends, and the seconds of computation after the last transfer.
 
     Args:
-        seconds: of each stage of the model; None: computation takes no time, and backward is taken to be twice as long
-            as forward where the order depends on it.
+        seconds: for each stage of the model; None: computation takes no time, and backward counts as twice as long as
+            forward if the order depends on it.
     """
     return _Walk(job, seconds).run()
 
@@ -101,7 +102,7 @@ class _Sent:
 
 
 class _Walk:
-    """Goes through the actions of all ranks in the order in which they end, and adds up what each rank computes."""
+    """Walks through the actions of all ranks in the order in which they end, and adds up what each rank computes."""
 
     def __init__(self, job: Job, seconds: Sequence[Seconds] | None) -> None:
         self._job = job
@@ -172,7 +173,7 @@ class _Walk:
             self._add_all(sent, self._rank_of[stage])
 
     def _average(self, rank: int, parameters: Sequence[nn.Parameter], what: str) -> None:
-        """Over replicas, in buckets."""
+        """Averages parameters' gradients over replicas, in buckets."""
         pieces = [
             (suffix, bucket)
             for suffix, some in _by_dtype(parameters)
@@ -184,7 +185,7 @@ class _Walk:
             self._add_all(_Sent(name, bytes_of(bucket), "all_reduce", "gradient"), rank)
 
     def _sum_tied(self, action: Action, rank: int) -> None:
-        """Where the last of a group's ranks comes to it."""
+        """Sums the gradients of tied parameters when the last of a group's ranks gets there."""
         assert action.microbatch is not None
         stages = self._groups[action.microbatch]
         members = {self._rank_of[stage] for stage in stages}
@@ -200,7 +201,7 @@ class _Walk:
             self._add_each(sent, tuple(sorted(members)))
 
     def _average_tied(self) -> None:
-        """Over replicas, once the sums over stages are there."""
+        """Averages tied parameters over replicas, once the sums over stages are there."""
         for rank in range(self._job.ranks) if self._job.replicas > 1 else ():
             held = chain.from_iterable(
                 self._job.parameters(stage).items() for stage in self._order.placement.stages_on(rank)
@@ -211,18 +212,18 @@ class _Walk:
     # -- what they are made of --------------------------------------------------------------------------------------
 
     def _own(self, stage: int) -> list[nn.Parameter]:
-        """What a stage alone holds, trains, and does not divide."""
+        """The parameters that only this stage holds, and that it trains and does not divide."""
         if self._job.sharded:
             return []
         held = self._job.parameters(stage)
         return [one for name, one in held.items() if one.requires_grad and name not in self._tied]
 
     def _divided(self, stage: int) -> list[nn.Parameter]:
-        """What replicas divide: tied parameters stay whole."""
+        """The parameters that replicas divide; tied ones stay whole."""
         return [one for name, one in self._job.parameters(stage).items() if name not in self._tied]
 
     def _add_each(self, sent: _Sent, ranks: tuple[int, ...]) -> None:
-        """One transfer for each replica, among some of its ranks."""
+        """Adds one transfer for each replica, among some of its ranks."""
         if not sent.bytes:
             return
         seconds = tuple(self._take(rank) for rank in ranks)
@@ -232,46 +233,46 @@ class _Walk:
             self._made.append(Transfer(name, sent.bytes, sent.collective, hosts, max(seconds), sent.kind, seconds))
 
     def _add_all(self, sent: _Sent, rank: int) -> None:
-        """One transfer among the same rank of all replicas."""
+        """Adds one transfer among the same rank of all replicas."""
         if sent.bytes:
             hosts = self._job.same_rank(rank)
             seconds = self._take(rank)
             self._made.append(Transfer(sent.name, sent.bytes, sent.collective, hosts, seconds, sent.kind))
 
     def _take(self, rank: int) -> float:
-        """What a rank has computed since its last transfer."""
+        """Takes the time that a rank has computed since its last transfer."""
         seconds, self._computed[rank] = self._computed[rank], 0.0
         return seconds
 
 
 def _by_time(dependencies: Dependencies, duration: Callable[[int], float]) -> list[int]:
-    """The nodes by the time at which they end, all else than computations at once; what others wait for first."""
+    """The nodes by end time, where only computations take time; those that others wait for come first."""
     order = runnable_order(dependencies)
     _, ends = earliest_times(dependencies, duration, lambda _before, _node: 0.0)
     return sorted(order, key=ends.__getitem__)
 
 
 def _link_bytes(link: Link, metas: Sequence[StageMeta]) -> int:
-    """Of the values of one microbatch; gradients have the size of their values."""
+    """The size of the values of one microbatch; gradients have the size of their values."""
     sizes = {(i.source, i.name): prod(i.meta.shape) * element_bytes(i.meta) for meta in metas for i in meta.inputs}
     return sum(sizes[value] for value in link.values)
 
 
 def _kind(link: Link, metas: Sequence[StageMeta]) -> str:
-    """Whole numbers and truth values, such as labels and masks, are no activations."""
+    """The kind of message: integers and booleans, such as labels and masks, are not activations."""
     types = {(i.source, i.name): i.meta.dtype for meta in metas for i in meta.inputs}
     found = [getattr(torch, types[value]) for value in link.values]
     return "activation" if any(dtype.is_floating_point or dtype.is_complex for dtype in found) else "integers"
 
 
 def element_bytes(meta: TensorMeta) -> int:
-    """Of one number of a value."""
+    """The size of one number of a value."""
     dtype: torch.dtype = getattr(torch, meta.dtype)
     return dtype.itemsize
 
 
 def _by_dtype(parameters: Iterable[nn.Parameter]) -> Iterator[tuple[str, list[nn.Parameter]]]:
-    """Each dtype's, with what tells their names apart: nothing where there is one dtype."""
+    """The parameters of each dtype, with a suffix for names: empty if there is only one dtype."""
     found: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
         found.setdefault(parameter.dtype, []).append(parameter)
@@ -280,7 +281,7 @@ def _by_dtype(parameters: Iterable[nn.Parameter]) -> Iterator[tuple[str, list[nn
 
 
 def _pieces(parameters: Sequence[nn.Parameter], most_bytes: int) -> Iterator[list[nn.Parameter]]:
-    """In pieces of at most so many bytes, or of one parameter, as a pipeline's replicas average them."""
+    """Pieces of at most this many bytes, or of one parameter, as a pipeline's replicas average them."""
     piece: list[nn.Parameter] = []
     for parameter in parameters:
         if piece and bytes_of([*piece, parameter]) > most_bytes:

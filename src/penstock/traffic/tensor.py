@@ -1,12 +1,12 @@
-"""What tensor parallelism sends: each layer's matrix is divided among all hosts, and activations are put together.
+"""What tensor parallelism sends: each layer's matrix is divided among all hosts, which combine activations.
 
-A matrix that is divided by its outputs (columns) needs what goes in whole, and leaves its result in pieces; one that is
-divided by its inputs (rows) takes pieces, and its result is a sum over hosts. So two that follow each other need one
-all-reduce in the forward, behind the second, and one in the backward, in front of the first, as in Megatron-LM
-(M. Shoeybi and others, 2019): queries, keys and values, and then the output; the two layers of an MLP. A matrix without
-such a partner is divided by its outputs, which an all-gather puts together: so are a language model's logits, which
-Megatron-LM leaves in pieces, as its loss takes them so. Embeddings, norms and the rest stay whole on each host, but for
-an embedding whose matrix is also multiplied by: each host looks up what it has of that, and an all-reduce adds it up.
+A matrix divided by its outputs (columns) needs its whole input, and leaves its result in pieces; one divided by its
+inputs (rows) takes pieces, and its result is a sum over hosts. So two in a row need one all-reduce in the forward,
+after the second, and one in the backward, before the first, as in Megatron-LM (M. Shoeybi and others, 2019): queries,
+keys and values, and then the output; the two layers of an MLP. A matrix without such a partner is divided by its
+outputs, which an all-gather combines. This includes a language model's logits, which Megatron-LM leaves in pieces
+because its loss takes them that way. Embeddings, norms and the rest stay whole on each host, except an embedding whose
+matrix is also multiplied by: each host looks up its part, and an all-reduce adds the parts up.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.traffic.layers import Product
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Matrices that stand in one place: those with the same input, divided by outputs; and their partner, if any.
+    """Matrices that belong together: those with the same input, divided by outputs, and their partner, if any.
 
     Attributes:
         columns: divided by their outputs.
@@ -34,17 +34,17 @@ class Group:
 
     @property
     def whole(self) -> bool:
-        """An attention, which has both in it."""
+        """Whether it is an attention, which contains both."""
         return self.columns[0].features is None
 
     @property
     def gathered(self) -> bool:
-        """What it makes is put together in an all-gather."""
+        """Whether an all-gather combines its output."""
         return self.row is None and not self.whole and not self.columns[0].looks_up
 
 
 def groups(products: Sequence[Product]) -> list[Group]:
-    """All of a forward, in its order."""
+    """All groups of a forward, in order."""
     alike: list[list[Product]] = []
     for product in products:
         if alike and product.again and _is_matrix(product) and _is_matrix(alike[-1][0]):
@@ -62,9 +62,9 @@ def groups(products: Sequence[Product]) -> list[Group]:
 
 
 def _follows(columns: Sequence[Product], row: Product) -> bool:
-    """Whether a matrix takes what others have made, in one block: below one module, or below two of one module.
+    """Whether a matrix takes the output of others in the same block: below one module, or below two of one module.
 
-    Below one module what they make may be several times as wide: queries, keys and values in one matrix.
+    Below one module their output may be several times as wide: queries, keys and values in one matrix.
     """
     if row.features is None or row.looks_up:
         return False
@@ -88,11 +88,11 @@ def _above(name: str) -> str:
 
 
 def transfers(products: Sequence[Product], microbatches: int, seconds: float = 0.0) -> list[Transfer]:
-    """Those of a step, in order: each microbatch's forward and its backward.
+    """The transfers of a step, in order: each microbatch's forward and its backward.
 
     Args:
-        products: of the model.
-        microbatches: one after the other.
+        products: those of the model.
+        microbatches: how many, one after another.
         seconds: of a microbatch's forward, divided among what it sends; the backward takes twice that.
     """
     every = groups(products)
@@ -107,7 +107,7 @@ def transfers(products: Sequence[Product], microbatches: int, seconds: float = 0
 
 
 def notes(products: Sequence[Product]) -> tuple[str, ...]:
-    """Which layers are divided how, and where that is not what Megatron-LM does."""
+    """How each layer is divided, and where that differs from Megatron-LM."""
     every = groups(products)
     pairs = [f"{', '.join(one.name for one in g.columns)} with {g.row.name}" for g in every if g.row is not None]
     alone = [one.name for g in every if g.row is None for one in g.columns if not one.looks_up]
@@ -124,7 +124,7 @@ def notes(products: Sequence[Product]) -> tuple[str, ...]:
 
 
 def _of_the_last(every: Sequence[Group]) -> Iterator[str]:
-    """How much is due to the last matrix, which makes a language model's logits."""
+    """How much is due to the last matrix, which produces a language model's logits."""
     last = next((group for group in reversed(every) if not group.columns[0].looks_up), None)
     if last is None or not last.gathered:
         return
@@ -137,7 +137,7 @@ def _of_the_last(every: Sequence[Group]) -> Iterator[str]:
 
 
 def _divided(every: Sequence[Group]) -> dict[str, bool]:
-    """The matrices that are divided: whether by their rows' side, that is, by what goes in."""
+    """The divided matrices, and for each whether it is divided by rows, that is, by its inputs."""
     found = {one.matrix: False for group in every for one in group.columns if not one.looks_up}
     return found | {group.row.matrix: True for group in every if group.row is not None}
 
@@ -161,7 +161,7 @@ def _forward(every: Sequence[Group]) -> Iterator[tuple[str, int, str, str]]:
 
 
 def _backward(every: Sequence[Group]) -> Iterator[tuple[str, int, str, str]]:
-    """Where a gradient of what went in is wanted: matrices with one input add theirs up before they send it."""
+    """What is sent where an input's gradient is needed: matrices with the same input add theirs up before sending."""
     for group in reversed(every):
         first = group.columns[0]
         if first.trains:

@@ -59,7 +59,7 @@ def algorithms(collective: str) -> tuple[str, ...]:
     """The names of those that do a collective, the one to take without a wish first.
 
     Raises:
-        ArgumentError: there is no such collective.
+        ArgumentError: the collective is unknown.
     """
     if collective not in _GENERATORS:
         known = get_args(Collective)

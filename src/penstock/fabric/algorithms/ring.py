@@ -1,4 +1,4 @@
-"""Rings: every rank sends to the next one only, so each link carries the same, whatever the number of ranks.
+"""Rings: every rank sends only to the next one, so each link carries the same, however many ranks there are.
 
 Each part goes once around, and gathers the sums on its way; then the sums go around once more. Best for large sizes
 (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009).

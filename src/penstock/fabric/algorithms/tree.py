@@ -1,4 +1,4 @@
-"""Two binary trees at once, each with half of the data: whoever passes data on in one is a leaf of the other.
+"""Two binary trees at once, each with half the data: a rank that passes data on in one is a leaf of the other.
 
 So no rank's port lies idle, as those of half of the ranks do in a single tree, and a round's distance grows with log n
 (Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009).

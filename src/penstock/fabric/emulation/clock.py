@@ -21,7 +21,7 @@ CLOCK_SECONDS = 20.0
 """How often the offsets of clocks that differ are estimated anew."""
 
 _ENOUGH = -1
-"""In place of a stamp: no more exchanges."""
+"""Sent instead of a stamp: no more exchanges."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Offset:
     Attributes:
         offset_ns: zero where both read the same kernel's clock.
         uncertainty_ns: the largest error that is possible until the next estimate, drift included.
-        estimated_ns: what the exchange of messages has shown; zero where there was no need of any.
+        estimated_ns: what the exchange of messages has shown; zero if none was needed.
         shared: whether both read the same clock.
     """
 

@@ -133,7 +133,7 @@ class _Tail:
         self._durations = [0] * len(transfers)
 
     def read(self) -> Iterator[tuple[int, list[int]]]:
-        """Those that were written whole since the last call."""
+        """The trials that were completed since the last call, each with the durations of its transfers."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._position)

@@ -63,7 +63,7 @@ def run(spec: Spec, folder: Path, watch: Watch | None = None) -> None:
 
 
 def _parts(spec: Spec, members: Members, wire: Wire) -> list[tuple[Participant, Stepwise | Engine] | None]:
-    """Of every transfer, this host's part; None where it has none."""
+    """This host's part in each transfer; None if it has none."""
     device = torch.device("cpu")
     if spec.backend == "nccl":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

@@ -34,7 +34,7 @@ class Started(NamedTuple):
 
 
 def started() -> Started:
-    """By the environment. Raises ArgumentError where torchrun has not set it."""
+    """What torchrun says in the environment. Raises ArgumentError if torchrun has not set it."""
 
     def text(name: str) -> str:
         if name not in os.environ:
@@ -58,7 +58,7 @@ class Members:
     Attributes:
         rank, size: this host's number, and how many there are.
         store: what they share besides the network under test.
-        control: a gloo group of all, for what is no part of a trial; None: the default group is one.
+        control: a gloo group of all, for what is not part of a trial; None: the default group is one.
     """
 
     rank: int
@@ -86,7 +86,7 @@ class Members:
 
 
 def without(store: Any, key: str, size: int, seconds: float) -> tuple[int, ...]:
-    """The ranks that have not set `key/rank` after so many seconds."""
+    """The ranks that have not set `key/rank` after this many seconds."""
     deadline = time.monotonic() + seconds
     left = list(range(size))
     while True:

@@ -1,4 +1,4 @@
-"""The links of a run, measured before its trials, and held against what shapes them."""
+"""The links of a run, measured before its trials, and checked against what shapes them."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def above_shaper(spec: Spec, ends: tuple[int, int], found: probe.Measured) -> st
 
 
 def shaped_rate(spec: Spec, source: int, target: int) -> float | None:
-    """Bytes a second that the shapers between two hosts let pass; None where nobody knows."""
+    """Bytes per second that the shapers between two hosts let through; None if unknown."""
     rates: Mapping[str, Any] | None = (spec.network or {}).get("rates")
     return None if rates is None else float(min(rates["up"][source], rates["down"][target]))
 
 
 def ends_of(spec: Spec, pair: tuple[int, int]) -> dict[tuple[int, int], probe.Ends] | None:
-    """What shapes both directions between two hosts; None where nobody knows."""
+    """What shapes both directions between two hosts; None if unknown."""
     topology = topology_of(spec.network)
     if topology is None:
         return None

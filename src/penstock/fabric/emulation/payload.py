@@ -126,7 +126,7 @@ def reduce_into(total: Tensor, more: Tensor, op: Op) -> None:
 
 
 def own_part(rank: int, ranks: int, elements: int, shares: Sequence[int] = ()) -> slice:
-    """Where a rank's part is of a buffer that is divided among them."""
+    """Where a rank's part is in a buffer that is divided among the ranks."""
     shares = shares or (1,) * ranks
     unit = elements // sum(shares)
     return slice(sum(shares[:rank]) * unit, sum(shares[: rank + 1]) * unit)

@@ -134,8 +134,8 @@ def one_way(
 def pace(stamps: Sequence[float], chunk_bytes: int) -> Pace:
     """Of a stream, from when each of its chunks was there, in seconds.
 
-    Each chunk of the third quarter is held against its like in the fourth, and the median counts, so that a receiver
-    that is woken late now and then changes nothing.
+    Each chunk of the third quarter is compared with its counterpart in the fourth, and the median counts, so that a
+    receiver that is woken late now and then changes nothing.
     """
     later = np.asarray(stamps)[len(stamps) // 2 - 1 :]
     half = len(later) // 2
@@ -147,7 +147,7 @@ def pace(stamps: Sequence[float], chunk_bytes: int) -> Pace:
 
 
 def next_chunk(chunk_bytes: int, found: Pace, trip_seconds: float) -> int:
-    """The chunk of the next stream, which is to be long enough for its later half to be steady."""
+    """The chunk of the next stream, which must be long enough for its later half to be steady."""
     wanted = 1.2 * max(HALF_SECONDS, HALF_TRIPS * trip_seconds)
     factor = 8.0 if found.seconds <= 0 else min(max(wanted / found.seconds, 1.0), 8.0)
     return min(int(chunk_bytes * factor), MOST_BYTES // CHUNKS)

@@ -34,7 +34,7 @@ class Word(NamedTuple):
 
     Attributes:
         due_ns: when the next trial begins, on this host's clock.
-        flags: what else is to be done.
+        flags: what else to do.
     """
 
     due_ns: int

@@ -1,4 +1,4 @@
-"""What is to be run, as a file that every host reads."""
+"""What to run, as a file that every host reads."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Spec:
         backend: one of `BACKENDS`.
         measures_links: whether pairs of neighbours are measured before the trials.
         link: of the hosts, as it was asked for.
-        network: what `Machines.described` says of the hosts' network; None: they have one of their own.
+        network: what `Machines.described` says about the hosts' network; None: they have their own.
 
     Raises:
         ArgumentError: a number is out of range, the workload needs other hosts, or no collective knows the algorithm.

@@ -33,7 +33,7 @@ class Trial:
         stamps: start and end by transfer and rank, shape (ranks, transfers, 2), in nanoseconds on rank 0's clock;
             -1 where a rank takes no part.
         step_rows: as in steps.csv, of the trial before this one if it was the slowest so far, or the first.
-        counts: it is none of the warm-up.
+        counts: it is not part of the warm-up.
     """
 
     stamps: Tensor

@@ -12,7 +12,7 @@ MOST_LATE_SECONDS = 1e-3
 MOST_BUSY = 0.9
 
 _EACH_HOST = 16
-"""Of more hosts than that only the sums are told."""
+"""With more hosts than this, only the sums are shown."""
 
 _FATES = {
     "lost": "lost",

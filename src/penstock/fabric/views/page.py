@@ -170,7 +170,7 @@ def _environment(run: Run) -> list[tuple[str, str]]:
 
 
 def _pairs(values: dict[str, Any]) -> str:
-    """A line each; what has lines of its own keeps them."""
+    """One line each; values that have several lines keep them."""
     lines = []
     for key, value in values.items():
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

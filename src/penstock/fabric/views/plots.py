@@ -268,7 +268,7 @@ def _apart(sizes: list[int], least: float = 1 / 11) -> list[int]:
 
 
 def _size_label(size: int) -> str:
-    """A tick's size: exact where it is a power of two, else with three digits."""
+    """A tick's size: exact if it is a power of two, otherwise with three digits."""
     if size < 1000 or size & (size - 1) == 0:
         return size_text(size) + ("" if size % 1024 == 0 else " B")
     return f"{size / 1e3:.3g} kB" if size < 1e6 else f"{size / 1e6:.3g} MB"

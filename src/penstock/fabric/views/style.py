@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK, MUTED, RULE = "#1b2330", "#6b7482", "#dde1e7"
-"""Of text and lines. A page replaces them by its own, so that a figure follows light and dark."""
+"""Of text and lines. A page replaces them with its own, so that figures follow light and dark mode."""
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f6a00")
 """Okabe and Ito's, without black and yellow, which are lost on a dark or a light page."""
@@ -77,7 +77,7 @@ def look() -> Iterator[None]:
 
 
 def blank(width: float, height: float) -> Figure:
-    """A figure of so many inches."""
+    """A figure of this many inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")

@@ -21,7 +21,7 @@ from penstock.fabric.views.numbers import NONE, cut, digits, percent, seconds
 def show(run: Run, results: dict[str, Any], console: Console) -> None:
     """All of a run's figures. A table that does not fit into the console's width is split into two.
 
-    Of a run without a whole trial there is no table.
+    A run without a complete trial has no table.
     """
     console.print(Text(title(run), "bold"), soft_wrap=True)
     for line in warnings(run, results):
@@ -104,7 +104,7 @@ def _width(made: Table, console: Console) -> int:
 
 
 def _print(made: Table, console: Console) -> None:
-    """Cells stay on one line: closer together where there is little room, never cut off."""
+    """Cells stay on one line: closer together if there is little room, never cut off."""
     if _width(made, console) > console.width:
         made.padding = (0, 1, 0, 0)
     console.print(made, width=max(_width(made, console), console.width), soft_wrap=True, crop=False)

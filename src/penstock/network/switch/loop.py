@@ -245,7 +245,7 @@ def neighbours(t: Tables, host: Any, at: Any) -> None:
 
 @compiled
 def all_neighbours(t: Tables) -> None:
-    """Until now, for the links that nobody else uses."""
+    """Until now, for the links that nothing else uses."""
     now = now_ns(t)
     for host in range(t.meets.shape[0]):
         neighbours(t, host, now)
@@ -349,7 +349,7 @@ def _wait(t: Tables, now: Any, until_ns: Any) -> Any:
         wait = min(wait, t.heap[0, DUE_NS] - now - early)
     wait = max(wait, 0)
     t.state[SECONDS], t.state[NANOSECONDS] = wait // _NS, wait % _NS
-    # Without room for a frame there is no use in hearing of one.
+    # Without room for a frame there is no point in hearing of one.
     hosts = t.meets.shape[0] if t.state[SPARES] > 0 else 0
     ready = _ppoll(t.polls.ctypes.data, hosts, t.state.ctypes.data + 8 * SECONDS, 0)
     t.state[POLLS] += 1

@@ -12,7 +12,7 @@ from penstock.network.switch.columns import Tables
 
 
 class Background:
-    """From the moment that it is made on, in place of what was before."""
+    """Starts the moment it is made, and replaces what was there before."""
 
     def __init__(self, t: Tables, neighbours: tuple[Neighbour, ...], seed: int) -> None:
         self._t = t

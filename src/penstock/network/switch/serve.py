@@ -108,7 +108,7 @@ def main() -> int:
         _answer({"error": f"{error.strerror or error}"})
         return 1
     gc.collect()
-    gc.freeze()  # else a collection of all that was imported would hold frames back
+    gc.freeze()  # otherwise a collection of everything imported would hold frames back
     _answer({"ready": True, "priority": priority()})
     waiting = select.poll()
     waiting.register(incoming, select.POLLIN | select.POLLHUP)

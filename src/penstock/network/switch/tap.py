@@ -24,7 +24,7 @@ def open_tap(name: str, namespace: Path | None) -> int:
     """A descriptor of a new device in a namespace (None: the caller's); the device lives as long as it is open.
 
     Raises:
-        OSError: there is no TAP here, or it may not be used.
+        OSError: there is no TAP here, or using it is not allowed.
     """
 
     def make() -> int:

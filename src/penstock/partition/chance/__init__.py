@@ -1,1 +1,1 @@
-"""Forwards that branch by chance: what they draw while they are recorded, and what a stage makes of the outcomes."""
+"""Forwards that branch at random: what they draw while they are recorded, and what a stage does with the outcomes."""

@@ -1,4 +1,4 @@
-"""A forward that leaves modules out by chance (layer drop, stochastic depth) -> one recording with branches in it."""
+"""A forward that skips modules at random (layer drop, stochastic depth) -> one recording with branches in it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from penstock.partition.recording.recording import Recording
 
 
 def with_branches(first: Recording, record: Callable[[Mapping[int, bool]], Recording]) -> Recording:
-    """One recording of all ways that the forward may take by chance.
+    """One recording of all paths that the forward may take at random.
 
     Args:
-        first: the way in which every answer is False.
-        record: records the way with these answers, False where there is none.
+        first: the path on which every answer is False.
+        record: records the path with these answers, False for questions without one.
 
-    Raises PartitionError where the ways differ in more than what some leave out, or an update in place would reach past
-    a branch.
+    Raises PartitionError if the paths differ in more than what some leave out, or an update in place would reach past a
+    branch.
     """
     try:
         found = explore(first, record)
@@ -40,7 +40,7 @@ def with_branches(first: Recording, record: Callable[[Mapping[int, bool]], Recor
 
 
 class _Merger:
-    """Writes the base of some ways anew, with one node for each region."""
+    """Rewrites the base path with one node for each region."""
 
     def __init__(self, found: Found) -> None:
         self.found, self.base = found, found.base.recording
@@ -58,7 +58,7 @@ class _Merger:
         for number in outputs:
             self._check_updates(number, outputs[number])
         for node, fact in base.facts.items():
-            self.numbers[fact.index] = len(self.facts)  # of those in a region: where it will stand
+            self.numbers[fact.index] = len(self.facts)  # for nodes in a region: where the region will stand
             if node in self.lasts:
                 self._write_branch(self.lasts[node], outputs[self.lasts[node]])
             elif node not in self.members:
@@ -102,7 +102,7 @@ class _Merger:
         return outputs
 
     def _check_updates(self, number: int, outputs: tuple[fx.Node, ...]) -> None:
-        """What comes out of a branch is, or is not, the memory of what came in: nothing may be updated in place."""
+        """A branch's outputs may or may not share memory with its inputs: nothing of theirs may be updated in place."""
         facts, region = self.base.facts, self.found.regions[number]
         if not region:
             return
@@ -165,7 +165,7 @@ class _Merger:
             )
 
     def _make_anywhere(self, node: fx.Node) -> None:
-        """A decision is made anew on each stage that needs it, from the same stream."""
+        """Each stage that needs a decision makes it again, from the same stream."""
         fact = self.facts[node]
         if fact.kind == "call" and not fact.is_anywhere:
             fact.is_anywhere = True

@@ -1,9 +1,9 @@
 """Numbers that a forward draws and then looks at: layer drop, stochastic depth, masks that numpy makes.
 
-Their values are not known when a forward is recorded, and must not be: a recording would freeze them. So a number is
-stood for by an object that has none, which can be compared and calculated with, and an array by one that only a tensor
-can be made of. Where the forward asks for the outcome (`if torch.rand([]) < 0.1:`) it gets the answer that this
-recording was told to give. `branches` records the other ways as well and puts them together.
+Their values are not known when a forward is recorded, and must not be: a recording would freeze them. So an object
+without a value stands in for each number, which can be compared and calculated with; one that can only be made into a
+tensor stands in for an array. When the forward asks for the outcome (`if torch.rand([]) < 0.1:`), it gets the answer
+that this recording was given. `branches` records the other paths as well and merges them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ REMEDY = (
 
 
 class Drawn(Leaf):
-    """Stands for a number that is drawn anew for each microbatch, or is calculated from such numbers."""
+    """Stands for a number that is drawn for each microbatch, or calculated from such numbers."""
 
     def __init__(self, chance: Chance, node: fx.Node, low: float | None = None, high: float | None = None) -> None:
         self.chance, self.node, self.low, self.high = chance, node, low, high
@@ -96,7 +96,7 @@ _define_operators()
 
 
 class DrawnArray(Leaf):
-    """Stands for an array of random numbers, of which the forward makes a tensor."""
+    """Stands for an array of random numbers that the forward makes into a tensor."""
 
     MADE_BY: ClassVar[tuple[Any, ...]] = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy)
 
@@ -128,7 +128,7 @@ class DrawnArray(Leaf):
 
 
 class Book(Protocol):
-    """The recording that is being written, as far as chance reads it and writes in it; see `record.recorder`."""
+    """The recording in progress, as far as `Chance` reads and writes it; see `record.recorder`."""
 
     @property
     def model(self) -> nn.Module: ...
@@ -138,7 +138,7 @@ class Book(Protocol):
     def facts(self) -> Mapping[fx.Node, Fact]: ...
     @property
     def is_paused(self) -> bool:
-        """Whether a recorded call is running, what is inside of which is not recorded."""
+        """Whether a recorded call is running; what happens inside it is not recorded."""
 
     @property
     def scope(self) -> str:
@@ -162,21 +162,21 @@ class Book(Protocol):
     def write_number(
         self, op: str, target: Any, args: tuple[Any, ...], kwargs: Any = None, *, draws: bool = False
     ) -> fx.Node:
-        """A call that gives a number or an array by chance."""
+        """A call that returns a random number or array."""
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Makes a call and records it."""
 
     def run_known(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The result of a function that draws, run for real."""
+        """The result of a drawing function, run for real."""
 
 
 class Chance:
-    """What one recording knows of the numbers that are drawn outside of its units.
+    """What one recording knows about the numbers that are drawn outside its units.
 
     Args:
         book: where they are recorded.
-        choices: by number of the question, the answer to give; False for those that are not in it.
+        choices: the answer to give, by number of the question; False for questions that are not in it.
     """
 
     def __init__(self, book: Book, choices: Mapping[int, bool]) -> None:
@@ -187,12 +187,12 @@ class Chance:
         self._answers: dict[fx.Node, bool] = {}
         self.asks: list[Ask] = []
         self.held = False
-        """Whether a `Drawn` was handed out, so that one may come back as an argument."""
+        """Whether a `Drawn` was handed out and so may come back as an argument."""
         self.is_foreign = False
-        """Whether any of it, or a unit, draws from Python's or numpy's generators."""
+        """Whether any such number, or a unit, is drawn from Python's or numpy's generators."""
 
     def read(self, function: Any, args: Any) -> tuple[bool, Any]:
-        """Whether a call asks for the value of what chance alone decides, and then what it gets."""
+        """Whether a call asks for a value that chance alone decides, and if so, what it gets."""
         name = getattr(function, "__name__", "")
         if name not in ("__bool__", "item", "equal", "is_nonzero") or not any(isinstance(a, FakeTensor) for a in args):
             return False, None
@@ -211,7 +211,7 @@ class Chance:
         return True, value if name == "item" else bool(value)
 
     def is_chance(self, *nodes: fx.Node) -> bool:
-        """Whether values follow from draws alone: not from inputs, parameters or what blocks compute."""
+        """Whether values depend on draws alone: not on inputs, parameters or what blocks compute."""
         facts, draws, stack, seen = self._book.facts, False, [*nodes], {*nodes}
         while stack:
             one = stack.pop()
@@ -224,7 +224,7 @@ class Chance:
         return draws
 
     def decide(self, node: fx.Node) -> bool:
-        """The outcome that this recording is to follow."""
+        """The outcome that this recording must follow."""
         if self._book.is_paused:
             self.refuse(f"a random number, {node.name!r}, inside of a module that runs as a whole")
         if node not in self._answers:
@@ -240,7 +240,7 @@ class Chance:
         return self._number("call_function", function, tuple(a.node if isinstance(a, Drawn) else a for a in args))
 
     def of_array(self, array: DrawnArray, method: str, dtype: Any) -> DrawnArray:
-        """What a method gives of an array."""
+        """What a method of an array returns."""
         node = self._book.write_number("call_method", method, (array.node, self._book.argument(dtype)))
         return DrawnArray(self, node, sys.modules["numpy"].empty(array.shape, dtype))
 
@@ -276,7 +276,7 @@ class Chance:
             )
 
     def check_generators(self) -> None:
-        """Refuse what was drawn outside of the units and was not recorded: a recording would freeze it."""
+        """Refuse unrecorded draws outside the units: a recording would freeze them."""
         if self._generators.moved():
             raise PartitionError(
                 f"the forward seeds Python's or numpy's random numbers, or draws from them in a way that was not seen, "
@@ -285,7 +285,7 @@ class Chance:
             )
 
     def after_unit(self) -> bool:
-        """Whether the unit that ran has moved Python's or numpy's generators, and it was not seen which part of it."""
+        """Whether the unit that ran drew from Python's or numpy's generators, without showing which part of it did."""
         moved, noted, self._noted = self._generators.moved(), self._noted, False
         if moved:
             self._generators.accept()
@@ -296,7 +296,7 @@ class Chance:
         if threading.get_ident() != self._thread:
             return function(*args, **kwargs)
         if name == foreign.FRESH and (args or kwargs) and (*args, *kwargs.values())[0] is not None:
-            return function(*args, **kwargs)  # has a seed of its own
+            return function(*args, **kwargs)  # has its own seed
         if name == foreign.FRESH:
             self.refuse("a generator that has no seed (numpy.random.default_rng())")
         if self._book.is_paused:
@@ -332,7 +332,7 @@ class Chance:
         low: float | None = None,
         high: float | None = None,
     ) -> Any:
-        """What stands for a number or an array that was drawn, of which only the kind is taken."""
+        """What stands for a number or an array that was drawn; only its kind is used."""
         numpy = sys.modules.get("numpy")
         self.is_foreign = self.held = True
         if numpy and isinstance(value, numpy.ndarray):
@@ -353,7 +353,7 @@ class Chance:
 
 
 def _range(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[float | None, float | None]:
-    """Between which bounds a number lies, where that may decide what is asked of it (a rate of 0)."""
+    """The bounds of a number, if they may decide what is asked about it (a rate of 0)."""
     if name.rpartition(".")[2] in ("random", "rand", "random_sample", "ranf", "sample"):
         return 0.0, 1.0
     if name.endswith(".uniform"):
@@ -364,7 +364,7 @@ def _range(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[f
 
 
 def stand_ins(tree: Any) -> Any:
-    """The same with something in place of what is drawn, of the same type and shape, for calls on fake tensors."""
+    """The same with stand-ins of the same type and shape for what is drawn, for calls on fake tensors."""
     if isinstance(tree, Drawn):
         return 0.5
     if isinstance(tree, DrawnArray):

@@ -1,7 +1,7 @@
 """Python's and numpy's random numbers while a forward is recorded: who draws them, and whether any are overlooked.
 
-Their functions are replaced meanwhile, also under the names by which the modules of the model's classes have imported
-them. What reaches the generators in another way is seen by their state.
+Their functions are replaced meanwhile, also under the names by which the modules of the model's classes imported them.
+Draws that reach the generators in another way show in their state.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Handler = Callable[[str, Callable[..., Any], Any, Any], Any]
 
 SEEDING = ("seed", "getstate", "setstate", "get_state", "set_state")
 FRESH = "numpy.random.default_rng"
-"""Makes a generator of its own; without a seed, another one each time."""
+"""Makes a separate generator; without a seed, a different one each time."""
 
 
 class WholeFunction(BaseException):
-    """A function of the model's library draws in a way that can only be recorded as one call: record again so.
+    """A function of the model's library draws in a way that can only be recorded as one call: record again that way.
 
-    No Exception, so that the model's own `except` clauses do not take it.
+    Not an Exception, so that the model's own `except` clauses do not catch it.
     """
 
     def __init__(self, function: FunctionType, refusal: str) -> None:
@@ -40,7 +40,7 @@ class WholeFunction(BaseException):
 
 @cache
 def sources() -> Mapping[str, Callable[..., Any]]:
-    """By qualified name, the functions that draw from Python's and numpy's global generators."""
+    """The functions that draw from Python's and numpy's global generators, by qualified name."""
     found: dict[str, Callable[..., Any]] = {}
     for name in random.__all__:
         function = getattr(random, name)
@@ -56,7 +56,7 @@ def sources() -> Mapping[str, Callable[..., Any]]:
 
 
 def draw(name: str, *args: Any, **kwargs: Any) -> Any:
-    """A recorded draw, as a stage makes it again."""
+    """A recorded draw, as a stage repeats it."""
     return sources()[name](*args, **kwargs)
 
 
@@ -64,7 +64,7 @@ def draw(name: str, *args: Any, **kwargs: Any) -> Any:
 def replaced(
     model: nn.Module, drawing: Handler, whole: Mapping[FunctionType, Callable[..., Any]], from_numpy: Callable[..., Any]
 ) -> Iterator[None]:
-    """Meanwhile what draws goes to `drawing`, what is in `whole` to its value, and `torch.from_numpy` to another."""
+    """Meanwhile draws go to `drawing`, functions in `whole` to their values, and `torch.from_numpy` to another."""
     new: dict[int, Any] = {id(function): value for function, value in whole.items()}
     for name, function in sources().items():
         new[id(function)] = _through(drawing, name, function)
@@ -101,7 +101,7 @@ def _namespaces(model: nn.Module, whole: Mapping[FunctionType, Any]) -> Iterator
 
 
 def enclosing_function() -> FunctionType | None:
-    """The outermost global function between the line that runs and the module in whose forward that is."""
+    """The outermost global function between the running line and the module whose forward it belongs to."""
     found: FunctionType | None = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -119,7 +119,7 @@ def enclosing_function() -> FunctionType | None:
 
 
 class States:
-    """The states of Python's and numpy's generators, and of those that the model holds, to be compared with."""
+    """The states of Python's and numpy's generators, and of those that the model holds, for comparison."""
 
     def __init__(self, model: nn.Module) -> None:
         self._own = dict(_own_generators(model))
@@ -127,15 +127,15 @@ class States:
         self._known = self._now()
 
     def moved(self) -> bool:
-        """Whether a global one is not as it was at `accept`."""
+        """Whether a global generator has changed since `accept`."""
         return self._now() != self._known
 
     def accept(self) -> None:
-        """Take the present state as the one to compare with."""
+        """Compare with the present state from now on."""
         self._known = self._now()
 
     def take_back(self) -> str | None:
-        """The name of one of the model's own generators that was drawn from; all of them are as before then."""
+        """The name of one of the model's own generators that was drawn from, after restoring all of them."""
         moved = [
             name for name, generator in self._own.items() if repr(_state_of(generator)) != repr(self._before[name])
         ]

@@ -1,8 +1,8 @@
-"""The ways that a forward takes by chance, compared node by node: what runs only on one side, and what else follows.
+"""The paths that a forward takes at random, compared node by node: what runs only on one side, and what else follows.
 
-Two decisions or more give more ways than can be recorded. So that in which most runs is the base, and of the others as
-many are recorded as bring any two decisions together in all four combinations: two for each binary digit of their
-number, and the one in which all are turned over. All of them must be the base without the nodes that were left out.
+Two decisions or more give more paths than can be recorded. So the path on which most runs is the base, and enough of
+the rest are recorded to see any two decisions in all four combinations: two for each binary digit of their number, and
+the one with all decisions inverted. Each must be the base minus the nodes that it leaves out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.partition.recording.recording import Recording
 
 
 class UnlikeError(Exception):
-    """Two ways differ in more than what one of them leaves out. `number`: of the decision; None if it is not known."""
+    """Two paths differ in more than what one leaves out. `number`: of the decision; None if it is not known."""
 
     def __init__(self, reason: str, number: int | None = None) -> None:
         super().__init__(reason)
@@ -53,11 +53,11 @@ class Variant:
 
 @dataclass
 class Found:
-    """What comparing ways has found so far.
+    """What comparing paths has found so far.
 
     Attributes:
         regions: for each decision, the nodes of the base that run only on its side of it.
-        instead: for a node in a region that is used after it, what is used there where the region did not run.
+        instead: for a node in a region that is used after it, what is used instead if the region did not run.
     """
 
     base: Variant
@@ -95,8 +95,8 @@ class Found:
         return frozenset(number for number, (mine, theirs) in enumerate(pairs) if mine != theirs)
 
     def _align(self, way: Variant) -> list[tuple[fx.Node, fx.Node]]:
-        """For each value that a call of the base takes, and of the other way at the same place: the former, and the
-        node of the base that the latter corresponds to."""
+        """For each value that a call of the base takes, with the other path's value at the same place: the former, and
+        the node of the base that the latter corresponds to."""
         flipped = self._flipped(way)
         base, other = self.base.recording, way.recording
         at = {index: node for node, index in base.inputs.items()}
@@ -135,11 +135,11 @@ class Found:
 
 
 def explore(first: Recording, record: Callable[[Mapping[int, bool]], Recording]) -> Found:
-    """Record as many ways as are needed, and compare them.
+    """Record as many paths as needed, and compare them.
 
     Args:
-        first: the way in which every answer is False.
-        record: records the way with these answers, False where there is none.
+        first: the path on which every answer is False.
+        record: records the path with these answers, False for questions without one.
 
     Raises UnlikeError.
     """
@@ -165,7 +165,7 @@ def explore(first: Recording, record: Callable[[Mapping[int, bool]], Recording])
 
 
 def _start_of_region(mine: Sequence[fx.Node], theirs: Sequence[fx.Node], spare: int) -> int | None:
-    """Where in `mine` the `spare` nodes are that `theirs` does not have: at the question, or after what follows it."""
+    """Where in `mine` the `spare` nodes that `theirs` lacks are: at the question, or after what follows it."""
     ours, others = [(n.op, n.target) for n in mine], [(n.op, n.target) for n in theirs]
     starts = (s for s in range(len(theirs) + 1) if ours[:s] == others[:s] and ours[s + spare :] == others[s:])
     return next(starts, None)
@@ -192,7 +192,7 @@ def _results(recording: Recording) -> tuple[Any, ...]:
 
 
 def _arguments(mine: Any, theirs: Any, base: Recording, other: Recording) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """The values at the same places of two structures. Raises UnlikeError where anything else differs."""
+    """The values at the same places of two structures. Raises UnlikeError if anything else differs."""
     if isinstance(mine, fx.Node) and isinstance(theirs, fx.Node):
         if "get_attr" not in (mine.op, theirs.op):
             yield mine, theirs

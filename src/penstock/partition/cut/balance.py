@@ -22,7 +22,7 @@ Balance = Literal["flops", "parameters", "layers"]
 class Candidate:
     """A module before whose first call the model can be cut.
 
-    `weight`: of everything from here up to the next candidate, in what the stages are to share evenly.
+    `weight`: of everything from here to the next candidate, in the measure to be balanced.
     """
 
     name: str
@@ -31,9 +31,9 @@ class Candidate:
 
 
 def candidates(recording: Recording, model: nn.Module, balance: Balance) -> list[Candidate]:
-    """Every unit in the order of first calls, and what was opened and has nothing inside.
+    """Every unit in the order of first calls, and opened modules with nothing inside.
 
-    For "layers" repeated blocks alone, if there are any.
+    For "layers", only repeated blocks, if there are any.
     """
     blocks_only = balance == "layers" and bool(recording.blocks)
     bare = {n for n in recording.grain.opened if not any(True for _ in model.get_submodule(n).children())}
@@ -56,7 +56,7 @@ def candidates(recording: Recording, model: nn.Module, balance: Balance) -> list
 
 
 def _weight(recording: Recording, model: nn.Module, node: fx.Node, balance: Balance) -> int:
-    """Of one node: its work, or how many numbers are in its parameters, or whether it calls a repeated block."""
+    """A node's weight: its work, the number of elements in its parameters, or whether it calls a repeated block."""
     fact = recording.facts[node]
     if balance == "flops":
         return fact.work
@@ -70,9 +70,10 @@ def _weight(recording: Recording, model: nn.Module, node: fx.Node, balance: Bala
 def balanced_cuts(
     recording: Recording, model: nn.Module, stages: int, balance: Balance, units: Sequence[Candidate] | None = None
 ) -> tuple[str, ...]:
-    """Names of the modules at which stages 1.. begin, so that the largest stage is as small as can be.
+    """Names of the modules at which stages 1.. begin, so that the largest stage is as small as possible.
 
-    Of all candidates, or of `units`. Raises TooFewLayersError if there are more stages than modules to begin them with.
+    Chosen from all candidates, or from `units`. Raises TooFewLayersError if there are more stages than modules to begin
+    them with.
     """
     units = candidates(recording, model, balance) if units is None else units
     if stages > max(1, len(units)):
@@ -103,10 +104,10 @@ def _too_few(recording: Recording, model: nn.Module, stages: int, balance: Balan
 def linear_partition(weights: Sequence[int], parts: int) -> list[int]:
     """Where each of `parts` runs of consecutive weights begins, each of one item or more.
 
-    The largest sum is as small as can be; among those, the sum of squares. Of equals, what weighs nothing stays behind.
+    Minimizes the largest sum, then the sum of squares. In a tie, items that weigh nothing stay in the earlier run.
 
-    The best start of the last run moves on with its end, so that of all ends the middle one is found first, and halves
-    the search for those on either side of it: parts x items x log(items) sums.
+    The best start of the last run never moves back as its end moves on. So the middle end is solved first, and halves
+    the search for the ends on either side of it: parts x items x log(items) sums.
     """
     if parts == 1 or not weights:
         return [0]
@@ -127,7 +128,7 @@ def linear_partition(weights: Sequence[int], parts: int) -> list[int]:
 
 
 def _best_starts(totals: Sequence[int], squares: Mapping[int, int], limit: int, ends: range) -> dict[int, int]:
-    """For each end of a run the start that gives the least sum of squares, under the limit."""
+    """For each end of a run, the start that gives the least sum of squares under the limit."""
     found: dict[int, int] = {}
     pending = [(ends, min(squares), max(squares))]
     while pending:

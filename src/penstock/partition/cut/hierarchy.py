@@ -1,4 +1,4 @@
-"""Finds the modules that are to be opened: for `opens=`, for cuts that lie inside, and for balance."""
+"""Finds the modules to open: for `opens=`, for cuts that lie inside, and for balance."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from penstock.partition.units.opening import Opening
 from penstock.partition.units.units import LISTS, Unit, canonical_names, find_units, resolve
 
 WORTHWHILE = 0.95
-"""Modules are opened if that makes the largest stage smaller than this part of what it was."""
+"""Modules are opened if that shrinks the largest stage below this fraction of its size."""
 
 
 def opening_for(
     model: nn.Module, leaves: Sequence[str], opens: Sequence[str], cuts: Sequence[str] | None, stages: int
 ) -> Opening:
-    """What is opened before anything is recorded. Raises PartitionError for names that cannot be opened.
+    """What to open before anything is recorded. Raises PartitionError for names that cannot be opened.
 
-    Where cuts are to be found, the number of repeated blocks stands for the work that is not known yet.
+    If cuts must be found, the number of repeated blocks stands in for the work, which is not known yet.
     """
     names = canonical_names(model)
     whole = {names[id(resolve(model, name, "leaves"))] for name in leaves}
@@ -56,7 +56,7 @@ def opening_for(
 def more_to_open(
     recording: Recording, model: nn.Module, leaves: Sequence[str], stages: int, balance: Balance
 ) -> Opening:
-    """What is to be opened, now that weights are known: the recording's own opening, if nothing else is worth it."""
+    """What to open, now that weights are known: the recording's own opening, if nothing more is worth it."""
     opening = recording.opening
     units = {unit.name: unit for unit in find_units(model, leaves, recording.grain, opening.names).values()}
     found = candidates(recording, model, balance)
@@ -70,7 +70,7 @@ def more_to_open(
 def _worth_opening(units: Sequence[Unit], weights: Sequence[int], stages: int, whole: Collection[str]) -> Iterator[str]:
     """The modules inside which the best cuts would fall, if that is worthwhile; none of those that stay whole.
 
-    Taken to be: as if each of a module's repeated blocks weighed the same.
+    Assumes that all repeated blocks of a module weigh the same.
     """
     counts = [blocks_in(unit.module) if unit.name not in whole and _may_open(unit.module) else 1 for unit in units]
     if max(counts, default=1) == 1 or stages == 1:
@@ -94,7 +94,7 @@ def _largest(weights: Sequence[int], starts: Sequence[int]) -> int:
 
 
 def _may_open(module: nn.Module) -> bool:
-    """Whether nothing is hooked to what would be recorded call by call: a hook would run that once, and never again."""
+    """Whether nothing that would be recorded call by call has a hook: it would run during recording and never again."""
     lists = (child for child in module.children() if isinstance(child, (*LISTS, nn.Sequential)))
     return not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in (module, *lists))
 
@@ -115,6 +115,6 @@ def _repeats(module: nn.Module) -> bool:
 
 
 def _enclosing(name: str) -> list[str]:
-    """The names of the modules around a module, but for the model itself."""
+    """The names of the modules around a module, except the model itself."""
     parts = name.split(".")
     return [".".join(parts[:end]) for end in range(1, len(parts))]

@@ -55,7 +55,7 @@ class Attempt:
     Attributes:
         units: the modules that run as a whole, by their `id`.
         opening, grain: what led to these units.
-        functions: functions that are one call each, since they draw random numbers by Python's or numpy's generators.
+        functions: functions recorded as one call each, since they draw from Python's or numpy's generators.
         sees_saved: look at what is saved for backward, whether or not the forward updates any of that.
     """
 
@@ -69,13 +69,13 @@ class Attempt:
     sees_saved: bool
 
     def way(self, choices: Mapping[int, bool]) -> Recording:
-        """The way that the forward takes with these answers where it branches by chance."""
+        """The path that the forward takes if its random branches get these answers."""
         fake_calls, watches = frozenset[int](), self.sees_saved
         while True:
             try:
                 return _record(self, choices, fake_calls, watches)
             except Restart as restart:
-                fake_calls = restart.fake_calls  # calls are numbered anew in each way
+                fake_calls = restart.fake_calls  # each path numbers its calls from 0
             except Watch:
                 watches = True
 
@@ -84,8 +84,8 @@ def _record(attempt: Attempt, choices: Mapping[int, bool], fake_calls: frozenset
     """Runs the forward once.
 
     Args:
-        fake_calls: the numbers of calls whose results are not taken to be known.
-        watches: whether what is saved for backward is looked at. If it has to be and is not, Watch is raised.
+        fake_calls: the numbers of calls whose results are treated as unknown.
+        watches: whether to look at what is saved for backward. If this turns out to be needed and is off, raises Watch.
     """
     model, units, opening = attempt.model, attempt.units, attempt.opening
     given = flatten((tuple(attempt.args), dict(attempt.kwargs)))
@@ -132,7 +132,7 @@ def _record(attempt: Attempt, choices: Mapping[int, bool], fake_calls: frozenset
 def _run_checked(
     recorder: Recorder, mode: Any, inputs: list[Any], structure: Any, functions: frozenset[FunctionType]
 ) -> Any:
-    """The forward's result, once no block is found to have read or changed anything behind the recording's back."""
+    """The forward's result, after checking that no block read or changed anything behind the recording's back."""
     try:
         with recorder.chance.replaced(functions):
             result = _run(recorder, mode, inputs, structure)
@@ -145,7 +145,7 @@ def _run_checked(
 
 
 def _inputs(recorder: Recorder, mode: Any, given: Flat) -> list[Any]:
-    """The leaves of (args, kwargs) with fakes for tensors whose values are not taken to be known."""
+    """The leaves of (args, kwargs) with fakes for tensors whose values are treated as unknown."""
     inputs = list(given.leaves)
     for index, leaf in enumerate(given.leaves):
         if isinstance(leaf, Tensor):
@@ -170,7 +170,7 @@ def _check_stateless(
     functions: frozenset[FunctionType],
     changed: Sequence[str],
 ) -> None:
-    """Raises Obstacle if the forward does something else when it starts from what the recorded one has left."""
+    """Raises Obstacle if the forward behaves differently when it starts from what the recorded one left."""
     inputs = _inputs(second, mode, given)
     try:
         with second.chance.replaced(functions):
@@ -188,7 +188,7 @@ def _check_stateless(
 
 @contextmanager
 def _staying_whole(recorder: Recorder) -> Iterator[None]:
-    """A module that was opened for balance, or for a cut, is to blame for what is raised inside it."""
+    """Blames whatever is raised inside a module that was opened for balance, or for a cut, on that module."""
     opening = recorder.opening
     try:
         yield
@@ -224,7 +224,7 @@ def _run(recorder: Recorder, mode: Any, inputs: list[Any], structure: Any) -> An
 
 @contextmanager
 def _quiet_about_hooks() -> Iterator[None]:
-    """Blocks that went through `torch.compile` warn about the hooks that follow modules."""
+    """Silences blocks that went through `torch.compile`: they warn about the hooks that follow modules."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
         yield
@@ -268,7 +268,7 @@ def _check_leftovers(snapshot: Snapshot, loan: Loan, recorder: Recorder, names: 
 
 
 def _is_cache(recorder: Recorder, name: str, value: Tensor | None) -> bool:
-    """Whether a replaced buffer holds only what every forward makes the same, such as a table of positions."""
+    """Whether a replaced buffer holds only what every forward makes identically, such as a table of positions."""
     path, _, field = name.rpartition(".")
     module = recorder.model.get_submodule(path)
     saved = field not in module._non_persistent_buffers_set

@@ -1,7 +1,7 @@
 """Records a model's forward, as often as it takes.
 
-An attempt may show that a module has to be opened, or to stay whole, or that a function has to be one call. The next
-attempt starts from there.
+An attempt may show that a module must be opened or stay whole, or that a function must be one call. The next attempt
+starts from there.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def record(
     *,
     sees_saved: bool = False,
 ) -> Recording:
-    """Record `model(*args, **kwargs)`. Parameters may be on `meta`: they are taken to be where the first input is.
+    """Record `model(*args, **kwargs)`. Parameters on `meta` count as being on the first input's device.
 
-    `leaves`, `grain` and `opening`: see `find_units`. What else the forward taught, and what was opened, is in the
-    recording. `sees_saved`: look at what is saved for backward.
+    `leaves`, `grain` and `opening`: see `find_units`. The recording holds what else the forward taught, and what was
+    opened. `sees_saved`: look at what is saved for backward.
 
     Raises PartitionError, with the line of the user's code, for what a stage could not replay.
     """
@@ -50,7 +50,7 @@ def record(
             found = attempt.way({})
             if found.asks and any(entry.is_carried for entry in found.left):
                 grain, without, reason = replace(without or grain, shut=grain.shut | {EVERY}), None, ""
-                continue  # where chance leaves a module out, there is no value to carry
+                continue  # a randomly skipped module leaves no value to carry
             return replace(with_branches(found, attempt.way) if found.asks else found, opening=opening)
         except WholeFunction as whole:
             if whole.function in functions:
@@ -70,7 +70,7 @@ def record(
                     if without is None:
                         raise
                     grain, without, reason = without, None, ""
-            elif not taught:  # what is learned of a model must not depend on where it is cut
+            elif not taught:  # what a model teaches must not depend on where it is cut
                 grain, taught = record(model, args, kwargs, leaves, grain, Opening(opening.asked)).grain, True
             elif opening.tried:
                 opening = opening.without(opening.tried)
@@ -109,5 +109,5 @@ _NOT_ENOUGH = (
 
 
 def _alike(model: nn.Module, name: str, tried: Collection[str]) -> Collection[str]:
-    """What cannot be recorded call by call either: modules of the named one's class; all, if none is named."""
+    """Modules that cannot be recorded call by call either: those of the named one's class; all, if none is named."""
     return [n for n in tried if not name or type(model.get_submodule(n)) is type(model.get_submodule(name))]

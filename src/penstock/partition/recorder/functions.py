@@ -39,7 +39,7 @@ def autograd_functions(recorder: Recorder) -> Iterator[None]:
 
 
 def _bound(function: Any, recorder: Recorder) -> Iterator[tuple[dict[str, Any], str, MethodType]]:
-    """Where a method was taken from its class beforehand: `swish = Swish.apply` in a file, or in a module."""
+    """The places that took the method from its class beforehand: `swish = Swish.apply` in a file, or in a module."""
     attributes = (vars(module) for module in recorder.model.modules())
     for names in (*attributes, *(value for value in recorder.reach.named if type(value) is dict)):
         for name, value in list(names.items()):

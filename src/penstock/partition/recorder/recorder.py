@@ -1,7 +1,7 @@
 """Writes what a running forward calls into a graph.
 
 A mode sees every torch call, the classes of the units send their calls here, and an observer below says which memory
-each call wrote and whether it drew random numbers. `record` sets the stage for it.
+each call wrote and whether it drew random numbers. `record` sets all this up.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Recorder(Writer, TorchFunctionMode):
         self.guards: list[Guard] = []
         self.drawing: dict[str, nn.Module] = {}
         self.real: set[str] = set()  # units that ran for real, on made-up inputs
-        self.taken = set(taken)  # names of attributes that are read behind the calls of such units
+        self.taken = set(taken)  # names of attributes that are read after the calls of such units
         self._why_real: dict[str, list[str]] = {}  # reason -> their names
         self.returned = Returned(opening)
         self.fixed = Fixed(lambda: {*names, *self._kept, *(id(place.entries) for place in reach.places)})
@@ -106,7 +106,7 @@ class Recorder(Writer, TorchFunctionMode):
                 with self.observer.exchanging(args[0]):
                     return func(*args, **kwargs)
             return func(*args, **kwargs)
-        if calls.name_of(func) == "__iter__":  # else the mode would be off while the caller iterates
+        if calls.name_of(func) == "__iter__":  # otherwise the mode would be off while the caller iterates
             return iter(self._call(torch.Tensor.unbind, args, {}))
         return self._call(func, args, kwargs)
 
@@ -151,7 +151,7 @@ class Recorder(Writer, TorchFunctionMode):
             return result
 
     def _take_gradient(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An activation shall take a gradient from here on: a value of its own, which the same tensor stands for."""
+        """An activation requires a gradient from here on: a separate value, which the same tensor stands for."""
         tensor, before = args[0], args[0].requires_grad
         if not before and id(tensor) not in self._seen:  # a parameter or buffer, or what only the forward holds
             raise Obstacle(f"{self._here()} {calls.REFUSED['requires_grad_']}", self.scope)
@@ -207,7 +207,7 @@ class Recorder(Writer, TorchFunctionMode):
             return result
 
     def _take_out(self, fact: Fact, unit: Unit) -> None:
-        """Writes what takes out of attributes what a unit that cannot be opened has left there."""
+        """Writes a node that reads what a unit that cannot be opened left in attributes."""
         node = next(node for node in reversed(self.facts) if self.facts[node] is fact)
         for attribute, value in attributes_of(unit.module, unit.name, self.taken):
             if self._is_new(value):
@@ -234,7 +234,7 @@ class Recorder(Writer, TorchFunctionMode):
 
     @contextmanager
     def _running(self, args: Any, kwargs: Any, unit: Unit | None = None) -> Iterator[Running]:
-        """Around a call that will be a node: what it reads, it must have been given."""
+        """Around a call that will be a node: it may read only what it was given."""
         provenance = self.observer.provenance
         given = provenance.roots(tensors_in((args, kwargs)))
         if unit is not None:
@@ -254,18 +254,18 @@ class Recorder(Writer, TorchFunctionMode):
     def _run_unit(
         self, original: Call, unit: Unit, args: Any, kwargs: Any
     ) -> tuple[tuple[Any, list[Any], frozenset[int]], bool]:
-        """The unit's result, what in it drew, and what it wrote; and whether it could run on fake tensors.
+        """The unit's result, which of its modules drew, and what it wrote; and whether it could run on fake tensors.
 
-        One that cannot runs for real.
+        If it could not, it runs for real.
         """
         depth, called, work = len(self.observer.stack), len(self.observer.calls), self.observer.work
         try:
-            # around a checkpoint, whose hooks would hide what a stage, which runs nothing again for it, saves
+            # around a checkpoint: its hooks would hide what a stage saves, and a stage reruns nothing for it
             with quiet(), self.observer.saved.watching():
                 return (original(unit.module, *args, **kwargs), *self.observer.take()), True
         except PartitionError:
             raise
-        except Exception as error:  # whatever a fake kernel raises; if the unit itself is wrong it raises again
+        except Exception as error:  # whatever a fake kernel raises; if the unit itself is wrong, it raises again
             del self.observer.stack[depth:], self.observer.calls[called:]
             self.observer.take()
             self.observer.saved.forget()
@@ -288,7 +288,7 @@ class Recorder(Writer, TorchFunctionMode):
     call = _call
 
     def run_known(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The result of a function that draws, run for real. Raises PartitionError if it takes values not known."""
+        """The result of a drawing function, run for real. Raises PartitionError if it takes unknown values."""
         with self._pause():
             if not self.known.are_known(args, kwargs):
                 raise PartitionError(
@@ -306,13 +306,13 @@ class Recorder(Writer, TorchFunctionMode):
 
     @property
     def all_notes(self) -> tuple[str, ...]:
-        """What the user should know of this recording, each once."""
+        """What the user should know about this recording, without repeats."""
         ran = [(", ".join(in_ranges(dict.fromkeys(units))), reason) for reason, units in self._why_real.items()]
         real = [f"{which} ran once for real, on made-up inputs: fake tensors will not do ({why})" for which, why in ran]
         return tuple(dict.fromkeys([*real, *self.notes]))
 
     def note_unchecked(self) -> None:
-        """Tell that a distribution's arguments are not checked, where it is made outside of the units."""
+        """Note that the arguments of a distribution made outside the units are not checked."""
         if not self._paused:
             self.notes.append(
                 f"the distribution at {source.current_line()} is recorded as if validate_args=False, since its checks "

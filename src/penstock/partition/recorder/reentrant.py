@@ -1,7 +1,7 @@
-"""Torch's older checkpoint (`use_reentrant=True`, its default), as the newer one, whose calls can be recorded.
+"""Treats torch's older checkpoint (`use_reentrant=True`, its default) as the newer one, whose calls can be recorded.
 
-Both compute the same. The older one trains nothing if none of its arguments takes a gradient, and adds the gradients
-of each checkpoint to `.grad` by itself: a parameter that is used elsewhere, too, gets its terms in another order.
+Both compute the same. The older one trains nothing if none of its arguments requires a gradient, and adds the gradients
+of each checkpoint to `.grad` separately: a parameter that is also used elsewhere gets its terms in another order.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Reentrant:
         return result
 
     def check(self) -> None:
-        """Raises PartitionError for what would not be as in plain torch. To be called when the forward has ended."""
+        """Raises PartitionError for what would differ from plain torch. Call this when the forward has ended."""
         for one in self._checkpoints:
             if any(old is not new for old, new in zip(one.cells, _cells(one.function), strict=True)):
-                raise PartitionError(  # in a loop it would have the last layer
+                raise PartitionError(  # in a loop it would see the last layer
                     f"the function that torch.utils.checkpoint gets at {one.line} uses variables that have changed by "
                     "the time it runs again in backward, so that plain torch would not train what was computed. Pass "
                     "them as arguments"

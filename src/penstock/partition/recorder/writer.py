@@ -1,6 +1,6 @@
 """Writes what a forward calls as nodes of a graph, and knows which node stands for each value that the forward handles.
 
-`recorder` decides what is a call; here is what is written of it.
+`recorder` decides what is a call; this module writes it.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from penstock.partition.watch.unseen import Versions
 from penstock.trees import LEAF, Flat, flatten
 
 Seen = tuple[Tensor, fx.Node, bool]
-"""A tensor that the forward handles (kept alive, so that its id stays its own), its node, and its requires_grad."""
+"""A tensor that the forward handles (kept alive so that its id is not reused), its node, and its requires_grad."""
 
 
 class Writer:
-    """The graph of one recording, and what was seen of its nodes."""
+    """The graph of one recording, and what is known about its nodes."""
 
     def __init__(
         self,
@@ -74,8 +74,8 @@ class Writer:
         self._constant_ids: dict[int, str] = {}
         self._draws: Counter[str] = Counter()
         self._kept = kept_by(model)
-        self._passed: dict[int, fx.Node] = {}  # for the call that is being written: id of what it is given -> its node
-        self._opaque: dict[int, tuple[object, fx.Node]] = {}  # what a call made that hides tensors, by its id
+        self._passed: dict[int, fx.Node] = {}  # for the call being written: id of each argument -> its node
+        self._opaque: dict[int, tuple[object, fx.Node]] = {}  # by id: objects made by calls that hide tensors
 
     # -- writing nodes ----------------------------------------------------------------------------------------------
 
@@ -100,7 +100,7 @@ class Writer:
         self._bind(result, node, writes, alone=True)
         self.observer.saved.follow(tensors_in(result))
         self.observer.saved.belongs_to(fact, tensors_in((target.args, target.kwargs)))
-        for storage in writes:  # an update in place may make aliases take a gradient, or change their strides
+        for storage in writes:  # an update in place may make aliases require a gradient, or change their strides
             for key in self.on_memory.get(storage, ()):
                 tensor, known, _ = self._seen[key]
                 self._seen[key] = (tensor, known, tensor.requires_grad)
@@ -109,13 +109,13 @@ class Writer:
         return fact
 
     def _unseen(self, writes: frozenset[int]) -> frozenset[int]:
-        """Of the memory that was written, that of tensors that have no new version."""
+        """The part of the written memory whose tensors have no new version."""
         found: set[int] = set()
         for storage in writes - self.observer.statistics:
             tensors = [self._seen[key][0] for key in dict.fromkeys(self.on_memory.get(storage, ()))]
             if (name := self.observer.provenance.held.get(storage)) is not None:
                 tensors.append(self.loan.fakes[name])
-            new = [self._versions.has_new(tensor) for tensor in tensors]  # of each, so that it is noted
+            new = [self._versions.has_new(tensor) for tensor in tensors]  # ask for each, so that all are noted
             if not all(new):
                 found.add(storage)
         return frozenset(found)
@@ -123,7 +123,7 @@ class Writer:
     def write_number(
         self, op: str, target: Any, args: tuple[Any, ...], kwargs: Any = None, *, draws: bool = False
     ) -> fx.Node:
-        """A call that gives a number (or an array) by chance, which every stage that needs it makes for itself."""
+        """A call that returns a random number (or array), which every stage that needs it makes for itself."""
         node = self.graph.create_node(op, target, args, kwargs or {})
         fact = self._fact(node, "call", None)
         fact.draws, fact.is_anywhere = draws, True
@@ -149,15 +149,15 @@ class Writer:
         return fact
 
     def _stream(self, fact: Fact) -> str:
-        """The stream of a draw in a module's own forward: numbered there, so that it is the same whatever is opened."""
+        """The stream of a draw in a module's own forward: numbered per module, so the same whatever is opened."""
         self.opening.refuse_draw(fact.scope, fact.source_line)
         self._draws[fact.scope] += 1
         return f"{fact.scope}()#{self._draws[fact.scope] - 1}"
 
     def _bind(self, result: Any, node: fx.Node, writes: frozenset[int], alone: bool = False) -> None:
-        """Remember which tensors a node made; those inside its result get a node of their own.
+        """Remember which tensors a node made; those inside its result get their own nodes.
 
-        A tensor that comes back as it went in, beside others, keeps the node that made it.
+        A tensor that comes back unchanged next to others keeps the node that made it.
         """
         if isinstance(result, Tensor):
             new = id(result) not in self._seen or storage_of(result) in writes
@@ -176,8 +176,8 @@ class Writer:
 
     @contextmanager
     def _passing(self, given: Passed, unit: Unit) -> Iterator[None]:
-        """Around the writing of a call, which has been made: what it was given is made for it before, and what it left
-        in that is taken out behind."""
+        """Around writing a call that was made: builds its containers before it, and takes out what it left in them
+        after it."""
         changed = given.changed()
         made, flat = given.given(changed)
         for value in (given.containers[index] for index in changed):
@@ -203,7 +203,7 @@ class Writer:
         self._passed.clear()
 
     def _is_new(self, value: Any) -> bool:
-        """Whether there is anything in a value that no recorded call has made so far."""
+        """Whether a value contains anything that no recorded call has made so far."""
         return any(
             id(leaf) not in self._seen and id(leaf) not in self.loan.names
             if isinstance(leaf, Tensor)
@@ -263,7 +263,7 @@ class Writer:
         return id(tensor) in self._seen
 
     def _hidden(self, value: Any) -> str | None:
-        """Why a leaf cannot be passed on, if it is no plain value and no recorded call returned it: a closure."""
+        """Why a leaf cannot be passed on, if it is not a plain value and no recorded call returned it: a closure."""
         if isinstance(value, Tensor) or type(value) in CONSTANTS or id(value) in self._opaque:
             return None
         if not hasattr(type(value), "__next__") and not hides_tensors(value, fake_only=True):
@@ -333,7 +333,7 @@ class Writer:
 
     @property
     def scope(self) -> str:
-        """The name of the innermost running module that is the model's: a forward may make others."""
+        """The name of the innermost running module of the model: a forward may make modules of its own."""
         registered = (self.module_names.get(id(module)) for module in reversed(self.observer.stack))
         return next((name for name in registered if name is not None), "")
 

@@ -1,1 +1,1 @@
-"""What a recording holds, and what its calls do when a stage makes them again."""
+"""What a recording holds, and what its calls do when a stage repeats them."""

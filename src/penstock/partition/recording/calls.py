@@ -36,7 +36,7 @@ REFUSED: Mapping[str, str] = {
     "set_": "swaps a tensor's memory",
     "grad": "runs a backward inside the forward",
 }
-"""Calls that cannot be kept equal when they are replayed on a stage, and what they do."""
+"""Calls that cannot give the same when replayed on a stage, and what they do."""
 
 
 class Target(NamedTuple):
@@ -57,14 +57,14 @@ def name_of(function: Any) -> str:
 
 
 def gradient_wanted(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> bool | None:
-    """Whether a tensor shall take a gradient, where a call says so: `x.requires_grad_()`, `x.requires_grad = True`."""
+    """Whether a call asks for a gradient: `x.requires_grad_()`, `x.requires_grad = True`; None if it does neither."""
     if getattr(function, "__name__", "") == "requires_grad_":
         return bool(args[1] if len(args) > 1 else (kwargs or {}).get("requires_grad", True))
     return bool(args[1]) if name_of(function) == "requires_grad" and len(args) == 2 else None
 
 
 def taking_gradient(tensor: Tensor) -> Tensor:
-    """The values of a tensor that takes no gradient, as one that does."""
+    """The values of a tensor that requires no gradient, as one that does."""
     return tensor.detach().requires_grad_()
 
 

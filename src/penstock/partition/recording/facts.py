@@ -21,7 +21,7 @@ tensor."""
 
 @dataclass(frozen=True, slots=True)
 class Modes:
-    """The modes that a call ran in, where they differ from those at the forward's entry; None means the same."""
+    """The modes that a call ran in, if they differ from those at the forward's entry; None means the same."""
 
     grad_enabled: bool | None = None
     autocast: tuple[bool, torch.dtype, bool] | None = None
@@ -36,24 +36,24 @@ class Fact:
         kind: an input of the model, something the model holds, an object that is put together for a call, a torch call,
             or a module that ran as a unit.
         scope: the qualified name of the innermost module that it ran in; for a unit, its own.
-        meta: of the result, where that is one tensor.
+        meta: the result's, if that is one tensor.
         storages: the memory behind its result's tensors. Equal numbers mean shared memory.
         writes: the memory that it updated in place.
-        unseen: of that, what autograd does not know to be updated: it was written through `.data`.
+        unseen: the part of it that was updated unseen by autograd, through `.data`.
         saved: the memory that it saved for backward; empty if that was not looked at.
-        saved_sizes: of that memory, the bytes; one number for each.
+        saved_sizes: the bytes of each piece of that memory.
         takes_gradient: whether any tensor of its result requires a gradient.
         draws: a torch call outside the units that draws random numbers.
         stream: the name of the stream that it draws from.
         modes: see `Modes`.
         source_line: `file:line` of the call in the user's code, for messages.
-        is_anywhere: a number by chance, or what a decision rests on: every stage that needs it makes it for itself.
+        is_anywhere: a random number, or what a decision rests on: every stage that needs it makes it for itself.
         branch: what runs only if a decision says so; see `Branch`.
         work: how much work it is, its backward included; see `work_of`.
-        runs_again: a unit that checkpointing around it would run again in backward, which a stage does not.
+        runs_again: a unit that a checkpoint around it would rerun in backward, which a stage does not.
         updates: the index of each node that updated the result in place, and its meta from then on.
-        depends_on_values: a unit that ran for real: what it writes and draws may be something else in other calls.
-        returned: of a unit, what its results must look like; None where there is nothing to check.
+        depends_on_values: a unit that ran for real: what it writes and draws may differ in other calls.
+        returned: for a unit, what its results must look like; None if there is nothing to check.
         read_at: of such a unit, the line that rests on a shape of its results, and that line's module.
     """
 
@@ -90,15 +90,15 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """Part of a recording that runs only if chance says so: layers that are dropped. One node stands for all of it.
+    """Part of a recording that runs or not at random: layers that may be dropped. One node stands for all of it.
 
-    The node's arguments: the decision, then for each output what is passed on where the branch does not run, then
-    what the branch needs. Its result is the tuple of the outputs.
+    The node's arguments: the decision, then for each output what is passed on if the branch does not run, then what the
+    branch needs. Its result is the tuple of the outputs.
 
     Attributes:
         nodes: what runs, in program order, and what was seen of each (`facts`).
-        inputs, outputs: values that it needs, and values that are used behind it.
-        runs_if: the decision with which it runs.
+        inputs, outputs: values that it needs, and values that are used after it.
+        runs_if: the decision for which it runs.
         units: names of the units among the nodes.
         calls: how often it calls each module that draws.
         source_line: where the forward asks.

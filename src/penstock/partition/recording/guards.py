@@ -1,4 +1,4 @@
-"""What a recording found when the forward read values of its inputs: it holds for inputs that give the same again."""
+"""What a recording found when the forward read values of its inputs: it holds for inputs that read the same."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.partition.recording.facts import Fact
 
 @dataclass(frozen=True)
 class Guard:
-    """`module`, given the leaves of (args, kwargs) at `inputs`, returned `expected` where the forward asked for it."""
+    """`module`, given the leaves of (args, kwargs) at `inputs`, returned `expected` when the forward asked for it."""
 
     module: fx.GraphModule
     inputs: tuple[int, ...]
@@ -23,7 +23,7 @@ class Guard:
     source_line: str
 
     def holds(self, leaves: Sequence[Any]) -> bool:
-        """Whether these leaves give the same. They are not written to."""
+        """Whether these leaves give the same. Does not write to them."""
         with torch.no_grad():
             found = self.module(*(leaves[i].clone() for i in self.inputs))
         return type(found) is type(self.expected) and found == self.expected
@@ -32,7 +32,7 @@ class Guard:
 def make_guard(
     target: Target, result: object, facts: Mapping[fx.Node, Fact], inputs: Mapping[fx.Node, int], source_line: str
 ) -> Guard:
-    """A guard for a call that is about to be left out of the graph, since its result is not a tensor."""
+    """A guard for a call about to be left out of the graph because its result is not a tensor."""
     needed = _ancestors(target, facts)
     graph = fx.Graph()
     used = [node for node in inputs if node in needed]
@@ -62,7 +62,7 @@ def _ancestors(target: Target, facts: Mapping[fx.Node, Fact]) -> set[fx.Node]:
 
 
 def is_integer(leaf: object) -> bool:
-    """Whether an input's values are taken to be known: those of integers and masks, where they are at hand."""
+    """Whether an input's values count as known: those of integers and masks, if they are available."""
     return (
         isinstance(leaf, Tensor)
         and not (leaf.is_floating_point() or leaf.is_complex())

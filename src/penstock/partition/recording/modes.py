@@ -1,4 +1,4 @@
-"""Calls that stages make beside the recorded ones: to enter and leave the modes that a recorded call ran in."""
+"""Calls that stages make besides the recorded ones, to enter and leave the modes that a recorded call ran in."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def leave_autocast(context: torch.autocast) -> None:
 
 
 class EntryModes:
-    """The modes at the forward's entry, against which those of each call are compared."""
+    """The modes at the forward's entry, to compare each call's with."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -28,7 +28,7 @@ class EntryModes:
         self.autocast = autocast_state(device)
 
     def difference(self) -> Modes:
-        """The present modes, where they differ from those at entry."""
+        """The present modes, if they differ from those at entry."""
         grad = torch.is_grad_enabled()
         autocast = autocast_state(self.device)
         enabled_differs = autocast[0] != self.autocast[0] or (autocast[0] and autocast != self.autocast)

@@ -1,6 +1,6 @@
 """What a recording holds: the model's forward as one graph, and for each of its nodes what was seen when it ran.
 
-`recorder/` writes it, `cut/` reads positions from it, `stages/` makes stages of it.
+`recorder/` writes it, `cut/` finds positions in it, `stages/` turns it into stages.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class RandomSource(Protocol):
         """Set the generator for the recorded call `name`, which runs next."""
 
     def pass_by(self, calls: Mapping[str, int]) -> None:
-        """Count calls of modules that draw, by name, which were left out."""
+        """Count the skipped calls of modules that draw, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """The forward asked for an outcome: that of `node`, before the node `index` was recorded, at a line of its code.
+    """The forward asked for the outcome of `node`, before the node `index` was recorded, at a line of its code.
 
-    `rates`: what the module `scope`, whose code it is, reads there.
+    `rates`: what the module `scope`, which the code belongs to, reads there.
     """
 
     node: fx.Node
@@ -61,22 +61,22 @@ class Recording:
         blocks: names of the units that are repeated blocks.
         held: qualified name of a parameter or buffer -> the tensor; canonical names only.
         memory: the storage number of each parameter and buffer -> its canonical name.
-        drawing: qualified name -> module, of the modules in units that draw random numbers.
+        drawing: qualified name -> module, for the modules in units that draw random numbers.
         calls: for each drawing module, the index of the unit's node at each of its calls.
         device: where the forward was recorded "as if".
-        guards: what the forward read from the values of its integer inputs; it holds where they read the same.
-        notes: things to tell the user.
+        guards: what the forward read from the values of its integer inputs; it holds for inputs that read the same.
+        notes: what the user should know.
         grain: what the forward taught about which modules run as a whole.
         left: what the forward leaves in attributes and shared objects.
-        opening: which modules were opened for the sake of cuts.
-        needed: canonical names of the parameters on which the result depends, by the autograd graph of the unsplit
+        opening: which modules were opened for cuts.
+        needed: canonical names of the parameters that the result depends on, by the autograd graph of the unsplit
             forward.
         touched: canonical names of the parameters and buffers that any operator took.
         asks: where the forward asked for the outcome of something random.
         is_foreign: it draws from Python's or numpy's generators.
         borrowed: unit -> the memory of the model's own parameters and buffers that it takes in other tensors.
         remembered: what units carry over from call to call; see `Remembered`.
-        traces: where it leaves something beside its result.
+        traces: where it leaves something besides its result.
     """
 
     graph: fx.Graph
@@ -107,13 +107,13 @@ class Recording:
 
     @property
     def overwritten(self) -> list[int]:
-        """The places, among the leaves of (args, kwargs), of tensors that the forward updates in place."""
+        """The positions, among the leaves of (args, kwargs), of tensors that the forward updates in place."""
         written = frozenset[int]().union(*(fact.writes for fact in self.facts.values()))
         return [place for node, place in self.inputs.items() if self.facts[node].storages & written]
 
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A leaf of the model's result that is no tensor."""
+    """A leaf of the model's result that is not a tensor."""
 
     value: object

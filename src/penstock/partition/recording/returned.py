@@ -1,8 +1,8 @@
-"""What a unit returns beside the values of its tensors: a recording takes that as given, and stages check it.
+"""What a unit returns besides the values of its tensors: a recording takes that as given, and stages check it.
 
-The calls between units are recorded with the numbers that they were made with: a count that a unit returns, the length
-of its list, or (where values decide about them) the shapes of its tensors. So a stage compares what a unit returns with
-what was recorded. A pattern is made of tuples and plain values only, so that it can stand in the stage's code.
+The calls between units are recorded with the numbers that they used: a count that a unit returns, the length of its
+list, or (if they depend on values) the shapes of its tensors. So a stage compares what a unit returns with what was
+recorded. A pattern consists of tuples and plain values only, so that it can appear in the stage's code.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ VALUES = (
     *(Number, str, bytes, bytearray, range, slice, set, frozenset, enum.Enum, array.array, np.generic, np.ndarray),
     *(datetime.date, datetime.time, datetime.timedelta, torch.Size, torch.dtype, torch.device),
 )
-"""Values, of these types and those derived from them, that cannot stand in a stage's code: their texts do."""
+"""Values of these types and their subclasses cannot appear in a stage's code: their texts do."""
 
 
 def pattern_of(result: Any, *, shapes: bool) -> Pattern:
-    """What a result must look like in each call. `shapes`: those of its tensors, too."""
+    """What a result must look like in each call. `shapes`: include those of its tensors."""
     kind = type(result)
     if isinstance(result, Tensor):
         return "tensor", tuple(result.shape) if shapes else None
@@ -58,7 +58,7 @@ def pattern_of(result: Any, *, shapes: bool) -> Pattern:
 
 
 def _identity(value: Any) -> str:
-    """What differs if two values of one type do."""
+    """A text that differs if two values of one type do."""
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         digest = hashlib.sha1(value.tobytes(), usedforsecurity=False).hexdigest()
         return f"an array of {value.dtype}, {value.shape}, with the digest {digest[:16]}"
@@ -68,7 +68,7 @@ def _identity(value: Any) -> str:
 
 
 def _keys(mapping: dict[Any, Any]) -> tuple[Any, ...] | str:
-    """Those of a mapping; their text where they cannot stand in a stage's code."""
+    """The keys of a mapping; their text if they cannot appear in a stage's code."""
     return tuple(mapping) if all(type(key) in LITERALS for key in mapping) else str(list(mapping))
 
 
@@ -76,8 +76,8 @@ class Returned:
     """What the units of one recording return.
 
     Attributes:
-        shapes_read: values whose shapes were asked for between units, or gave the number of a call's results, with the
-            line that did so and the module that it is in.
+        shapes_read: values whose shapes were read between units, or determined the number of a call's results, with the
+            line that did so and its module.
     """
 
     def __init__(self, opening: Opening) -> None:
@@ -86,18 +86,18 @@ class Returned:
         self._ran_for_real: list[Fact] = []
 
     def note(self, fact: Fact, result: Any) -> None:
-        """Has a unit's result checked, if it holds more than tensors or values may have decided about it."""
+        """Has a unit's result checked if it holds more than tensors, or may depend on values."""
         ran_for_real = fact.depends_on_values
         pattern = pattern_of(result, shapes=ran_for_real)
         if ran_for_real and _holds_values(pattern) and (around := self._opening.around(fact.scope)):
-            raise StayWhole(around)  # where nothing is a constant
+            raise StayWhole(around)  # as a whole, it has no constants
         if ran_for_real:
             self._ran_for_real.append(fact)
         if ran_for_real or _holds_values(pattern):
             fact.returned = pattern
 
     def settle(self, facts: Mapping[fx.Node, Fact]) -> None:
-        """At the end: shapes on which nothing rests may differ from call to call."""
+        """Call this at the end: shapes that nothing depends on may differ from call to call."""
         readers = _readers(self.shapes_read) if self._ran_for_real else {}
         nodes = {id(fact): node for node, fact in facts.items()}
         for fact in self._ran_for_real:
@@ -109,7 +109,7 @@ class Returned:
 
 
 def _holds_values(pattern: Pattern) -> bool:
-    """Whether anything but tensors is in it."""
+    """Whether it contains anything but tensors."""
     if pattern[0] in CONTAINERS:
         return any(map(_holds_values, pattern[-1]))
     return pattern[0] in ("value", "text")
@@ -122,7 +122,7 @@ def _without_shapes(pattern: Pattern) -> Pattern:
 
 
 def _readers(reads: list[tuple[fx.Node, str, str]]) -> dict[fx.Node, tuple[str, str]]:
-    """For each node whose shape was read, and all that these are computed from: the first line, and its module."""
+    """For each node whose shape was read, and all that it is computed from: the first such line, and its module."""
     found: dict[fx.Node, tuple[str, str]] = {}
     for read, line, scope in reads:
         stack = [read]
@@ -135,9 +135,9 @@ def _readers(reads: list[tuple[fx.Node, str, str]]) -> dict[fx.Node, tuple[str, 
 
 
 def check_returned(result: Any, unit: str, pattern: Pattern, read_at: tuple[str, str] = ("", "")) -> None:
-    """Raises PartitionError if a unit returns something else than was recorded.
+    """Raises PartitionError if a unit returns something other than what was recorded.
 
-    `read_at`: the line that reads the shape of a result, and its module; empty where none does.
+    `read_at`: the line that reads the shape of a result, and its module; empty if none does.
     """
     if _fits(result, pattern):
         return
@@ -158,12 +158,12 @@ def check_returned(result: Any, unit: str, pattern: Pattern, read_at: tuple[str,
 
 
 def versions_of(values: Any) -> list[tuple[Tensor, int]]:
-    """The tensors that are there before a call, and how often each was updated in place so far."""
+    """The tensors that exist before a call, and how often each was updated in place so far."""
     return [(t, t._version) for t in flatten(values).leaves if isinstance(t, Tensor) and not t.is_inference()]
 
 
 def check_unchanged(before: list[tuple[Tensor, int]], unit: str) -> None:
-    """Raises PartitionError if a unit has updated values in place that it left as they were when it was recorded."""
+    """Raises PartitionError if a unit updated values in place that it left alone when it was recorded."""
     if any(tensor._version != version for tensor, version in before):
         raise PartitionError(
             f"{unit!r} updates an input in place, which it did not when it was recorded, and a later stage takes that "
@@ -201,7 +201,7 @@ def _inside(value: Any, pattern: Pattern) -> list[Any] | None:
 
 
 def _difference(value: Any, pattern: Pattern) -> tuple[str, str]:
-    """In words: the first thing in a value that differs, and what was recorded in its place."""
+    """In words: the first thing in a value that differs, and what was recorded instead."""
     if pattern[0] in CONTAINERS:
         inside = _inside(value, pattern)
         if inside is None:

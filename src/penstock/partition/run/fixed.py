@@ -1,7 +1,7 @@
-"""Objects that a recording holds as constants: sets, arrays, generators, and others that a stage cannot make anew.
+"""Objects that a recording holds as constants: sets, arrays, generators, and others that a stage cannot rebuild.
 
-A block is given the same one for every microbatch. If nothing changes it, that makes no difference; if something does,
-it would be carried over from microbatch to microbatch, where one device makes a new one in each forward.
+A block is given the same object for every microbatch. That makes no difference unless something changes it: the change
+would carry over from microbatch to microbatch, while one device makes a new object in each forward.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Fixed:
     """The constants that the blocks of one forward were given.
 
     Args:
-        elsewhere: gives the ids of what the model keeps (for objects, those of their `__dict__`). Other rules follow
-            what changes there. Called once.
+        elsewhere: returns the ids of what the model keeps (for objects, those of their `__dict__`). Other rules cover
+            changes there. Called once.
     """
 
     def __init__(self, elsewhere: Callable[[], Collection[int]]) -> None:
@@ -69,12 +69,12 @@ class Fixed:
         self._given: dict[int, _Given] = {}
 
     def give(self, values: Iterable[Any], unit: str, here: Callable[[], str], scope: str) -> list[Any]:
-        """Before a block's call. `values`: those of its arguments that no stage can make anew; mostly there are none.
+        """Before a block's call. `values`: its arguments that no stage can rebuild; usually there are none.
 
         Returns those that the call must not change.
 
         Raises:
-            Obstacle: the forward has changed one since an earlier block was given it.
+            Obstacle: the forward has changed one since it was given to an earlier block.
         """
         found = [value for value in values if self._is_watched(value)]
         if found:
@@ -108,7 +108,7 @@ class Fixed:
 
 
 def _state(value: Any) -> object:
-    """Something to compare that changes whenever the object does. Large arrays are not copied."""
+    """A value for comparison that changes whenever the object does. Large arrays are not copied."""
     if isinstance(value, set):
         return set(value)
     if isinstance(value, np.ndarray):
@@ -123,8 +123,8 @@ def _state(value: Any) -> object:
 
 
 def _position(generator: Any) -> Hashable:
-    """Where a generator is in its stream."""
-    if isinstance(generator, random.SystemRandom):  # which has no stream
+    """A generator's position in its stream."""
+    if isinstance(generator, random.SystemRandom):  # it has no stream
         return None
     if isinstance(generator, random.Random):
         return generator.getstate()

@@ -1,5 +1,5 @@
-"""Finds units that read, in their next forward, what a hook on a gradient has left: in plain training the backward of
-a microbatch comes before the next forward, in a pipeline other forwards come in between."""
+"""Finds units whose next forward reads what a hook on a gradient has left: in plain training a microbatch's backward
+comes before the next forward, in a pipeline other forwards come in between."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Hook(NamedTuple):
 
 
 def refuse_hooks(unit: str, hooks: list[Hook], replay: Replay, reach: Reach, observer: Observer) -> None:
-    """Raises PartitionError if a unit does something else, or reads other tensors, once its hooks have run.
+    """Raises PartitionError if a unit behaves differently, or reads other tensors, once its hooks have run.
 
     Args:
-        replay: the operators of another run; it is told of what that run takes beside its arguments.
+        replay: the operators of another run; it is given what that run takes besides its arguments.
     """
     filled = reach.changed()
     before = {id(place): place.copied() for place in filled}
@@ -48,7 +48,7 @@ def refuse_hooks(unit: str, hooks: list[Hook], replay: Replay, reach: Reach, obs
         for function, value in hooks:
             try:
                 function(torch.linspace(-1, 2, value.numel()).reshape(value.shape).to(value.dtype))
-            except Exception:  # it may want the gradient of a whole backward
+            except Exception:  # it may need the gradient of a whole backward
                 continue
     observer.take(keep=False)
     observer.provenance.forget(call)
@@ -83,9 +83,9 @@ def _put_back(places: list[Holder], before: dict[int, Any]) -> None:
 
 @contextmanager
 def _taken_back() -> Iterator[list[Tensor]]:
-    """Tensors that are updated in place meanwhile are as before afterwards: the model's own, which a hook adds to.
+    """Undoes updates in place on exit: a hook may add to the model's own tensors.
 
-    Gives them, once it has ended.
+    Yields a list that then holds these tensors.
     """
     updated: list[Tensor] = []
     with _Writes() as writes:
@@ -97,10 +97,10 @@ def _taken_back() -> Iterator[list[Tensor]]:
 
 
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps what is updated in place as it was before.
+    """Keeps copies of what is updated in place.
 
     Attributes:
-        before: tensors and copies of them, in the order of the updates.
+        before: tensors and their copies, in the order of the updates.
     """
 
     supports_higher_order_operators = True

@@ -1,8 +1,8 @@
 """Values that the forward may branch on: kept real while the rest of the recording is fake.
 
 Some follow from the program alone, such as position ids. Without them a library that asks "is this mask trivial?" would
-take another path than it takes in training. Others follow from integer inputs, such as padding masks: a branch on those
-is recorded for the given values, with a guard that tells for which others the recording holds.
+take another path than in training. Others follow from integer inputs, such as padding masks: a branch on those is
+recorded for the given values, with a guard that says which other values the recording holds for.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.trees import flatten, map_tensors
 class Restart(BaseException):
     """A real value was overwritten with an unknown one: record again with these calls on fake tensors.
 
-    No Exception, so that the model's own `except` clauses do not take it.
+    Not an Exception, so that the model's own `except` clauses do not catch it.
     """
 
     def __init__(self, fake_calls: frozenset[int]) -> None:
@@ -43,26 +43,26 @@ class CallResult(NamedTuple):
 
 
 class KnownValues:
-    """Runs calls: for real where all their tensors are known, else on fake tensors.
+    """Runs calls: for real if all their tensors are known, otherwise on fake tensors.
 
     Args:
         observer: sees what each call draws and writes.
         mode: the recording's fake mode.
-        fake_calls: numbers of calls whose results must not be known, since unknown values are written into them later;
-            negative ones are inputs.
+        fake_calls: numbers of calls whose results must count as unknown, since unknown values are written into them
+            later; negative ones are inputs.
     """
 
     def __init__(self, observer: Observer, mode: FakeTensorMode, fake_calls: frozenset[int]) -> None:
         self._observer, self._mode, self._fake_calls = observer, mode, fake_calls
         self._calls = 0
         self._real: dict[int, Tensor] = {}
-        self._stand_ins: dict[int, Tensor] = {}  # by id of the real one; kept, since the mode itself forgets them
+        self._stand_ins: dict[int, Tensor] = {}  # by id of the real tensor; kept here, since the mode forgets them
         self._from_inputs: set[int] = set()  # storages
         self._uniform: dict[int, Tensor] = {}  # what torch.rand made
         self._origins: dict[int, int] = {}  # storage of a real tensor -> number of the call that made it
 
     def assume(self, value: Tensor, index: int) -> bool:
-        """Take an input's values to be known, unless the forward writes unknown ones into it."""
+        """Treat an input's values as known, unless the forward writes unknown ones into it."""
         if -1 - index in self._fake_calls:
             return False
         self._real[id(value)] = value
@@ -71,7 +71,7 @@ class KnownValues:
         return True
 
     def run(self, function: Callable[..., Any], args: Any, kwargs: Any, *, is_unknown: bool = False) -> CallResult:
-        """Make a call. `is_unknown`: something stands in among the arguments for what is drawn."""
+        """Make a call. `is_unknown`: the arguments contain a stand-in for something that is drawn."""
         self._calls += 1
         given = [leaf for leaf in flatten((args, kwargs)).leaves if isinstance(leaf, Tensor)]
         self._observer.take()
@@ -86,7 +86,7 @@ class KnownValues:
                 if from_inputs:
                     self._from_inputs |= writes
                 return CallResult(result, drew, writes, reads)
-            self.refuse_writes(writes)  # what was drawn is not known: draw again, on fake tensors
+            self.refuse_writes(writes)  # what was drawn is unknown: draw again, on fake tensors
         self.expose(given)
         decided = self._decided(function, args)
         if decided is not None:
@@ -100,11 +100,11 @@ class KnownValues:
         return CallResult(result, drew, writes)
 
     def are_known(self, args: Any, kwargs: Any) -> bool:
-        """Whether the values of all tensors among some arguments are known."""
+        """Whether the values of all tensors among these arguments are known."""
         return all(id(leaf) in self._real for leaf in flatten((args, kwargs)).leaves if isinstance(leaf, Tensor))
 
     def _decided(self, function: Callable[..., Any], args: Any) -> Tensor | None:
-        """What comparing uniform numbers in [0, 1) with a bound gives, if that is certain: layer drop at rate 0."""
+        """The result of comparing uniform numbers in [0, 1) with a bound, if it is certain: layer drop at rate 0."""
         if len(args) != 2 or id(args[0]) not in self._uniform or not isinstance(args[1], (int, float)):
             return None
         below, above = ("lt", "__lt__"), ("ge", "__ge__")
@@ -115,7 +115,7 @@ class KnownValues:
             return torch.full(args[0].shape, (args[1] >= 1) == (name in below), device=args[0].device)
 
     def expose(self, given: Iterable[Tensor]) -> None:
-        """To be called before known values are used beside unknown ones, where fakes stand in for them.
+        """Call this before known values are used together with unknown ones: fakes stand in for them there.
 
         While a stand-in lives, the mode uses it whenever it meets the tensor.
         """
@@ -133,9 +133,9 @@ class KnownValues:
             raise Restart(self._fake_calls | stale)
 
     def _reads_values(self, function: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> bool:
-        """Whether the result depends on values, which is found out by asking for it without them.
+        """Whether the result depends on values; tried by computing it without them.
 
-        Raises what fake tensors raise if it is a tensor whose shape depends on values.
+        If the result is a tensor whose shape depends on values, raises what fake tensors raise.
         """
         fake_args, fake_kwargs = map_tensors(self._mode.from_tensor, (args, kwargs))
         trial = Call(-1, "", False, frozenset())  # the forward neither takes nor updates these tensors

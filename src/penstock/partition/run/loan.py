@@ -17,7 +17,7 @@ from penstock.partition.state.reach import is_of_others, slots_of
 
 
 class Snapshot:
-    """The attributes of every module, one container deep, to compare with and to put back."""
+    """The attributes of every module, one container deep, for comparing and restoring."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = list(model.modules())
@@ -32,9 +32,9 @@ class Snapshot:
                 refill(container, copy)
 
     def restore_tensors(self, keeps: Callable[[Any], bool]) -> list[tuple[nn.Module, str]]:
-        """Puts back everything except numbers that have changed, and attributes whose new value `keeps` accepts.
+        """Restores everything except numbers that have changed and attributes whose new value `keeps` accepts.
 
-        Returns which attributes were set to something else.
+        Returns the attributes that were set to something else.
         """
         now = list(self.changed())
         changed = [(m.__dict__, name, v) for m, name, v in now if _is_plain(v) or keeps(v)]
@@ -53,7 +53,7 @@ class Snapshot:
         return gone
 
     def changed(self) -> Iterator[tuple[nn.Module, str, object]]:
-        """Module, attribute and new value of each plain attribute that is no longer what it was."""
+        """Module, attribute and new value of each plain attribute that has changed."""
         for module, attributes in zip(self._modules, self._attributes, strict=True):
             for name, value in module.__dict__.items():
                 if name not in attributes or attributes[name] is not value:
@@ -77,8 +77,8 @@ class Loan:
 
     Attributes:
         fakes: canonical name -> the fake, for parameters and then buffers.
-        names: `id` of a fake -> its canonical name.
-        originals: `id` of a fake -> the model's own tensor.
+        names: a fake's `id` -> its canonical name.
+        originals: a fake's `id` -> the model's own tensor.
     """
 
     def __init__(self, model: nn.Module, mode: FakeTensorMode, device: torch.device) -> None:
@@ -87,7 +87,7 @@ class Loan:
         self.originals: dict[int, Tensor] = {}
         self._installed: list[tuple[dict[str, Tensor | None], str, Tensor, str]] = []
         by_original: dict[int, Tensor] = {}
-        with mode:  # entered once, since that takes as long as making a fake
+        with mode:  # entered once, since entering takes as long as making a fake
             for path, module in model.named_modules(remove_duplicate=False):
                 self._lend(path, module, by_original, mode, device)
 
@@ -149,7 +149,7 @@ def untouched_generators() -> Iterator[None]:
     torch_states = torch.get_rng_state(), torch.cuda.get_rng_state_all() if cuda else None
     numpy = sys.modules.get("numpy")
     before = random.getstate(), numpy.random.get_state() if numpy else None
-    random.seed()  # to something new, so that a forward that seeds it is seen, whatever the state was before
+    random.seed()  # to a new state, so that a forward that seeds it is noticed whatever the state was before
     if numpy:
         numpy.random.seed()
     try:

@@ -1,4 +1,4 @@
-"""Runs one unit once on made-up real tensors, for the shapes of its result, where fake tensors cannot tell them.
+"""Runs one unit once on made-up real tensors to get the shapes of its result if fake tensors cannot.
 
 A mixture of experts, for example, asks which experts the values chose. Inside a unit that is fine: it runs as a whole.
 """
@@ -37,10 +37,10 @@ def run_for_real(
     reason: Exception,
     taken: Collection[str] = (),
 ) -> tuple[Any, list[Any], frozenset[int]]:
-    """The unit's result as fake tensors, what in it drew, and the (fake) memory that it wrote.
+    """The unit's result as fake tensors, which of its modules drew, and the (fake) memory that it wrote.
 
-    Parameters and buffers are copies, so that none is updated, or made up where they are on `meta`. Attributes in
-    `taken` keep what the unit leaves there, even without a gradient.
+    Parameters and buffers are copies, so that none is updated, or made up if they are on `meta`. Attributes in `taken`
+    keep what the unit leaves there, even without a gradient.
     """
     made: dict[int, tuple[Tensor, Tensor]] = {}  # id of the fake -> fake, real
     modules = list(unit.module.modules())
@@ -64,7 +64,7 @@ def run_for_real(
                 given = Passed(real_args, real_kwargs)
                 versions = {key: r._version for key, (_, r) in made.items()}
                 before = {key: r.detach().clone() for key, (_, r) in made.items()}
-            observer.take(keep=False)  # to make tensors up is to write to them
+            observer.take(keep=False)  # making tensors up writes to them
             result = original(unit.module, *real_args, **real_kwargs)
             observer.saved.follow(tensors_in((result, given.containers)))
             with observer.not_counting():  # numpy writes past torch's operators
@@ -81,7 +81,7 @@ def run_for_real(
                 lambda value: id(value) in wanted or _is_made_to_learn(observer, value)
             )
     drew, seen = observer.take(keep=False)  # batch norm updates its running statistics without a new version
-    written, root = set(), observer.provenance.root  # which the run on fakes may have given other memory
+    written, root = set(), observer.provenance.root  # the run on fakes may have given it other memory
     for key, (f, r) in made.items():
         if r._version != versions.get(key, r._version):
             torch.autograd.graph.increment_version(f)
@@ -99,9 +99,9 @@ def run_for_real(
 
 
 def _is_made_to_learn(observer: Observer, value: Any) -> bool:
-    """Whether an attribute was set to what the unit made and takes a gradient: an auxiliary loss, not a table.
+    """Whether an attribute was set to something the unit made that requires a gradient: an auxiliary loss, not a table.
 
-    It stays for others to find, so that they are told where it is from.
+    It stays, so that whatever finds it can be told where it is from.
     """
     tensors = list(tensors_in(value))
     return any(t.requires_grad for t in tensors) and all(map(observer.provenance.maker, tensors))
@@ -109,13 +109,13 @@ def _is_made_to_learn(observer: Observer, value: Any) -> bool:
 
 @contextmanager
 def _same_draws() -> Iterator[None]:
-    """What is made up and drawn is the same in every run, so that runs can be compared."""
+    """Makes what is made up and drawn the same in every run, so that runs can be compared."""
     before, seed = torch.get_rng_state(), torch.initial_seed()
     torch.default_generator.manual_seed(seed)
     try:
         yield
     finally:
-        if torch.initial_seed() == seed:  # else the unit has seeded, which shall be seen
+        if torch.initial_seed() == seed:  # otherwise the unit has seeded, which must stay visible
             torch.set_rng_state(before)
 
 
@@ -134,9 +134,9 @@ def on_other_values(run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]
 
 
 def may_draw(unit: nn.Module, drew: Sequence[nn.Module | None]) -> list[nn.Module | None]:
-    """What drew, and what might for other values: a mixture has called some of its experts and not others.
+    """The modules that drew, and those that might for other values: a mixture called only some of its experts.
 
-    What a forward that is not torch's does for other values is not known.
+    What a forward outside torch does for other values is unknown.
     """
     kinds = {type(module) for module in drew if module is not None}
     return list(dict.fromkeys([*drew, *(m for m in unit.modules() if type(m) in kinds or _may_draw(m))]))
@@ -185,5 +185,5 @@ def _make(fake: Tensor, original: Tensor | None, device: torch.device) -> Tensor
     if fake.is_leaf or not fake.requires_grad:
         return tensor.requires_grad_(fake.requires_grad)
     with torch.enable_grad():
-        value = tensor.requires_grad_().clone()  # no leaf, so that it may be updated in place
+        value = tensor.requires_grad_().clone()  # not a leaf, so that it may be updated in place
         return value if value.stride() == tensor.stride() else tensor.view_as(tensor)

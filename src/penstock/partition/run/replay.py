@@ -1,9 +1,9 @@
-"""Finds units that do something else because of what Python code before them in the forward has set.
+"""Finds units that behave differently because of what Python code before them in the forward has set.
 
 A flag, a length or a counter in an attribute, a shared object or a global is not a tensor, and leaves no trace in a
-recording. On a stage of its own, a unit finds what was there before the forward, or what it has itself left there for
-another microbatch. So where something has changed, a unit runs once more as if nothing had, and where it changes
-something itself, once more after that; the operators are compared.
+recording. On its own stage, a unit finds what was there before the forward, or what it left there itself for another
+microbatch. So if something has changed, a unit runs once more as if nothing had, and if it changes something itself,
+once more after that; the operators are compared.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def operators(
     times: int = 1,
     takes: Callable[[Foreign], None] | None = None,
 ) -> Operators | None:
-    """The operators of `run(args, kwargs)`, of which nothing stays; None if it raises.
+    """The operators of `run(args, kwargs)`, whose effects are undone; None if it raises.
 
     Args:
-        from_start: as if nothing had been changed since the forward began; else in the present state.
+        from_start: run as if nothing had changed since the forward began; otherwise in the present state.
         times: how often it runs in a row; the operators are those of the last run.
-        takes: is told of each tensor that it takes beside its arguments.
+        takes: called with each tensor that it takes besides its arguments.
     """
     drawn = random.getstate(), sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
     now, context = [(place, place.copied()) for place in reach.changed()], in_context()

@@ -1,7 +1,7 @@
-"""What to do where a call takes a tensor that it was not given, or leaves one by another way than its result.
+"""What to do if a call takes a tensor that it was not given, or leaves one somewhere other than in its result.
 
-A unit is opened: what is in it is recorded call by call, Python runs as it is, and an attribute, a shared object or a
-closure is only where Python finds the value. A call that has modules among its constants (the function of reversible
+A unit is opened: its contents are recorded call by call, Python runs as it is, and an attribute, a shared object or a
+closure is merely where Python finds the value. A call that has modules among its constants (the function of reversible
 layers) becomes part of the module around it, which runs as a whole.
 """
 
@@ -71,9 +71,9 @@ class Sideways:
         )
 
     def run_unit(self, unit: Unit, args: Any, kwargs: Any, run: Callable[[Any, Any], tuple[Any, bool]]) -> Any:
-        """What `run(args, kwargs)` returns for a unit: the result first, and whether it was found on fake tensors.
+        """What `run(args, kwargs)` returns for a unit: the result, and whether it was found on fake tensors.
 
-        Notes whether what has changed since the forward began makes the unit do something else.
+        Notes whether what has changed since the forward began makes the unit behave differently.
         """
         self._reach.cached.forget()  # nor does it get them from others
         try:
@@ -113,7 +113,7 @@ class Sideways:
         return result
 
     def note_hook(self, hook: Hook) -> None:
-        """To be called where a unit registers a hook on a value."""
+        """Call this when a unit registers a hook on a value."""
         if self._hooks is not None:
             self._hooks.append(hook)
 
@@ -125,9 +125,9 @@ class Sideways:
     def _remembers(
         self, unit: Unit, args: Any, kwargs: Any, run: Run, first: Operators, updates: frozenset[int]
     ) -> bool:
-        """Whether a unit that has just made these operators finds what it has left when it is called again.
+        """Whether a unit that has just run these operators finds what it left when it is called again.
 
-        What it makes once, as a table of positions, is no matter: the third run is like the second one then.
+        What it makes only once, such as a table of positions, does not count: then the third run equals the second.
         """
         provenance, stale = self._observer.provenance, []
 
@@ -169,14 +169,14 @@ class Sideways:
         raise Regroup("; ".join(dict.fromkeys(map(_refusal, read[:3]))), opened=opened)
 
     def open_maker(self, tensor: Tensor, refusal: str) -> None:
-        """Raises Regroup if a unit made a tensor that has no node, and that a call outside of it uses."""
+        """Raises Regroup if a unit made a tensor that has no node and is used by a call outside it."""
         made = self._observer.provenance.maker(tensor)
         if made is not None and made.unit in self._units:
             raise Regroup(f"{refusal}. It was made in {made}", opened=[made.unit])
 
 
 def _names(places: Collection[Holder]) -> str:
-    """Those of the entries that have changed."""
+    """The names of the changed entries."""
     return shortened([p.name(key) for p in places for key, _ in p.changes()] or [p.text for p in places])
 
 
@@ -194,7 +194,7 @@ def _refusal(read: Foreign) -> str:
 
 
 def _refuse_numbers(unit: Unit, places: Collection[Holder]) -> None:
-    """Raises PartitionError if a unit that ran on made-up inputs has left numbers that it found from them."""
+    """Raises PartitionError if a unit that ran on made-up inputs left numbers that it computed from them."""
     for place in places:
         for key, value in place.changes():
             if _holds_numbers(value):

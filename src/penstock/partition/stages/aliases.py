@@ -1,4 +1,4 @@
-"""Values of a recording that are one tensor whenever a branch is passed by."""
+"""Values of a recording that are one tensor whenever a branch is skipped."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from penstock.partition.stages.stage import Stage
 
 
 def crosses_twice(stages: Iterable[Stage]) -> bool:
-    """Whether a cut is crossed by two values that are one tensor where a branch is passed by.
+    """Whether two values that are one tensor when a branch is skipped cross the same cut.
 
-    They arrive as two, so that the gradients of what uses either are summed apart before they meet. The unsplit model
+    They arrive as two, so the gradients of each one's uses are summed separately before they meet. The unsplit model
     adds all of them to one sum, in another order.
     """
     known: dict[str, Hashable] = {}

@@ -1,4 +1,4 @@
-"""Holds every recording to this: what the unsplit forward takes of the model's parameters, the stages have."""
+"""Checks every recording: the stages must hold every parameter of the model that the unsplit forward uses."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _remedy(model: nn.Module, lost: Sequence[str]) -> str:
 
 
 def unused_note(recording: Recording, stages: Sequence[Stage]) -> tuple[str, ...]:
-    """What to tell of parameters that no stage has, since the forward does not use them."""
+    """What to say about parameters that no stage has because the forward does not use them."""
     on_stages = {id(p) for stage in stages for p in stage.parameters.values()}
     unused = [name for name, p in recording.held.items() if isinstance(p, nn.Parameter) and id(p) not in on_stages]
     if not unused:

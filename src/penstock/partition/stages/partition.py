@@ -28,7 +28,7 @@ class Origin:
 
     Attributes:
         module: the qualified name of the innermost module; empty for the model itself.
-        source_line: `file:line` in the user's code; empty for what a whole module returned, and for inputs.
+        source_line: `file:line` in the user's code; empty for inputs and for results of whole modules.
     """
 
     module: str
@@ -42,17 +42,18 @@ class Partition:
     Attributes:
         stages: in order. Stage 0 receives every input tensor that any stage uses; the last stage returns the tensors of
             the model's result.
-        drawing_modules: qualified name -> module, of the modules inside blocks that draw random numbers.
+        drawing_modules: qualified name -> module, for the modules inside blocks that draw random numbers.
         draw_offsets: for each stage, how often each drawing module is called on the stages before it.
         cuts: the names of the modules at which stages 1.. begin.
-        work: of each stage, its backward included; see `work_of`.
-        saved: of each stage, the bytes that a microbatch's forward keeps for its backward, parameters and buffers
-            aside; empty if that was not looked at, or cannot be seen.
+        work: one number per stage, its backward included; see `work_of`.
+        saved: one number per stage: the bytes that a microbatch's forward keeps for its backward, besides parameters
+            and buffers; empty if that was not looked at, or cannot be seen.
         notes: what the user should know about the recording.
         origins: for each value that enters or leaves a stage, by name: where it was made.
         is_foreign: the forward draws from Python's or numpy's generators.
-        guards: what the forward read from the values of integer inputs; the partition holds where they read the same.
-        left: what the forward leaves in attributes and shared objects, but for what the last stage itself leaves.
+        guards: what the forward read from the values of integer inputs; the partition holds for inputs that read the
+            same.
+        left: what the forward leaves in attributes and shared objects, except what the last stage itself leaves.
         leaves_here: whether the last stage itself leaves anything.
         elsewhere: parameters, and buffers that the forward updates, that are not on the last stage.
     """
@@ -77,9 +78,9 @@ class Partition:
     saved: tuple[int, ...] = ()
     elsewhere: Mapping[str, Tensor] = field(default_factory=dict)
     overwritten: frozenset[str] = frozenset()
-    """The paths of input tensors that the forward updates in place, as `input_paths` has them."""
+    """The paths of input tensors that the forward updates in place, as in `input_paths`."""
     other_way: str = ""
-    """How this model can be told not to branch on masks, in brackets; empty where there is no switch."""
+    """How to keep this model from branching on masks, in brackets; empty if there is no switch."""
 
     def take(self, given: Flat) -> list[Tensor]:
         """The tensors that stage 0 receives, in its order, from flattened (args, kwargs).
@@ -125,7 +126,7 @@ class Partition:
                 )
 
     def build_output(self, leaves: Sequence[Tensor]) -> Any:
-        """The model's own result (a tensor, a dict, a ModelOutput) from the last stage's outputs."""
+        """The model's own result (a tensor, a dict, a ModelOutput), built from the last stage's outputs."""
         count = len(self.stages[-1].meta.outputs)
         if len(leaves) != count:
             raise ShapeError(f"the model's result is made of {count} tensors, not {len(leaves)}")
@@ -133,12 +134,12 @@ class Partition:
         return unflatten(values, self.result_structure)
 
     def leaving(self, leaves: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """Around the loss function: what the forward leaves is in its places, from the last stage's outputs."""
+        """Around the loss function: puts what the forward leaves in its places, from the last stage's outputs."""
         return in_place(self.left, leaves) if self.left else nullcontext()
 
     @property
     def reorders_gradients(self) -> bool:
-        """Whether gradients may be added in another order than in the unsplit model, beside those of ties."""
+        """Whether gradients other than those of ties may be added in another order than in the unsplit model."""
         return crosses_twice(self.stages)
 
     @property
@@ -148,9 +149,9 @@ class Partition:
 
 
 def describe(leaf: object) -> Leaf:
-    """A leaf of the inputs as a hashable value: a tensor's shape and dtype and then the rest, or the leaf itself."""
+    """A leaf of the inputs as a hashable value: a tensor's shape, dtype and so on, or the leaf itself."""
     if isinstance(leaf, Tensor):
-        # the stride of a dimension of one element says nothing
+        # the stride of a dimension of size 1 means nothing
         stride = tuple(s if n > 1 else 0 for s, n in zip(leaf.stride(), leaf.shape, strict=True))
         return "tensor", tuple(leaf.shape), leaf.dtype, stride, leaf.requires_grad, leaf.device
     try:

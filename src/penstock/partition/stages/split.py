@@ -1,7 +1,7 @@
 """A recording and the positions of its cuts -> what each stage runs, receives and returns.
 
-What is cheap to make again from the model's inputs alone (masks, position ids) is made on each stage that uses it;
-everything else is made once and travels from its maker, or from the last stage that updated it in place.
+Values that are cheap to compute from the model's inputs alone (masks, position ids) are computed on each stage that
+uses them; everything else is made once and travels from its maker, or from the last stage that updated it in place.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class StagePlan:
 class CutRecording:
     """The stages of a recording that is cut at the modules `cuts`, which begin at the nodes `starts`.
 
-    Raises PartitionError where a cut would separate an update in place from another view of the same memory, and for a
-    stage on which nothing would run.
+    Raises PartitionError if a cut would separate an update in place from another view of the same memory, or if
+    nothing would run on a stage.
     """
 
     def __init__(self, recording: Recording, model: nn.Module, cuts: Sequence[str], starts: Sequence[int]) -> None:
@@ -51,7 +51,7 @@ class CutRecording:
 
     @cached_property
     def plans(self) -> tuple[StagePlan, ...]:
-        """The stages. Raises PartitionError as the class says."""
+        """The stages. Raises PartitionError as described for the class."""
         for stage in range(self.count if self.count > 1 else 0):
             if not self._own(stage):
                 raise PartitionError(
@@ -80,7 +80,7 @@ class CutRecording:
         return bisect_right(self.starts, index)
 
     def last_has(self, units: Collection[str]) -> bool:
-        """Whether all of some units (none is not all) run on the last stage, each for the last time."""
+        """Whether all of these units (at least one) run on the last stage, each for the last time."""
         ends = {
             unit: self.stage_of(fact.index)
             for fact in self.facts.values()
@@ -90,7 +90,7 @@ class CutRecording:
         return bool(units) and all(ends.get(unit) == self.count - 1 for unit in units)
 
     def source(self, node: fx.Node, consumer: int) -> int:
-        """The stage from which `consumer` takes a value: the last before it that updated it in place, or its maker."""
+        """The stage from which `consumer` takes a value: the last one before it that updated it, or its maker."""
         fact = self.facts[node]
         if fact.kind == "input" and consumer == 0:
             return MODEL_INPUT
@@ -104,9 +104,9 @@ class CutRecording:
 
     @cached_property
     def live(self) -> set[fx.Node]:
-        """Nodes that the result needs, or that do something beside returning a value.
+        """Nodes that the result needs, or that do something besides returning a value.
 
-        Drawing random numbers is nothing beside: each call draws from a stream of its own.
+        Drawing random numbers does not count: each call draws from its own stream.
         """
         found: set[fx.Node] = set()
         stack = [n for n, f in self.facts.items() if f.kind == "unit" or f.writes]
@@ -120,7 +120,7 @@ class CutRecording:
 
     @cached_property
     def remade(self) -> set[fx.Node]:
-        """Calls that any stage can make again for itself: no parameters, no randomness, no gradient, no updates."""
+        """Calls that any stage can repeat for itself: no parameters, no randomness, no gradient, no updates."""
         found: set[fx.Node] = set()
         for node, fact in self.facts.items():
             if fact.is_anywhere:
@@ -201,7 +201,7 @@ class CutRecording:
         return Input(node.name, self.source(node, stage), self._meta(node, begin), mutated)
 
     def _meta(self, node: fx.Node, position: int) -> TensorMeta:
-        """A value's meta before the node at `position`: an update in place may have made it take a gradient."""
+        """A value's meta before the node at `position`: an update in place may have made it require a gradient."""
         fact = self.facts[node]
         assert fact.meta is not None, f"{node.name} is no tensor"
         later = [meta for index, meta in fact.updates if index < position]
@@ -213,7 +213,7 @@ class CutRecording:
     # -- what a cut must not separate -------------------------------------------------------------------------------
 
     def _check_held(self, received: Sequence[set[fx.Node]], run: Sequence[set[fx.Node]]) -> None:
-        """Something that the model holds and the forward updates (a buffer) can live on one stage only."""
+        """Something that the model holds and the forward updates (a buffer) can live on only one stage."""
         names = dict(self.recording.memory)
         names.update({s: str(n.target) for n, f in self.facts.items() if f.kind == "constant" for s in f.storages})
         stages: dict[int, set[int]] = {}
@@ -242,7 +242,7 @@ class CutRecording:
                 )
 
     def _check_remembered(self, run: Sequence[set[fx.Node]]) -> None:
-        """What units remember, and write into, can be on one stage only, as what the model holds."""
+        """What units remember and write into can be on only one stage, like what the model holds."""
         for each in self.recording.remembered:
             stages = {stage for stage in range(self.count) if any(self.uses(node, each) for node in run[stage])}
             if len(stages) > 1:
@@ -260,18 +260,18 @@ class CutRecording:
         return {name for storage, name in self.recording.memory.items() if storage in self.written}
 
     def depends_on_values(self, node: fx.Node) -> bool:
-        """Whether a call may write something else than was seen."""
+        """Whether a call may write something other than what was seen."""
         return self.depends_on_values_of(self.facts[node])
 
     def depends_on_values_of(self, fact: Fact) -> bool:
-        """Likewise."""
+        """Whether the call that a fact describes may write something other than what was seen."""
         inside = () if fact.branch is None else fact.branch.facts.values()
         return fact.depends_on_values or any(one.depends_on_values for one in inside)
 
     def passed_over(self, node: fx.Node) -> list[fx.Node]:
-        """Inputs of a call that a later stage, too, takes from an earlier one.
+        """Inputs of a call that a later stage also takes from an earlier one.
 
-        An update of those that was not seen when the call was recorded would not reach it.
+        It would miss any update of them that was not seen when the call was recorded.
         """
         fact, stage = self.facts[node], self.stage_of(self.facts[node].index)
 
@@ -328,7 +328,7 @@ class CutRecording:
             )
 
     def _check_saved(self, run: Sequence[set[fx.Node]]) -> None:
-        """What autograd does not see to be updated must not be saved for the backward of an earlier stage."""
+        """What is updated unseen by autograd must not be saved for the backward of an earlier stage."""
         for stage, nodes in enumerate(run):
             for node in nodes:
                 writer = self.overwritten_unseen(node)
@@ -351,14 +351,14 @@ class CutRecording:
                     )
 
     def overwritten_unseen(self, node: fx.Node) -> Fact | None:
-        """The last later call that updates what backward of this one uses, unseen by autograd."""
+        """The last of the later calls that update, unseen by autograd, what this one's backward uses."""
         fact = self.facts[node]
         values = fact.saved.difference(self.recording.memory)
         later = [writer for writer in self.writers if writer.index > fact.index and writer.unseen & values]
         return later[-1] if later else None
 
     def borrowed(self, nodes: Iterable[fx.Node]) -> dict[int, str]:
-        """The memory of the model's own parameters that some calls take in other tensors, and who does."""
+        """The memory of the model's own parameters that these calls take in other tensors, and which call does."""
         found: dict[int, str] = {}
         outside = self.recording.borrowed.get("", frozenset())
         for node in nodes:
@@ -370,7 +370,7 @@ class CutRecording:
         return found
 
     def overwritten(self, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
-        """Canonical names of the parameters and buffers that some calls update, or may, and save for their backward."""
+        """Canonical names of the parameters and buffers that these calls (may) update and save for their backward."""
         facts = [self.facts[node] for node in nodes]
         written = frozenset[int]().union(*(fact.writes for fact in facts))
         saved = frozenset[int]().union(*(fact.saved for fact in facts))
@@ -383,12 +383,12 @@ class CutRecording:
         )
 
     def overwritten_strays(self, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
-        """Likewise of what some calls remember in tensors that are neither parameters nor buffers; as users know it."""
+        """The same for other tensors that these calls remember, neither parameters nor buffers; as users know them."""
         saved = frozenset[int]().union(*(self.facts[node].saved for node in nodes))
         return tuple(each.text for each in self.recording.remembered if each.storage in saved)
 
     def _root(self, node: fx.Node, storage: int, stage: int) -> fx.Node:
-        """The value as which the memory came to a stage: followed through the views that are made there."""
+        """The value through which the memory came to a stage: traced back through the views made there."""
         fact = self.facts[node]
         if fact.kind == "input" or (self.stage_of(fact.index) != stage and fact.kind != "object"):
             return node

@@ -1,4 +1,4 @@
-"""A stage: its meta and a module whose code can be read, made of the user's own modules and the recorded calls."""
+"""A stage: its meta and a module with readable code, made of the user's own modules and the recorded calls."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ from penstock.partition.values.objects import free_name
 from penstock.stages import StageMeta
 
 INPUT_OVERWRITTEN = "input overwritten"
-"""In the `meta` of a stage's node that calls a module: an input of that call is updated in place by it, or later."""
+"""In the `meta` of a stage's node that calls a module: this call or a later one updates its input in place."""
 
 OVERWRITTEN_BY = "overwritten by"
-"""In the `meta` of such a node: who updates what its backward uses later, unseen by autograd; or ""."""
+"""In the `meta` of such a node: which later call updates, unseen by autograd, what its backward uses; or ""."""
 
 RUNS_AGAIN = "runs again"
-"""In the `meta` of such a node: plain torch would run the module again in backward, since it is in a checkpoint."""
+"""In the `meta` of such a node: plain torch would rerun the module in backward, since it is in a checkpoint."""
 
 _STATISTICS: Mapping[Any, int] = {F.batch_norm: 1, torch.batch_norm: 3}
-"""Functions, and where among their arguments the running statistics begin."""
+"""Functions, and the position of the first running statistic among their arguments."""
 
 
 class Surroundings(Protocol):
-    """What a stage's code is run in."""
+    """The context that a stage's code runs in."""
 
     def __call__(self, run: Callable[..., Sequence[Tensor]], *args: Any) -> Sequence[Tensor]:
         """What `run(*args)` returns."""
 
     def adopt(self, module: nn.Module) -> None:
-        """Has the code of a stage use the parameters that are here."""
+        """Makes a stage's code use the parameters that are here."""
 
 
 @dataclass(frozen=True)
@@ -58,17 +58,16 @@ class Stage:
         module: `module(*inputs)` returns the tuple of outputs, both in the order of `meta`. Its blocks are the model's
             own modules, not copies.
         parameters, buffers: the model's own tensors that live here, by the names in `meta`.
-        may_update: of the buffers, those that the forward may update for some values, besides those in `meta`.
-        reads: of the buffers, those that any operator of the forward takes.
+        may_update: the buffers that the forward may update for some values, besides those in `meta`.
+        reads: the buffers that any operator of the forward takes.
         device: where it was recorded; calls that make tensors make them there. See `retarget`.
-        overwritten: of the parameters and buffers, those that the forward updates in place although its backward uses
-            them.
-        overwritten_strays: likewise of other tensors that its forward remembers, as users know them.
+        overwritten: the parameters and buffers that the forward updates in place although its backward uses them.
+        overwritten_strays: other tensors that its forward remembers and updates in the same way, as users know them.
         borrowed: the memory of the model's parameters and buffers that blocks here take in other tensors (detached
             views), and the name of one such block.
         remembered: what its forward carries over from one microbatch to the next; see `Remembered`.
-        traces: where the model's forward leaves something beside its result, on this stage or another one.
-        frame: called with the stage's forward and its arguments; None where nothing is to be done around it.
+        traces: where the model's forward leaves something besides its result, on this stage or another one.
+        frame: called with the stage's forward and its arguments; None if nothing needs to happen around it.
     """
 
     meta: StageMeta
@@ -87,12 +86,12 @@ class Stage:
 
     @property
     def draws_outside_modules(self) -> bool:
-        """Whether its code draws random numbers outside of any module that it calls."""
+        """Whether its code draws random numbers outside the modules that it calls."""
         return any(node.op == "call_method" and node.target == "enter" for node in self.module.graph.nodes)
 
     @property
     def checkpointed(self) -> Sequence[nn.Module]:
-        """The modules that checkpointing around them would run again; as often as they are called there."""
+        """The modules that a checkpoint around them would rerun; each as often as it is called there."""
         calls = [node for node in self.module.graph.nodes if node.op == "call_module" and node.meta.get(RUNS_AGAIN)]
         return [module for node in calls for module in self.module.get_submodule(str(node.target)).modules()]
 
@@ -125,7 +124,7 @@ class Stage:
 
 
 def retarget(stage: Stage, device: torch.device) -> Stage:
-    """The same stage for another device: recorded device constants and stray tensors go there.
+    """The same stage for another device: recorded device constants and stray tensors move there.
 
     Parameters and buffers are shared with the given stage and stay where they are.
     """
@@ -158,7 +157,7 @@ def _changed(old: fx.GraphModule, change: Callable[[Any], Any]) -> fx.GraphModul
 
 
 def build_stage(split: CutRecording, plan: StagePlan, index: int, streams: RandomSource) -> Stage:
-    """Make a stage of a plan."""
+    """Build a stage from a plan."""
     recording, model = split.recording, split.model
     names = sorted({name for node in plan.run for name in split.held_by(node)}, key=list(recording.held).index)
     public = public_names(model, list(recording.held))
@@ -203,7 +202,7 @@ def build_stage(split: CutRecording, plan: StagePlan, index: int, streams: Rando
 
 
 class _Root(nn.Module):
-    """The model with the recording's constants and streams beside it: what GraphModule copies attributes from."""
+    """The model plus the recording's constants and streams: what GraphModule copies attributes from."""
 
     def __init__(self, model: nn.Module, extra: Mapping[str, object]) -> None:
         super().__init__()
@@ -227,7 +226,7 @@ class _Root(nn.Module):
 
 
 def _keep_persistence(source: nn.Module, module: fx.GraphModule) -> None:
-    """Keep out of the state what the model keeps out: GraphModule registers every tensor as a persistent buffer."""
+    """Keep what the model keeps out of its state out: GraphModule registers every tensor as a persistent buffer."""
     for node in module.graph.nodes:
         if node.op != "get_attr" or not isinstance(node.target, str):
             continue
@@ -243,7 +242,7 @@ def _keep_persistence(source: nn.Module, module: fx.GraphModule) -> None:
 
 
 def _graph(split: CutRecording, plan: StagePlan, streams_name: str) -> fx.Graph:
-    """The stage's code: recorded calls in program order, each in the modes it ran in, draws from their own streams."""
+    """The stage's code: recorded calls in program order, each in its recorded modes, draws from their own streams."""
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for node in plan.received}
     _write_calls(graph, plan.run, split.facts, new, streams_name, split.recording.device)

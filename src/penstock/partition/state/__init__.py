@@ -1,1 +1,1 @@
-"""What a forward reads or leaves by another way than its arguments and its result."""
+"""What a forward reads or leaves besides its arguments and its result."""

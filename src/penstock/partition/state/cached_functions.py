@@ -1,7 +1,7 @@
 """What functions under `functools.cache` or `lru_cache` have kept from a recording: fake tensors, for later calls.
 
-A table of positions that a block makes while it is recorded must not stay, neither for the next plain forward nor for
-another block, to which it would look like a tensor that was passed behind the model's back.
+A table of positions that a block makes while it is recorded must not stay: not for the next plain forward, nor for
+another block, which would take it for a tensor that was passed behind the model's back.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class CachedFunctions:
         self._misses = {function: function.cache_info().misses for function in cached}
 
     def forget(self) -> None:
-        """Empties those that have kept something since the last time, if there is a tensor in them."""
+        """Empties those that have kept something since the last time, if it contains a tensor."""
         for function, before in self._misses.items():
             now = function.cache_info().misses
             if now != before:

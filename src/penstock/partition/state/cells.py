@@ -6,7 +6,7 @@ from types import CellType
 from typing import Any
 
 EMPTY = object()
-"""Stands for the contents of a cell to which nothing has been assigned yet."""
+"""Stands for the contents of a cell that has not been assigned yet."""
 
 
 def contents(cell: CellType) -> Any:

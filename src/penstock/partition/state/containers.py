@@ -9,7 +9,7 @@ from typing import Any
 _KINDS = (list, deque, dict, OrderedDict, defaultdict, Counter, set)
 _BASES = (list, dict, set)
 _HARMLESS = {"__doc__", "__init__", "__new__", "__repr__"}
-"""What a subclass may override all the same."""
+"""What a subclass may override anyway."""
 
 
 def is_container(value: Any) -> bool:

@@ -1,9 +1,9 @@
 """What a forward that is recorded call by call finds when it begins, besides its inputs.
 
 A recording takes it as given: attributes and what plain objects hold, class attributes, numbers in globals and
-closures, hooks, the modules inside. Where any of it changes between two steps (an annealed temperature, a block that
-was swapped) the model is recorded again. What the steps themselves change (a counter that a block keeps in a shared
-object) stands for what it was: units run as they are, and see it.
+closures, hooks, the modules inside. If any of it changes between two steps (an annealed temperature, a swapped block),
+the model is recorded again. What the steps themselves change (a counter that a block keeps in a shared object) counts
+as unchanged: units run as they are, and see it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from penstock.partition.state.names_in_forward import Names, names_of
 
 COMPARABLE = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, slice, range)
 DEPTH = 4
-"""How deep objects in objects are looked into."""
+"""How deep to look into objects in objects."""
 LENGTH = 64
 """Longer containers are known by identity and length alone."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_modules")
@@ -59,11 +59,11 @@ class Given:
     _names: list[tuple[str, Names]] = field(default_factory=list)
 
     def look_around(self, model: nn.Module, opened: Collection[nn.Module]) -> None:
-        """Takes up the modules whose forward is recorded call by call, and what their code names."""
+        """Finds the modules whose forward is recorded call by call, and what their code names."""
         wanted = {id(module) for module in opened}
         self.opened = {name: module for name, module in model.named_modules() if id(module) in wanted}
         self.chances = chances_of(model)
-        known = {id(vars(module)) for module in self.opened.values()}  # whose attributes are read in any case
+        known = {id(vars(module)) for module in self.opened.values()}  # their attributes are read in any case
         named = [(name, entry) for name, module in self.opened.items() for entry in names_of(module)]
         self._names = [(name, entry) for name, entry in named if id(entry.holder) not in known]
 
@@ -74,7 +74,7 @@ class Given:
         return tuple((path, value) for path, value in found.items() if value is not NEW)
 
     def settle(self, before: Attributes) -> None:
-        """To be called after a step, with what `read` returned before it."""
+        """Call this after a step, with what `read` returned before it."""
         after = self._read()
         for path, value in before:
             if path not in self._own and after.get(path, value) != value:
@@ -108,11 +108,11 @@ class Given:
             for attribute, value in vars(cls).items():
                 if not attribute.startswith("__") and isinstance(value, COMPARABLE):
                     found[name, cls.__qualname__, attribute] = type(value), _hashable(value)
-        forward = getattr_static(type(module), "forward", None)  # TorchScript's cannot be had from its class
+        forward = getattr_static(type(module), "forward", None)  # TorchScript's cannot be read from its class
         found[name, "class", "forward"] = self._number(forward)
 
     def _number(self, value: Any) -> int:
-        """A number of its own for each object, also where one takes the place in memory of another that is gone."""
+        """A unique number for each object, even if one takes the place in memory of another that is gone."""
         known = self._numbers.get(id(value))
         if known is not None and known[0]() is value:
             return known[1]
@@ -135,8 +135,8 @@ def contents_of(value: object) -> Hashable:
 
 
 def chances_of(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
-    """The attributes by whose name a module drops something by chance: at a rate of 0 a recording sees no draw. And
-    numbers of other names that are 0, in a module or its class: they may switch off what draws as well."""
+    """The attributes whose names suggest a chance of dropping something: at a rate of 0 a recording sees no draw. Plus
+    numbers under other names that are 0, in a module or its class: they too may switch off what draws."""
     return [
         (name, module, attribute)
         for name, module in model.named_modules()
@@ -171,7 +171,7 @@ def _look(
 
 
 def _parts(value: Any) -> list[tuple[str, Any]] | None:
-    """What is inside of a container or a plain object; None for anything else."""
+    """The contents of a container or a plain object; None for anything else."""
     if type(value) in (list, tuple, deque) or (isinstance(value, tuple) and hasattr(value, "_fields")):
         return [(str(i), part) for i, part in enumerate(value)] if len(value) <= LENGTH else None
     held: dict[Any, Any] = {}

@@ -1,7 +1,7 @@
 """One look over many lists and dicts: whether one of them holds another object than before.
 
-A recording asks before and behind each unit whether anything that the forward can reach has changed, and most often
-nothing has. So the answer no must be cheap: no Python runs for a single entry.
+A recording asks before and after each unit whether anything that the forward can reach has changed, and usually nothing
+has. So a no must be cheap: no Python runs per entry.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Plain = list[Any] | deque[Any] | dict[Any, Any]
 
 
 class Glance:
-    """The entries of some containers, in order, as they were when this was made."""
+    """The entries of some containers, in order, at the time this was made."""
 
     def __init__(self, containers: Sequence[Plain]) -> None:
         self._containers, self._lengths = containers, [*map(len, containers)]
@@ -38,5 +38,5 @@ class Glance:
 
 
 def _has_names(container: Plain) -> bool:
-    """Whether the keys are text, which is compared by its value, and fast."""
+    """Whether the keys are text, which is compared by value, and fast."""
     return isinstance(container, dict) and all(type(key) is str for key in container)

@@ -1,8 +1,8 @@
-"""What a forward leaves behind beside its result, for the loss function to read: `layer.l_aux`, a list of losses.
+"""What a forward leaves behind besides its result, for the loss function to read: `layer.l_aux`, a list of losses.
 
 Stages do not leave it: a value that was recorded call by call is set in no attribute, and another stage's modules are
-in another process. So while the loss function runs, small values that take a gradient stand in their places: they came
-to the last stage as outputs of their own. In the others' places stands something that raises when it is used.
+in another process. So while the loss function runs, small values that require a gradient are put in their places: they
+came to the last stage as separate outputs. All other values are replaced by something that raises when used.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ SMALL = 1024
 
 
 EVERY = "*"
-"""Among the units that are shut: nothing is carried at all."""
+"""If it is among the units that are shut, nothing is carried at all."""
 
 SCALARS = (bool, int, float, str)
 SEQUENCES = (list, tuple, deque, set)
-"""What can be made again from its items, as a dict can."""
+"""What can be rebuilt from its items, as a dict can."""
 
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """In the place of a value: the output at `index`."""
+    """Replaces a value: the output at `index`."""
 
     index: int
 
 
 class Absent(Tensor):
-    """In the place of a value that is not there."""
+    """Replaces a value that is not there."""
 
     text: str
 
@@ -79,8 +79,8 @@ class Left:
     """An entry of a place that the forward has changed.
 
     Attributes:
-        value: what it was changed to, with `Carried` and `Absent` in place of tensors.
-        units: the modules that made it, where all of its tensors are from modules that run as a whole.
+        value: what it was changed to, with `Carried` and `Absent` instead of tensors.
+        units: the modules that made it, if all of its tensors are from modules that run as a whole.
     """
 
     place: Holder
@@ -117,7 +117,7 @@ class Behind:
         return self.place.name(self.key)
 
     def to_carry(self, index_of: Callable[[Tensor], int]) -> Left:
-        """The same with what stands for its tensors; `index_of` gives the outputs that carry them."""
+        """The same with its tensors replaced; `index_of` gives the outputs that carry them."""
         wanted = {id(t) for t in self.small}
         template = template_of(self.value, self.text, lambda t: Carried(index_of(t)) if id(t) in wanted else None)
         return Left(self.place, self.key, template, self.units)
@@ -133,16 +133,16 @@ def gather(
     real: Collection[str],
     gone: Iterable[tuple[nn.Module, str]] = (),
 ) -> list[Behind]:
-    """What the forward left, as long as it is still there.
+    """What the forward left, while it is still there.
 
     Args:
         has_node: whether a tensor is recorded.
         held: `id` of each of the model's own parameters and buffers.
-        provenance, grain, units: of the recording.
+        provenance, grain, units: those of the recording.
         real: the units that ran on made-up inputs: numbers that they leave mean nothing.
-        gone: attributes that they set to tensors which mean nothing either, and were taken out again.
+        gone: attributes that they set to tensors that mean nothing either, removed again.
 
-    Raises Regroup if units have to be opened to carry what they left.
+    Raises Regroup if units must be opened to carry what they left.
     """
     names = {unit.name for unit in units}
     found, to_open = [], set()
@@ -182,7 +182,7 @@ def gather(
 
 
 def holds_numbers(value: Any, depth: int = 4) -> bool:
-    """Whether a number is in a value, in containers, objects or arrays."""
+    """Whether a value contains a number, in containers, objects or arrays."""
     if isinstance(value, (bool, int, float, complex)) or type(value).__module__ == "numpy":
         return True
     if depth == 0 or type(value) in CONSTANTS or isinstance(value, (Tensor, nn.Module, type, ModuleType, FunctionType)):
@@ -200,7 +200,7 @@ def holds_numbers(value: Any, depth: int = 4) -> bool:
 
 
 def without_numbers(value: Any, text: str) -> Any:
-    """A value with what raises in place of its numbers, and of what holds numbers and cannot be made again."""
+    """A value whose numbers, and parts that hold numbers and cannot be rebuilt, are replaced by what raises."""
     if not holds_numbers(value):
         return value
     if type(value) in SEQUENCES:
@@ -211,7 +211,7 @@ def without_numbers(value: Any, text: str) -> Any:
 
 
 def _holder_of(reach: Reach, place: Holder, key: Any, value: Any) -> tuple[Holder, Any, Any]:
-    """Where something can be put in the place of a value: of an array, wherever that is held."""
+    """Where a value can be replaced: for an array, wherever that is held."""
     if type(place.entries).__module__ != "numpy":
         return place, key, value
     for holder in reach.places:
@@ -226,7 +226,7 @@ def _holder_of(reach: Reach, place: Holder, key: Any, value: Any) -> tuple[Holde
 
 
 def _nested(value: Any, tensor: Tensor) -> bool:
-    """Whether a tensor is in containers alone that can be made again."""
+    """Whether a tensor is only inside containers that can be rebuilt."""
     if type(value) in SEQUENCES:
         return any(_nested(item, tensor) for item in value)
     if type(value) is dict:
@@ -236,7 +236,7 @@ def _nested(value: Any, tensor: Tensor) -> bool:
 
 @contextmanager
 def in_place(left: Sequence[Left], outputs: Sequence[Tensor]) -> Iterator[None]:
-    """Puts what the forward has left into its places, made of a microbatch's outputs; afterwards all is as before."""
+    """Puts what the forward left into its places, built from a microbatch's outputs; restores everything afterwards."""
     before = [(entry.place, entry.place.copied()) for entry in left]
     try:
         for entry in left:
@@ -266,7 +266,7 @@ def filled(template: Any, outputs: Sequence[Tensor]) -> Any:
 
 
 def template_of(value: Any, text: str, replace: Callable[[Tensor], Carried | None]) -> Any:
-    """A value with its tensors replaced: by what `replace` says, else by `Absent`."""
+    """A value with its tensors replaced: by what `replace` returns, otherwise by `Absent`."""
     if isinstance(value, Tensor):
         return replace(value) or Absent.at(text)
     if type(value) in CONSTANTS or isinstance(value, nn.Module):

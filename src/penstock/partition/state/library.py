@@ -1,4 +1,4 @@
-"""Whose code is it: the user's, which may keep state of the model, or that of a library, which does not?"""
+"""Whose code is it: the user's, which may keep the model's state, or a library's, which does not?"""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ def is_library(module: str | None) -> bool:
 
 
 def package_of(module: str | None) -> str:
-    """The outermost package of a Python module; empty where none is known."""
+    """The outermost package of a Python module; empty if unknown."""
     return (module or "").partition(".")[0]

@@ -1,4 +1,4 @@
-"""What the code of a model's classes names: functions, classes and the globals of their files, over a few files."""
+"""What the code of a model's classes names: functions, classes and the globals of their files, across a few files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.partition.state.library import is_library
 CACHED = type(functools.cache(lambda: None))
 
 FILES = 3
-"""Over how many files it is followed."""
+"""How many files it is followed across."""
 
 
 def named_by(model: nn.Module) -> list[Any]:
@@ -27,12 +27,12 @@ def named_by(model: nn.Module) -> list[Any]:
 
 @functools.lru_cache(maxsize=8)
 def _named(kinds: tuple[type, ...]) -> list[Any]:
-    """A model is recorded several times over, and its code stays what it is."""
+    """Cached: a model is recorded several times, and its code does not change."""
     return list(_walk(list(kinds)))
 
 
 def _walk(kinds: list[Any]) -> Iterator[Any]:
-    """Looks breadth first, so that nothing is taken for too far away that is also near."""
+    """Searches breadth first, so that nothing near is taken for too far away."""
     pending, seen = deque((kind, FILES) for kind in kinds), {id(kind) for kind in kinds}
     while pending:
         value, files = pending.popleft()
@@ -45,7 +45,7 @@ def _walk(kinds: list[Any]) -> Iterator[Any]:
 
 
 def _named_in(value: Any) -> Iterator[tuple[Any, bool]]:
-    """What is named in a class or function, and whether it may be of another file."""
+    """What is named in a class or function, and whether it may be from another file."""
     if isinstance(value, (staticmethod, classmethod, MethodType)):
         yield value.__func__, False
     elif isinstance(value, property):

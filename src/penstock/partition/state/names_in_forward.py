@@ -1,8 +1,8 @@
 """What the code of a forward names: helpers, methods of inner modules, globals, closures, defaults.
 
 A forward that is recorded call by call takes the values that it finds there as given, wherever they are read: in a
-function that it calls, in a method of a block that is not the block's forward, in a property. Nothing is run to find
-out; the names in the code are followed.
+function that it calls, in a method of a block other than its forward, in a property. Nothing runs to find out; the
+names in the code are followed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Names:
     names: frozenset[str]
 
     def values(self) -> Iterator[tuple[Path, Any]]:
-        for name in sorted(self.names & self.holder.keys()):  # an attribute may hide the one of the class later
+        for name in sorted(self.names & self.holder.keys()):  # an attribute may later hide the class's
             value = _content(self.holder[name])
             if value is not EMPTY and _counts(value):
                 yield (*self.path, name), value
@@ -50,7 +50,7 @@ class Names:
 
 
 class Followed(NamedTuple):
-    """A function that is yet to be read; `owner` is the module whose method it is."""
+    """A function still to be read; `owner` is the module whose method it is."""
 
     path: Path
     owner: nn.Module | None
@@ -83,7 +83,7 @@ def names_of(module: nn.Module) -> list[Names]:
 
 
 def _of_function(path: Path, function: FunctionType) -> Iterator[Names]:
-    """Globals, those of modules that are named, the closure, and the defaults; of installed packages none."""
+    """Globals, those of named modules, the closure, and the defaults; nothing from installed packages."""
     if _is_installed(function.__module__):
         return
     words = words_of(function.__code__)
@@ -122,7 +122,7 @@ def _functions(*values: Any) -> Iterator[FunctionType]:
 
 
 def _counts(value: Any) -> bool:
-    """Whether a value may be a setting: no module, no class, and of a library no object but containers."""
+    """Whether a value may be a setting: not a module or class, and of a library's objects only containers."""
     if isinstance(value, (ModuleType, type, nn.Module, property, staticmethod, classmethod)):
         return False
     if isinstance(value, FunctionType):
@@ -133,13 +133,13 @@ def _counts(value: Any) -> bool:
 
 @functools.cache
 def _is_installed(name: str | None) -> bool:
-    """Whether a module belongs to an installed package, whose settings nobody changes while it runs."""
+    """Whether a module belongs to an installed package, whose settings do not change while it runs."""
     file = getattr(sys.modules.get(name or ""), "__file__", None) or ""
     return "site-packages" in file or "dist-packages" in file
 
 
 def _content(value: Any) -> Any:
-    """The value; of a closure's cell, what is in it."""
+    """The value; for a closure's cell, what is in it."""
     return contents(value) if isinstance(value, CellType) else value
 
 
@@ -153,7 +153,7 @@ def words_of(code: CodeType) -> frozenset[str]:
 def possible_data_writes(module: nn.Module) -> Iterator[Tensor]:
     """What a module's forward may write through `.data`, if only for some values.
 
-    If its code names `.data`, these are its parameters and buffers, and those of the modules inside that it names.
+    If its code names `.data`: its parameters and buffers, and those of the modules inside that it names.
     """
     found: dict[str, FunctionType] = {}
     pending = [("forward", f) for f in _functions(getattr_static(type(module), "forward", None))]

@@ -1,8 +1,8 @@
-"""The places in which code keeps state from one call to the next: attributes and slots, what containers and arrays
-hold, variables of closures, context variables.
+"""The places where code keeps state from one call to the next: attributes and slots, what containers and arrays hold,
+variables of closures, context variables.
 
-A survey finds those that some objects reach. Two readings of a place tell whether the call in between has set it, and
-writing a reading puts back what was there.
+A survey finds those that some objects reach. Two readings of a place show whether the call in between has set it, and
+writing a reading restores what was there.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from penstock.partition.state.reach import DEPTH, LARGEST, LARGEST_ARRAY, Trace,
 from penstock.partition.values.objects import CONSTANTS
 
 MISSING = object()
-"""What is read where nothing is."""
+"""What reading an empty place returns."""
 
 DEEPEST = 12
-"""How deep containers are looked into; objects only down to `DEPTH`."""
+"""How deep to look into containers; objects only down to `DEPTH`."""
 
 MOST = 20_000
-"""So many owners of places are looked for, at most, below `DEPTH`."""
+"""How many owners of places to look for, at most, below `DEPTH`."""
 
 CALLS = 3
-"""From a method through so many functions and classes the names of global objects are followed."""
+"""How many functions and classes to go through, from a method on, to follow the names of global objects."""
 
 Key = tuple[int, str]
 
@@ -52,7 +52,7 @@ class Place(ABC):
 
     @abstractmethod
     def write(self, value: Any) -> None:
-        """Puts back what was read."""
+        """Restores what was read."""
 
     def same(self, one: Any, other: Any) -> bool:
         """Whether two readings are alike."""
@@ -64,7 +64,7 @@ class Place(ABC):
 
     @property
     def text(self) -> str:
-        """How a user finds it."""
+        """Where a user finds it."""
         return repr(self.key[1])
 
 
@@ -147,13 +147,13 @@ class Variable(Place):
         return self.variable.get(MISSING)
 
     def write(self, value: Any) -> None:
-        if value is not MISSING:  # it cannot be taken back, but then nothing has read it
+        if value is not MISSING:  # it cannot be unset, but then nothing has read it
             self.variable.set(value)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Array(Place):
-    """The values of an array of numpy's, or of a bytearray."""
+    """The values of a numpy array or a bytearray."""
 
     array: Any
     name: str
@@ -218,10 +218,10 @@ class Survey:
 
     Args:
         roots: modules, functions, objects.
-        modules: whether to look into modules that are found there, too; `skips`: but for these.
+        modules: whether to look into modules found there, too; `skips`: except these.
 
     Attributes:
-        tensors: those that are found there, by where that is; parameters and buffers of modules are among them.
+        tensors: the tensors found there, by where they are, including parameters and buffers of modules.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class Survey:
         self.places: dict[Key, Place] = {}
         self.tensors: dict[int, tuple[str, Tensor]] = {}
         self._modules, self._skips = modules, skips
-        self._owners: dict[int, Any] = {}  # kept alive, or their ids could be given again
+        self._owners: dict[int, Any] = {}  # kept alive so that their ids are not reused
         level = [("", value) for value in roots if isinstance(value, nn.Module) or self._can_be_opened(value, 1)]
         for depth in range(DEEPEST):
             inside = [held for name, value in level for held in self._open(name, value)]
@@ -251,8 +251,8 @@ class Survey:
         return place.key[0] in self._owners
 
     def _can_be_opened(self, value: Any, depth: int) -> bool:
-        """Whether to look into a value. Objects of libraries are looked into only as attributes of a root; Penstock's
-        own, which recorded code names, are not the model's."""
+        """Whether to look into a value. Into objects of libraries only as attributes of a root; Penstock's own objects,
+        which recorded code names, are not the model's."""
         kind = type(value)
         if kind in CONSTANTS or isinstance(value, (type, ModuleType)):
             return False

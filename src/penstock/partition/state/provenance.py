@@ -1,8 +1,8 @@
 """Where tensors come from: which recorded call made each, and which calls read what they were not given.
 
-What a stage replays is a call with its arguments. A tensor that reaches the call by another way (an attribute, a
-closure, a list that others fill, a module among the constants) is not there when the call is replayed, or is another
-microbatch's. Python does not show such ways, but the operators below torch's functions get their tensors all the same.
+A stage replays a call with its arguments. A tensor that reaches the call in another way (an attribute, a closure, a
+list that other code fills, a module among the constants) is missing when the call is replayed, or is another
+microbatch's. Python does not show such ways, but the operators below torch's functions get their tensors anyway.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.compat import WeakStorage, storage_of, unset_fake_temporarily
 from penstock.partition.source import is_ours
 
 HOOKS = -2
-"""The number of a call that is none of the forward's: what a backward would call is called."""
+"""The number of a call that is not one of the forward's: one that a backward would make."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Call:
     """A recorded call while it runs.
 
     Attributes:
-        number: of its node.
+        number: its node's.
         scope: the name of the module that it is in; a unit's own.
         unit: whether it is a unit.
         given: the memory of its arguments and of what its own module holds.
@@ -52,7 +52,7 @@ class Made:
 
     @property
     def unit(self) -> str:
-        """The unit that made it; empty where it was made outside of all units."""
+        """The unit that made it; empty if it was made outside all units."""
         return self.call.scope if self.call is not None and self.call.unit else ""
 
     def __str__(self) -> str:
@@ -78,11 +78,11 @@ class Foreign:
 
 @dataclass(slots=True)
 class Stray:
-    """A tensor that was there before the forward, and that is neither a parameter nor a buffer.
+    """A tensor that existed before the forward and is neither a parameter nor a buffer.
 
     Attributes:
         root: the number of its memory.
-        users: for each unit that takes it (empty: the calls outside of all units), the first place.
+        users: for each unit that takes it (empty: the calls outside all units), the first place.
         writer: what updates it in place first.
     """
 
@@ -94,17 +94,17 @@ class Stray:
 
 @dataclass
 class Provenance:
-    """Told of every operator by the observer, and of every recorded call by the recorder.
+    """Hears about every operator from the observer, and about every recorded call from the recorder.
 
     Attributes:
         held: the memory of each parameter and buffer -> its name.
         themselves: `id` of each parameter and buffer.
         touched: names of those that any operator took.
-        numbers: of what was made, so that none is given twice.
+        numbers: the numbers of everything made, so that none is used twice.
         foreign: what was read past the arguments, once for each call and memory.
-        own: the memory of the real parameters and buffers, for which those that are held stand in.
-        borrowed: for each unit (empty: the calls outside of all units), those of `own` that it takes in another tensor.
-        strays: what was there before the forward beside these.
+        own: the memory of the real parameters and buffers, which those in `held` stand in for.
+        borrowed: for each unit (empty: the calls outside all units), those of `own` that it takes in another tensor.
+        strays: other tensors that existed before the forward.
     """
 
     held: Mapping[int, str] = field(default_factory=dict)
@@ -124,12 +124,12 @@ class Provenance:
 
     @property
     def place(self) -> tuple[str, str]:
-        """The unit that runs now, and the module; empty where there is none."""
+        """The unit that is running, and the module; empty if there is none."""
         call = self._call
         return ("", "") if call is None else (call.scope if call.unit else "", call.scope)
 
     def root(self, tensor: Tensor) -> int:
-        """The number of a tensor's memory; where fakes stand in for a real tensor, that of the real one."""
+        """The number of a tensor's memory; for a fake that stands in for a real tensor, the real one's."""
         number = storage_of(tensor)
         return self._same.get(number, number)
 
@@ -145,26 +145,26 @@ class Provenance:
         self._alias(fake, self.root(real))
 
     def meant(self, tensor: Tensor) -> int:
-        """As `root`; but a view of a parameter or buffer, or what is detached, keeps the memory that this has now."""
+        """Like `root`, but a view of a parameter or buffer, or a detached one, keeps the memory that this has now."""
         root = self.root(tensor)
         return root if root not in self.held or id(tensor) in self.themselves else storage_of(tensor)
 
     def exchanged(self, tensor: Tensor, root: int) -> None:
-        """Notes that a tensor, whose memory had the number `root`, has got other memory."""
+        """Notes that a tensor whose memory had the number `root` has been given other memory."""
         self._made.pop(storage_of(tensor), None)
         self._alias(tensor, root)
 
     def maker(self, tensor: Tensor) -> Made | None:
-        """What made a tensor during this forward; None for what was there before."""
+        """What made a tensor during this forward; None if it existed before."""
         return self._made.get(self.root(tensor))
 
     def is_fixed(self, tensor: Tensor) -> bool:
-        """Whether a tensor was made of numbers in the program alone, and so is the same in every forward."""
+        """Whether a tensor was made only from numbers in the program, and so is the same in every forward."""
         return self.root(tensor) in self._fixed
 
     def is_steady(self, root: int) -> bool:
-        """Whether memory holds what every forward makes alike: of numbers in the program, of what the model holds, or
-        of the shapes of tensors."""
+        """Whether memory holds what every forward makes alike: from numbers in the program, from what the model holds,
+        or from the shapes of tensors."""
         return root in self._fixed or root in self._steady
 
     @contextmanager
@@ -177,7 +177,7 @@ class Provenance:
             self._call = before
 
     def forget(self, call: Call) -> None:
-        """Drops what a call read that was only tried."""
+        """Drops what was read by a call that was only tried."""
         self.foreign = {key: foreign for key, foreign in self.foreign.items() if foreign.reader is not call}
 
     def read(self, tensors: Collection[Tensor]) -> list[int]:
@@ -216,7 +216,7 @@ class Provenance:
             self.strays[root].users[unit] = Made(call, *_user_line())
 
     def writing(self, tensor: Tensor) -> None:
-        """To be called after `read`, before an operator updates a tensor in place."""
+        """Call this after `read`, before an operator updates a tensor in place."""
         stray = self.strays.get(self.root(tensor))
         if stray is None or (self._call is not None and self._call.number < 0):
             return
@@ -228,7 +228,7 @@ class Provenance:
                 self._before[stray.root] = memory, memory.clone()  # type: ignore[no-untyped-call]
 
     def restore(self) -> None:
-        """Puts back what the forward has written to strays."""
+        """Undoes what the forward has written to strays."""
         for memory, copy in self._before.values():
             memory.copy_(copy)
 
@@ -262,7 +262,7 @@ class Provenance:
             self.numbers.append(WeakStorage(tensor))
 
     def _is_cached_cast(self, operator: Any, roots: list[int]) -> bool:
-        """Autocast keeps a parameter in half precision for whoever uses it next."""
+        """Whether this is autocast's half-precision copy of a parameter, which it keeps for the next use."""
         cast = operator is torch.ops.aten._to_copy.default and torch.is_autocast_cache_enabled()
         return cast and bool(roots) and roots[0] in self.held
 
@@ -279,7 +279,7 @@ def tensors_of(values: Iterable[Any]) -> list[Tensor]:
 
 
 SHAPES = frozenset("zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty".split())  # noqa: SIM905
-"""Operators that take nothing of their first argument but its shape and kind."""
+"""Operators that use only the shape and kind of their first argument."""
 
 
 @cache
@@ -295,7 +295,7 @@ def _takes_shapes(operator: Any) -> bool:
 
 @cache
 def _returns_alias(operator: Any) -> bool:
-    """Whether what an operator returns is another view of its first argument. (What it lifts was made just now.)"""
+    """Whether an operator returns another view of its first argument. (What it lifts was made just now.)"""
     if not isinstance(operator, torch._ops.OpOverload) or operator is torch.ops.aten.lift_fresh.default:
         return False
     return any(r.alias_info is not None for r in operator._schema.returns)

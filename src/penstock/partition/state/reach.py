@@ -1,7 +1,7 @@
-"""What a forward can reach beside tensors that are passed on: attributes, shared objects, closures, globals.
+"""What a forward can reach besides tensors that are passed on: attributes, shared objects, closures, globals.
 
-A snapshot of it is put back after a recording, so that no fake tensor stays behind. What has changed in the meantime is
-how blocks may talk behind the model's back.
+A snapshot of it is restored after a recording, so that no fake tensor stays behind. What changed in the meantime is how
+blocks may talk behind the model's back.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from penstock.partition.values.objects import CONSTANTS
 
 DICTS = (dict, ClassData)
 LARGEST = 1000
-"""Containers with more entries are tables, not what a forward leaves something in."""
+"""Containers with more entries are tables, not places where a forward leaves something."""
 
 PART = 16
-"""So many places are looked at together: where one has changed, each of them is looked at by itself."""
+"""How many places are checked together; if one has changed, each is checked separately."""
 
 LARGEST_ARRAY = 2**16
 """Arrays with more bytes are tables, too."""
@@ -48,11 +48,11 @@ class Holder:
     """Something with entries: attributes of a module, an object or a class, globals, a container, a closure's cell.
 
     Attributes:
-        text: how a user finds it.
+        text: where a user finds it.
         entries: a dict, list, deque, set or cell; attributes and globals as the dict that they are in.
         before: a copy.
-        attributes: whether the entries are attributes (of a module, where `module` is set) or globals.
-        outside: whether it was found among globals, and `text` is no path from the model.
+        attributes: whether the entries are attributes (of a module, if `module` is set) or globals.
+        outside: whether it was found among globals, so that `text` is not a path from the model.
     """
 
     text: str
@@ -122,7 +122,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
-    """A place in which the forward leaves something: an entry of `holder`, or all that this list or dict contains.
+    """A place where the forward leaves something: an entry of `holder`, or everything that this list or dict contains.
 
     Attributes:
         holder: a list, deque or dict; attributes and globals as the dict that they are in.
@@ -134,7 +134,7 @@ class Trace:
 
 
 class _Part:
-    """Some places, looked at together."""
+    """Some places, checked together."""
 
     def __init__(self, places: Sequence[Holder]) -> None:
         plain = [place for place in places if isinstance(place.entries, (list, deque, dict))]
@@ -147,7 +147,7 @@ class _Part:
 
 
 class Reach:
-    """The places that a model's forward can reach, as they were when this was made."""
+    """The places that a model's forward can reach, in their state when this was made."""
 
     def __init__(self, model: nn.Module) -> None:
         self.places: list[Holder] = []
@@ -170,7 +170,7 @@ class Reach:
         self._parts = [_Part(self.places[start : start + PART]) for start in range(0, len(self.places), PART)]
 
     def belongs_to(self, place: Holder, name: str) -> bool:
-        """Whether a place is a module's of that name, or is in an object that only this module can reach."""
+        """Whether a place belongs to the module of that name, or is in an object that only this module can reach."""
         again = (text for first, text in self._again if is_below(place.text, first))
         return not place.outside and all(is_below(text, name) for text in (place.text, *again))
 
@@ -178,11 +178,11 @@ class Reach:
         return [place for part in self._parts for place in part.changed()]
 
     def names_changed(self) -> list[str]:
-        """Of attributes and the like that the forward has set."""
+        """The names of attributes and the like that the forward has set."""
         return [place.name(key) for place in self.changed() for key, _ in place.changes() if key != "training"]
 
     def traces(self) -> tuple[Trace, ...]:
-        """Where the forward has left something, but for sets, arrays and variables of closures."""
+        """Where the forward has left something, except sets, arrays and variables of closures."""
         found: list[Trace] = []
         for place in self.changed():
             if place.attributes:
@@ -315,7 +315,7 @@ def is_below(text: str, name: str) -> bool:
 
 
 def _is_array(value: Any) -> bool:
-    """Whether a value is an array of numpy's that is small enough to be compared."""
+    """Whether a value is a numpy array small enough to compare."""
     kind = type(value)
     return kind.__module__ == "numpy" and kind.__name__ == "ndarray" and value.nbytes <= LARGEST_ARRAY
 
@@ -326,7 +326,7 @@ def is_of_others(module: str) -> bool:
 
 
 def slots_of(kind: type) -> tuple[str, ...]:
-    """The slots of a class and its bases, of classes that are the user's."""
+    """The slots of a class and its bases, if they are the user's classes."""
     found: list[str] = []
     for base in kind.__mro__:
         slots = vars(base).get("__slots__", ())

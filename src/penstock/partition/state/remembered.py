@@ -1,8 +1,8 @@
-"""What units remember from one call to the next, beside their parameters and buffers.
+"""What units remember from one call to the next, besides their parameters and buffers.
 
 A counter, a queue of features in a tensor that is not a buffer, a generator: a unit finds there what it left in the
-microbatch before. That holds where every call runs once, in order, and all that use it are on one stage. It does not
-where two copies of a stage see a part of the batch each, nor where a forward is run again.
+previous microbatch. That works if every call runs once, in order, and all units that use it are on one stage. It fails
+if two copies of a stage each see part of the batch, or if a forward is rerun.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from penstock.partition.state.reach import DICTS, Holder, Reach
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """Something that a unit changes and that it, or another one, reads.
+    """Something that a unit changes and that it or another unit reads.
 
     Attributes:
-        text: how a user finds it.
-        units: those that use it.
-        storage: the memory of a tensor, which calls outside of the units may use as well; None for anything else.
+        text: where a user finds it.
+        units: the units that use it.
+        storage: the memory of a tensor, which calls outside the units may also use; None for anything else.
         changed, used: where; places in the user's code.
     """
 
@@ -39,7 +39,7 @@ class Remembered:
     used: str = ""
 
     def refusal(self, stages: Collection[int]) -> PartitionError:
-        """For what is used on several stages."""
+        """The error for something that is used on several stages."""
         return PartitionError(
             f"{self.text} is updated in place in {self.changed}, and used in {self.used}, which are on stages "
             f"{sorted(stages)}: none would see what the others write there. Move the cut so that all its uses are on "
@@ -82,7 +82,7 @@ def _entries(place: Holder) -> Sequence[tuple[Any, Any]]:
 
 
 class _Stopped:
-    """In the place of an iterator: raises where the forward takes something from it."""
+    """Replaces an iterator: raises when the forward takes something from it."""
 
     def __init__(self, iterator: Any, text: str) -> None:
         self._iterator, self._text = iterator, text
@@ -121,7 +121,7 @@ def iterators_stopped(reach: Reach) -> Iterator[None]:
 
 
 def refuse_copies(index: int, remembered: Sequence[Remembered], pipelines: int) -> None:
-    """Raises PartitionError if a stage of which there are several copies remembers something."""
+    """Raises PartitionError if a stage with several copies remembers something."""
     for each in remembered:
         raise PartitionError(
             f"{each.text} of stage {index} carries something over from one microbatch to the next, but this schedule "

@@ -1,11 +1,11 @@
-"""Which modules are opened that would run as a whole by their place, so that cuts can fall inside of them.
+"""Which modules are opened that would normally run as a whole, so that cuts can fall inside them.
 
-A stage of a hierarchical model (ConvNeXt, Swin, MaxViT) is an element of a list and yet holds most of the work. Three
-things open a module: `opens=` names it, a cut lies inside of it, or the stages would be less even if it stayed whole.
+A stage of a hierarchical model (ConvNeXt, Swin, MaxViT) is an element of a list, yet holds most of the work. Three
+things open a module: `opens=` names it, a cut lies inside it, or the stages would be less even if it stayed whole.
 
-Random streams do not notice: what draws inside of a block draws from the stream of its innermost module, wherever that
-is called. Only what an opened module draws in its own forward would have come from another stream as a whole, so that
-such a module is opened for `opens=` alone, which says the same for any number of stages.
+Random streams are unaffected: draws inside a block come from the stream of its innermost module, wherever that is
+called. Only what an opened module draws in its own forward would come from another stream if it ran as a whole. So such
+a module is opened for `opens=` alone, which says the same for any number of stages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Opening:
 
     Attributes:
         asked: by the user.
-        for_cuts: since a cut lies inside.
+        for_cuts: because a cut lies inside.
         tried: for balance; they stay whole if they cannot be recorded call by call.
         whole: those that were tried and could not.
     """
@@ -37,7 +37,7 @@ class Opening:
         return self.asked | self.for_cuts | self.tried
 
     def without(self, names: Collection[str]) -> Opening:
-        """Leaves modules whole that were tried."""
+        """The same, but with these tried modules left whole."""
         return replace(self, tried=self.tried - set(names), whole=self.whole | (self.tried & set(names)))
 
     def around(self, scope: str) -> str:
@@ -45,17 +45,17 @@ class Opening:
         return min((name for name in self.tried if f"{scope}.".startswith(f"{name}.")), key=len, default="")
 
     def cut_inside(self, scope: str) -> str:
-        """Likewise of those that are opened since a cut lies inside."""
+        """The same for modules that are opened because a cut lies inside."""
         return min((name for name in self.for_cuts if f"{scope}.".startswith(f"{name}.")), key=len, default="")
 
     def refusal(self, name: str, why: str) -> str:
-        """For a module with a cut inside that cannot be opened."""
+        """The message for a module with a cut inside that cannot be opened."""
         return (
             f"cuts: one lies inside {name!r}, which then has to be recorded call by call, but {why}. Or cut at {name!r}"
         )
 
     def refuse_draw(self, scope: str, source_line: str) -> None:
-        """For a module that is opened without being asked for and draws random numbers in its own forward."""
+        """Handles a module that was opened unasked and draws random numbers in its own forward."""
         if name := self.around(scope):
             raise StayWhole(name)
         if name := self.cut_inside(scope):
@@ -69,7 +69,7 @@ class Opening:
 class StayWhole(BaseException):
     """A module that was tried cannot be recorded call by call: record again with it whole (with no name: with all).
 
-    No Exception, so that the model's own `except` clauses do not take it.
+    Not an Exception, so that the model's own `except` clauses do not catch it.
     """
 
     def __init__(self, name: str) -> None:

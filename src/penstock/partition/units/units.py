@@ -1,8 +1,8 @@
 """Which modules run as a unit: repeated blocks, torch's own layers, and those that the user names.
 
-Everything else is descended into, and its torch calls are recorded one by one. A module whose result is used outside of
-the unit that it is in (a router's logits, which a hook collects for an auxiliary loss) is a unit by itself, and what
-encloses it is opened. `opening.py` says which others are opened for the sake of cuts, and why streams do not mind.
+Everything else is descended into, and its torch calls are recorded one by one. A module whose result is used outside
+its unit (a router's logits, which a hook collects for an auxiliary loss) is a separate unit, and what encloses it is
+opened. `opening.py` says which other modules are opened for cuts, and why random streams are unaffected.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Grain:
-    """What a model's own forward taught about its units, beside what follows from its structure.
+    """What a model's own forward taught about its units, besides what follows from its structure.
 
     Attributes:
-        exposed: kinds of modules whose results are used outside of the block that they are in.
-        opened: names of modules that are no units, since they take or leave tensors by another way than their arguments
-            and results; what is in them is.
-        whole: names of modules that are units, since a call in them uses modules that it was given as constants.
-        shut: names of units that are not opened for what they leave behind, since they cannot be recorded call by call.
+        exposed: kinds of modules whose results are used outside the block that they are in.
+        opened: names of modules that are not units, since they take or leave tensors other than as arguments and
+            results; their contents are.
+        whole: names of modules that are units because a call in them uses modules that it was given as constants.
+        shut: names of units that are not opened for what they leave behind: they cannot be recorded call by call.
         carried: names of the places of what is carried to the last stage for the loss function.
-        taken: names of attributes that are read behind the calls of units that depend on values; see `state/taken.py`.
-        once: no unit may run a second time to see what it reads, since that leaves traces that cannot be taken back.
+        taken: names of attributes that are read after the calls of units that depend on values; see `state/taken.py`.
+        once: no unit may run a second time to see what it reads, since that leaves traces that cannot be undone.
     """
 
     exposed: frozenset[type[nn.Module]] = frozenset()
@@ -69,8 +69,8 @@ class Regroup(BaseException):
     No Exception, so that the model's own `except` clauses do not take it.
 
     Args:
-        refusal: what to say where that cannot be.
-        needed: whether the model is refused then; else it is recorded with these modules shut.
+        refusal: what to say if that is impossible.
+        needed: whether the model is refused then; otherwise it is recorded with these modules shut.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Regroup(BaseException):
 
 
 class LeavesTraces(BaseException):
-    """A unit that ran a second time has left tensors where nobody can take them back: record again, without that.
+    """A unit that ran a second time left tensors that cannot be taken back: record again, without second runs.
 
     No Exception, so that the model's own `except` clauses do not take it.
     """
@@ -106,7 +106,7 @@ def find_units(
     Args:
         leaves: names of modules that are units whatever they hold.
         grain: see `Grain`.
-        apart: names of more modules that are no units; see `Opening`.
+        apart: names of more modules that are not units; see `Opening`.
 
     Raises PartitionError for a name in `leaves` that is not a module.
     """
@@ -139,7 +139,7 @@ def _encloses(module: nn.Module, kinds: Collection[type[nn.Module]]) -> bool:
 
 
 def _is_opened(child: nn.Module, parent: nn.Module) -> bool:
-    """Whether to descend into a child that would be a unit by its place, since it only wraps what is repeated."""
+    """Whether to descend into a child that would otherwise be a unit, since it only wraps what is repeated."""
     if not has_forward(child):
         return True
     if isinstance(child, nn.Sequential):
@@ -160,7 +160,7 @@ def refuse_compiled(model: nn.Module) -> None:
 
 
 def refuse_lazy(model: nn.Module) -> None:
-    """Raises PartitionError for a parameter or buffer that gets its shape from the first batch only."""
+    """Raises PartitionError for a parameter or buffer that gets its shape only from the first batch."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise PartitionError(
@@ -170,10 +170,10 @@ def refuse_lazy(model: nn.Module) -> None:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether a module can be called: lists and what only holds others cannot."""
+    """Whether a module can be called: lists and other mere containers cannot."""
     if "forward" in vars(module):
         return True
-    held = (vars(kind) for kind in type(module).__mro__)  # TorchScript's cannot be had from its class
+    held = (vars(kind) for kind in type(module).__mro__)  # TorchScript's cannot be read from its class
     return next((names["forward"] for names in held if "forward" in names), None) is not nn.Module.forward
 
 
@@ -192,11 +192,11 @@ def canonical_names(model: nn.Module) -> dict[int, str]:
 
 
 _SHOWN = 4
-"""Modules that are named where none has a name that is near."""
+"""How many modules a message names if no name is close."""
 
 
 def resolve(model: nn.Module, name: str, argument: str) -> nn.Module:
-    """The module of that name. Raises PartitionError with the nearest name if there is none."""
+    """The module of that name. Raises PartitionError with the closest name if there is none."""
     known: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
     if name and name in known:
         return known[name]

@@ -9,8 +9,8 @@ from torch.autograd.graph import Node
 
 
 def leaves_of(results: Iterable[Tensor], until: Iterable[Node] = ()) -> list[Tensor]:
-    """The tensors for which autograd, from these results, would accumulate gradients; what only `until` leads to is
-    left out."""
+    """The tensors for which autograd would accumulate gradients from these results, except those that only `until`
+    leads to."""
     seen: set[Node] = set(until)
     pending: list[Node] = [t.grad_fn for t in results if t.grad_fn is not None and t.grad_fn not in seen]
     found = [t for t in results if t.grad_fn is None and t.requires_grad]

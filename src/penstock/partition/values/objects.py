@@ -22,10 +22,10 @@ CONSTANTS = (
 """Types whose values a graph prints as they are."""
 
 OPAQUE = "holds tensors"
-"""In the `meta` of a node whose result is not a tensor but hides some: the name of its type."""
+"""In the `meta` of a node whose result is not a tensor but hides tensors: the name of its type."""
 
 HIDDEN = 2000
-"""How many objects are looked at inside one that cannot be taken apart."""
+"""How many objects to search inside one that cannot be taken apart."""
 
 
 def leaf(value: Any, index: int) -> Any:
@@ -34,7 +34,7 @@ def leaf(value: Any, index: int) -> Any:
 
 
 def rebuilt(structure: Any, *leaves: Any) -> Any:
-    """A new object of a structure, for the block that takes it."""
+    """A new object with a structure and leaves, for the block that takes it."""
     return unflatten(leaves, structure)
 
 
@@ -74,7 +74,7 @@ def child_items(value: Any) -> Iterator[tuple[Callable[..., Any], Any, Any]]:
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors that a value hands over: those in its structure, and those in objects that cannot be taken apart.
 
-    Not those of closures: they are no part of a call's arguments.
+    Not those of closures: they are not part of a call's arguments.
     """
     for item in flatten(value).leaves:
         if isinstance(item, Tensor):
@@ -84,7 +84,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def holds_tensors(value: Any, fake_only: bool = False) -> bool:
-    """Whether a value is or holds a tensor, looked for also where it cannot be taken out."""
+    """Whether a value is or holds a tensor, even one that cannot be taken out."""
     return any(
         (isinstance(x, FakeTensor) or not fake_only) if isinstance(x, Tensor) else hides_tensors(x, fake_only)
         for x in flatten(value).leaves
@@ -97,7 +97,7 @@ def hides_tensors(value: Any, fake_only: bool = False) -> bool:
 
 
 def hidden_tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors to which an object refers that cannot be taken apart."""
+    """The tensors that an object that cannot be taken apart refers to."""
     if type(value) in CONSTANTS:
         return
     stack, seen = [value], {id(value): value}

@@ -1,7 +1,7 @@
 """Objects, lists and dicts that a block is given: as they were before its call, and whether the call changed them.
 
-They are values: a stage makes them anew for each call, of the tensors that it has, and takes out again what the call
-left in them. So a cache that every block writes into crosses cuts like any other value.
+They are values: a stage rebuilds them for each call from the tensors that it has, and takes out what the call left in
+them. So a cache that every block writes into crosses cuts like any other value.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class Passed:
 
     Attributes:
         containers: the outermost objects, lists and dicts.
-        opaque: what lies in these or beside them and is neither a tensor nor a plain value, nor can be made anew.
+        opaque: what lies in or next to these and is neither a tensor nor a plain value, and cannot be rebuilt.
     """
 
     def __init__(self, args: Any, kwargs: Any, kept: Collection[int] = ()) -> None:
-        """`kept`: ids of what the model keeps between calls; where that holds no tensor, it is passed on as it is."""
+        """`kept`: ids of what the model keeps between calls; what holds no tensor is passed on as it is."""
         outermost = list(_outermost((*args, *kwargs.values())))
         self.containers = tuple(value for value, is_leaf in outermost if not is_leaf)
         self._kept = kept
@@ -33,38 +33,38 @@ class Passed:
         self.opaque = [leaf for leaf in leaves if not isinstance(leaf, Tensor) and type(leaf) not in PLAIN]
 
     def _state(self) -> tuple[Flat, Flat]:
-        """All containers, with objects opened that hold tensors, and with all of them opened."""
+        """All containers: once with only the objects that hold tensors opened, once with all of them opened."""
         if not self.containers:
             return flatten(()), flatten(())
         return flatten(self.containers), flatten(self.containers, empty=True, closed=self._kept)
 
     def changed(self) -> list[int]:
-        """Which of the containers are not what they were."""
+        """Which of the containers have changed."""
         if not self.containers:
             return []
         before, after = _by_container(self._every), _by_container(self._state()[1])
         return [index for index, pair in enumerate(zip(before, after, strict=True)) if not alike(*pair)]
 
     def given(self, changed: Collection[int]) -> tuple[list[int], Flat]:
-        """Which containers must be made for the call, and what of: all containers, as they were before it."""
+        """Which containers must be rebuilt for the call, and from what: all containers, as they were before it."""
         plans = self._shown.structure.children  # type: ignore[attr-defined]
         made = [index for index, plan in enumerate(plans) if index in changed or _holds_objects(plan)]
         return made, self._every if changed else self._shown
 
     def write_back(self, changed: Collection[int], new: Any) -> None:
-        """Give the containers the contents of others, which went through a call in their place."""
+        """Give the containers the contents of those that went through a call instead of them."""
         for index in changed:
             overwrite(self.containers[index], new[index])
 
 
 def kept_by(model: nn.Module) -> dict[int, object]:
-    """By id: what the model's modules hold as attributes, beside tensors and modules."""
+    """What the model's modules hold as attributes besides tensors and modules, by id."""
     values = (value for module in model.modules() for value in vars(module).values())
     return {id(value): value for value in values if not isinstance(value, Tensor) and type(value) not in CONSTANTS}
 
 
 def _outermost(values: Any) -> Iterator[tuple[Any, bool]]:
-    """What is neither a tensor, a constant nor a tuple, and whether it cannot be opened."""
+    """Each outermost value that is not a tensor, a constant or a tuple, and whether it cannot be opened."""
     for value in values:
         if isinstance(value, Tensor) or type(value) in CONSTANTS:
             continue

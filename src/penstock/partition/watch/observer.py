@@ -21,7 +21,7 @@ from penstock.partition.watch.work import Operation, work_of
 from penstock.trees import flatten
 
 RUNNING = ("running_mean", "running_var")
-"""Arguments of batch norm that are updated in training only, whatever the schema says."""
+"""Arguments of batch norm that are updated only in training, whatever the schema says."""
 
 
 class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -43,9 +43,9 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(
         self, registered: Collection[int] | None = None, seeds: Seeds | None = None, *, watches_saved: bool = False
     ) -> None:
-        """`registered`: ids of the model's modules; what is drawn in one made by the forward is its caller's.
+        """`registered`: ids of the model's modules; draws in a module made by the forward count as its caller's.
 
-        `seeds`: is told of the generators that operators are given.
+        `seeds`: is given the generators that operators get.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._registered, self._seeds = registered, seeds
@@ -63,11 +63,11 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._drew: list[nn.Module | None] = []
         self._written: dict[int, Any] = {}  # what holds the memory
         self._kept: list[Any] = []
-        self.gone: list[tuple[nn.Module, str]] = []  # attributes that runs for real have set, taken out again
+        self.gone: list[tuple[nn.Module, str]] = []  # attributes that real runs set, removed again
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # which asks for a device: most of all calls
+        if func.namespace == "prim":  # asks for a device: most calls are such
             return func(*args, **kwargs)
         writing: list[Tensor] = []
         is_plain, updates_statistics = isinstance(func, torch._ops.OpOverload), False
@@ -109,7 +109,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def exchanging(self, tensor: Tensor) -> Iterator[None]:
-        """Around what gives a tensor other memory (`.data = ...`): that is an update in place, too."""
+        """Around anything that gives a tensor other memory (`.data = ...`), which is also an update in place."""
         memory, root = tensor.untyped_storage(), self.provenance.root(tensor)
         yield
         self._written[root] = memory
@@ -117,7 +117,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def not_counting(self) -> Iterator[None]:
-        """Meanwhile operators are not the model's."""
+        """Meanwhile operators do not count as the model's."""
         work, taken, provenance = self.work, set(self._taken), self.provenance
         borrowed = {unit: set(found) for unit, found in provenance.borrowed.items()}
         try:
@@ -127,11 +127,11 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def mere_statistics(self) -> set[int]:
-        """The memory of running statistics that nothing takes but the batch norms that update them."""
+        """The memory of running statistics that only the batch norms that update them use."""
         return self.statistics - self._taken
 
     def stands_for(self, real: Tensor, fake: Tensor) -> None:
-        """What was seen of a real tensor, which a unit ran on, holds of the fake one."""
+        """What was seen of a real tensor that a unit ran on also holds for the fake one."""
         if storage_of(real) in self.statistics:
             self.statistics.add(storage_of(fake))
         if storage_of(real) in self._taken:
@@ -140,7 +140,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def in_function(self) -> Iterator[None]:
-        """While the forward of an autograd function runs: it records no gradients, and yet has a backward."""
+        """While the forward of an autograd function runs: it records no gradients, yet has a backward."""
         before, self._inside_function = self._inside_function, self._inside_function or torch.is_grad_enabled()
         try:
             yield
@@ -148,16 +148,16 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._inside_function = before
 
     def draw(self) -> None:
-        """To be called where the running module draws what is not an operator's: Python's or numpy's random numbers."""
+        """Call this when the running module draws outside operators: Python's or numpy's random numbers."""
         self._drew.append(next((m for m in reversed(self.stack) if self._is_registered(m)), None))
 
     def _is_registered(self, module: nn.Module) -> bool:
         return self._registered is None or id(module) in self._registered
 
     def take(self, keep: bool = True) -> tuple[list[nn.Module | None], frozenset[int]]:
-        """The modules that drew and the memory that was written since the last call, and forget them.
+        """Return and forget the modules that drew and the memory that was written since the last call.
 
-        `keep`: that memory lives on, so that its number cannot become that of what is made later.
+        `keep`: keep that memory alive, so that its number cannot be reused later.
         """
         drew, written = self._drew, frozenset(self._written)
         if keep:
@@ -166,12 +166,12 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return drew, written
 
     def place_calls(self, first: int, position: int) -> None:
-        """Have the calls from number `first` on be made by the node of that index."""
+        """Attribute the calls from number `first` on to the node of that index."""
         self.calls[first:] = [(module, position) for module, _ in self.calls[first:]]
 
     @contextmanager
     def logging(self) -> Iterator[list[Any]]:
-        """Collect every operator with its arguments, those that are tensors by their shapes."""
+        """Collect every operator with its arguments, tensors by their shapes."""
         log: list[Any] = []
         self._log = log
         try:
@@ -206,7 +206,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def described(value: Any) -> Any:
-    """An argument of an operator, for comparison: of a tensor its shape and dtype."""
+    """An argument of an operator, for comparison: for a tensor, its shape and dtype."""
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype
     if isinstance(value, (list, tuple)):
@@ -215,7 +215,7 @@ def described(value: Any) -> Any:
 
 
 def numbers_given(func: Any, args: Any) -> Any:
-    """The numbers of which a tensor is made, for comparison."""
+    """The numbers that a tensor is made of, for comparison."""
     lifts = func is torch.ops.aten.lift_fresh.default and not isinstance(args[0], FakeTensor)
     return repr(args[0].tolist()) if lifts and args[0].numel() <= 64 else None
 

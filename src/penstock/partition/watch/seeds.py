@@ -1,4 +1,4 @@
-"""Seeds and generators of a forward's own: refused where recorded calls would draw other numbers."""
+"""A forward's own seeds and generators: refused if recorded calls would draw other numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.errors import PartitionError
 from penstock.partition.obstacle import Obstacle
 
 SEED = 0x2D1B6A0F93C5E847
-"""No seed that a forward would set. The same for every recording, so that what is made up in one is, too."""
+"""A seed that no forward would set. The same for every recording, so that made-up values are too."""
 
 
 class Seeds:
@@ -21,9 +21,9 @@ class Seeds:
     """
 
     def __init__(self) -> None:
-        """To be made where the generators' states are put back afterwards."""
+        """Make this where the generators' states are restored afterwards."""
         torch.default_generator.manual_seed(SEED)
-        self.users: dict[int, tuple[object, str]] = {}  # each kept alive, so that its id stays its own
+        self.users: dict[int, tuple[object, str]] = {}  # each kept alive so that its id is not reused
 
     @property
     def were_set(self) -> bool:

@@ -49,7 +49,7 @@ def may_overwrite(recording: Recording, statistics: Collection[int]) -> bool:
 
 
 class Versions:
-    """How often each tensor had been updated, as far as autograd knows, when that was last asked."""
+    """How often each tensor had been updated, as far as autograd knows, when last asked."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._known = {id(tensor): _version(tensor) for tensor in tensors}
@@ -58,7 +58,7 @@ class Versions:
         self._known[id(tensor)] = _version(tensor)
 
     def has_new(self, tensor: Tensor) -> bool:
-        """Whether autograd knows of an update since that was last asked."""
+        """Whether autograd knows of an update since last asked."""
         before, self._known[id(tensor)] = self._known[id(tensor)], _version(tensor)
         return before != self._known[id(tensor)]
 
@@ -71,10 +71,10 @@ def _version(tensor: Tensor) -> int:
 class Saved:
     """What the forward saves for backward, call by call.
 
-    Only what the graph of the results leads to counts: the distances to a codebook, which take no gradient, do not.
+    Only what the graph of the results leads to counts: distances to a codebook, which require no gradient, do not.
 
     Args:
-        meant: gives the memory that a tensor stands for, where that is not its own.
+        meant: returns the memory that a tensor stands for, if that is not its own.
         is_watched: whether anything is collected at all.
     """
 
@@ -84,7 +84,7 @@ class Saved:
         self._of_calls: list[tuple[Fact, list[_Packed]]] = []
         self._visited: set[Node] = set()
         self._is_blind = False  # some nodes do not tell what they save
-        self._keeps_given = False  # hooks of somebody else's keep what the latest call was given
+        self._keeps_given = False  # hooks from elsewhere keep what the latest call was given
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -109,7 +109,7 @@ class Saved:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What is saved meanwhile is forgotten."""
+        """Forgets what is saved meanwhile."""
         recent, visited = self._recent, set(self._visited)
         is_blind, keeps_given = self._is_blind, self._keeps_given
         self._recent = []
@@ -121,13 +121,13 @@ class Saved:
             self._is_blind, self._keeps_given = is_blind, keeps_given
 
     def release(self) -> None:
-        """To be called at the end: a node that saves its own result and that result keep each other alive."""
+        """Call this at the end: a node that saves its own result and that result keep each other alive."""
         _release(self._recent)
         for _, packed in self._of_calls:
             _release(packed)
 
     def forget(self) -> None:
-        """What was saved since the last call belongs to no call."""
+        """Forgets what was saved since the last call: it belongs to no call."""
         _release(self._recent)
         self._recent = []
 
@@ -169,7 +169,7 @@ class Saved:
         self._recent, self._keeps_given = [], False
 
     def settle(self) -> None:
-        """Once the forward has ended: writes into the facts what their calls have saved."""
+        """Call this once the forward has ended: writes into the facts what their calls saved."""
         for fact, packed in self._of_calls:
             used = [each for each in packed if each.is_used or self._is_blind]
             fact.saved = fact.saved.union(*(each.memory for each in used))
@@ -178,12 +178,12 @@ class Saved:
 
 @dataclass(slots=True)
 class _Packed:
-    """One tensor that is saved.
+    """One saved tensor.
 
     Attributes:
         memory: all the numbers by which its memory is known.
         key: one of them, the same for all tensors in that memory.
-        size: of that memory, in bytes.
+        size: the bytes of that memory.
         is_used: whether a node of a result's graph holds it.
     """
 

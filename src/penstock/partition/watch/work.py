@@ -1,8 +1,8 @@
-"""How much work a call is: what decides how evenly the stages share a model's time before any time was measured.
+"""How much work a call is: the estimate that balances the stages before anything is timed.
 
 Work is counted in floating-point operations, forward and backward: a product's own, by torch's table of formulas, and
 for every call the bytes that it moves, as the operations that the processor would do meanwhile. Norms, activations and
-depthwise convolutions hardly calculate, and yet take their time.
+depthwise convolutions hardly calculate, yet take time.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from penstock.partition.state.provenance import tensors_of
 
 OPERATIONS_PER_BYTE = 10
-"""What a processor does while it moves a byte: about 5 on a CPU's core, 15 on a GPU (float32). A whole number, so that
-sums of work are exact."""
+"""The operations a processor does while it moves a byte: about 5 on a CPU core, 15 on a GPU (float32). A whole number,
+so that sums of work are exact."""
 
 FREE = ("prim", "_unsafe_view", "detach", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 LOOKUPS = ("embedding", "index", "index_select", "gather", "slice_scatter", "_embedding_bag")
@@ -37,17 +37,17 @@ class Operation(NamedTuple):
 
 
 def work_of(call: Operation, given: Sequence[Tensor], made: Sequence[Tensor], trains: bool) -> int:
-    """The work of one call of an operator, with that of its backward.
+    """The work of one call of an operator, its backward included.
 
     Args:
         given, made: the tensors among its arguments and in its result.
-        trains: whether gradients are recorded; where they are, those of arguments that require one are counted too.
+        trains: whether gradients are recorded; if so, those of arguments that require one count too.
     """
     group = _group(call.func)
     if group == "free":
         return 0
     taking = [tensor for tensor in given if trains and tensor.requires_grad]
-    if group == "lookup":  # reads the rows that are asked for; but its backward writes a gradient for all of them
+    if group == "lookup":  # reads only the requested rows, but its backward writes a gradient for all of them
         moved = 2 * _bytes(made) + (_bytes(made) + 2 * _bytes(taking))
         return OPERATIONS_PER_BYTE * moved
     moved = (_bytes(given) + _bytes(made)) * (3 if taking else 1)
@@ -82,7 +82,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> int:
 
 
 def _recurrent(given: Tensor, *weights: Any) -> int:
-    """Each row of the input, at each time, meets each number of the weights once."""
+    """Each row of the input, at each time step, meets each weight once."""
     rows = prod(given.shape[:-1])
     return 2 * rows * sum(tensor.numel() for tensor in tensors_of(weights) if tensor.ndim == 2)
 
@@ -92,7 +92,7 @@ _FORMULAS: Mapping[str, Callable[..., int]] = {
     "mkldnn_rnn_layer": _recurrent,
     "_cudnn_rnn": _recurrent,
 }
-"""Of products that are not in torch's table."""
+"""For products that are not in torch's table."""
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -1,7 +1,7 @@
-"""The schedules that go by a name, a family a file, and the registry of the names.
+"""The named schedules, one family per file, and the registry of their names.
 
-A generator is a pure function of the number of ranks, microbatches and chunks (or slices). It writes F, B, I and W
-only: messages and reductions are added by passes.
+A generator is a pure function of the number of ranks, microbatches and chunks (or slices). It writes only F, B, I and
+W; passes add messages and reductions.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """What a schedule is generated for."""
+    """The numbers that a schedule is generated for."""
 
     ranks: int
     microbatches: int
@@ -62,7 +62,7 @@ class Numbers:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Which numbers a schedule works for: the argument it is about, what holds for it, in words and as a test."""
+    """A condition on the numbers that a schedule works for: the argument, and the condition in words and as a test."""
 
     argument: str
     text: str
@@ -81,24 +81,25 @@ _EVEN_MICROBATCHES = Rule("microbatches", "an even number of microbatches, half 
 
 @dataclass(frozen=True, slots=True)
 class Generator:
-    """A schedule that goes by a name, and what to expect of it.
+    """A named schedule, and what to expect of it.
 
-    `memory` and `idle` are formulas, in Python, of p ranks, m microbatches, v chunks, j slices, the rank r, and F, I,
-    W, the times that one microbatch takes on one rank, whatever these are but for an `if` in the formula, where links
-    cost nothing. They hold where m is a multiple of p and at least 2p.
+    `memory` and `idle` are Python formulas in p ranks, m microbatches, v chunks, j slices, the rank r, and F, I and W,
+    the times that one microbatch takes on one rank. They hold for any times (except for an `if` in the formula), if
+    links cost nothing and m is a multiple of p and at least 2p.
 
     Attributes:
-        name: what `generate` knows it by.
-        make: the schedule.
-        rule: the order of work, in a line.
+        name: the name that `generate` takes.
+        make: generates the schedule.
+        rule: the order of work, in one line.
         memory: the largest number of microbatches whose activations rank r holds; None if there is no formula.
-        idle: how long the rank that has the longest span waits within it; None if there is no formula.
-        bubble: the share of its span in which a rank waits, where F, I and W take equally long; None likewise.
-        rules: which numbers it works for, besides whole microbatches where `slices` is 1.
-        chunks, slices: what it is generated with where nothing is said.
+        idle: how long the rank with the longest span waits within it; None if there is no formula.
+        bubble: the share of its span in which a rank waits, if F, I and W take equally long; None if there is no
+            formula.
+        rules: which numbers it works for, besides whole microbatches if `slices` is 1.
+        chunks, slices: the defaults that it is generated with.
         placement: where stages are: "loop", "V", "wave" or "bidirectional".
         splits: whether backwards are split into I and W.
-        aliases: what `generate` knows it by as well.
+        aliases: other names that `generate` takes.
     """
 
     name: str
@@ -298,14 +299,14 @@ _GENERATORS = {
 _BY_NAME = _GENERATORS | {alias: entry for entry in _GENERATORS.values() for alias in entry.aliases}
 
 MICROBATCHES = 8
-"""Into how many a batch is cut where nothing is said."""
+"""How many microbatches a batch is cut into by default."""
 
 CHUNKS = "chunks are the stages that each rank owns; into how many pieces a batch is cut is said by microbatches="
-"""For messages: elsewhere, the pieces of a batch go by that name."""
+"""For messages: elsewhere, "chunks" are the pieces of a batch."""
 
 
 def names() -> tuple[str, ...]:
-    """The names of schedules, each once; some have others besides, their `aliases`."""
+    """The names of all schedules, each once; some also have `aliases`."""
     return tuple(_GENERATORS)
 
 
@@ -315,7 +316,7 @@ def generators() -> tuple[Generator, ...]:
 
 
 def generator(name: str) -> Generator:
-    """The entry of that name or alias. Raises ArgumentError if there is none."""
+    """The entry with that name or alias. Raises ArgumentError if there is none."""
     found = _BY_NAME.get(name)
     if found is None:
         near = difflib.get_close_matches(name.lower(), _BY_NAME, n=1, cutoff=0.4)
@@ -327,7 +328,7 @@ def generator(name: str) -> Generator:
 def generate(
     name: str, ranks: int, microbatches: int, chunks: int | None = None, slices: int | None = None
 ) -> Schedule:
-    """The schedule of that name, without messages.
+    """The schedule with that name, without messages.
 
     >>> print(generate("zb-h1", ranks=2, microbatches=2))
     zb-h1: 2 microbatches, stages on ranks 0 1
@@ -338,8 +339,8 @@ def generate(
         name: one of `names()`, or an alias of one.
         ranks: how many ranks, at least 1.
         microbatches: how many microbatches, at least 1; fewer than ranks is fine.
-        chunks: how many stages of the model each rank owns, at least 1; None: as many as the schedule is known for.
-        slices: into how many pieces each microbatch is cut along the sequence; None: the same.
+        chunks: how many stages of the model each rank owns, at least 1; None: the schedule's default.
+        slices: how many pieces each microbatch is cut into along the sequence; None: the schedule's default.
 
     Raises:
         ArgumentError: the name is unknown, a number is less than 1, or the schedule's definition does not allow it.

@@ -9,27 +9,27 @@ from penstock.schedule.schedule import Schedule
 
 
 def chimera(ranks: int, microbatches: int) -> Schedule:
-    """Two copies of the model, one down the ranks, one up; each takes half of the microbatches.
+    """Two copies of the model, one down the ranks, one up; each takes half the microbatches.
 
-    With 4 ranks and 8 microbatches, a column a slot of time (stages 4 to 7 are the second copy):
+    With 4 ranks and 8 microbatches, one column per time slot (stages 4 to 7 are the second copy):
 
         rank 0 | 0F0 0F1 .   7F4 7B4 7F5 7B5 0B0 0F2 0B1 0F3 7F6 7B6 7F7 7B7 0B2 .   0B3
         rank 1 | .   1F0 6F4 1F1 6F5 6B4 1B0 6B5 1B1 1F2 6F6 1F3 6F7 6B6 1B2 6B7 1B3 .
         rank 2 | .   5F4 2F0 5F5 2F1 2B0 5B4 2B1 5B5 5F6 2F2 5F7 2F3 2B2 5B6 2B3 5B7 .
         rank 3 | 4F4 4F5 .   3F0 3B0 3F1 3B1 4B4 4F6 4B5 4F7 3F2 3B2 3F3 3B3 4B6 .   4B7
 
-    In one direction, every second slot a microbatch enters, goes through the p stages without waiting, and back:
+    In one direction, a microbatch enters every second slot, goes through the p stages without waiting, and back:
 
         F of stage s, microbatch k, in slot       s + 2k
         B of stage s, microbatch k, in slot       2p - 1 - s + 2k
 
     On rank r that is stage r, whose forwards are in slots of r's parity. The copy in the other direction has stage p -
     1 - r there, whose backwards are in slots of that parity: with p even, the two never want the same slot, nor do its
-    forwards and the first one's backwards. p/2 microbatches in each direction make a unit; the next unit begins 2p
-    slots later, and fits without a gap where forward and backward take equally long.
+    forwards and the first one's backwards. p/2 microbatches in each direction form a unit; the next unit begins 2p
+    slots later, and fits without a gap if forward and backward take equally long.
 
-    In m = p microbatches a rank waits p - 2 slots, where 1F1B waits 2(p - 1). It holds min(r, p - 1 - r) + p/2 + 1
-    microbatches' activations at most, and two copies of its parameters, whose gradients are added at the end.
+    With m = p microbatches a rank waits p - 2 slots; with 1F1B it waits 2(p - 1). It holds the activations of at most
+    min(r, p - 1 - r) + p/2 + 1 microbatches, and two copies of its parameters, whose gradients are added at the end.
 
     Li and Hoefler, "Chimera: Efficiently Training Large-Scale Neural Networks with Bidirectional Pipelines", SC 2021,
     with units concatenated directly.

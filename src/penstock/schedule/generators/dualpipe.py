@@ -8,9 +8,9 @@ from penstock.schedule.schedule import Schedule
 
 
 def dualpipe(ranks: int, microbatches: int) -> Schedule:
-    """Two copies of the model: one goes down the ranks, the other up; each takes half of the microbatches.
+    """Two copies of the model: one goes down the ranks, the other up; each takes half the microbatches.
 
-    With 4 ranks and 8 microbatches, a column a slot of time (stages 4 to 7 are the second copy; the parts of an
+    With 4 ranks and 8 microbatches, one column per time slot (stages 4 to 7 are the second copy; the parts of an
     overlap are drawn one after the other):
 
         rank 0 | 0F0 0F1 0F2 7F4 7I4 7W4 7F5 0F3 7B5 7F6 0B0 7B6 7F7 0B1 7B7 0I2 0W2 0I3 0W3
@@ -18,7 +18,7 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
         rank 2 | .   5F4 2F0 5F5 2F1 5F6 2B0 2F2 5B4 5F7 2B1 2F3 5B5 2B2 5B6 2I3 5I7 2W3 5W7
         rank 3 | 4F4 4F5 4F6 3F0 3I0 3W0 3F1 4F7 3B1 3F2 4B4 3B2 3F3 4B5 3B3 4I6 4W6 4I7 4W7
 
-    Rank r has stage r of the copy that goes down and stage p - 1 - r of the one that goes up. Where both streams pass,
+    Rank r has stage r of the copy that goes down and stage p - 1 - r of the one that goes up. While both streams pass,
     a rank runs the forward of one together with the backward of the other: on a GPU the communication of each hides
     behind the computation of the other. The last forwards of one stream and the first backwards of the other fill each
     other's bubbles, and weight gradients fill what is left: (p/2 - 1)(FB + B - 3W) on every rank, with FB the time of
@@ -41,16 +41,17 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
 
 
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
-    """DualPipe cut in half: the ranks up to the middle do it all, with two chunks each that are placed as a V.
+    """DualPipe cut in half: the ranks up to the middle do all the work, with two chunks each, placed as a V.
 
-    With 2 ranks and 5 microbatches, a column a slot of time (the parts of an overlap are drawn one after the other):
+    With 2 ranks and 5 microbatches, one column per time slot (the parts of an overlap are drawn one after the other):
 
         rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 0F4 3B2 3F3 0B1 3B3 3F4 0B2 3B4 0I3 0W3 0I4 0W4
         rank 1 | .   1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 1F4 2B2 2F4 1B2 2B3 1B3 2I4 1I4 2W4 1W4
 
     A DualPipe of 2p ranks is the same, seen from either end. Fold it in the middle and keep one side: what comes from
     the other direction is then the same microbatch on its way back up the V. There is one copy of the parameters; the
-    bubble, (p - 1)(FB + B - 3W) of chunks, is that of the whole; a rank holds up to 2p + 1 chunks' activations.
+    bubble, (p - 1)(FB + B - 3W) in the times of chunks, is that of the whole; a rank holds the activations of up to
+    2p + 1 chunks.
 
     Sea AI Lab, "DualPipe could be better without the Dual", 2025 (the "cut-in-half" schedule).
     """
@@ -66,8 +67,8 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
 def _steps(out: RowWriter, near: int, far: int, h: int, ranks: int, run: int) -> None:
     """The row of a rank that is `h` ranks from its end of the pipeline, with `ranks` from there to the middle.
 
-    Microbatches come first to `near`, the stage in whose stream the rank is an early one, and later to `far`. `run` of
-    them go through each.
+    Microbatches come first to `near`, the stage in whose stream the rank comes early, and later to `far`. `run` of them
+    go through each.
 
         step  times               what
         1     2(ranks - h - 1)    F near

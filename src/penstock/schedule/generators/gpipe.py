@@ -9,9 +9,9 @@ from penstock.schedule.schedule import Schedule
 
 
 def gpipe(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """Every microbatch goes forward; then every microbatch goes back, in the same, ascending order.
+    """Every microbatch goes forward; then every microbatch goes back, in the same ascending order.
 
-    With 4 ranks and 4 microbatches, a column a slot of time:
+    With 4 ranks and 4 microbatches, one column per time slot:
 
         rank 0 | F0 F1 F2 F3 .  .  .  .  .  .  B0 B1 B2 B3
         rank 1 | .  F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3 .
@@ -19,14 +19,14 @@ def gpipe(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
         rank 3 | .  .  .  F0 F1 F2 F3 B0 B1 B2 B3 .  .  .
 
     Rank r starts r slots late and its last backward ends r slots early, so each rank idles p - 1 slots in each
-    direction, whatever m is: the whole takes (m + p - 1)(F + B), and the bubble's share, (p - 1)/(m + p - 1), shrinks
-    as microbatches are added. The price is memory: nothing is freed before the first backward, so each rank holds
-    the activations of all m microbatches.
+    direction, whatever m is: the step takes (m + p - 1)(F + B), and the bubble's share, (p - 1)/(m + p - 1), shrinks as
+    microbatches are added. The price is memory: nothing is freed before the first backward, so each rank holds the
+    activations of all m microbatches.
 
-    The paper's figure draws the backwards in descending order. The time is the same either way; ascending, the weight
-    gradients are added up in the order in which one device adds them, and so have the same bits.
+    The paper's figure draws the backwards in descending order. The time is the same either way; in ascending order, the
+    weight gradients are added up in the order in which one device adds them, so they have the same bits.
 
-    With several chunks a rank this is the looped form: see `looped_bfs`.
+    With several chunks per rank this is the looped form: see `looped_bfs`.
 
     Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS 2019.
     """
@@ -34,17 +34,16 @@ def gpipe(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
 
 
 def looped_bfs(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """GPipe over several chunks a rank: every microbatch through a chunk, before the next chunk starts.
+    """GPipe over several chunks per rank: every microbatch goes through a chunk before the next chunk starts.
 
-    With 2 ranks, 3 microbatches and 2 chunks, a column a slot of time:
+    With 2 ranks, 3 microbatches and 2 chunks, one column per time slot:
 
         rank 0 | 0F0 0F1 0F2 2F0 2F1 2F2 .   .   2B0 2B1 2B2 0B0 0B1 0B2
         rank 1 | .   1F0 1F1 1F2 3F0 3F1 3F2 3B0 3B1 3B2 1B0 1B1 1B2 .
 
-    Breadth first: a rank works on one stage for as long as there are microbatches. The pipeline fills and drains in
-    steps of a chunk, so that the bubble is GPipe's divided by v, and a rank that shards its parameters gathers each of
-    its stages twice in a step and no more: once forward, once back. As in GPipe, all m microbatches' activations are
-    held.
+    Breadth first: a rank works on one stage until it runs out of microbatches. The pipeline fills and drains in steps
+    of a chunk, so the bubble is GPipe's divided by v, and a rank that shards its parameters gathers each of its stages
+    only twice per step: once forward, once back. As in GPipe, the activations of all m microbatches are held.
 
     Lamy-Poirier, "Breadth-First Pipeline Parallelism", MLSys 2023.
     """

@@ -10,15 +10,15 @@ from penstock.schedule.schedule import Schedule
 def naive(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
     """A microbatch goes all the way forward and all the way back before the next one starts.
 
-    With 3 ranks and 2 microbatches, a column a slot of time:
+    With 3 ranks and 2 microbatches, one column per time slot:
 
         rank 0 | F0 .  .  .  .  B0 F1 .  .  .  .  B1
         rank 1 | .  F0 .  .  B0 .  .  F1 .  .  B1 .
         rank 2 | .  .  F0 B0 .  .  .  .  F1 B1 .  .
 
-    Of p ranks, p - 1 wait at any time, whatever the number of microbatches: the work of m microbatches takes
-    m p (F + B). In return a rank never holds more than one microbatch's activations, and at most one message is
-    under way, so this is also the schedule in which a fault is found most easily.
+    At any time p - 1 of the p ranks wait, however many microbatches there are: m of them take m p (F + B). In return a
+    rank never holds more than one microbatch's activations, and at most one message is in flight, so this is also the
+    schedule in which faults are easiest to find.
 
     The textbook's model parallelism; no paper claims it.
     """

@@ -1,4 +1,4 @@
-"""Two ways to write rows down: actions that have slots of time, and actions that are counted as they are written."""
+"""Two ways to write rows: from actions with time slots, and from actions that are numbered as they are written."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def rows_by_slot(placement: Placement, actions: Iterable[tuple[int, Action]]) ->
 class RowWriter:
     """Writes the row of one rank; each op of each stage takes its microbatches in ascending order.
 
-    `weights` are done in the order of their input gradients.
+    `weights` run in the order of their input gradients.
     """
 
     def __init__(self, first: dict[int, int] | None = None) -> None:
-        """`first`: the lowest microbatch of a stage, where that is not 0."""
+        """`first`: the lowest microbatch of each stage for which that is not 0."""
         self.row: list[Action | Overlap] = []
         self._done: Counter[tuple[int, bool]] = Counter()
         self._first = first or {}
@@ -36,39 +36,39 @@ class RowWriter:
         return Action(stage, op, self._first.get(stage, 0) + self._done[place] - 1)
 
     def forwards(self, stage: int) -> int:
-        """How many forwards of a stage there are."""
+        """How many forwards of a stage have been written."""
         return self._done[stage, True]
 
     def forward(self, stage: int) -> None:
         self.row.append(self._next(stage, Op.F))
 
     def backward(self, stage: int) -> None:
-        """The full backward."""
+        """Writes a full backward."""
         self.row.append(self._next(stage, Op.B))
 
     def input_gradient(self, stage: int) -> None:
-        """The first half of a backward; its weight gradient is to follow."""
+        """Writes the first half of a backward; its weight gradient is still due."""
         action = self._next(stage, Op.I)
         self.row.append(action)
         self._pending.append(Action(stage, Op.W, action.microbatch))
 
     def weight_gradient(self, stage: int | None = None) -> None:
-        """The oldest weight gradient that is to follow, of any stage or of one."""
+        """Writes the oldest weight gradient that is due, of any stage or of one."""
         action = next(action for action in self._pending if stage is None or action.stage == stage)
         self._pending.remove(action)
         self.row.append(action)
 
     def weight_gradients(self, stage: int | None = None) -> None:
-        """All weight gradients that are to follow, of any stage or of one."""
+        """Writes all weight gradients that are due, of any stage or of one."""
         while any(stage is None or action.stage == stage for action in self._pending):
             self.weight_gradient(stage)
 
     def overlap(self, forward: int, backward: int) -> None:
-        """A forward of one stage at the same time as a full backward of another."""
+        """Writes a forward of one stage at the same time as a full backward of another."""
         self.row.append(Overlap(self._next(forward, Op.F), self._next(backward, Op.B)))
 
     def within(self, numbers: dict[int, range]) -> list[Action | Overlap]:
-        """The row with those microbatches only, by stage; an overlap that loses one part is the other."""
+        """The row with only those microbatches, by stage; an overlap that loses one part becomes the other."""
         kept: list[Action | Overlap] = []
         for item in self.row:
             parts = [part for part in item.parts if part.microbatch in numbers[part.stage]]

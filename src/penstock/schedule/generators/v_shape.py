@@ -3,9 +3,8 @@
 On a V placement rank r owns stages r and 2p - 1 - r. A microbatch has four passes on it, F and f, then b and B
 (capitals for the first chunk, on the way down; small letters for the second, on the way up), besides two weight
 gradients. A block says in which slot each of them starts. Repeated every 6 slots, which is what the passes of a
-microbatch take on a rank, the blocks of all microbatches fit into each other without a gap, and a rank holds a chunk's
-activations for as long as the block has it between forward and backward: the memory of the schedule is that of its
-block.
+microbatch take on a rank, the blocks of all microbatches interlock without a gap, and a rank holds a chunk's
+activations from its forward in the block to its backward: the memory of the schedule is that of its block.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
 
 PERIOD = 6
-"""Slots from one microbatch to the next: F, I and W of two chunks, a slot each."""
+"""Slots from one microbatch to the next: F, I and W of two chunks, one slot each."""
 
 
 def v_half(ranks: int, microbatches: int) -> Schedule:
-    """Half the memory of 1F1B: down the V a forward every two slots, up again one every slot.
+    """Half the memory of 1F1B: a forward every two slots down the V, and every slot on the way up.
 
-    With 2 ranks and 4 microbatches, a column a slot of time:
+    With 2 ranks and 4 microbatches, one column per time slot:
 
         rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 .   0I0 3I1 0W0 3F2 3W1 0F3 0I1 3I2 0W1 3F3 3I3 0I2 3W2 0I3 3W3 0W2 0W3
         rank 1 | .   1F0 2F0 1F1 2F1 2I0 2W0 1I0 1W0 1F2 2F2 2I1 2W1 1I1 1F3 1W1 2F3 2I2 1I2 2I3 1I3 2W2 1W2 2W3 1W3
@@ -36,8 +35,8 @@ def v_half(ranks: int, microbatches: int) -> Schedule:
         rank 2 | .  .  .  .  F  .  .  .  f  .  .  .  .  .  .  .  .  .  b  .  .  .  .  B  .  .
         rank 3 | .  .  .  .  .  .  F  f  .  .  .  .  .  .  .  .  .  .  .  .  b  .  B  .  .  .
 
-    A rank that holds the first chunk for long (rank 0) holds the second for a short time, and the other way round: the
-    sum is the same on every rank, (p + 2) // 2 microbatches. See `_tightened` for how beginning and end are closed up.
+    A rank that holds the first chunk for long (rank 0) holds the second only briefly, and vice versa: the sum is the
+    same on every rank, (p + 2) // 2 microbatches. See `_tightened` for how the beginning and the end are closed up.
 
     Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024, the schedule V-Half.
     """
@@ -49,7 +48,7 @@ def v_half(ranks: int, microbatches: int) -> Schedule:
 def v_min(ranks: int, microbatches: int) -> Schedule:
     """A third of the memory of 1F1B: every pass goes from rank to rank without waiting.
 
-    With 2 ranks and 4 microbatches, a column a slot of time:
+    With 2 ranks and 4 microbatches, one column per time slot:
 
         rank 0 | 0F0 0F1 .   3F0 3I0 3W0 .   0I0 0W0 3F1 3I1 3W1 0F2 0I1 0W1 3F2 3I2 3W2 0F3 0I2 0W2 3F3 3I3 3W3 .   0I3
         rank 1 | .   1F0 2F0 .   .   2I0 1I0 1F1 2F1 2W0 1W0 2I1 1I1 1F2 2F2 2W1 1W1 2I2 1I2 1F3 2F3 2W2 1W2 2I3 1I3 2W3
@@ -64,9 +63,9 @@ def v_min(ranks: int, microbatches: int) -> Schedule:
         rank 2 | .  .  F  .  .  f  .  .  .  .  b  .  .  B  .  .
         rank 3 | .  .  .  F  f  .  .  .  .  .  .  b  B  .  .  .
 
-    No microbatch can be through sooner, so no schedule that keeps all ranks busy holds less: (p + 4) // 3 microbatches
-    on every rank. But nothing waits, so nothing can be late either: where F, I and W do not take equally long the
-    gaps add up, and with latency every hop shows.
+    No microbatch can get through sooner, so no schedule that keeps all ranks busy holds less: (p + 4) // 3 microbatches
+    on every rank. But with nothing waiting there is no slack: if F, I and W do not take equally long the gaps add up,
+    and with latency every hop shows.
 
     Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024, the schedule V-Min.
     """
@@ -78,7 +77,7 @@ def v_min(ranks: int, microbatches: int) -> Schedule:
 def one_f_one_b_v(ranks: int, microbatches: int) -> Schedule:
     """1F1B on a V, without splitting backwards: two thirds of 1F1B's memory for the same bubble.
 
-    With 3 ranks and 4 microbatches, a column a slot of time (a backward takes one here, as a forward does):
+    With 3 ranks and 4 microbatches, one column per time slot (a backward takes one here, as a forward does):
 
         rank 0 | 0F0 .   .   .   .   5F0 0F1 5B0 .   .   .   5F1 0F2 5B1 .   .   .   5F2 0F3 5B2 .   .   .   5F3 5B3 0B0
         rank 1 | .   1F0 .   .   4F0 .   .   1F1 .   .   4F1 4B0 .   1F2 .   .   4F2 4B1 .   1F3 1B0 .   4F3 4B2 1B1 4B3
@@ -89,10 +88,10 @@ def one_f_one_b_v(ranks: int, microbatches: int) -> Schedule:
         rank 2 | 3B3 2B3 .   .
 
     In the block every pass starts as soon as the one before it has ended and its rank is free in that slot of the
-    period; a forward takes one slot of the six, a backward two. Rank r has its second chunk's backward early where its
-    first chunk's is late, so that all ranks hold about as much: 2p/3 microbatches and a bit, where 1F1B holds p on rank
-    0 and 1 on the last. Its passes follow each other without slack: where a backward does not take twice a forward, or
-    messages take time, the gaps add up on the way, and 1F1B is shorter.
+    period; a forward takes one slot of the six, a backward two. If a rank's first chunk has its backward late, its
+    second chunk has it early, so all ranks hold about the same: slightly more than 2p/3 microbatches, while 1F1B holds
+    p on rank 0 and 1 on the last. Its passes follow each other without slack: if a backward does not take twice a
+    forward, or messages take time, the gaps add up on the way, and 1F1B is shorter.
 
     Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024, the schedule 1F1B-V.
     """
@@ -113,15 +112,15 @@ def one_f_one_b_v(ranks: int, microbatches: int) -> Schedule:
 
 
 def _tightened(block: Sequence[tuple[int, int, int, int]], microbatches: int) -> list[list[Action]]:
-    """The rows of a repeated block, closed up at its beginning and its end without holding more.
+    """The rows of a repeated block, closed up at the beginning and the end without holding more.
 
     1. Each microbatch gets the block's slots, 6 later than the one before; weight gradients fill each rank's idle
        slots.
-    2. Before the first gradient has arrived back at stage 0, and after stage 0's last forward, not all slots are taken.
-       There each pass in turn moves to the first free slot in which it can run, if its rank never holds more than
-       some rank did in step 1.
+    2. Before the first gradient has arrived back at stage 0, and after stage 0's last forward, some slots are free.
+       There each pass in turn moves to the first free slot in which it can run, if its rank never holds more than some
+       rank did in step 1.
     3. Gaps that no pass needs are closed: each runs as soon as it can, in this order.
-    4. The end once more, without the weight gradients, which fill the slots that remain idle.
+    4. The end is closed up once more without the weight gradients, which then fill the remaining idle slots.
     """
     table = _Table(block, microbatches)
     table.add_weights()
@@ -160,7 +159,7 @@ class _Table:
         self._slot[action], taken[slot] = slot, action
 
     def add_weights(self) -> None:
-        """Each W in the first idle slot after its I, in the order of these."""
+        """Puts each W into the first idle slot after its I, in the order of the Is."""
         for taken in self._taken:
             pending: list[Action] = []
             slot, end = 0, max(taken)
@@ -177,7 +176,7 @@ class _Table:
             del self._taken[self._rank_of(action)][self._slot.pop(action)]
 
     def close_gaps(self) -> None:
-        """Every action as early as the order on its rank, and what it waits for, allow."""
+        """Moves every action as early as the order on its rank and what it waits for allow."""
         free = [0] * self._ranks
         for action, _ in sorted(self._slot.items(), key=lambda entry: entry[1]):
             rank = self._rank_of(action)
@@ -204,7 +203,7 @@ class _Table:
                     self._put(action, slot)
 
     def _ready(self, action: Action) -> int:
-        """The first slot after all that an action waits for, and after the same op of the microbatch before."""
+        """The first slot after everything that an action waits for, and after its op of the previous microbatch."""
         return max((self._slot[need] + 1 for need in self._needs(action)), default=0)
 
     def _needs(self, action: Action) -> Iterable[Action]:
@@ -223,7 +222,7 @@ class _Table:
 
 
 def _peak(taken: dict[int, Action]) -> int:
-    """The most chunks' activations that a rank holds, from F to W; without any W, idle slots are taken for them."""
+    """The most chunks' activations that a rank holds, from F to W; if there are no Ws, idle slots count as Ws."""
     explicit = any(action.op is Op.W for action in taken.values())
     held = peak = pending = 0
     for slot in range(max(taken) + 1):
