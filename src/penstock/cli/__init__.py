@@ -33,7 +33,7 @@ VERBS: dict[str, dict[str, Any]] = {
 
 
 class _Verbs(Commands):
-    """Imports a verb's module when its command is looked up, and turns our own errors into one line."""
+    """Imports a verb's module when its command is looked up, and ends on our own errors with one line."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(VERBS)

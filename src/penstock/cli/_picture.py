@@ -35,7 +35,7 @@ _FEW_COLOURS = {Op.F: "blue", Op.B: "green", Op.I: "cyan", Op.W: "yellow"}
 _COLOURS = {Op.F: (58, 110, 190), Op.B: (60, 145, 70), Op.I: (24, 150, 150), Op.W: (205, 135, 30)}
 _NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient"}
 _LIGHTER = 0.45
-"""Each further chunk goes this fraction of the way to white."""
+"""Each further chunk goes so much of the way to white."""
 
 _DARKER = 0.82
 """Every other microbatch, so that neighbours can be told apart without their names."""

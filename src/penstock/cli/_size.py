@@ -19,7 +19,7 @@ MOST_STAGES = 10_000
 """Of any schedule: where each rank's are is looked up among all of them, so that time grows with the square."""
 
 ANNOUNCED = 200_000
-"""From this many actions on, an answer takes seconds."""
+"""From so many actions on, seconds go by without an answer."""
 
 
 def actions(generator: Generator, numbers: Numbers) -> int:

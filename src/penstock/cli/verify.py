@@ -349,7 +349,7 @@ def fold(rows: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
 
 
 def block(name: str) -> str:
-    """The repeated block that a parameter is in (`layers.3` of `layers.3.norm.weight`), otherwise its module."""
+    """The repeated block that a parameter is in (`layers.3` of `layers.3.norm.weight`), or else its module."""
     parts = name.split(".")
     end = next((i + 1 for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
     return ".".join(parts[:end])
