@@ -338,7 +338,7 @@ def _deliver(t: Tables) -> Any:
 
 @compiled
 def _wait(t: Tables, now: Any, until_ns: Any) -> Any:
-    """Until a frame comes or one is due. Returns whether any came.
+    """Waits until a frame comes or one is due. Returns whether any came.
 
     A sleeper wakes late: by little on a busy machine, by 50 to 100 us on an idle one whose processors sleep as well. So
     there it is to wake that much earlier, and looks again and again for the rest of the time.

@@ -1,4 +1,4 @@
-"""The switch as a process of its own: `python -m penstock.network.switch.serve`, told what to do on its input.
+"""The switch as its own process: `python -m penstock.network.switch.serve`, which takes orders on its input.
 
 It ends when its input does. It runs before all other processes where it may, so that frames leave when they are due
 also when the hosts keep every core busy.
