@@ -1,4 +1,4 @@
-"""Neighbours' traffic: frames that the switch only accounts for, in the queue to a host, which the job shares.
+"""Neighbours' traffic: frames that the switch only accounts for, in the queue to a host that the job shares.
 
 They take time on the link and room in the queue, and are dropped when it is full, but no host sends or
 receives them, so they cost no processor time. A text is one of
@@ -30,7 +30,7 @@ FRAME_BYTES = 1514
 AHEAD_NS = 50_000_000
 """How far ahead of the clock arrivals are generated."""
 _LEAST_GAP_SECONDS = 10e-6
-"""Mean gap between frames to a host: frames are made larger than asked if they would come more often."""
+"""Least mean gap between frames to a host: they are made larger than asked if more of them would come."""
 
 Arrivals = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 """Nanoseconds since the start, ascending, and bytes."""
