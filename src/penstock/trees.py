@@ -1,8 +1,8 @@
 """Nested values flattened and rebuilt: tuples, lists, dicts, what torch knows about, and plain objects.
 
 An object (a dataclass, a `SimpleNamespace`, a subclass of dict) is opened only if it holds a tensor. It is rebuilt
-without its `__init__`: a new object of its class with the same fields. What an object refers to twice is one thing in
-the copy as well, and so is what refers back to it. C objects, which do not say what they hold, are leaves.
+without its `__init__`: a new object of its class with the same fields. Shared references stay shared in the copy, and
+cycles stay cycles. C objects, which do not say what they hold, are leaves.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BASES = (object, types.SimpleNamespace, tuple, list, dict, OrderedDict)
 
 
 class Leaf:
-    """A base for classes whose objects stay closed although they hold tensors."""
+    """A base for classes whose objects stay closed even if they hold tensors."""
 
     __slots__ = ()
 
@@ -113,11 +113,11 @@ class _Walk:
         self._numbers: dict[int, int] = {}  # id of an object, or of a list or dict in one -> its number
         self._bare: dict[int, Any] = {}  # objects that hold no tensor, kept so that their ids are not reused
         self._held = 0  # tensors met, and references back
-        self._cut = 0  # values that were too deep to be looked at
+        self._cut = 0  # values too deep to look at
         self._left = BUDGET
 
     def visit(self, value: Any, path: str, depth: int) -> TreeSpec:
-        """The structure of a value. `depth`: how many objects it lies in."""
+        """The structure of a value. `depth`: how many objects enclose it."""
         kind = type(value)
         if isinstance(value, Tensor):
             self._held += 1
@@ -173,7 +173,7 @@ class _Walk:
         return TreeSpec("object", (kind, base, names), (*inside, *children))
 
     def _inside(self, value: Any, base: type, path: str, depth: int) -> TreeSpec:
-        """What a subclass of tuple, list or dict contains."""
+        """The structure of the contents of a subclass of tuple, list or dict."""
         if base in (object, types.SimpleNamespace):
             return NOTHING
         if base in (tuple, list):
@@ -204,7 +204,7 @@ class _Walk:
 
 
 def _build(plan: TreeSpec, leaves: Iterator[Any], made: list[Any]) -> Any:
-    """`made`: objects by number, in the order in which they were met."""
+    """`made`: objects by number, in the order they were met."""
     op, context, children = plan
     if op == "leaf":
         return next(leaves)
@@ -256,9 +256,9 @@ def _build_object(plan: TreeSpec, leaves: Iterator[Any], made: list[Any]) -> Any
 
 @functools.lru_cache(maxsize=4096)
 def base_of(kind: type) -> type | None:
-    """The built-in on which a class rests, if its objects can be put together from that and their fields; else None.
+    """The built-in a class derives from, or None if its objects cannot be rebuilt from that and their fields.
 
-    Not those of C, those that clean up after themselves, and those that stand for themselves: modules, enumerations.
+    None for C classes, those with a `__del__`, and those that must not be copied, such as modules and enumerations.
     """
     if kind in PLAIN or issubclass(kind, (nn.Module, enum.Enum, type, Leaf, Tensor)) or hasattr(kind, "__del__"):
         return None
@@ -285,7 +285,7 @@ def fields(value: Any) -> dict[str, Any]:
 
 
 def set_field(value: Any, name: str, new: Any) -> None:
-    """Set an attribute of an object, whatever its class does when one is set (frozen dataclasses refuse)."""
+    """Set an attribute of an object, bypassing its class's `__setattr__` (frozen dataclasses refuse)."""
     kind: Any = type(value)
     slot = _slots(kind).get(name)
     if slot is not None:
@@ -297,7 +297,7 @@ def set_field(value: Any, name: str, new: Any) -> None:
 
 
 def overwrite(old: Any, new: Any, seen: dict[int, Any] | None = None) -> None:
-    """Give an object, list or dict what another of its kind holds; what is in it likewise, where kinds agree."""
+    """Give an object, list or dict the contents of another of its kind, recursively if kinds agree."""
     seen = {} if seen is None else seen
     seen[id(old)] = old
 
@@ -336,7 +336,7 @@ def _attributes(value: Any) -> dict[str, Any] | None:
 
 @functools.lru_cache(maxsize=4096)
 def _slots(kind: type) -> dict[str, Any]:
-    """The slots of a class and those that it inherits, by the attributes' names."""
+    """The slots of a class, inherited ones included, by attribute name."""
     return {
         name: slot
         for cls in reversed(kind.__mro__)

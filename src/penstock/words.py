@@ -1,4 +1,4 @@
-"""How messages write what several floors write."""
+"""Wording that messages of several floors share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def shortened(names: Collection[str], most: int = 4) -> str:
 
 def in_ranges(names: Iterable[str]) -> list[str]:
     """`blocks.0`, `blocks.1` and `blocks.2` as `blocks.0-2`; other names as they are."""
-    found: list[tuple[str, str, str, str]] = []  # before the last number, from which to which, behind it
+    found: list[tuple[str, str, str, str]] = []  # text before the last number, first, last, text behind it
     for name in names:
         match = re.fullmatch(r"(.*?)(0|[1-9]\d*|)(\D*)", name)
         before, number, behind = match.groups() if match else (name, "", "")

@@ -1,8 +1,8 @@
-"""Where checkpoints lie, and how one comes to be in one moment. Nothing here knows what is in them.
+"""Where checkpoints lie, and how one appears atomically. Nothing here knows what they contain.
 
     .step-N.new    is being written; left by a crash, it is deleted by the next save
     step-N         is whole: it got this name in one rename
-    .step-N.old    is whole too; a second save of step N puts it aside, so that it counts where there is no step-N
+    .step-N.old    is whole too; a second save of step N puts it aside, so that it counts if there is no step-N
     .step-N.gone   is being deleted
 
 No folder is ever written to, or deleted, under a name that is loaded: a crash at any point leaves the last good one.
@@ -25,7 +25,7 @@ _WHOLE = re.compile(r"step-(\d+)|\.step-(\d+)\.old")
 
 
 def name_of(step: int) -> str:
-    """The name of the checkpoint after so many steps."""
+    """The name of the checkpoint after this number of steps."""
     return f"step-{step:08d}"
 
 
@@ -38,7 +38,7 @@ def latest(folder: str | Path) -> Path | None:
 def find(path: Path) -> Path | None:
     """The latest checkpoint of a folder, or the one that the path itself names. None if there is none.
 
-    Raises ArgumentError for the name of one checkpoint that is not there.
+    Raises ArgumentError if the path names a single checkpoint that does not exist.
     """
     if is_whole(path):
         return path
@@ -52,12 +52,12 @@ def find(path: Path) -> Path | None:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a folder is a checkpoint that was written to its end."""
+    """Whether a folder is a completely written checkpoint."""
     return (path / METADATA).is_file()
 
 
 def prepare(parent: Path, step: int) -> Path:
-    """A new folder to write a checkpoint to. What a crash has left is taken away, or put right.
+    """A new folder to write a checkpoint to. Deletes or repairs what a crash left behind.
 
     Raises OSError.
     """
@@ -79,9 +79,9 @@ def publish(aside: Path, keep: int | None, files: Iterable[str]) -> Path:
     """Makes a written folder a checkpoint, and deletes what is older than the last `keep`.
 
     Args:
-        aside: of `prepare`.
+        aside: from `prepare`.
         keep: how many stay; None: all.
-        files: what the ranks say that they have written, to be seen from here.
+        files: what the ranks report having written; this process must see all of them.
 
     Raises OSError, and ArgumentError if a file is not there.
     """
@@ -109,7 +109,7 @@ def publish(aside: Path, keep: int | None, files: Iterable[str]) -> Path:
 
 
 def _found(parent: Path) -> dict[int, Path]:
-    """The whole checkpoints of a folder, by their steps."""
+    """The whole checkpoints of a folder, by step."""
     found: dict[int, Path] = {}
     for path in sorted(parent.iterdir() if parent.is_dir() else ()):  # .step-N.old comes before step-N, which wins
         match = _WHOLE.fullmatch(path.name)
@@ -125,7 +125,7 @@ def _delete(path: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Names that a rename has given are on the disk, not only in memory."""
+    """Flushes the names that a rename has given to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -28,7 +28,7 @@ class Generators:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Sets each generator of which there is a state."""
+        """Sets each generator that has a saved state."""
         random.setstate(state["python"])
         torch.set_rng_state(state["torch"])
         if "numpy" in state:

@@ -1,4 +1,4 @@
-"""Loads what any split saved. All is checked, on every rank, before anything is changed."""
+"""Loads what any split saved. Every rank checks everything before anything is changed."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def load(
 ) -> Restored | None:
     """Loads the latest checkpoint of a folder, or the one that the path names. Every rank calls it.
 
-    The pipeline may be split in another way, by another schedule, over another number of ranks. Training goes on as it
-    would have: the random streams, too, are where they were.
+    The pipeline may have another split, another schedule and another number of ranks. Training continues as it would
+    have: the random streams, too, are restored.
 
     Args:
         folder: as for `save`, or one of the checkpoints in it.
@@ -66,9 +66,9 @@ def load(
         None if there is no checkpoint: then nothing was changed.
 
     Raises:
-        ArgumentError: on every rank, if the checkpoint is not of this model, is of another dtype, or lacks something
-            that is asked for on one. Nothing was changed.
-        CheckpointError: on every rank, if it cannot be read on one. The model may have been changed in part.
+        ArgumentError: on every rank, if the checkpoint is not of this model, has another dtype, or lacks something
+            that any rank asks for. Nothing was changed.
+        CheckpointError: on every rank, if any rank cannot read it. The model may have been changed in part.
     """
     finish(pipe)
     others = dict(others or {})
@@ -118,7 +118,7 @@ def _check_model(path: Path, pipe: Pipeline, there: Mapping[str, Tensor]) -> Non
             raise ArgumentError(
                 f"{path} is not of this model: {name} has shape {shape} there and {tuple(tensor.shape)} here"
             )
-        if there[name].dtype != tensor.dtype:  # a cast would lose digits, and training would not go on as it would have
+        if there[name].dtype != tensor.dtype:  # a cast would lose digits, and training would not continue as before
             raise ArgumentError(
                 f"{path} has {name} in {there[name].dtype}, and here it is in {tensor.dtype}; make the model in the "
                 "dtype in which it was saved; `import_safetensors` takes its weights alone, and casts them"

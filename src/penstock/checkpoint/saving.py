@@ -1,7 +1,7 @@
 """Saves a run: collected and checked on every rank, written aside by all, made a checkpoint by the first.
 
-With `wait=False` a thread writes copies while training goes on. Its collectives have a process group of their own: on
-one that the training uses, ranks would meet in another order and wait for each other for ever.
+With `wait=False` a thread writes copies while training goes on. Its collectives have their own process group: on one
+that training uses, ranks would meet in different orders and wait for each other forever.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from penstock.errors import ArgumentError
 from penstock.pipe.pipeline import Pipeline
 
 _LOOK_SECONDS = 0.1
-"""How often a rank that waits for its thread looks whether that works or waits for others."""
+"""How often a rank that waits for its thread checks whether it works or waits for other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Background:
             self.works.clear()
 
     def wait(self, pipe: Pipeline, future: Future[None]) -> None:
-        """Until the thread has ended; the others are told what it does, and for whom it waits."""
+        """Waits until the thread has ended, telling the other ranks what it does and for whom it waits."""
         while not future.done():
             works = self.works.is_set()
             with pipe.session.working(OWN_PART) if works else pipe.session.waiting("a checkpoint"):
@@ -100,11 +100,11 @@ def save(
     """Writes `folder/step-N`, where N is how many steps the pipeline has taken. Every rank calls it.
 
     Parameters, persistent buffers and the optimizer's states go by the unsplit model's names, a tied parameter by its
-    first. Each rank writes what it holds, to a folder that all ranks see. Those that are older are deleted once the new
-    one is whole. One save is under way at a time: another waits for it.
+    first. Each rank writes what it holds, to a folder that all ranks see. Older checkpoints are deleted once the
+    new one is whole. One save is under way at a time: another waits for it.
 
     Args:
-        folder: of this run's checkpoints; it is made if it is not there.
+        folder: of this run's checkpoints; created if it does not exist.
         pipe: the pipeline, between two steps.
         optimizer: of `pipe.parameters()`, or of groups of `pipe.named_parameters()`, as many on every rank.
         others: a scheduler, a scaler, `Generators()`, by names of your choice. Rank 0's are saved.
@@ -116,8 +116,8 @@ def save(
     Returns the checkpoint's path, which with `wait=False` is there once it has been written.
 
     Raises:
-        ArgumentError: on every rank, if an argument is wrong on one.
-        CheckpointError: on every rank, if something cannot be written. The last checkpoint is as it was.
+        ArgumentError: on every rank, if an argument is wrong on any.
+        CheckpointError: on every rank, if something cannot be written. The last checkpoint is unchanged.
     """
     finish(pipe)
     storage.hush()
@@ -167,7 +167,7 @@ def _collect(
     extra: Any,
     keep: int | None,
 ) -> dict[str, Any]:
-    """What this process has to write, once all of it was found to be right on every rank. Tensors are the live ones."""
+    """What this process has to write, once every rank has found all of it correct. Tensors are the live ones."""
 
     def own_groups() -> list[tuple[str, ...]] | None:
         if keep is not None and keep < 1:

@@ -24,21 +24,21 @@ class Source(Protocol):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of each tensor that is there."""
+        """One per tensor in the source."""
 
     def fill(self, tensor: Tensor, name: str) -> None:
         """Copies one tensor's values into another of its shape, cast to that one's dtype."""
 
 
 def source_of(path: str | Path) -> Source:
-    """What a path holds.
+    """The weights at a path.
 
     Args:
         path: a `.safetensors` file; a folder with `model.safetensors`, or with `model.safetensors.index.json` and the
             files that it names; a checkpoint, or a folder of checkpoints, of which the latest is taken.
 
     Raises:
-        ArgumentError: there is nothing of the kind.
+        ArgumentError: there is nothing of that kind.
     """
     path = Path(path)
     if path.is_file():

@@ -19,9 +19,9 @@ from penstock.errors import ArgumentError
 
 
 def hush() -> None:
-    """Ignores torch's warning that one process works alone, which is as it should be.
+    """Ignores torch's warning that one process works alone, which is intended.
 
-    For good, and not in `catch_warnings`, which is for one thread only.
+    Permanently, not in `catch_warnings`, which covers one thread only.
     """
     warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
 
@@ -31,9 +31,9 @@ Around = Callable[[], AbstractContextManager[object]]
 
 
 def write(folder: Path, state: dict[str, Any], group: ProcessGroup | None, alone: Around) -> list[str]:
-    """Writes what every rank of a group holds; None: this process is alone. What several hold is written once.
+    """Writes what every rank of a group holds; None: this process is alone. What several ranks hold is written once.
 
-    Returns the names of the files, of all ranks. Raises what torch does, on every rank.
+    Returns the file names of all ranks. Raises what torch does, on every rank.
     """
     writer = _Writer(folder, alone)
     metadata = save(state, storage_writer=writer, process_group=group, no_dist=group is None)
@@ -76,7 +76,7 @@ class Reader:
             raise ArgumentError(f"{path} cannot be loaded: {what}; take another checkpoint, or copy the whole folder")
 
     def read(self, state: dict[str, Any]) -> None:
-        """Reads into the tensors of `state`, and puts what is stored in place of every None."""
+        """Reads into the tensors of `state`, and replaces every None with what is stored."""
         hush()
         load(state, storage_reader=self._reader, no_dist=True)
 

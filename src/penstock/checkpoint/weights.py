@@ -27,10 +27,10 @@ def weights(
     Each rank reads the tensors of its own stages only. Values are cast to the model's dtypes.
 
     Args:
-        path: a `.safetensors` file; a folder with `model.safetensors` or `model.safetensors.index.json`, as those of
+        path: a `.safetensors` file; a folder with `model.safetensors` or `model.safetensors.index.json`, like those of
             `transformers`; a checkpoint, or a folder of checkpoints, of which the latest is taken.
         model: the one that is split, on the meta device.
-        otherwise: sets a module's tensors before those that the file has are read, where it does not have all
+        otherwise: sets a module's tensors before those that the file has are read, if it does not have all
             (buffers that are not persistent, say); None: the module's `reset_parameters()`.
         strict: whether the file must have all of the model's parameters and persistent buffers, and nothing else.
 
@@ -67,7 +67,7 @@ def import_safetensors(path: str | Path, pipe: Pipeline, *, strict: bool = True)
     Raises:
         ArgumentError: on every rank: there is no such file; a tensor is missing, unknown, or of another shape. Nothing
             was changed.
-        CheckpointError: on every rank, if a file cannot be read on one.
+        CheckpointError: on every rank, if any rank cannot read a file.
     """
     fails = f"cannot read {path}"
     source = together(pipe, lambda: source_of(path), fails)
@@ -95,8 +95,8 @@ def _match(
 
     Args:
         path: for errors.
-        shapes: of the model's tensors that are saved, by their first names.
-        first: for every name in the model the first one.
+        shapes: of the model's saved tensors, by their first names.
+        first: the first name for every name in the model.
         source: the file.
         strict: whether all must be there, and nothing else.
     """

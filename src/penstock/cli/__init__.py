@@ -1,4 +1,4 @@
-"""The command `penstock`: a verb a file, imported when it is asked for. No verb loads torch before it runs.
+"""The command `penstock`: one file per verb, imported on demand. No verb loads torch before it runs.
 
 To add a verb: write `cli/<verb>.py` with a function `<verb>` that has Typer's annotations, and name it in `VERBS`.
 What its `EPILOG` says, if it has one, stands below its options.
@@ -42,7 +42,7 @@ class _Verbs(Commands):
         if cmd_name not in VERBS:
             return None
         module = import_module(f"penstock.cli.{cmd_name}")
-        if hasattr(module, "app"):  # a verb that has verbs of its own
+        if hasattr(module, "app"):  # a verb that has its own verbs
             group = typer.main.get_command(module.app)
             group.name = cmd_name  # the list of verbs shows it
             return group

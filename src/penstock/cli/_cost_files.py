@@ -38,7 +38,7 @@ def _json(path: Path, option: str, expected: str) -> Any:
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise ArgumentError(f"{option} {path}: {where} is not JSON: {error.msg}") from None
-    except ArgumentError:  # which is a ValueError, too
+    except ArgumentError:  # which is also a ValueError
         raise
     except RecursionError:
         raise ArgumentError(f"{option} {path}: too many lists or objects in each other; give {expected}") from None
@@ -49,7 +49,7 @@ def _json(path: Path, option: str, expected: str) -> Any:
 
 
 def _object(pairs: Sequence[tuple[str, Any]], where: str) -> dict[str, Any]:
-    """An object of JSON, whose last value of a key would else win without a word."""
+    """An object of JSON, whose last value of a key would otherwise win silently."""
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:

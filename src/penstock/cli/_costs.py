@@ -1,4 +1,4 @@
-"""What stages and links cost, as the options or a file have it, for the schedules that are simulated with it."""
+"""What stages and links cost, as the options or a file say, for the schedules that are simulated with it."""
 
 from __future__ import annotations
 

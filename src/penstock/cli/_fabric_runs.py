@@ -1,4 +1,4 @@
-"""`penstock fabric show`, `compare` and `clean`: what a run has left, read again, shown, and removed."""
+"""`penstock fabric show`, `compare` and `clean`: what a run left behind, read again, shown, and removed."""
 
 from __future__ import annotations
 

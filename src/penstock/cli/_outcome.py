@@ -1,4 +1,4 @@
-"""What simulating a schedule comes to, as a value for JSON and as tables for people."""
+"""The result of simulating a schedule, as a value for JSON and as tables for people."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A schedule as a picture: a colour an op, lighter on a rank's later chunks. Without colours it reads as well."""
+"""A schedule as a picture: one colour per op, lighter on a rank's later chunks. It reads as well without colours."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def style(palette: Palette, op: Op, chunk: int, microbatch: int) -> Style:
 
 
 def _places(schedule: Schedule) -> dict[int, int]:
-    """The how-manieth of its rank's stages each stage is, from 0."""
+    """Each stage's index among its rank's stages, from 0."""
     return {stage: index for stages in schedule.placement.by_rank for index, stage in enumerate(stages)}
 
 
@@ -141,7 +141,7 @@ def _running(start: array[float], end: array[float], moment: float) -> int:
 
 
 def _fitting(action: Action, cell: int, *, bare: bool, fill: str) -> str:
-    """The action's name in so many characters, if it fits; letters that fill must keep it from the next name."""
+    """The action's name in `cell` characters, if it fits; letters that fill must keep it from the next name."""
     name = f"{action.op.value}{action.microbatch}" if bare else str(action)
     if fill == " ":
         return (name if len(name) <= cell else "").ljust(cell)

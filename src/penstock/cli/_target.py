@@ -1,4 +1,4 @@
-"""TARGET and the options that go with it, and the running of something on what TARGET returns."""
+"""TARGET and the options that go with it, and running something on what TARGET returns."""
 
 from __future__ import annotations
 

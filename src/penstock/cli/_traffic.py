@@ -130,7 +130,7 @@ class TrafficOptions:
         for field in fields(self):
             owners = [owner for owner, options in belongs.items() if field.name in options]
             value = getattr(self, field.name)
-            given = value is not None and value is not False  # a 0 is given, too
+            given = value is not None and value is not False  # a 0 counts as given
             if given and owners and way not in owners:
                 flag = {"first": "from", "last": "to"}.get(field.name, field.name)
                 raise ArgumentError(f"--{flag} belongs to {' or '.join(owners)}, and {way} was given: leave it out")

@@ -59,7 +59,7 @@ penstock demo: a small GPT learns Python, {where}
 
 
 def _alone(settings: Settings) -> int:
-    """One rank needs no other process than this one."""
+    """One rank needs no process besides this one."""
     from penstock.demo.train import main
 
     try:

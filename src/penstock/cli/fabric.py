@@ -132,7 +132,7 @@ class TrainingOptions(RunOptions):
 
 
 def _refuse_unmade(network: Network) -> None:
-    """Raises FabricError if the hosts are to be made, and cannot be here."""
+    """Raises FabricError if the hosts must be made, and cannot be made here."""
     from penstock.network.checks import why_not
 
     if _is_made(network) and (reason := why_not()) is not None:
@@ -224,7 +224,7 @@ def train(
 
 
 def _dry_run(spec: Spec, network: Network, out: Path | None, *, chakra: bool, as_json: bool) -> None:
-    """Refuses what a run would refuse before it starts, and else shows what it would send.
+    """Refuses what a run would refuse before it starts; otherwise shows what it would send.
 
     Nothing is written but traces, if they are asked for.
     """
@@ -240,8 +240,8 @@ def _dry_run(spec: Spec, network: Network, out: Path | None, *, chakra: bool, as
 
 
 def _check(spec: Spec, hosts_here: int) -> None:
-    """Raises ArgumentError for a backend that torch has not, and for payloads that are more than this machine has."""
-    if spec.backend != "gloo":  # which is always there; to ask takes torch
+    """Raises ArgumentError for a backend that torch lacks, and for payloads that are more than this machine has."""
+    if spec.backend != "gloo":  # which is always there; asking takes torch
         from penstock.fabric.emulation.collectives import check_backend
 
         check_backend(spec.backend)
@@ -278,13 +278,13 @@ def _on_hosts(spec: Spec, network: Network, output: Output, **job: str) -> None:
     if stopped:
         sys.stdout.flush()
         print(f"penstock: error: {failure}", file=sys.stderr)
-        raise typer.Exit(128 + stopped)  # as of any command that a signal ended
+        raise typer.Exit(128 + stopped)  # as for any command that a signal ended
     if failure is not None:
         raise failure
 
 
 def _folder(out: Path | None, *, make: bool) -> Path:
-    """Where the run goes: never over another one, nor over samples of whatever else.
+    """Where the run goes: never over another run, nor over samples of anything else.
 
     Raises:
         ArgumentError: the folder has a run already, or cannot be made.
@@ -317,7 +317,7 @@ def _tried(out: Path | None) -> Path:
 
 
 def _refuse_options(ctx: typer.Context) -> None:
-    """Those in front of a verb, as it has its own."""
+    """Refuses options before a verb, which has its own."""
     for option in ctx.command.params:
         source = ctx.get_parameter_source(option.name or "")
         if source is not None and source.name == "COMMANDLINE":  # click's own enum moves between typer's versions

@@ -1,4 +1,4 @@
-"""`penstock run`: a script on several ranks of this machine, or on hosts that are made of it, over a network."""
+"""`penstock run`: a script on several ranks of this machine, or on hosts made from it, over a network."""
 
 from __future__ import annotations
 

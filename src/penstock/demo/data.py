@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 HELD_OUT_EVERY = 10
-"""One file in so many is kept for testing; the model never trains on it."""
+"""One in this many files is kept for testing; the model never trains on it."""
 
 MOST_BYTES = 8_000_000
 """More text than a short run looks at; enough to read quickly."""
 
 _LEFT_OUT = ("test", "idlelib", "site-packages", "encodings", "pydoc_data")
-"""Tests, tables, and what is no part of the library."""
+"""Tests, tables, and what is not part of the library."""
 
 Batch = tuple[Tensor, Tensor]
 """Inputs and targets, each (rows, context) of int64: a target is the byte that follows."""

@@ -38,7 +38,7 @@ RANDOM_ROWS = 1797
 
 
 def digits() -> Images:
-    """scikit-learn's 8 x 8 digits scaled up to 28 x 28; where it is not installed, random images, always the same."""
+    """scikit-learn's 8 x 8 digits scaled up to 28 x 28; if it is not installed, random images, always the same."""
     try:
         from sklearn.datasets import load_digits  # type: ignore[import-untyped]
     except ImportError:
@@ -107,7 +107,7 @@ def train_mlp(
     Args:
         steps: how many are recorded; `penstock.fabric.presets.trials_of(batches, epochs)` for whole epochs.
         batch: rows of each rank.
-        warmup: steps in front of them.
+        warmup: steps before them.
         seed: of the weights and of the order of the rows.
         offset_ns: what is added to this rank's `time.monotonic_ns` to get rank 0's.
         images: None: `digits()`.

@@ -1,4 +1,4 @@
-"""What the demonstration can be asked to do. Without torch, so that a wrong option is answered at once."""
+"""What the demonstration can be asked to do. Without torch, so that a wrong option is reported immediately."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PARAMETERS = 1_853_568
 
 ROWS = 32
 CONTEXT = 128
-"""A batch is so many pieces of text of so many bytes."""
+"""A batch has this many pieces of text, each of this many bytes."""
 
 HELD_OUT_BATCHES = 4
 

@@ -26,7 +26,7 @@ TIMELINE = "timeline.json"
 METRICS = "metrics.jsonl"
 WIDTH = 80
 LINE_EVERY = 10
-"""Where there is no terminal to draw a bar on, one step in so many gets a line."""
+"""Where there is no terminal to draw a bar on, one in this many steps gets a line."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from penstock.report import write_perfetto
 LEARNING_RATE = 2e-3
 WARMUP_STEPS = 10
 TIMED_EVERY = 5
-"""One step in so many is timed: noting when each action ran, and gathering that, costs a little."""
+"""One in this many steps is timed: noting when each action ran, and gathering that, costs a little."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

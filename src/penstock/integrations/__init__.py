@@ -1,1 +1,1 @@
-"""Penstock inside of other people's programs. A module each, with an extra of its name; none is imported unasked."""
+"""Penstock inside other programs: one module each, with an extra of the same name; none is imported unasked."""

@@ -1,7 +1,7 @@
 """PyTorch Lightning's Trainer around a pipeline: loops, callbacks, loggers, checkpoints. Needs `penstock[lightning]`.
 
 A strategy is where Lightning asks how processes work together. It decides nothing about the model: that is the pipeline
-that the module makes, and `Pipeline.step` in place of a backward.
+that the module makes, and `Pipeline.step` instead of a backward.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class PipelineStrategy(ParallelStrategy):
         """Nothing to do: the pipeline has put its stages where they belong."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """Tells the other ranks why nobody will answer them."""
+        """Tells the other ranks why this one will not answer."""
         if isinstance(pipe := getattr(self.lightning_module, "pipe", None), Pipeline):
             pipe.__exit__(type(exception), exception, exception.__traceback__)
 

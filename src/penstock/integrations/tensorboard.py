@@ -28,7 +28,7 @@ class StepWriter:
             writer.add(pipe.step_count, result, rows=len(x), gradient_norm=norm)
 
     Args:
-        folder: for the event files; it is made if it is not there.
+        folder: for the event files; created if missing.
         clock: gives seconds.
 
     Raises:
@@ -78,7 +78,7 @@ class StepWriter:
             self._events.add_scalar(name, figure, step)
 
     def close(self) -> None:
-        """Writes what is still held back."""
+        """Writes what is still buffered."""
         self._events.close()
 
     def __enter__(self) -> Self:

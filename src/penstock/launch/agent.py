@@ -1,4 +1,4 @@
-"""The agent of a job: torchrun for the ranks of one machine, or of one host, in a process of its own.
+"""The agent of a job: torchrun for the ranks of one machine, or of one host, in its own process.
 
 So whoever launches needs no torch, and one line says what torchrun says in a box.
 """
@@ -24,7 +24,7 @@ AGENT_SECONDS = 4
 """What the agent gives the ranks to end after a signal or a failure, before it kills them."""
 
 FAILURES = "PENSTOCK_FAILURES"
-"""In the environment of one agent of several: the file in which it leaves its `RankFailure`, in place of saying it."""
+"""In the environment of one agent of several: the file in which it leaves its `RankFailure`, instead of printing it."""
 
 TAG = "PENSTOCK_JOB"
 """In the environment of all processes of a job: its name."""
@@ -51,7 +51,7 @@ def end_with_parent(parent: int) -> bool:
 
 
 def kill_left(job: str) -> None:
-    """Kills what the job left: ranks are in sessions of their own, so the mark in their environment finds them."""
+    """Kills what the job left: ranks have their own sessions, so the mark in their environment finds them."""
     for _ in range(100):  # again until none is found: one may have started another meanwhile
         found = left(job)
         if not found:
@@ -77,7 +77,7 @@ def _is_marked(folder: Path, mark: bytes) -> bool:
 
 
 def shell_status(exitcode: int) -> int:
-    """A process's exit status as a shell has it: 128 + n for signal n."""
+    """A process's exit status as a shell reports it: 128 + n for signal n."""
     return 128 - exitcode if exitcode < 0 else exitcode
 
 
@@ -172,7 +172,7 @@ def _agent(launcher: int, arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     if "LOGLEVEL" not in os.environ:
-        # The second has a level of its own. It tells of agents that leave the last barrier before others know it is
+        # The second has its own level. It tells of agents that leave the last barrier before others know it is
         # passed, which is no error, and happens on slow networks.
         for name in ("torch.distributed", "torch.distributed.elastic.agent.server.api"):
             logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -31,12 +31,12 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def launch(command: Sequence[str], ranks: int, threads: int | None = None) -> int:
     """Runs a Python script once for each rank, on a free port of this machine, and waits until all have ended.
 
-    SIGINT, SIGTERM and SIGHUP are passed on. The ranks then have a few seconds to end; a second one ends them at once.
+    SIGINT, SIGTERM and SIGHUP are passed on. The ranks then have a few seconds to end; a second signal ends them immediately.
 
     Args:
         command: the script's path, or `-m` and a module, then its arguments.
         ranks: how many processes.
-        threads: OMP_NUM_THREADS of each; by default the environment's, or else the cores divided by the ranks.
+        threads: OMP_NUM_THREADS of each; by default the environment's, otherwise the cores divided by the ranks.
 
     Returns the exit status of the first rank that failed, with 128 + n for one that was killed by signal n, or 0.
     Raises ArgumentError if that cannot be started.
@@ -52,7 +52,7 @@ class Patience:
 
     Attributes:
         failed_seconds: after one has failed.
-        ends_others: the others are told to end then; else they are left alone until that time is up.
+        ends_others: the others are told to end then; otherwise they are left alone until that time is up.
         signal_seconds: after a signal that was passed on.
         interrupt_seconds: after SIGINT.
     """
@@ -82,7 +82,7 @@ class Ended:
 
     @property
     def status(self) -> int:
-        """As a shell has it."""
+        """The exit status as a shell reports it."""
         return shell_status(self.exitcode) if self.received is None else 128 + self.received
 
 

@@ -1,7 +1,7 @@
 """The number of the training step under way, for a process that looks on: eight bytes in a file.
 
 The process of rank 0 writes it if the environment names a file; `penstock run --hosts` reads it, so that a network can
-change at a step. To write takes about a microsecond: the file is mapped, and a number is one store.
+change at a step. Writing takes about a microsecond: the file is mapped, and a number is one store.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def announcer() -> Callable[[int], None] | None:
 
 
 def read_step(path: Path | str) -> int:
-    """The step that a file tells, counted from 0; -1 before the first."""
+    """The step in a file, counted from 0; -1 before the first."""
     try:
         with open(path, "rb", buffering=0) as file:
             told = file.read(_BYTES)

@@ -56,7 +56,7 @@ def load(text: str) -> Target:
     The function returns `(model, args, target, loss)`: `args` is the tuple of the model's positional inputs, or a pair
     of such a tuple and a dict of inputs by keyword. Behind these may come a dict that says how a batch is cut:
     `batch_dims`, `split` and `merge`. Modules are looked up in the current folder too; a file finds the
-    modules that lie beside it.
+    modules next to it.
 
     Raises:
         ArgumentError: there is no such module, file or function, it raises, or it returns something else.
@@ -125,7 +125,7 @@ def _from_file(path: Path, what: str) -> ModuleType:
 
 def _from_name(name: str, what: str) -> ModuleType:
     if "" not in sys.path:
-        sys.path.insert(0, "")  # the current folder, as `python -m` has it
+        sys.path.insert(0, "")  # the current folder, as with `python -m`
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

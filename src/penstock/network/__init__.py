@@ -1,18 +1,18 @@
-"""Hosts to try a job on, without more machines: network namespaces of one Linux machine, on the network asked for.
+"""Emulated hosts to try a job on without more machines: network namespaces of one Linux machine, joined as asked.
 
-What is asked for
-  link.py, impairment.py  a link: its rate and queue, and what frames meet on it; quantities.py, parse.py  from a text
-  topology.py     which link a frame meets              background.py  traffic of neighbours
-  holdback.py     hosts whose processors are slow       scenario.py  what changes when
+What is requested
+  link.py, impairment.py  a link: its rate and queue, and what happens to frames on it; quantities.py, parse.py  read it
+  topology.py     which link affects a frame            background.py  neighbours' traffic
+  holdback.py     hosts with slow processors            scenario.py  what changes when
   network.py      all of it together
-What makes it so
-  shapers.py      tbf or the switch: chosen, or refused
-  model.py        what happens to the k-th frame, from a seed       switch/  a switch in user space that does it
-  machines.py     makes the hosts and what joins them    subnets.py  their addresses
-  keeper.py       takes all down, whatever happens to its maker     checks.py  what a machine lacks for it
-  director.py     plays a scenario                      duty.py  holds processes back without a cgroup
+What implements it
+  shapers.py      chooses tbf or the switch, or refuses
+  model.py        what happens to the k-th frame, from a seed       switch/  a user-space switch that does it
+  machines.py     creates the hosts and joins them      subnets.py  their addresses
+  keeper.py       removes everything, however its maker ends    checks.py  what a machine lacks for it
+  director.py     plays a scenario                      duty.py  throttles processes without a cgroup
 What runs on it
-  nodes.py        a job of torchrun over hosts, an agent on each
-  inside.py       work in a namespace, by a thread
-  conditions.py   what a run's record says of a host and its network
+  nodes.py        a torchrun job across hosts, with an agent on each
+  inside.py       runs work in a namespace, in a thread
+  conditions.py   what a run's record says about a host and its network
 """

@@ -1,13 +1,13 @@
-"""Traffic of neighbours: frames that the switch only reckons with, in the queue towards a host that the job's share.
+"""Neighbours' traffic: frames that the switch only accounts for, in the queue to a host that the job shares.
 
-They take their time on the link and their room in the queue, and are dropped when it is full, but no host sends or
-gets them, so they cost no processor time. A text is one of
+They take time on the link and room in the queue, and are dropped when it is full, but no host sends or
+receives them, so they cost no processor time. A text is one of
 
-    RATE [to HOST] [size BYTES]                      frames at random, exponential times apart
-    incast BYTES every TIME [to HOST] [size BYTES]   many senders at once: so many bytes in one moment
-    trace FILE [to HOST]                             what was recorded: lines `seconds,bytes`, over and over
+    RATE [to HOST] [size BYTES]                      frames at random, with exponential gaps
+    incast BYTES every TIME [to HOST] [size BYTES]   many senders at once: this many bytes in one moment
+    trace FILE [to HOST]                             a recording: lines `seconds,bytes`, repeated
 
-and goes to every host if none is named.
+and applies to every host unless it names one.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from penstock.network import quantities as q
 
 FRAME_BYTES = 1514
 AHEAD_NS = 50_000_000
-"""How far ahead of the clock arrivals are made."""
+"""How far ahead of the clock arrivals are generated."""
 _LEAST_GAP_SECONDS = 10e-6
-"""Of frames towards a host, on average: they are larger than asked where more of them would come."""
+"""Least mean gap between frames to a host: they are made larger than asked if more of them would come."""
 
 Arrivals = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
-"""Nanoseconds since the beginning, ascending, and bytes."""
+"""Nanoseconds since the start, ascending, and bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,12 @@ class Neighbour:
     """One source of traffic.
 
     Attributes:
-        target: the host whose link it shares; None: every host's.
-        frame_bytes: of its frames.
-        bytes_per_second: of steady traffic, or 0.
-        burst_bytes, period_seconds: of an incast, or 0.
+        target: the host whose link it shares; None: every host.
+        frame_bytes: size of its frames.
+        bytes_per_second: rate of steady traffic, or 0.
+        burst_bytes, period_seconds: size and period of an incast, or 0.
         recorded: seconds and bytes of a trace, in order.
-        text: as it was given.
+        text: as given.
     """
 
     target: int | None
@@ -59,10 +59,10 @@ class Neighbour:
 
 
 def parse_background(text: str, hosts: int) -> Neighbour:
-    """A source of traffic from its text.
+    """Parses a source of traffic.
 
     Raises:
-        ArgumentError: it is none; the host is not there; the file cannot be read.
+        ArgumentError: the text is not valid; the host does not exist; the file cannot be read.
     """
     words = text.split()
     named: dict[str, Any] = {}
@@ -146,7 +146,7 @@ def _recorded(path: Path) -> Iterator[tuple[float, int]]:
 
 
 def arrivals(neighbour: Neighbour, seed: int, host: int) -> Iterator[Arrivals]:
-    """The frames of a source towards a host, forever, some at a time."""
+    """Yields the frames of a source to a host, forever, a batch at a time."""
     if neighbour.recorded:
         seconds, sizes = (np.array(column) for column in zip(*neighbour.recorded, strict=True))
         for turn in itertools.count():
@@ -167,7 +167,7 @@ def arrivals(neighbour: Neighbour, seed: int, host: int) -> Iterator[Arrivals]:
 
 
 class Stream:
-    """All frames towards one host, in order of time."""
+    """All frames to one host, in order of time."""
 
     def __init__(self, neighbours: Sequence[Neighbour], seed: int, host: int) -> None:
         shared = [one for one in neighbours if one.target in (None, host)]
@@ -176,7 +176,7 @@ class Stream:
         self._left: Arrivals = (_NONE, _NONE)
 
     def until(self, end_ns: int, most: int) -> Arrivals:
-        """The arrivals before a moment that were not given yet, but no more than `most`."""
+        """The next arrivals before a moment, at most `most`."""
         parts = [self._left]
         for place in range(len(self._sources)):
             parts += self._taken(place, end_ns)
@@ -187,7 +187,7 @@ class Stream:
         return at_ns[given], sizes[given]
 
     def _taken(self, place: int, end_ns: int) -> Iterator[Arrivals]:
-        """What one source has before that moment."""
+        """One source's remaining arrivals before that moment."""
         while True:
             at_ns, sizes = self._made[place]
             count = int(np.searchsorted(at_ns, end_ns))

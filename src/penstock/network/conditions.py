@@ -1,4 +1,4 @@
-"""What the record of a run says of a host: its kernel, its network's settings, and the processor time that was used."""
+"""What a run's record says about a host: its kernel, network settings and processor time used."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _OFFLOADS = {
     "generic-segmentation-offload": 0x23,
     "generic-receive-offload": 0x2B,
 }
-"""By ethtool's names, which a host may not have: its system call's requests (linux/ethtool.h)."""
+"""By ethtool's names, which a host may lack: the requests of its system call (linux/ethtool.h)."""
 
 
 def environment(interface: str | None = None) -> dict[str, Any]:
-    """This host as far as it matters to its network; null where the system does not tell.
+    """Describes this host as far as its network is concerned; null if the system does not tell.
 
     Args:
-        interface: the one that the job uses; None: as GLOO_SOCKET_IFNAME says, or the first beside lo.
+        interface: the one that the job uses; None: GLOO_SOCKET_IFNAME, or the first one besides lo.
     """
     names = interfaces()
     used = interface or os.environ.get("GLOO_SOCKET_IFNAME") or next((name for name in names if name != "lo"), None)
@@ -60,7 +60,7 @@ def environment(interface: str | None = None) -> dict[str, Any]:
 
 def interfaces() -> dict[str, int]:
     """The MTU of each interface of this process's network namespace."""
-    # Not /sys/class/net: within a namespace that was entered without a mount of its own, it shows the machine's.
+    # Not /sys/class/net: in a namespace entered without its own mount, that shows the machine's interfaces.
     found = {}
     with contextlib.suppress(OSError):
         for _, name in socket.if_nameindex():
@@ -74,13 +74,13 @@ def _mtu(name: str) -> int:
 
 
 def _asked(request: int, of: bytes) -> bytes:
-    """What the kernel answers of an interface in the calling thread's network namespace."""
+    """The kernel's answer about an interface in the calling thread's network namespace."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         return fcntl.ioctl(any_socket, request, of.ljust(40, b"\0"))
 
 
 def _offloads(interface: str) -> dict[str, bool]:
-    """What an interface's driver does instead of the kernel; what cannot be queried is left out."""
+    """What an interface's driver does instead of the kernel; omits what cannot be queried."""
     found = {}
     for name, number in _OFFLOADS.items():
         data = ctypes.create_string_buffer(struct.pack("II", number, 0), 8)
@@ -91,7 +91,7 @@ def _offloads(interface: str) -> dict[str, bool]:
 
 
 def _congestion_control(interface: str | None) -> str | None:
-    """The one that a route over the interface names, if any; otherwise the default."""
+    """The congestion control that a route over the interface names, if any; otherwise the default."""
     routes = _output("ip", "route", "show", "dev", interface) if interface else None
     named = re.search(r"congctl (?:lock )?(\S+)", routes or "")
     return named[1] if named else _setting(_IPV4 / "tcp_congestion_control")
@@ -112,7 +112,7 @@ def _version(package: str) -> str | None:
 
 
 def _output(program: str, *arguments: str) -> str | None:
-    """What a program prints; None if there is none, or it fails."""
+    """What a program prints; None if it does not exist or fails."""
     path = tool(program)
     if path is None:
         return None
@@ -125,7 +125,7 @@ def _output(program: str, *arguments: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class MachineTime:
-    """Seconds of all cores together: at work or kept by the hypervisor for others, the latter alone, and in all."""
+    """Seconds summed over all cores: busy or stolen by the hypervisor, stolen alone, and total."""
 
     busy_seconds: float
     steal_seconds: float
@@ -138,9 +138,9 @@ class CpuUsage:
 
     Attributes:
         cpu_seconds: user and system, of all threads of this process.
-        wall_seconds: of a clock that only grows.
-        voluntary_switches, involuntary_switches: of this process: it waited, or had to make room.
-        machine: seconds of all its cores together, or None where the system does not tell.
+        wall_seconds: from a monotonic clock.
+        voluntary_switches, involuntary_switches: of this process: it waited, or was preempted.
+        machine: seconds of all the machine's cores together, or None if the system does not tell.
     """
 
     cpu_seconds: float
@@ -150,12 +150,12 @@ class CpuUsage:
     machine: MachineTime | None
 
     def since(self, before: CpuUsage) -> dict[str, float | int | None]:
-        """What was used in between, for the record; `busy` and `steal` are shares (0..1) of all cores' time."""
+        """Usage since `before`, for the record; `busy` and `steal` are fractions (0..1) of all cores' time."""
         busy = steal = None
         if self.machine is not None and before.machine is not None:
             total = self.machine.total_seconds - before.machine.total_seconds
             if total > 0:
-                # Differences of large numbers are rounded: a busy machine's would be above 1.
+                # Differences of large numbers are rounded: a busy machine's could exceed 1.
                 busy = min((self.machine.busy_seconds - before.machine.busy_seconds) / total, 1.0)
                 steal = min((self.machine.steal_seconds - before.machine.steal_seconds) / total, 1.0)
         return {
@@ -169,14 +169,14 @@ class CpuUsage:
 
 
 def cpu_usage() -> CpuUsage:
-    """As of now."""
+    """Processor time used until now."""
     mine = resource.getrusage(resource.RUSAGE_SELF)
     return CpuUsage(mine.ru_utime + mine.ru_stime, time.monotonic(), mine.ru_nvcsw, mine.ru_nivcsw, _machine_time())
 
 
 def _machine_time() -> MachineTime | None:
     try:
-        # user nice system idle iowait irq softirq steal; guests' time is within user's.
+        # user nice system idle iowait irq softirq steal; guests' time is included in user.
         ticks = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
         user, nice, system, idle, waiting, hard, soft, steal = ticks
     except (OSError, ValueError):

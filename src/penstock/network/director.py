@@ -1,4 +1,4 @@
-"""Plays a scenario on a network: looks at the clock and the step, and changes what is due."""
+"""Plays a scenario on a network: watches the clock and the step, and makes the changes that are due."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Happened:
     """A change that was made.
 
     Attributes:
-        seconds: since the beginning.
-        step: that had begun then; -1 before the first.
-        text: what.
+        seconds: since the start.
+        step: the last one to have begun; -1 before the first.
+        text: what changed.
     """
 
     seconds: float
@@ -35,7 +35,7 @@ class Happened:
 
 @dataclass(slots=True)
 class Played:
-    """What has happened so far, and what went wrong, if something did."""
+    """What has happened so far, and what went wrong, if anything."""
 
     happened: list[Happened] = field(default_factory=list)
     error: Exception | None = None
@@ -43,15 +43,15 @@ class Played:
 
 @contextmanager
 def playing(machines: Machines, events: Sequence[Event], step: Callable[[], int]) -> Iterator[Played]:
-    """Plays while the block runs; time begins with it. At its end the network is as before.
+    """Plays the scenario while the block runs; time starts with the block. Restores the network at its end.
 
     Args:
-        machines: made with `changes`.
+        machines: created with `changes`.
         events: of the scenario.
-        step: that has begun, from 0; -1 before the first.
+        step: returns the last step to have begun, from 0; -1 before the first.
 
     Raises:
-        Exception: what a change has raised, at the end of the block.
+        Exception: what a change raised, at the end of the block.
     """
     played = Played()
     over = threading.Event()
@@ -88,7 +88,7 @@ def _play(
 
 
 def _turn(machines: Machines, before: State, after: State) -> None:
-    """Makes what differs."""
+    """Applies the differences between two states."""
     if after.topology != before.topology:
         machines.change(after.topology)
     if after.gone != before.gone:

@@ -1,14 +1,14 @@
-"""Holds the processes of one host to a share of one core by stopping and continuing them, where the kernel does not.
+"""Limits the processes of one host to a share of one core by stopping and continuing them, if the kernel does not.
 
-This file is run as a program of its own, so it needs nothing but the standard library.
+This file runs as its own program, so it needs only the standard library.
 
-It is an account. What the host's processes use is taken from it, by the kernel's own count of their processor time;
-what their share gives is added as time passes, but not beyond what a period gives, so that idling saves up nothing. In
-the red they are stopped, all of them; as soon as they have what they are to use in one period, they are continued. It
-sees late what they have used, and then they stop for longer: in the mean they never get more than their share.
+It keeps an account. What the host's processes use is debited, by the kernel's own count of their processor time; what
+their share gives is credited as time passes, up to one period's worth, so idling saves up nothing. When the account is
+negative, all of them are stopped; once it holds what they may use in one period, they are continued. Usage is seen
+late and makes the next stop longer: on average they never get more than their share.
 
-A process that begins before it is seen is charged then. One that begins and ends unseen is charged when its parent
-has waited for it, since the parent's count of its children grows; only children that nobody waits for escape.
+A process that starts before it is seen is charged then. One that starts and ends unseen is charged when its parent
+has waited for it, since the parent's count of its children grows; only children that nothing waits for escape.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 PERIOD_SECONDS = 0.02
-"""Of stopping and continuing. Longer than a cgroup's (holdback.py): each turn costs a look at all processes."""
+"""Of stopping and continuing. Longer than a cgroup's (holdback.py): each turn must look at all processes."""
 LEAST_SECONDS = 0.001
 """Between two looks."""
 FOREIGN_LOOKS = 5
-"""After so many lists of all processes, those of other namespaces are looked at again: they may have come over."""
+"""After this many lists of all processes, check those of other namespaces again: they may have moved here."""
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -37,7 +37,7 @@ class Process(NamedTuple):
     parent: int
     state: str
     seconds: float
-    """Processor time: of all its threads, and of the children that it has waited for."""
+    """Processor time of all its threads, and of the children that it has waited for."""
 
 
 class Host:
@@ -52,7 +52,7 @@ class Host:
         self.members: dict[int, Process] = {}
 
     def look(self) -> None:
-        """Finds the processes that there are."""
+        """Finds the current processes."""
         self._looks += 1
         if self._looks % FOREIGN_LOOKS == 0:
             self._foreign.clear()
@@ -66,7 +66,7 @@ class Host:
         self.count()
 
     def count(self) -> None:
-        """Reads what those that are known have used. One that has ended is known until its parent has waited for it."""
+        """Reads what the known processes have used. One that has ended is known until its parent has waited for it."""
         before = self.members
         self.members = {pid: process for pid in before if (process := _process(pid)) is not None}
         for pid, process in before.items():
@@ -75,7 +75,7 @@ class Host:
                 self._gone_seconds += process.seconds
 
     def _counted(self, process: Process, before: dict[int, Process]) -> bool:
-        """Whether what it used is in the count of a parent that is still here, or of the parent's, and so on."""
+        """Whether its usage is in the count of a parent that is still here, or of that parent's parent, and so on."""
         while process.parent not in self.members:
             if process.parent not in before:
                 return False
@@ -84,21 +84,21 @@ class Host:
 
     @property
     def seconds(self) -> float:
-        """Used so far by all that there are and were."""
+        """Used so far by all processes, past and present."""
         return self._gone_seconds + sum(process.seconds for process in self.members.values())
 
     def stop(self) -> bool:
-        """Stops those that run. False if there were none: then nothing can begin another process any more."""
+        """Stops the running processes. False if there were none: then nothing can start another process any more."""
         running = {pid for pid, process in self.members.items() if process.state not in "TZ"}
         _send(signal.SIGSTOP, running)
         return bool(running)
 
     def go(self) -> None:
-        """Continues all."""
+        """Continues all processes."""
         _send(signal.SIGCONT, self.members.keys())
 
     def admit(self) -> None:
-        """Continues those that stopped themselves, as `holdback.Signals` has them do before their first instruction."""
+        """Continues those that stopped themselves, as `holdback.Signals` makes them before their first instruction."""
         _send(signal.SIGCONT, {pid for pid, process in self.members.items() if process.state == "T"})
 
 
@@ -111,11 +111,11 @@ def _namespace(pid: int) -> tuple[int, int] | None:
 
 
 def _process(pid: int) -> Process | None:
-    """None if there is none any more."""
+    """None if the process no longer exists."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()
-        own = time.clock_gettime(~pid << 3 | 2)  # the clock of another process, as clock_getcpuclockid(3) makes it
+        own = time.clock_gettime(~pid << 3 | 2)  # another process's clock, as clock_getcpuclockid(3) builds it
     except OSError:
         return None
     children = int(fields[13]) + int(fields[14])
@@ -129,9 +129,9 @@ def _send(number: signal.Signals, processes: Set[int]) -> None:
 
 
 def hold(host: Host, share: float, maker: int) -> None:
-    """Does so until the maker has ended, or SIGTERM comes."""
+    """Limits the host until the maker has ended, or SIGTERM comes."""
     most = share * PERIOD_SECONDS
-    enough = most * (1 - share)  # with what comes in while it is used, a whole period's
+    enough = most * (1 - share)  # with what is credited while it is used, a whole period's
     account, highest, then = most, host.seconds, time.monotonic()
     next_look = then
     stopped, pause = False, 0.0
@@ -143,7 +143,7 @@ def hold(host: Host, share: float, maker: int) -> None:
                 next_look = now + PERIOD_SECONDS
             else:
                 host.count()
-            # A parent counts its children in ticks, so that the sum may fall by less than one when a child has ended.
+            # A parent counts its children in ticks, so the sum may fall by less than one tick when a child has ended.
             used = max(host.seconds - highest, 0.0)
             account = min(account + share * (now - then) - used, most)
             highest, then = highest + used, now
@@ -156,8 +156,8 @@ def hold(host: Host, share: float, maker: int) -> None:
                 host.admit()
                 wait = account if host.members else PERIOD_SECONDS
             elif host.stop():
-                # What is told to stop while it begins another process does both, so it is looked at again, and soon;
-                # but not for as long as one waits in the kernel, where it does not stop.
+                # A process told to stop while it starts another does both, so look again soon; but less often while one
+                # waits in the kernel, where it does not stop.
                 wait, pause = pause, 2 * pause
             else:
                 wait = (enough - account) / share
@@ -171,7 +171,7 @@ def main(namespace: str, share: float, maker: int) -> int:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     os.chdir("/")
-    with contextlib.suppress(OSError):  # what comes late must be made good by a longer stop
+    with contextlib.suppress(OSError):  # being late costs a longer stop
         os.setpriority(os.PRIO_PROCESS, 0, -20)
     host = Host(Path(namespace))
     os.write(1, b"ready\n")

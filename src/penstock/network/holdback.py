@@ -1,24 +1,24 @@
-"""Hosts whose processor is slow: all processes of one together get no more than a share of ONE core's time.
+"""Hosts with a slow processor: all processes of one together get at most a share of ONE core's time.
 
-A quarter of a core is the same on a machine of two cores as on one of a hundred. It is a limit and no promise: where
-the machine has less left, a host gets less.
+A quarter of a core is the same on a machine with two cores as with a hundred. It is a limit, not a promise: if the
+machine has less left, a host gets less.
 
-The kernel does it, by a quota of a cgroup: so many microseconds of processor time in each period, whichever core they
-come from. Where there is no such cgroup (a container without one that may be written), processes are stopped and
-continued by a process of ours (duty.py). That is coarser: a system call that waits may return EINTR, a host's process
-that somebody else stopped is continued, and each slow host costs some percent of a core.
+The kernel enforces it through a cgroup quota: a number of microseconds of processor time in each period, on whichever
+cores. Without such a cgroup (for example in a container without a writable one), a process of ours stops and continues
+the host's processes (duty.py). That is coarser: a waiting system call may return EINTR, a process of the host that
+somebody else stopped is continued, and each slow host costs a few percent of a core.
 
-The period is short, for otherwise a host is not slow but stalls: whatever fits into one quota runs at full speed, and
-what comes after it stands until the next. At 25%, 3 ms of work should take 12 ms, and 10 ms of it 40. They took,
-between the 5th and the 95th percentile,
+The period is short, because otherwise a host is not slow but stalls: whatever fits into one quota runs at full speed,
+and what follows waits for the next. At 25%, 3 ms of work should take 12 ms, and 10 ms of it 40. Measured, from the 5th
+to the 95th percentile:
 
     period     100 ms       50 ms        20 ms        10 ms         5 ms
      3 ms    3 - 78 ms    3 - 41 ms    3 - 18 ms   10 - 18 ms   10 - 14 ms
     10 ms   10 - 85 ms   10 - 48 ms   40 - 40 ms   40 - 40 ms   40 - 40 ms
 
-The kernel looks at its clock every 4 ms there, and so gains little from even shorter ones; on a crowded machine (a load
-of 50 on two cores) 5 ms were the first not to give the share that was there, 22% of 25%. A quota has at least 1 ms, so
-that below 10% the period grows.
+The kernel looks at its clock every 4 ms there, so even shorter periods gain little; on a crowded machine (a load of 50
+on two cores) 5 ms was the first not to give the full share, 22% instead of 25%. A quota is at least 1 ms, so below 10%
+the period grows.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from penstock.network import duty, keeper
 
 PERIOD_US = 10_000
 LEAST_QUOTA_US = 1000
-"""The kernel takes no less."""
+"""The kernel accepts no less."""
 LEAST_SHARE = 0.001
-"""What the least quota is of the longest period that the kernel takes, a second."""
+"""The least quota divided by the longest period that the kernel accepts, a second."""
 
 _PAIR = re.compile(r"\s*(\d{1,9})\s*=\s*(\d+(?:\.\d*)?|\.\d+)\s*(%?)\s*", re.ASCII)
 
 
 def parse_slow(texts: str | Sequence[str], hosts: int) -> dict[int, float]:
-    """By slow host: its share of one core, from texts like "2=25%" or "0=0.5, 3=10%".
+    """Each slow host's share of one core, from texts like "2=25%" or "0=0.5, 3=10%".
 
     Raises:
-        ArgumentError: a text does not have this form, a host does not exist or comes twice, or a share is not one.
+        ArgumentError: a text does not have this form, a host does not exist or comes twice, or a share is invalid.
     """
     slow: dict[int, float] = {}
     for text in (texts,) if isinstance(texts, str) else texts:
@@ -64,10 +64,10 @@ def parse_slow(texts: str | Sequence[str], hosts: int) -> dict[int, float]:
 
 
 def check_slow(slow: Mapping[int, float], hosts: int) -> dict[int, float]:
-    """The same, by host.
+    """Checks the shares of slow hosts and returns them, by host.
 
     Raises:
-        ArgumentError: a host does not exist, or a share is not one.
+        ArgumentError: a host does not exist, or a share is invalid.
     """
     for host, share in slow.items():
         if host not in range(hosts):
@@ -84,13 +84,13 @@ def check_slow(slow: Mapping[int, float], hosts: int) -> dict[int, float]:
 
 
 def quota(share: float) -> tuple[int, int]:
-    """Of a cgroup: microseconds of processor time, and of the period in which they may be used."""
+    """A cgroup's quota: microseconds of processor time, and of the period in which they may be used."""
     period = max(PERIOD_US, math.ceil(LEAST_QUOTA_US / share))
     return max(round(share * period), LEAST_QUOTA_US), period
 
 
 class Means(ABC):
-    """Holds the slow hosts of one emulation back; the emulation's keeper ends it.
+    """Throttles the slow hosts of one emulation; the emulation's keeper ends it.
 
     Attributes:
         name: for people, and for a run's record.
@@ -100,33 +100,33 @@ class Means(ABC):
 
     @abstractmethod
     def __init__(self, emulation: str, slow: Mapping[int, float]) -> None:
-        """Makes what has to be there before the hosts.
+        """Creates what must exist before the hosts.
 
         Raises:
-            OSError: it does not work on this machine, and why. Nothing is left.
+            OSError: it does not work on this machine, and why. Nothing is left behind.
         """
 
     @abstractmethod
     def command(self, host: int, entering: Sequence[str], argv: Sequence[str]) -> list[str]:
-        """What to start for `argv` to run on a slow host, held back from its first instruction, as all that it starts.
+        """The command that runs `argv` on a slow host, throttled from its first instruction, with all that it starts.
 
         Args:
             entering: the words that run a command on this host.
         """
 
     def start(self) -> None:  # noqa: B027  (a means may have nothing to do here)
-        """Does what has to wait until the hosts are there.
+        """Does what must wait until the hosts exist.
 
         Raises:
             FabricError: it does not work.
         """
 
     def failed(self) -> str | None:
-        """Which hosts have not been held back until now, though it was begun."""
+        """Which hosts have not been throttled all along, though it was started."""
         return None
 
     def close(self) -> None:  # noqa: B027  (a means may have nothing to do here)
-        """When the emulation has been removed: waits for processes of ours."""
+        """Waits for our own processes, once the emulation has been removed."""
 
 
 class _Groups(Means):
@@ -151,7 +151,7 @@ class _Groups(Means):
             raise
 
     def command(self, host: int, entering: Sequence[str], argv: Sequence[str]) -> list[str]:
-        # 0 is whoever writes it. Not within the host: `ip netns exec` hides the cgroups there.
+        # 0 means the writer itself. Not inside the host: `ip netns exec` hides the cgroups there.
         join = 'echo 0 > "$0" && exec "$@"'
         return ["/bin/sh", "-c", join, str(self._folders[host] / "cgroup.procs"), *entering, *argv]
 
@@ -164,13 +164,13 @@ class _Groups(Means):
         return None
 
     def _parent(self) -> Path:
-        """The cgroup to make them in: our own, or one above it, so that limits set for us hold for the hosts too."""
+        """The cgroup to create them in: our own or an ancestor, so that limits set for us apply to the hosts too."""
         mounts = [(place, root) for version, place, root in keeper.group_mounts() if version == self.version]
         if not mounts:
             raise OSError(f"no cgroup v{self.version} that divides processor time is mounted")
         place, root = mounts[0]
         folder = place / os.path.relpath(_own(self.version), root)
-        if ".." in folder.parts or not folder.is_dir():  # we stand outside of what is mounted here
+        if ".." in folder.parts or not folder.is_dir():  # we are outside what is mounted here
             folder = place
         while not self._fits(folder):
             if folder == place:
@@ -191,7 +191,7 @@ class GroupsV2(_Groups):
     version = 2
 
     def _fits(self, folder: Path) -> bool:
-        # A cgroup hands a controller down or has processes. To have it hand this one down would outlast us.
+        # A cgroup either delegates a controller or has processes. Making it delegate this one would outlast us.
         return "cpu" in keeper.words_of(folder / "cgroup.subtree_control")
 
     def _limits(self, quota_us: int, period_us: int) -> list[tuple[str, str]]:
@@ -209,7 +209,7 @@ class GroupsV1(_Groups):
 class Signals(Means):
     """A process of ours for each slow host, which stops and continues the host's processes (duty.py).
 
-    A command stops itself before its first instruction, until that process has seen it.
+    A command stops itself before its first instruction, until our process has seen it.
     """
 
     name = "SIGSTOP and SIGCONT"
@@ -227,8 +227,8 @@ class Signals(Means):
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                env={**os.environ, keeper.MARK: self._emulation},  # by which the keeper finds it
-                start_new_session=True,  # a Ctrl-C of the terminal is not for it
+                env={**os.environ, keeper.MARK: self._emulation},  # how the keeper finds it
+                start_new_session=True,  # so that the terminal's Ctrl-C does not reach it
             )
             assert process.stdout is not None
             with process.stdout as answer:
@@ -258,7 +258,7 @@ MEANS: tuple[type[Means], ...] = (GroupsV2, GroupsV1, Signals)
 
 
 def hold_back(emulation: str, slow: Mapping[int, float]) -> Means:
-    """The first means that works on this machine.
+    """Picks the first means that works on this machine.
 
     Raises:
         FabricError: none does, and why.

@@ -1,6 +1,6 @@
-"""What a frame meets on a link besides its rate, in the terms of tc netem: delay, jitter, loss and the like.
+"""What happens to a frame on a link besides its rate, in tc netem's terms: delay, jitter, loss and the like.
 
-Values alone; model.py draws from them.
+Values only; model.py draws from them.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from penstock.errors import ArgumentError
 
 DISTRIBUTIONS = ("uniform", "normal", "pareto", "paretonormal")
-"""Of the jitter, as netem has them."""
+"""Of the jitter, as in netem."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chance:
-    """That something happens to a frame.
+    """The chance that something happens to a frame.
 
     Attributes:
-        share: of the frames, 0..1.
-        correlation: 0..1, how likely a frame has the luck of the one before it. The share stays what it is; with
-            netem's own formula for correlation it does not.
+        share: fraction of the frames, 0..1.
+        correlation: 0..1, how likely a frame is to share the fate of the one before it. It leaves `share` unchanged;
+            netem's own formula for correlation does not.
     """
 
     share: float = 0.0
@@ -32,13 +32,13 @@ NEVER = Chance()
 
 @dataclass(frozen=True, slots=True)
 class Bursts:
-    """Loss by the Gilbert-Elliott model, netem's `loss gemodel`. All are 0..1, for each frame.
+    """Loss by the Gilbert-Elliott model, netem's `loss gemodel`. All are probabilities per frame, 0..1.
 
     Attributes:
-        to_bad: of a good state turning bad (p).
-        to_good: of a bad state turning good (r).
-        loss_in_bad: of a frame in the bad state being lost (1-h).
-        loss_in_good: of one in the good state (1-k).
+        to_bad: a good state turns bad (p).
+        to_good: a bad state turns good (r).
+        loss_in_bad: a frame is lost in the bad state (1-h).
+        loss_in_good: a frame is lost in the good state (1-k).
     """
 
     to_bad: float
@@ -48,7 +48,7 @@ class Bursts:
 
     @property
     def share(self) -> float:
-        """The share of all frames that are lost, in the long run."""
+        """The long-run fraction of frames that are lost."""
         if self.to_bad + self.to_good == 0:
             return self.loss_in_good
         bad = self.to_bad / (self.to_bad + self.to_good)
@@ -57,21 +57,21 @@ class Bursts:
 
 @dataclass(frozen=True, slots=True)
 class Impairment:
-    """One direction's.
+    """What happens to frames in one direction.
 
     Attributes:
         delay_seconds: of every frame.
-        jitter_seconds: the unit of the distribution: for uniform the delay lies within it to both sides, for the
-            others it is the standard deviation before the tails are cut off at four times the jitter.
+        jitter_seconds: the unit of the distribution: for uniform the delay varies by up to this much either way; for
+            the others it is the standard deviation before the tails are cut off at four times the jitter.
         correlation: of the jitter, 0..1, as in `Chance`.
         distribution: one of `DISTRIBUTIONS`.
-        overtaking: a frame with a shorter delay passes those in front of it, as with netem where it has no rate; else
-            it waits for them, so that under load jitter turns into delay.
-        loss, duplicate, corrupt, reorder: of frames. A reordered frame is not delayed and overtakes others; no other
-            frame overtakes one.
-        gap: so many frames come between two that are reordered, at least, less one.
-        stall_seconds, stall_every_seconds: nothing leaves for so long, once in so long; the first time after a whole
-            period.
+        overtaking: a frame with a shorter delay passes those ahead of it, as in netem without a rate; otherwise it
+            waits for them, so under load jitter turns into delay.
+        loss, duplicate, corrupt, reorder: chances per frame. A reordered frame is not delayed and overtakes others;
+            no other frame overtakes one.
+        gap: the least distance, in frames, from one reordered frame to the next.
+        stall_seconds, stall_every_seconds: how long nothing leaves, and how often; the first stall comes after a
+            whole period.
 
     Raises:
         ArgumentError: values that contradict each other.
@@ -112,17 +112,17 @@ class Impairment:
 
     @property
     def longest_seconds(self) -> float:
-        """No frame is delayed for longer, stalls aside."""
+        """The most that a frame is delayed, stalls aside."""
         return self.delay_seconds + self._spread_seconds
 
     @property
     def shortest_seconds(self) -> float:
-        """No frame is delayed for less; a reordered one is not delayed at all."""
+        """The least that a frame is delayed; a reordered one is not delayed at all."""
         return 0.0 if self.reorder.share else max(self.delay_seconds - self._spread_seconds, 0.0)
 
     @property
     def varies(self) -> bool:
-        """Whether one frame is delayed for longer than another."""
+        """Whether frames differ in their delay."""
         return bool(self.jitter_seconds or self.reorder.share)
 
     @property

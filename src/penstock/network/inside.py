@@ -1,6 +1,6 @@
-"""Work within a network namespace without a process of its own: a thread joins it, works, and ends.
+"""Runs work in a network namespace without a separate process: a thread joins the namespace, works, and ends.
 
-A thread has a network namespace of its own, and so do the processes that it starts.
+A thread has its own network namespace, which the processes that it starts inherit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NETWORK = 0x40000000  # CLONE_NEWNET
 
 
 def within(namespace: Path | None, work: Callable[[], T]) -> T:
-    """What `work` returns or raises in the namespace with this file, or, without one, in a fresh one that vanishes.
+    """Runs `work` in the namespace with this file, or in a fresh one that vanishes; returns or raises what it does.
 
     Raises:
         OSError: the namespace cannot be joined or made.

@@ -1,10 +1,10 @@
-"""Takes an emulation down when its maker ends, however that happens: also when it is killed.
+"""Removes an emulation when its maker ends, however that happens, even if it is killed.
 
-This file is also run as a program of its own, in a session of its own, so it needs nothing but the standard library.
+This file also runs as its own program, in its own session, so it needs only the standard library.
 
-All that an emulation leaves outside of itself are names of network namespaces, `penstock-PID-START-SUBNET-h0`, ...,
+All that an emulation leaves outside itself are names of network namespaces, `penstock-PID-START-SUBNET-h0`, ...,
 `-switch`. PID and START (its start in clock ticks since boot) are the maker's, so the name alone tells whether the
-maker still lives, and no file has to be kept for it. Devices, queues and addresses die with the namespaces. A slow host
+maker is still alive, and no file is needed for it. Devices, queues and addresses die with the namespaces. A slow host
 may also have a cgroup, `penstock-PID-START-SUBNET-h0-cpu`.
 """
 
@@ -27,9 +27,9 @@ FOLDER = Path("/var/run/netns")
 PATHS = (*os.environ.get("PATH", os.defpath).split(os.pathsep), "/usr/sbin", "/sbin", "/usr/local/sbin")
 """Where to look for `ip` and `tc`, which are often not on a user's PATH."""
 MARK = "PENSTOCK_FABRIC"
-"""In the environment of each process of an emulation: which."""
+"""Names the emulation in the environment of each of its processes."""
 SECONDS = 10.0
-"""How long processes get to die of SIGKILL before their namespaces go without them."""
+"""How long processes get to die of SIGKILL before their namespaces are deleted without waiting for them."""
 
 _NAME = re.compile(r"(penstock-(\d+)-(\d+)-\d+)-(?:h\d+|switch)")
 _GROUP = re.compile(r"(penstock-(\d+)-(\d+)-\d+)-h\d+-cpu")
@@ -46,7 +46,7 @@ def names_of(emulation: str | None = None) -> list[str]:
 
 
 def group_name(emulation: str, host: int) -> str:
-    """Of the cgroup that holds a host's processor time back."""
+    """Name of the cgroup that limits a host's processor time."""
     return f"{emulation}-h{host}-cpu"
 
 
@@ -80,7 +80,7 @@ def group_mounts(mounts: Path = Path("/proc/self/mountinfo")) -> list[tuple[int,
 
 
 def words_of(path: Path) -> list[str]:
-    """Of a file of the kernel's; none if it is not there."""
+    """The words of a kernel file; none if it does not exist."""
     try:
         return path.read_text().split()
     except OSError:
@@ -112,7 +112,7 @@ def started(pid: int) -> int | None:
 def remove(emulation: str) -> list[str]:
     """Kills every process of an emulation and deletes its namespaces and cgroups. Returns the names that it deleted.
 
-    It looks again until there is nothing: a command that its maker had started may make one more meanwhile.
+    It repeats until nothing is left: a command that the maker had started may create one more in the meantime.
     """
     removed: list[str] = []
     deadline = time.monotonic() + SECONDS
@@ -139,7 +139,7 @@ def remove(emulation: str) -> list[str]:
 
 
 def _processes(emulation: str, names: Iterable[str], groups: Iterable[Path]) -> Iterator[int]:
-    """Those in the namespaces and cgroups, and those that carry the mark."""
+    """Processes in the namespaces and cgroups, and those that carry the mark."""
     places = set()
     for name in names:
         try:
@@ -181,7 +181,7 @@ def _kill(processes: Iterable[int]) -> None:
 
 
 def _free(groups: Iterable[Path]) -> None:
-    """Gives cgroups all the time there is: to die takes time too, 600 MB at a share of 0.1% more than `SECONDS`."""
+    """Lifts the cgroups' limits: dying takes time too, for 600 MB at a share of 0.1% more than `SECONDS`."""
     for group in groups:
         for name, unlimited in (("cpu.max", "max"), ("cpu.cfs_quota_us", "-1")):
             if (group / name).exists():
@@ -190,7 +190,7 @@ def _free(groups: Iterable[Path]) -> None:
 
 
 def tool(name: str) -> str | None:
-    """The path of a program of the system's."""
+    """The path of a system program."""
     return shutil.which(name, path=os.pathsep.join(PATHS))
 
 

@@ -1,6 +1,6 @@
-"""What joins a host to the switch: its rate and queue, and what frames meet on it. parse.py reads it from a text.
+"""What joins a host to the switch: its rate and queue, and what happens to frames on it. parse.py parses its text.
 
-How well tbf keeps the rate, and why its buckets have the sizes that they have: benchmarks/fabric/README.md.
+How well tbf keeps the rate, and why its buckets have these sizes: benchmarks/fabric/README.md.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ _ETHERNET, _HEADERS = 14, 52
 """Bytes of an Ethernet header, as tbf counts frames, and of IPv4 and TCP with time stamps."""
 
 BUFFER_BYTES = 1024 * 1024
-"""Of the switch's queue towards a host if the text says nothing."""
+"""Of the switch's queue to a host, unless the text says otherwise."""
 
 HOST_BYTES = 16 * 1024 * 1024
-"""Of a host's own queue, at least: TCP keeps it short, and a host does not drop what it has not sent yet."""
+"""Least size of a host's own queue: TCP keeps it short, and a host does not drop what it has not sent yet."""
 
 BURST_SECONDS = 50e-6
 PORT_SECONDS = 200e-6
@@ -36,13 +36,13 @@ class Link:
         burst_bytes: of tbf's bucket, or None for `burst`'s choice.
         limit_bytes: of the switch's queue towards a host; what comes when it is full is dropped.
         mtu: bytes of the largest IP packet.
-        mtu_is_given: somebody asked for that one.
-        text: as it was given.
-        impairment: what frames meet besides the rate.
+        mtu_is_given: the mtu was requested explicitly.
+        text: as given.
+        impairment: what happens to frames besides the rate.
         down: from the switch to the host, if that differs.
 
     Raises:
-        ArgumentError: a value with which no frame could pass.
+        ArgumentError: no frame could pass with one of the values.
     """
 
     bytes_per_second: float
@@ -68,7 +68,7 @@ class Link:
 
     @property
     def frame_bytes(self) -> int:
-        """Of the largest frame."""
+        """Size of the largest frame."""
         return self.mtu + _ETHERNET
 
     @property
@@ -82,7 +82,7 @@ class Link:
     def port_burst(self) -> int:
         """Bytes of the bucket of the switch's tbf towards a host.
 
-        Larger by what the link carries in `PORT_SECONDS`: frames that the sender's tbf lets go late, and so at once,
+        Larger by what the link carries in `PORT_SECONDS`: frames that the sender's tbf releases late, and so at once,
         must not lose time again.
         """
         return self.burst + int(self.bytes_per_second * PORT_SECONDS)
@@ -98,11 +98,11 @@ class Link:
         return self.impairment.varies or (self.down is not None and self.down.varies)
 
     def tbf(self) -> str:
-        """The words for tc at a host."""
+        """The words for tc on a host."""
         return self._tbf(self.burst, max(self.limit_bytes, HOST_BYTES))
 
     def host_tbf(self) -> str:
-        """The words for tc at a host before a switch in user space, which keeps the rate to the frame."""
+        """The words for tc on a host behind a switch in user space, which keeps the rate to the frame."""
         return self._tbf(self.port_burst, max(self.limit_bytes, HOST_BYTES))
 
     def port_tbf(self) -> str:

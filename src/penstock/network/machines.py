@@ -1,8 +1,8 @@
-"""Makes hosts out of one machine: a network namespace each, joined by shaped links to a switch.
+"""Emulates hosts on one machine: a network namespace each, joined by shaped links to a switch.
 
-The switch is a bridge in a namespace of its own, with veth pairs that tbf shapes, or a process (switch/) that
-holds the hosts' TAP devices: see shapers.py. The machine's own namespace gets no device, address or route. What was
-measured of the links stands in link.py.
+The switch is a bridge in its own namespace, with veth pairs that tbf shapes, or a process (switch/) that
+holds the hosts' TAP devices: see shapers.py. The machine's own namespace gets no device, address or route. For
+measurements of the links see link.py.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from penstock.network.topology import Topology
 INTERFACE = "eth0"
 """The interface that each host has besides lo."""
 MOST = 200
-"""Hosts of one emulation: a subnet has addresses for 254."""
+"""Most hosts of one emulation: a subnet has addresses for 254."""
 
 
 class Machines:
-    """Hosts that stand from `with` to its end, and no longer than the process that made them, however that ends.
+    """Hosts that exist while the `with` block runs, and no longer than the process that made them, however it ends.
 
         with Machines(4, parse_link("100mbit")) as machines:
             subprocess.run(machines.command(0, ["python", "-c", "..."]))
@@ -111,7 +111,7 @@ class Machines:
 
     @property
     def held_back_by(self) -> str | None:
-        """What holds the slow hosts back; None where none is slow, and before they are made."""
+        """What throttles the slow hosts; None if none is slow, and before they are made."""
         return None if self._means is None else self._means.name
 
     def __enter__(self) -> Self:
@@ -131,7 +131,7 @@ class Machines:
             self.addresses = tuple(str(self.network[host + 1]) for host in range(self._count))
             self._keeper = _start_keeper(self.id, claim)
         try:
-            # Before the hosts, so that nothing of them is made where they cannot be held back.
+            # Before the hosts, so that nothing of them is created if they cannot be throttled.
             self._means = hold_back(self.id, self.slow) if self.slow else None
             self._make()
             if self._means is not None:
@@ -142,7 +142,7 @@ class Machines:
         return self
 
     def settle(self) -> None:
-        """Finds out whether this machine can make the hosts, and how. Nothing of them is made.
+        """Finds out whether this machine can create the hosts, and how. Creates nothing of them.
 
         Raises:
             FabricError, ArgumentError: as in `with`.
@@ -160,10 +160,10 @@ class Machines:
         self.close()
 
     def close(self) -> None:
-        """Kills what still runs in the hosts, and takes them down. May be called again.
+        """Kills what still runs in the hosts, and removes them. May be called again.
 
         Raises:
-            FabricError: something is left, or a slow host has not been held back all the time.
+            FabricError: something is left, or a slow host was not throttled all the time.
         """
         if self._keeper is None or os.getpid() != self._maker:  # nothing of a process that was forked from the maker
             return
@@ -198,22 +198,22 @@ class Machines:
         return [*entering, *argv]
 
     def variables(self) -> dict[str, str]:
-        """The environment of a process on a host: gloo and its kind are told which interface to use."""
+        """The environment of a process on a host: tells gloo and the like which interface to use."""
         names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         return {keeper.MARK: self.id, **dict.fromkeys(names, INTERFACE)}
 
     def qdiscs(self) -> str:
-        """How the bridge's ports are shaped and what passed them, as tc tells it; "" without a bridge."""
+        """How the bridge's ports are shaped and what passed them, as reported by tc; "" without a bridge."""
         done = subprocess.run(
             [_tool("tc"), "-s", "-n", f"{self.id}-switch", "qdisc", "show"], capture_output=True, text=True, check=False
         )
         return done.stdout
 
     def check(self) -> None:
-        """That the network is still there.
+        """Checks that the network is still there.
 
         Raises:
-            FabricError: what makes it has ended.
+            FabricError: the switch that runs it has ended.
         """
         if self._switch is not None:
             self._switch.check()
@@ -225,7 +225,7 @@ class Machines:
         return {"priority": self._switch.priority, **self._switch.order(Order(tells=True))}
 
     def change(self, topology: Topology) -> None:
-        """Other links from now on. Frames under way stay as they are.
+        """Replaces the links from now on. Frames under way stay as they are.
 
         Raises:
             ArgumentError: they would need frames of another size.
@@ -240,18 +240,18 @@ class Machines:
                 self._batch("tc", name, [f"qdisc change dev {INTERFACE} root {self._egress(host)}"])
 
     def lose(self, hosts: Iterable[int]) -> None:
-        """Nothing comes from these or gets to them from now on; the others are there (again)."""
+        """Cuts these hosts off from now on: nothing leaves or reaches them; all other hosts are connected (again)."""
         assert self._switch is not None, "Machines(changes=True) has a switch"
         self._switch.order(Order(gone=tuple(hosts)))
 
     def surround(self, background: Iterable[str]) -> None:
-        """This is the neighbours' traffic from now on."""
+        """Replaces the neighbours' traffic from now on."""
         assert self._switch is not None, "Machines(changes=True) has a switch"
         self.background = tuple(background)
         self._switch.order(Order(background=self.background))
 
     def described(self) -> dict[str, Any]:
-        """What was asked for and what makes it so, for the record; as it is now."""
+        """What was requested and what implements it, for the record; as of now."""
         topology, shaper = self.topology, self.shaper
         return {
             "hosts": self._count,
@@ -285,7 +285,7 @@ class Machines:
                 self._shape(name, INTERFACE, self._egress(host))
 
     def _egress(self, host: int) -> str:
-        """What shapes what a host sends, as tc has it. Also before a switch: TCP must feel its own queue."""
+        """What shapes a host's traffic, in tc's words. Needed before a switch too: TCP must feel its own queue."""
         assert self.topology is not None
         assert self.shaper is not None
         link = self.topology.up(host)
@@ -329,7 +329,7 @@ class Machines:
             # times the processor time.
             at_once = min(max(link.burst, 2 * link.frame_bytes), 65536)
             lines.append(f"link set dev {INTERFACE} gso_max_size {at_once}")
-        # Neighbours that are known need not be asked for, so no first message of a run waits for an answer.
+        # Known neighbours need no lookup, so no first message of a run waits for an answer.
         others = [other for other in range(self._count) if other != host]
         lines += [
             f"neighbour replace {self.addresses[other]} lladdr {self._mac(other)} nud permanent dev {INTERFACE}"
@@ -345,7 +345,7 @@ class Machines:
         return "02:50:" + ":".join(f"{part:02x}" for part in self.network[host + 1].packed)
 
     def _shape(self, namespace: str, device: str, words: str) -> None:
-        """Puts tbf in front of a device, and looks whether it is there: without it the link would be too fast."""
+        """Attaches tbf to a device, and checks that it is there: without it the link would be too fast."""
         self._batch("tc", namespace, [f"qdisc replace dev {device} root {words}"])
         shown = subprocess.run(
             [_tool("tc"), "-n", namespace, "qdisc", "show", "dev", device], capture_output=True, text=True, check=False
@@ -360,7 +360,7 @@ class Machines:
         self._run(program, "-n", namespace, "-batch", "-", text="\n".join(lines) + "\n")
 
     def _run(self, program: str, *arguments: str, text: str = "") -> None:
-        # The mark lets the keeper find a command that we had started when we were killed.
+        # The mark lets the keeper find a command that was running when we were killed.
         environment = {**os.environ, keeper.MARK: self.id}
         line = [_tool(program), *arguments]
         done = subprocess.run(line, input=text, capture_output=True, text=True, check=False, env=environment)
@@ -369,9 +369,9 @@ class Machines:
 
 
 def clean(force: bool = False) -> list[str]:
-    """Removes what emulations have left whose maker is gone; with `force`, also those that run.
+    """Removes what emulations have left behind whose maker is gone; with `force`, also those that run.
 
-    Returns the names of the namespaces and cgroups removed. Nothing but names of emulations is touched.
+    Returns the names of the namespaces and cgroups removed. Touches nothing but names of emulations.
     """
     removed: list[str] = []
     found = [*keeper.names_of(), *(group.name for group in keeper.groups_of())]
@@ -386,7 +386,7 @@ def _tool(name: str) -> str:
 
 
 def _start_keeper(emulation: str, claim: socket.socket) -> subprocess.Popen[bytes]:
-    """Starts what removes the emulation when its standard input closes, and holds the claim until then."""
+    """Starts the process that removes the emulation when its standard input closes, and holds the claim until then."""
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", str(keeper.__file__), emulation, str(os.getpid())],
         stdin=subprocess.PIPE,

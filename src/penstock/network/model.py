@@ -1,4 +1,4 @@
-"""What happens to the k-th frame on a link: drawn from a seed, and the same whenever it comes and whatever came before.
+"""What happens to the k-th frame on a link: drawn from a seed, whenever the frame comes and whatever came before it.
 
 The distributions of the jitter are netem's, by the formulas of its tables: for a u that is uniform in 0..1, in units of
 the jitter and cut off at 4,
@@ -8,8 +8,8 @@ the jitter and cut off at 4,
     pareto        ((1 - u)^(-1/3) - 3/2) * 4/3
     paretonormal  a quarter of the normal one and three quarters of the Pareto one, at the same u
 
-(a test holds them against the tables of an installed tc). Each kind of chance has a stream of its own, so one that is
-added to a link does not change the others.
+(a test checks them against the tables of an installed tc). Each kind of chance has its own stream, so adding one
+to a link does not change the others.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """On frames that follow each other.
+    """Decisions about consecutive frames.
 
     Attributes:
         fate: its bits, uint8.
@@ -49,7 +49,7 @@ class Decisions:
 
 
 class Draws:
-    """The decisions on one direction of a link, in order; how many are asked for at once does not matter."""
+    """The decisions for one direction of a link, in order; how many are requested at a time does not matter."""
 
     def __init__(self, impairment: Impairment, seed: int, direction: int) -> None:
         """
@@ -66,7 +66,7 @@ class Draws:
         self._since_jump = 0
 
     def next(self, count: int) -> Decisions:
-        """On the next frames."""
+        """The decisions for the next frames."""
         wanted = self._impairment
         fate = np.zeros(count, dtype=np.uint8)
         fate[self._lost(count)] |= LOST
@@ -82,7 +82,7 @@ class Draws:
         return Decisions(fate, delay_ns, self._stream("bit").integers(0, 2**62, count))
 
     def _stream(self, name: str) -> np.random.Generator:
-        """Made when it is needed: a link that changes while frames are under way needs its first decisions soon."""
+        """Created on demand: a link that changes while frames are under way needs its first decisions soon."""
         if name not in self._streams:
             seeds = np.random.SeedSequence([*self._key, _STREAMS.index(name)])
             self._streams[name] = np.random.Generator(np.random.Philox(seeds))

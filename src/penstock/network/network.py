@@ -1,4 +1,4 @@
-"""A network that is asked for, whole: links, what shapes them, neighbours, hosts held back, and what changes."""
+"""A complete network specification: links, what shapes them, neighbours, throttled hosts, and what changes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from penstock.network.topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What is asked for, read and checked; nothing of it is made yet.
+    """The requested network, parsed and checked; nothing of it exists yet.
 
     Attributes:
         hosts: how many.
         topology: their links; None: as fast as the machine can.
         shaper: what is to shape them, one of `shapers.SHAPERS`.
         background: neighbours' traffic, as texts (background.py).
-        slow: hosts that are held back, and their shares of one core.
+        slow: throttled hosts, and their shares of one core.
         events: of the scenario.
     """
 
@@ -32,7 +32,7 @@ class Network:
     events: tuple[Event, ...] = ()
 
     def machines(self) -> Machines:
-        """The hosts, to be made by `with`.
+        """The hosts, which `with` creates.
 
         Raises:
             ArgumentError: as `Machines` does.

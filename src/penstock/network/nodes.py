@@ -1,4 +1,4 @@
-"""A job of torchrun over hosts: an agent on each, as on real machines. Here is who says which rank failed first."""
+"""A torchrun job across hosts: an agent on each, as on real machines. Also finds out which rank failed first."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from penstock.network.scenario import Event
 PORT = 29500
 """Of the first host's store: nothing else listens in a namespace of our own."""
 JOIN_SECONDS = 300.0
-"""In which every agent has to be there: many of them load torch on few cores."""
+"""Within which every agent must be there: many of them load torch on few cores."""
 PATIENCE = Patience(interrupt_seconds=1.0)
-"""After a Ctrl-C little: a rank that waits for another over a network may not see it at all."""
+"""Short after a Ctrl-C: a rank that waits for another over a network may not see it at all."""
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 """For the environment of agents: torch warns of host names that are not in DNS."""
 
@@ -29,13 +29,13 @@ QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 def agent_commands(
     machines: Machines, arguments: Sequence[str], *, per_host: int = 1, join_seconds: float = JOIN_SECONDS
 ) -> Iterator[list[str]]:
-    """What to start for each host.
+    """Yields the command to start for each host.
 
     Args:
         machines: the hosts; the first has rank 0.
         arguments: the script's path, or `-m` and a module, then its own.
         per_host: ranks on each.
-        join_seconds: in which every agent has to be there.
+        join_seconds: within which every agent must be there.
     """
     for host in range(len(machines.hosts)):
         where = [
@@ -57,7 +57,7 @@ class Job:
         command: the script's path, or `-m` and a module, then its own arguments.
         ranks: on all hosts together.
         hosts: how many.
-        threads: OMP_NUM_THREADS of each rank; by default the environment's, or else the cores divided by the ranks.
+        threads: OMP_NUM_THREADS of each rank; default: the environment's, or otherwise the cores divided by the ranks.
 
     Raises:
         ArgumentError: it cannot be started.
@@ -82,9 +82,9 @@ class Outcome:
     """How a job ended.
 
     Attributes:
-        status: as a shell has it: 0, the exit status of the first rank that failed, or 128 + n for signal n.
+        status: as in a shell: 0, the exit status of the first rank that failed, or 128 + n for signal n.
         said: what failed first, in words; "" if nothing did, or a signal to this process ended all.
-        happened: what the scenario has changed, in order.
+        happened: what the scenario changed, in order.
     """
 
     status: int
@@ -101,7 +101,7 @@ def run(
     seconds: float = float("inf"),
     forwards: bool = True,
 ) -> Outcome:
-    """Runs a job over hosts that are there, and waits until all of it has ended.
+    """Runs a job on existing hosts, and waits until all of it has ended.
 
     Args:
         job: what, on as many hosts as `machines` has.

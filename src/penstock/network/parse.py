@@ -69,7 +69,7 @@ class _Values:
     taken: list[_Word] = field(default_factory=list)
 
     def take(self, read: Callable[[str], Any]) -> Any:
-        """The next value, which has to be there."""
+        """The next value, which must be there."""
         if not self.left:
             last = self.taken[-1] if self.taken else self.word
             raise _error(self.text, last, f"{last.text!r} lacks its value")
@@ -85,7 +85,7 @@ class _Values:
         return self.take(read) if self.left and self.left[0].text[:1].isdigit() else default
 
     def said(self, name: str) -> bool:
-        """Whether the next word is this one; it is taken then."""
+        """Whether the next word is this one; if so, takes it."""
         if self.left and self.left[0].name == name:
             self.taken.append(self.left.pop(0))
             return True

@@ -52,7 +52,7 @@ _LEAST_BARE = 1000.0
 
 
 def hardly_meant(text: str) -> str | None:
-    """What is wrong with a rate that is so slow and has no unit: who writes 100 means Mbit/s. None: nothing is."""
+    """What is wrong with a rate that is this slow and has no unit: writing 100 means Mbit/s. None: nothing."""
     if text[-1:] not in ".0123456789" or not 0 < rate(text) < _LEAST_BARE:
         return None
     return f"{text!r} is {text} bits per second, as for tc: did you mean {text}mbit? If not, give {text}bit"
@@ -64,7 +64,7 @@ seconds = _scaled(_TIMES, "time", "500us, 20ms or 1s", 86400.0, "86400s, a day,"
 
 
 def share(text: str) -> float:
-    """0..1, of a percentage. The sign is asked for: a bare 0.1 could be meant as either."""
+    """A percentage, as 0..1. The sign is required: a bare 0.1 could mean either."""
     match = NUMBER.fullmatch(text[:-1]) if text.endswith("%") else None
     if match is None or match[2]:
         raise ValueError(f"{text!r} is not a percentage: give one like 0.1% or 25%")

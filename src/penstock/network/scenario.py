@@ -40,14 +40,14 @@ class Event:
     """One change.
 
     Attributes:
-        step: with which it comes, counted from 0; None: `at_seconds` says.
-        at_seconds: since the beginning.
-        host: that it is about; None: all.
+        step: when it comes, counted from 0; None: see `at_seconds`.
+        at_seconds: since the start.
+        host: the one that changes; None: all.
         link: from then on.
         is_gone: the host is not there.
         background: neighbours' traffic, as texts, in addition to what there is.
-        for_seconds: after which it is over; None: never.
-        text: to be shown.
+        for_seconds: how long it lasts; None: forever.
+        text: for display.
     """
 
     step: int | None = None
@@ -176,7 +176,7 @@ def state_of(events: Sequence[Event], before: State) -> State:
 
 
 class Play:
-    """Which events hold, as time and steps go on."""
+    """Tracks which events hold as time and steps advance."""
 
     def __init__(self, events: Sequence[Event], before: State) -> None:
         self._before = before
@@ -188,8 +188,8 @@ class Play:
         """What has changed by now, in words; `state` is as it is then.
 
         Args:
-            seconds: since the beginning; never less than before.
-            step: that has begun, from 0; -1 before the first.
+            seconds: since the start; never less than before.
+            step: the last one to have begun, from 0; -1 before the first.
         """
         said: list[str] = []
         over = [event for event, end in self._holding if end <= seconds]

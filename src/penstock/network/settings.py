@@ -1,4 +1,4 @@
-"""What a host's network namespace is told about IPv6 and TCP, by way of /proc/sys."""
+"""Sets IPv6 and TCP in a host's network namespace, through /proc/sys."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ SHAPERS = (AUTO, "tbf", "switch")
 LARGE_MTU = 9000
 
 WRITES_A_FRAME = 6.0
-"""A frame of a TCP connection through the switch takes as long as so many writes of a frame that nobody wants.
+"""A TCP frame through the switch takes as long as this many writes of a frame that nothing receives.
 
 benchmarks/switch measures it.
 """
@@ -35,12 +35,12 @@ _PROBES, _PROBE_FRAMES = 5, 400
 
 @dataclass(frozen=True, slots=True)
 class Shaper:
-    """How a network is made.
+    """How a network is implemented.
 
     Attributes:
         name: "tbf" or "switch".
         topology: with the mtu that it needs.
-        remarks: what a reader of the results has to know.
+        remarks: what a reader of the results must know.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Shaper:
 
 
 def choose(topology: Topology, hosts: int, wanted: str = AUTO, only_switch: str | None = None) -> Shaper:
-    """What shapes a network here.
+    """Chooses what shapes a network here.
 
     Args:
         topology: what is asked for.
@@ -59,7 +59,7 @@ def choose(topology: Topology, hosts: int, wanted: str = AUTO, only_switch: str 
 
     Raises:
         ArgumentError: what is wanted cannot do what is asked for, or not at this rate.
-        FabricError: this machine has nothing that can. Nothing was made yet, in either case.
+        FabricError: nothing on this machine can. In either case nothing has been created yet.
     """
     if wanted not in SHAPERS:
         raise ArgumentError(f"there is no shaper {wanted!r}: give one of {', '.join(SHAPERS)}")
@@ -90,7 +90,7 @@ def _told_of_jitter(shaper: Shaper) -> Shaper:
 
 
 def _fitted(topology: Topology, hosts: int) -> Shaper:
-    """With frames so large that the switch can carry what the hosts can send."""
+    """With frames large enough that the switch can carry what the hosts can send."""
     needed, carried = _frames(topology, hosts)
     if needed <= carried:
         return Shaper("switch", topology)
@@ -117,7 +117,7 @@ def _fitted(topology: Topology, hosts: int) -> Shaper:
 
 
 def _frames(topology: Topology, hosts: int) -> tuple[float, float]:
-    """A second: what the hosts can send, and what the switch carries."""
+    """Per second: what the hosts can send, and what the switch carries."""
     return needed_frames_per_second(topology, hosts), frames_per_second(topology.link.frame_bytes)
 
 
@@ -133,7 +133,7 @@ def _into(topology: Topology, host: int, hosts: int) -> float:
 
 
 def frames_per_second(frame_bytes: int) -> float:
-    """About how many frames of TCP a switch passes on here: measured, in a namespace that vanishes."""
+    """About how many TCP frames a switch passes on here: measured, in a namespace that vanishes."""
     return 1 / (WRITES_A_FRAME * within(None, lambda: _write_seconds(frame_bytes)))
 
 

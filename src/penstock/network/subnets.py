@@ -12,16 +12,16 @@ from penstock.errors import FabricError
 from penstock.network.keeper import tool
 
 ALL = ipaddress.IPv4Network("10.64.0.0/10")
-"""What they are taken from."""
+"""The range that they are taken from."""
 
 
 def subnet(number: int) -> ipaddress.IPv4Network:
-    """The one of this number, with addresses for 254 hosts."""
+    """The subnet with this number, with addresses for 254 hosts."""
     return ipaddress.IPv4Network((int(ALL.network_address) + 256 * number, 24))
 
 
 def claim() -> tuple[int, socket.socket]:
-    """A subnet that neither this machine nor another emulation uses, and what holds it until it is closed.
+    """A subnet that neither this machine nor another emulation uses, and the socket that holds it until it is closed.
 
     The claim is an abstract socket's name: the kernel gives it to one only, and frees it when that one ends.
     """

@@ -47,7 +47,7 @@ class Topology:
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """All that are there, each once."""
+        """Every distinct link."""
         return (self.link, *self.own.values())
 
     def up(self, host: int) -> Link:
@@ -59,7 +59,7 @@ class Topology:
         return self.up(host).down or self.up(host)
 
     def rates(self, hosts: int) -> dict[str, list[float]]:
-        """Bytes a second by host, from it ("up") and towards it ("down")."""
+        """Bytes per second by host, from it ("up") and to it ("down")."""
         ways = {"up": self.up, "down": self.down}
         return {way: [link(host).bytes_per_second for host in range(hosts)] for way, link in ways.items()}
 
@@ -75,7 +75,7 @@ class Topology:
         return Topology(_sized(self.link, mtu), {}, self.seed).with_own(self.own)
 
     def with_own(self, own: Mapping[int, Link]) -> Topology:
-        """The same with these links of single hosts, at the mtu of the others."""
+        """The same with these links for single hosts, at the mtu of the other links."""
         return replace(self, own={host: _sized(link, self.mtu) for host, link in own.items()})
 
     @property

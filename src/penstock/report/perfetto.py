@@ -15,7 +15,7 @@ _MICROSECONDS = 1e6
 def to_perfetto(timeline: Timeline) -> dict[str, Any]:
     """The trace, ready for JSON: a process for each rank, with a thread for compute and one for communication.
 
-    Slices are named by op and microbatch (`F0`), and waits `wait`. Times are in microseconds, as the format has them.
+    Slices are named by op and microbatch (`F0`), and waits `wait`. Times are in microseconds, as the format requires.
     """
     events: list[dict[str, Any]] = []
     turns = " (in turns with the others, in one process)" if timeline.in_turns else ""

@@ -1,7 +1,7 @@
-"""For those who build on Penstock, the checks and the surroundings that its own tests use.
+"""Penstock's own test checks and environments, for code built on it.
 
 check_factory     conformance of a transport of your own, in one process
-check_transport   likewise of made ones, in one process or in two
+check_transport   the same for transports already made, in one process or in two
 nccl_rules        NCCL's rules imposed on gloo: what GPUs would make of the messages that processes exchange
 bad_network       hosts joined by links with delay, jitter, loss and stalls, to run jobs of torchrun over (no torch)
 

@@ -17,7 +17,7 @@ from penstock.testing import network
 
 @pytest.fixture
 def bad_network() -> Callable[..., AbstractContextManager[network.BadNetwork]]:
-    """`penstock.testing.bad_network`; the test is skipped, with the reason, where the machine cannot make one."""
+    """`penstock.testing.bad_network`; skips the test, with the reason, if the machine cannot make one."""
     reason = network.why_no_bad_network()
     if reason is not None:
         pytest.skip(reason)

@@ -5,14 +5,14 @@
 
 The rules are those of torch's ProcessGroupNCCL without `device_id=`:
 
-- Two ranks have a communicator of their own within each process group. The first operation of either creates it, which
+- Two ranks have their own communicator within each process group. The first operation of either creates it, which
   holds the calling thread up until the other rank's first one.
 - Tags are ignored. A communicator runs its operations, sends and receives alike, in the order in which they were
   issued, one after the other; one that waits for its other end holds up all behind it.
 - So the k-th send of one rank meets the k-th receive of the other; where their sizes differ, that is an error.
 - `wait` orders the caller's stream behind an operation. The CPU is its own stream: what is computed after `wait` has
   what arrived, and a wait that NCCL would leave to the stream holds up the thread.
-- To synchronize a device waits for all operations that were issued, also for receives that nobody has sent to yet.
+- To synchronize a device waits for all operations that were issued, including receives that have no send yet.
 - There are dtypes that NCCL has no type for, int16 among them.
 
 With `eager=True`, those with `device_id=`: one communicator for each process group, there from the start, whose
@@ -224,7 +224,7 @@ class Event:
         """Nothing to wait for."""
 
     def elapsed_time(self, later: Event) -> float:
-        """Milliseconds, as torch has it."""
+        """Milliseconds, as in torch."""
         return (later._at - self._at) / 1e6
 
 

@@ -48,11 +48,11 @@ class Finished:
 
     @property
     def output(self) -> str:
-        """All hosts', one after the other."""
+        """The output of all hosts, one after the other."""
         return "".join(self.outputs)
 
     def check(self) -> Self:
-        """Itself, if the job ended well.
+        """Returns itself if the job ended well.
 
         Raises:
             AssertionError: it did not; with what failed first and all that was printed.
@@ -129,7 +129,7 @@ def bad_network(
     shaper: str = AUTO,
     scenario: str | Path | None = None,
 ) -> Iterator[BadNetwork]:
-    """Hosts joined by links that are as bad as asked, for the time of a `with` block.
+    """Hosts joined by links as bad as asked, for the duration of a `with` block.
 
     They reach each other and nothing else, and share this machine's files and processors. Nothing of them is left at
     the end, however it comes. It takes a second or two; the first of a machine some fifteen, to compile the switch.

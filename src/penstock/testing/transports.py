@@ -111,7 +111,7 @@ def check_factory(factory: TransportFactory) -> list[str]:
                         "message that was sent and has not arrived"
                     )
                 if end.ready():
-                    end.get()  # what one raises need not wait for the other, which may wait for ever
+                    end.get()  # what one raises need not wait for the other, which may wait forever
         return ends[0].get()
 
 
@@ -293,7 +293,7 @@ def a_loss_reaches_every_rank() -> Iterator[Step]:
 
 
 def values_of_several_ranks_cross_each_other() -> Iterator[Step]:
-    """Announcements of one rank and losses of the other, of which nobody reads some, and others late."""
+    """Announcements of one rank and losses of the other, some never read, some read late."""
     for turn in range(6):
         for source, r in ((0, 0), (0, 1), (1, 0), (1, 1)):
 
@@ -401,7 +401,7 @@ def every_shape_travels() -> Iterator[Step]:
 
 
 def sums_have_the_same_bits_everywhere() -> Iterator[Step]:
-    """Also where a second one starts before the first is waited for."""
+    """Even if a second one starts before the first is waited for."""
     for _ in range(2):
         for group in (0, 1):
             for r in (0, 1):

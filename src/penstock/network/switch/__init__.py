@@ -1,1 +1,1 @@
-"""A switch in user space: it joins the hosts' TAP devices and gives every frame what its links were asked for."""
+"""A switch in user space: it joins the hosts' TAP devices and makes every frame meet its links' settings."""

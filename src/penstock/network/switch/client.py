@@ -1,4 +1,4 @@
-"""The switch as its maker sees it: started, told of changes, asked what it has counted, ended."""
+"""The maker's side of the switch: starts it, orders changes, asks for its counts, ends it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Switch:
         self.priority: str = answer["priority"]
 
     def order(self, order: Order) -> dict[str, Any]:
-        """Has it done, and returns what it tells.
+        """Sends an order, and returns the answer.
 
         Raises:
             FabricError: it has ended.

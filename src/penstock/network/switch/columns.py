@@ -13,7 +13,7 @@ COUNTED = {
     "reordered": N_JUMPED, "queue_full": N_FULL, "host_gone": N_GONE, "no_such_host": N_OTHER,
     "background_bytes": NEAR_BYTES, "background_queue_full": NEAR_FULL,
 }  # fmt: skip
-"""What is told of a direction, by name."""
+"""What is reported of a direction, by name."""
 
 # Of `Tables.slots`, a row for each frame that can be under way; SPARE is a stack of its own.
 LENGTH, SOURCE, TARGET, SPARE = range(4)

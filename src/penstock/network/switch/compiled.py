@@ -1,4 +1,4 @@
-"""How the switch's inner loop is compiled, and where what was compiled is kept."""
+"""How the switch's inner loop is compiled, and where the compiled code is kept."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _SOURCES = (*sorted(Path(__file__).parent.glob("*.py")), Path(__file__).parents[
 
 
 def folder(sources: Iterable[Path]) -> Path | None:
-    """For what is compiled from these; None where numba has to find one, as nothing may be written beside them.
+    """Where to keep code compiled from these; None if numba must find a place, as nothing may be written there.
 
-    numba itself looks at the file of a function alone, and would go on with constants that have changed in another.
+    numba itself checks only the function's own file, and would go on with constants that have changed in another.
     """
     beside = Path(__file__).parent
     if not os.access(beside, os.W_OK):
@@ -30,9 +30,9 @@ def folder(sources: Iterable[Path]) -> Path | None:
 
 
 def _options() -> dict[str, bool]:
-    """Without numba's counting of references to arrays, which took ten times as long as the work itself.
+    """Turns off numba's reference counting of arrays, which took ten times as long as the work itself.
 
-    Nothing here makes an array, and Python holds those that there are. The option is not documented: a numba without
+    Nothing here creates an array, and Python holds the existing ones. The option is undocumented: a numba without
     it makes a slower switch.
     """
     try:

@@ -1,4 +1,4 @@
-"""The loop's arrays: made for a network, and kept filled with decisions while it runs."""
+"""The loop's arrays: created for a network, and kept filled with decisions while it runs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from penstock.network.switch.columns import Tables
 from penstock.network.topology import Topology
 
 BLOCK = 8192
-"""Decisions that there is room for: 16 frames to all of 200 hosts take 3200."""
+"""Decisions that there is room for: 16 frames to each of 200 hosts take 3200."""
 AT_ONCE = 1024
-"""Decisions that are drawn together. It takes 0.1 to 0.3 ms, in which no frame is passed on."""
+"""Decisions that are drawn together. Takes 0.1 to 0.3 ms, during which no frame is passed on."""
 MOST_BYTES = 512 * 1024**2
-"""Of frames under way, all together."""
+"""Of all frames under way together."""
 
 
 def under_way_bytes(topology: Topology, hosts: int) -> float:
@@ -33,7 +33,7 @@ def under_way_bytes(topology: Topology, hosts: int) -> float:
 
 
 def tables(topology: Topology, descriptors: Sequence[int], start_ns: int) -> Tables:
-    """For hosts with these TAP devices."""
+    """Creates the arrays for hosts with these TAP devices."""
     hosts = len(descriptors)
     stride = -(-(topology.mtu + 64) // 64) * 64
     # Twice, as acknowledgements take a slot of their own.
@@ -68,7 +68,7 @@ class Decided:
 
         Args:
             t: the arrays.
-            topology: what is to hold from now on.
+            topology: what holds from now on.
             epoch: how often the network has changed before; each change draws anew.
             now_ns: when; None: at the beginning. The period of stalls that were not there before begins then.
         """
@@ -95,7 +95,7 @@ class Decided:
         self.fill()
 
     def fill(self) -> None:
-        """For each direction that runs short, and if none does, for the one that has least left."""
+        """Fills each direction that runs short, or if none does, the one that has least left."""
         lines, enough = self._t.lines, int(self._t.state[columns.ENOUGH])
         left = lines[:, columns.FILLED] - lines[:, columns.DRAWN]
         left[[draws is None for draws in self._draws]] = BLOCK
@@ -129,13 +129,13 @@ STALL = ("since_ns", "length_ns", "every_ns")
 
 
 def stalls(t: Tables) -> set[tuple[int, ...]]:
-    """Those of all directions, as `STALL` has them."""
+    """The stalls of all directions, in the order of `STALL`."""
     rows = t.lines[:, [columns.SINCE_NS, columns.STALL_NS, columns.EVERY_NS]].tolist()
     return {tuple(row) for row in rows if row[1]}
 
 
 def told(t: Tables) -> dict[str, Any]:
-    """What was counted so far, in plain values.
+    """What has been counted so far, in plain values.
 
     seconds: since the beginning. frames: that hosts have sent. failed_writes: frames that a host's device has refused.
     no_room: how often no frame could be read as all memory held others. busy_seconds: not asleep. late: how much later
@@ -163,7 +163,7 @@ def told(t: Tables) -> dict[str, Any]:
 
 
 def lateness(state: Any) -> dict[str, float | None]:
-    """How much later than asked frames left, in seconds: mean, worst, and quantiles that are at most so much."""
+    """How much later than asked frames left, in seconds: mean, worst, and upper bounds of quantiles."""
     counts = state[columns.LATE :]
     total = int(counts.sum())
     found: dict[str, float | None] = {"mean": None, "p50": None, "p99": None, "worst": None}

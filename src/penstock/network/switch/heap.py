@@ -1,4 +1,4 @@
-"""The switch's frames under way: the one that is due next comes first, and of those due at once the first put in."""
+"""The switch's frames under way: the one due next comes first, and among those due simultaneously the first put in."""
 
 from __future__ import annotations
 

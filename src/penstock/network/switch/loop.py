@@ -98,7 +98,7 @@ _LITTLE_WAKING, _MOST_WAKING = 40_000, 200_000
 
 @compiled
 def now_ns(t: Tables) -> Any:
-    """Of the clock that only grows."""
+    """Time of the monotonic clock."""
     _clock_gettime(_MONOTONIC, t.state.ctypes.data + 8 * SECONDS)
     return t.state[SECONDS] * _NS + t.state[NANOSECONDS]
 
@@ -245,7 +245,7 @@ def neighbours(t: Tables, host: Any, at: Any) -> None:
 
 @compiled
 def all_neighbours(t: Tables) -> None:
-    """Until now, for the links that nothing else uses."""
+    """Does so until now, for the links that nothing else uses."""
     now = now_ns(t)
     for host in range(t.meets.shape[0]):
         neighbours(t, host, now)
@@ -290,7 +290,7 @@ def _send(t: Tables, slot: Any, due: Any, now: Any) -> None:
 
 @compiled
 def _receive(t: Tables, source: Any, now: Any) -> None:
-    """What a host has sent, up to a number of frames."""
+    """Reads what a host has sent, up to a number of frames."""
     hosts = t.meets.shape[0]
     for _ in range(READS_AT_ONCE):
         if t.state[SPARES] == 0:
@@ -323,7 +323,7 @@ def _receive(t: Tables, source: Any, now: Any) -> None:
 
 @compiled
 def _deliver(t: Tables) -> Any:
-    """All that is due, unless decisions run short. Returns the time."""
+    """Delivers all that is due, unless decisions run short. Returns the time."""
     now = now_ns(t)
     while t.state[WAITING] > 0 and t.heap[0, DUE_NS] <= now and not t.state[LOW]:
         due = t.heap[0, DUE_NS]
@@ -338,10 +338,10 @@ def _deliver(t: Tables) -> Any:
 
 @compiled
 def _wait(t: Tables, now: Any, until_ns: Any) -> Any:
-    """Until a frame comes or one is due. Returns whether any came.
+    """Waits until a frame comes or one is due. Returns whether any came.
 
-    A sleeper wakes late: by little on a busy machine, by 50 to 100 us on an idle one whose processors sleep as well. So
-    there it is to wake that much earlier, and looks again and again for the rest of the time.
+    A sleeper wakes late: a little on a busy machine, by 50 to 100 us on an idle one whose processors sleep as well. So
+    there it is set to wake that much earlier, and polls for the rest of the time.
     """
     wait = until_ns - now
     if t.state[WAITING] > 0:
@@ -361,7 +361,7 @@ def _wait(t: Tables, now: Any, until_ns: Any) -> Any:
 
 @compiled
 def run(t: Tables, until_ns: Any) -> None:
-    """Until a moment, or until a direction needs more decisions."""
+    """Runs until a moment, or until a direction needs more decisions."""
     began = now_ns(t)
     while True:
         now = _deliver(t)

@@ -1,4 +1,4 @@
-"""What is said to a switch and by it, a line each: orders on its standard input, answers in JSON on its output."""
+"""Messages to and from a switch, a line each: orders on its standard input, answers in JSON on its output."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Order(_Line):
         topology: what holds from now on; None: as before.
         gone: hosts that nothing comes from or gets to from now on; None: as before.
         background: neighbours' traffic from now on, as texts (background.py); None: as before.
-        tells: what was counted so far is asked for.
+        tells: ask for what has been counted so far.
     """
 
     topology: Topology | None = None

@@ -1,7 +1,7 @@
-"""The switch as a process of its own: `python -m penstock.network.switch.serve`, told what to do on its input.
+"""The switch as its own process: `python -m penstock.network.switch.serve`, which takes orders on its input.
 
-It ends when its input does. It runs before all other processes where it may, so that frames leave when they are due
-also when the hosts keep every core busy.
+It ends when its input does. It gets priority over all other processes if permitted, so that frames leave when they are
+due even when the hosts keep every core busy.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Served:
 
 
 def priority() -> str:
-    """Puts this process before all others, as far as it may. Returns how far."""
+    """Gives this process priority over all others, as far as permitted. Returns how far."""
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
@@ -95,7 +95,7 @@ def priority() -> str:
 
 
 def main() -> int:
-    """0 when told to end; what went wrong is the answer otherwise."""
+    """0 when told to end; otherwise what went wrong is the answer."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # it goes when the maker closes its input
     incoming = sys.stdin

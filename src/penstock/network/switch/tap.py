@@ -1,4 +1,4 @@
-"""TAP devices: what a host sends on one is read here as Ethernet frames, and what is written here it receives."""
+"""TAP devices: what a host sends on one is read here as Ethernet frames, and it receives what is written here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TUNSETIFF = 0x400454CA
 _TAP, _WITHOUT_HEADER = 0x0002, 0x1000
 _SIOCSIFTXQLEN = 0x8943
 _UNREAD_FRAMES = 10_000
-"""That a device keeps until they are read. Usually 500: less than 7 ms at 1gbit, and what comes then is lost."""
+"""That a device keeps until they are read. The default is 500: less than 7 ms at 1gbit, and what follows is lost."""
 
 
 def open_tap(name: str, namespace: Path | None) -> int:
@@ -45,7 +45,7 @@ class Unread:
     """Counts the frames that a host's device had to drop because they were not read in time."""
 
     def __init__(self, name: str, namespace: Path | None) -> None:
-        """Of a device in a namespace."""
+        """Counts for one device in a namespace."""
 
         def find() -> int:
             return os.open("/proc/thread-self/net/dev", os.O_RDONLY | os.O_CLOEXEC)
@@ -54,7 +54,7 @@ class Unread:
         self._counters = find() if namespace is None else within(namespace, find)
 
     def count(self) -> int:
-        """So far."""
+        """Frames dropped so far."""
         for line in os.pread(self._counters, 1 << 16, 0).decode().splitlines():
             name, _, counted = line.partition(":")
             if name.strip() == self._name:

@@ -103,7 +103,7 @@ class _Stopped:
 
 @contextmanager
 def iterators_stopped(reach: Reach) -> Iterator[None]:
-    """Meanwhile, iterators within reach raise PartitionError when they are advanced. They stay as they are."""
+    """Meanwhile, iterators within reach raise PartitionError instead of advancing."""
     found = [
         (place, key, value)
         for place in reach.places
@@ -131,10 +131,10 @@ def refuse_copies(index: int, remembered: Sequence[Remembered], pipelines: int) 
 
 
 def refuse_again(index: int, remembered: Sequence[Remembered], units: Collection[str] | None = None) -> None:
-    """Raises PartitionError if a forward that is run again remembers something.
+    """Raises PartitionError if a forward that is rerun remembers something.
 
     Args:
-        units: those that are run again; None: the whole stage is.
+        units: those that are rerun; None: the whole stage.
     """
     for each in remembered:
         if units is None or not each.units.isdisjoint(units):
@@ -145,5 +145,5 @@ def refuse_again(index: int, remembered: Sequence[Remembered], units: Collection
 
 
 def draws_alone(unit: str) -> Remembered:
-    """A generator of a unit's own."""
+    """A unit's own generator."""
     return Remembered(f"a torch.Generator in {unit!r}", frozenset({unit}))
