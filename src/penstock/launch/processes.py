@@ -31,7 +31,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def launch(command: Sequence[str], ranks: int, threads: int | None = None) -> int:
     """Runs a Python script once for each rank, on a free port of this machine, and waits until all have ended.
 
-    SIGINT, SIGTERM and SIGHUP are passed on. The ranks then have a few seconds to end; a second signal ends them immediately.
+    SIGINT, SIGTERM and SIGHUP are passed on. The ranks then have a few seconds to end; a second one ends them at once.
 
     Args:
         command: the script's path, or `-m` and a module, then its arguments.
