@@ -55,7 +55,7 @@ class Signals:
         self._board = board
         self._others = range(1, members.size) if members.rank == 0 else ()
         self._heard_after_ns: deque[int] = deque([_FIRST_NS], maxlen=_WORDS)
-        """Of the last words: how long after it was said this host heard it; on host 0, the last of the hosts."""
+        """How long recent announcements took to reach this host; on host 0, to reach the last host."""
 
     def report(self, stamps: Tensor) -> Tensor:
         """Send stamps to host 0, which gets every host's, one row per host; other hosts get their own row only."""

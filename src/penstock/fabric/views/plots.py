@@ -158,7 +158,7 @@ def _none() -> Any:
     return NullLocator()
 
 
-# -- over the trials --------------------------------------------------------------------------------------------------
+# -- by trial ---------------------------------------------------------------------------------------------------------
 
 
 def _trials(results: dict[str, Any], times: Sequence[Floats]) -> str:
@@ -207,7 +207,7 @@ def _trials_note(median: float, far: Floats, trials: NDArray[np.int64]) -> str:
     return f"{text}, {len(far):,} outlier{'s' if len(far) > 1 else ''}, {worst}"
 
 
-# -- over the sizes ---------------------------------------------------------------------------------------------------
+# -- by size ----------------------------------------------------------------------------------------------------------
 
 
 def _busbw(results: dict[str, Any], times: Sequence[Floats]) -> str:
