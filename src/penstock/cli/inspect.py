@@ -1,4 +1,4 @@
-"""`penstock inspect`: how a model would be split: stages, what crosses between them, what they share."""
+"""`penstock inspect`: shows how a model would be split: its stages, what crosses between them, what they share."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def inspect(
 
     TARGET is a function that returns (model, args, target, loss), as for
     `penstock verify`. Nothing is computed: the forward is recorded with fake
-    tensors, and the loss is tried on a made-up output. Whatever `verify` would
-    refuse with the same options is refused here, too, with the module, the source
-    line and the remedy, unless only real values can show it.
+    tensors, and the loss is tried on a made-up output. What `verify` would refuse
+    with the same options is refused here too, with the module, the source line
+    and the remedy, unless only real values reveal it.
     """
-    generator(schedule)  # says what is wrong before anything is loaded
+    generator(schedule)  # raises before anything is loaded
     with loaded(target, "the model or the loss") as given:
         from penstock.pipe.inspection import inspect as look
 
@@ -142,7 +142,7 @@ def _remarks(found: Inspection) -> list[str]:
 
 
 def _table(*columns: tuple[str, bool]) -> Table:
-    """Columns by head, and whether they have numbers."""
+    """A table with these columns: heading, and whether it has numbers."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for head, is_number in columns:
         table.add_column(head, justify="right" if is_number else "left", overflow="fold")

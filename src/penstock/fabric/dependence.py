@@ -30,7 +30,7 @@ _WIDER = 4.0
 def autocorrelation(samples: ArrayLike) -> Series:
     """Return the autocorrelation of the normal scores, from lag 0 to the last that counts (only 0 if independent)."""
     require("fabric", "scipy", for_what="the statistics of a run")
-    from scipy import special, stats  # which takes a second to import
+    from scipy import special, stats  # takes a second to import
 
     values = np.asarray(samples, float).ravel()
     count = len(values)
@@ -72,7 +72,7 @@ def effective_counts(samples: ArrayLike, quantiles: tuple[float, ...]) -> tuple[
 
 def _effective(time: float, count: int) -> float:
     require("fabric", "scipy", for_what="the statistics of a run")
-    from scipy import special  # which takes a second to import
+    from scipy import special  # takes a second to import
 
     if time <= 1:
         return float(count)
@@ -104,7 +104,7 @@ def _quadrant(q: float) -> tuple[Series, Series]:
     The excess is over independent normals (Sheppard's formula, integrated).
     """
     require("fabric", "scipy", for_what="the statistics of a run")
-    from scipy import special  # which takes a second to import
+    from scipy import special  # takes a second to import
 
     angles = np.linspace(0, math.pi / 2, 400)
     density = np.exp(-(special.ndtri(q) ** 2) / (1 + np.sin(angles))) / (2 * math.pi)

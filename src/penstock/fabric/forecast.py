@@ -208,7 +208,7 @@ def _least_beta(record: dict[str, Any], rows: Sequence[dict[str, Any]], form: st
 
 
 class _Timed(NamedTuple):
-    """A transfer whose median is known."""
+    """A transfer with a known median time."""
 
     bytes: int
     ranks: int

@@ -107,7 +107,7 @@ def order_interval(count: int, q: float, confidence: float = CONFIDENCE) -> tupl
         The two ranks; None if even the smallest or the largest sample is no bound, which is when q^count is above 2.5%.
     """
     require("fabric", "scipy", for_what="the statistics of a run")
-    from scipy import stats  # which takes a second to import
+    from scipy import stats  # takes a second to import
 
     side = (1 - confidence) / 2
     if count < 1 or max(q, 1 - q) ** count > side:
@@ -147,7 +147,7 @@ def _of_times(interval: Interval | None) -> Interval | None:
 def _rank(q: float, count: float, below: float) -> float:
     """Return the rank of the order statistic that lies below the q-quantile with probability `below`, among `count`."""
     require("fabric", "scipy", for_what="the statistics of a run")
-    from scipy import optimize, special  # which takes a second to import
+    from scipy import optimize, special  # takes a second to import
 
     def beyond(rank: float) -> float:
         return float(special.betainc(rank, count + 1 - rank, q)) - below
@@ -173,7 +173,7 @@ def mean_interval(samples: ArrayLike) -> Interval | None:
     interval accounts for a tail that the samples have not hit.
     """
     require("fabric", "scipy", for_what="the statistics of a run")
-    from scipy import special  # which takes a second to import
+    from scipy import special  # takes a second to import
 
     values = np.asarray(samples, float).ravel()
     if len(values) < _FEWEST_FOR_MEAN:

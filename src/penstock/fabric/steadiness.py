@@ -76,7 +76,7 @@ class WarmUp:
 def trend(samples: ArrayLike) -> float:
     """Return the trend of six or more samples in standard deviations: positive if rising, negative if falling."""
     require("fabric", "scipy", for_what="the statistics of a run")
-    from scipy import stats  # which takes a second to import
+    from scipy import stats  # takes a second to import
 
     values = np.asarray(samples, float)
     count, order = len(values), np.arange(len(values))

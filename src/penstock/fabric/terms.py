@@ -26,7 +26,7 @@ _IN_PARTS = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 
 
 class Terms(NamedTuple):
-    """seconds = rounds * alpha + bytes * bytes_factor * beta."""
+    """The coefficients of an algorithm's cost: seconds = rounds * alpha + bytes * bytes_factor * beta."""
 
     rounds: int
     bytes_factor: float
