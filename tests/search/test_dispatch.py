@@ -189,7 +189,7 @@ def test_a_pattern_of_1f1b_dispatches_as_1f1b_with_split_backwards_or_better() -
     assert rows is not None
     timing = time_rows(asked, rows)
     assert timing is not None
-    again = dispatch(asked, pattern_of(asked, rows, timing))
+    again = dispatch(asked, pattern_of(asked, timing))
     assert again is not None
     reached = time_rows(asked, again)
     assert reached is not None

@@ -314,17 +314,9 @@ def saturation(
     if not known:
         return Saturation(False, False, None, "")
     stolen = max(one.get("steal") or 0.0 for one in known)
-    own = list(cores) if len(cores) == len(known) else [machine_cores] * len(known)
-    # These are the processes' own shares; their machine also runs the kernel's network stack, and other processes.
-    shares = [one["cpu_seconds"] / (one["wall_seconds"] * n) for one, n in zip(known, own, strict=True)]
-    if shared_machine:
-        alone = sum(one["cpu_seconds"] for one in known) / (max(one["wall_seconds"] for one in known) * machine_cores)
-        busy = max(alone, *(one.get("busy") or 0.0 for one in known))
-        where, crowded = f"{len(known)} hosts share {machine_cores} cores", len(known) > machine_cores
-    else:
-        machines = [max(share, one.get("busy") or 0.0) for share, one in zip(shares, known, strict=True)]
-        busy, crowded = max(machines), False
-        where = f"rank {machines.index(busy)} is the busiest"
+    own = cores if len(cores) == len(known) else [machine_cores] * len(known)
+    busy, where = _shared(known, machine_cores) if shared_machine else _busiest(known, own)
+    crowded = shared_machine and len(known) > machine_cores
     switches = sum(one.get("involuntary_switches") or 0 for one in known)
     crammed = busy >= _BUSY or stolen >= _STOLEN
     saturated = crammed and (network_percent is None or network_percent < _NETWORK)
@@ -343,3 +335,17 @@ def saturation(
     if tails:
         parts.append(f"{switches:,} involuntary switches in {trials:,} trials: the tail may be the scheduler's")
     return Saturation(saturated, tails, busy, "; ".join(parts))
+
+
+def _shared(known: Sequence[dict[str, Any]], cores: int) -> tuple[float, str]:
+    """How busy the machine is that all ranks share, and what to call it."""
+    alone = sum(one["cpu_seconds"] for one in known) / (max(one["wall_seconds"] for one in known) * cores)
+    return max(alone, *(one.get("busy") or 0.0 for one in known)), f"{len(known)} hosts share {cores} cores"
+
+
+def _busiest(known: Sequence[dict[str, Any]], cores: Sequence[int]) -> tuple[float, str]:
+    """The same of the busiest of the ranks' own machines."""
+    # These are the processes' own shares; their machine also runs the kernel's network stack, and other processes.
+    shares = [one["cpu_seconds"] / (one["wall_seconds"] * n) for one, n in zip(known, cores, strict=True)]
+    machines = [max(share, one.get("busy") or 0.0) for share, one in zip(shares, known, strict=True)]
+    return max(machines), f"rank {machines.index(max(machines))} is the busiest"

@@ -7,14 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from penstock.fabric.dtypes import BYTES, REDUCES, USUAL, Op
+from penstock.fabric.dtypes import BYTES, REDUCES, Op
 from penstock.fabric.steps import Collective
 
 TYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in BYTES}
 """torch dtypes by name."""
-
-DTYPES = {size: TYPES[name] for size, name in USUAL.items()}
-"""The default dtype for each element size in bytes."""
 
 NOTHING = 77
 """Fills buffers that hold no input; no rank contributes it to a sum."""
