@@ -97,10 +97,10 @@ class Summary:
 
 
 @lru_cache(maxsize=256)
-def order_interval(count: int, q: float, confidence: float = CONFIDENCE) -> tuple[int, int] | None:
+def order_interval(count: int, q: float) -> tuple[int, int] | None:
     """Return the order statistics, counted from 1, that bound the q-quantile of any continuous distribution.
 
-    Each side is wrong with a probability of at most (1 - confidence) / 2, by the binomial distribution of the number of
+    Each side is wrong with a probability of at most (1 - CONFIDENCE) / 2, by the binomial distribution of the number of
     independent samples below the quantile (David and Nagaraja, Order Statistics, 7.1).
 
     Returns:
@@ -109,7 +109,7 @@ def order_interval(count: int, q: float, confidence: float = CONFIDENCE) -> tupl
     require("fabric", "scipy", for_what="the statistics of a run")
     from scipy import stats  # takes a second to import
 
-    side = (1 - confidence) / 2
+    side = (1 - CONFIDENCE) / 2
     if count < 1 or max(q, 1 - q) ** count > side:
         return None
     low, high = stats.binom.ppf((side * (1 + 1e-9), 1 - side * (1 + 1e-9)), count, q)
@@ -158,9 +158,9 @@ def _rank(q: float, count: float, below: float) -> float:
     return most if beyond(most) >= 0 else float(optimize.brentq(beyond, least, most))
 
 
-def fewest(q: float, confidence: float = CONFIDENCE) -> int:
+def fewest(q: float) -> int:
     """Return the fewest independent samples for which `order_interval` bounds a q-quantile."""
-    return math.ceil(math.log((1 - confidence) / 2) / math.log(max(q, 1 - q)))
+    return math.ceil(math.log((1 - CONFIDENCE) / 2) / math.log(max(q, 1 - q)))
 
 
 def mean_interval(samples: ArrayLike) -> Interval | None:

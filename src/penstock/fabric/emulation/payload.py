@@ -126,9 +126,7 @@ def own_part(rank: int, ranks: int, elements: int, shares: Sequence[int] = ()) -
     return slice(sum(shares[:rank]) * unit, sum(shares[: rank + 1]) * unit)
 
 
-def padded(collective: Collective, elements: int, ranks: int, chunks: int = 1) -> int:
-    """Round `elements` up to a multiple of `chunks`, and of `ranks` if the collective divides them among the ranks."""
-    unit = chunks
-    if collective in ("all_gather", "gather", "reduce_scatter", "scatter", "all_to_all") and chunks % ranks:
-        unit = chunks * ranks
-    return -(-elements // unit) * unit
+def padded(collective: Collective, elements: int, ranks: int) -> int:
+    """Round `elements` up to a multiple of `ranks` if the collective divides them among the ranks."""
+    divides = collective in ("all_gather", "gather", "reduce_scatter", "scatter", "all_to_all")
+    return -(-elements // ranks) * ranks if divides else elements
