@@ -275,13 +275,11 @@ def _is_cache(recorder: Recorder, name: str, value: Tensor | None) -> bool:
     return value is not None and not saved and recorder.observer.provenance.is_fixed(value)
 
 
-def _finish(recorder: Recorder, loan: Loan, result: Any, left: Sequence[Behind], grain: Grain) -> Recording:
-    flat = flatten(result)
-    outputs: dict[fx.Node, int] = {}
-    leaves: list[int | Constant] = []
+def _result_leaves(recorder: Recorder, flat: Flat, outputs: dict[fx.Node, int]) -> Iterator[int | Constant]:
+    """What each leaf of the result is: an output, by its number (new ones are added to `outputs`), or a constant."""
     for leaf, path in zip(flat.leaves, flat.paths, strict=True):
         if isinstance(leaf, Tensor):
-            leaves.append(outputs.setdefault(recorder.node_of(leaf), len(outputs)))
+            yield outputs.setdefault(recorder.node_of(leaf), len(outputs))
         elif (drawn := node_of_drawn(leaf)) is not None:
             recorder.chance.refuse(f"a random number, {drawn.name!r}, as the model's result{path},")
         elif hides_tensors(leaf, fake_only=True):
@@ -290,7 +288,22 @@ def _finish(recorder: Recorder, loan: Loan, result: Any, left: Sequence[Behind],
                 "it. Return tensors, or tuples, lists, dicts or plain objects of tensors"
             )
         else:
-            leaves.append(Constant(leaf))
+            yield Constant(leaf)
+
+
+def _calls(recorder: Recorder) -> dict[str, tuple[int, ...]]:
+    """Where the modules that draw were called."""
+    called: dict[int, list[int]] = {id(module): [] for module in recorder.drawing.values()}
+    for module, position in recorder.observer.calls:
+        if id(module) in called:
+            called[id(module)].append(position)
+    return {name: tuple(called[id(module)]) for name, module in recorder.drawing.items()}
+
+
+def _finish(recorder: Recorder, loan: Loan, result: Any, left: Sequence[Behind], grain: Grain) -> Recording:
+    flat = flatten(result)
+    outputs: dict[fx.Node, int] = {}
+    leaves = tuple(_result_leaves(recorder, flat, outputs))
     recorder.returned.settle(recorder.facts)
     tensors = [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
     carried = [entry.to_carry(lambda t: outputs.setdefault(recorder.node_of(t), len(outputs))) for entry in left]
@@ -299,24 +312,19 @@ def _finish(recorder: Recorder, loan: Loan, result: Any, left: Sequence[Behind],
     recorder.observer.saved.settle()
     texts = frozenset(entry.text for entry in left if entry.small)
     needed = [loan.names[id(t)] for t in leaves_of(tensors) if id(t) in loan.names]
-    drawing = recorder.drawing
-    called: dict[int, list[int]] = {id(m): [] for m in drawing.values()}
-    for module, position in recorder.observer.calls:
-        if id(module) in called:
-            called[id(module)].append(position)
     return Recording(
         graph=recorder.graph,
         facts=recorder.facts,
         inputs=recorder.inputs,
         outputs=tuple(outputs),
-        result_leaves=tuple(leaves),
+        result_leaves=leaves,
         result_structure=flat.structure,
         constants=recorder.constants,
         blocks=frozenset(u.name for u in recorder.units.values() if u.block),
         held={name: loan.originals[id(fake)] for name, fake in loan.fakes.items()},
         memory=dict(recorder.observer.provenance.held),
-        drawing=dict(sorted(drawing.items())),
-        calls={name: tuple(called[id(m)]) for name, m in drawing.items()},
+        drawing=dict(sorted(recorder.drawing.items())),
+        calls=_calls(recorder),
         device=recorder.entry.device,
         guards=tuple(recorder.guards),
         notes=recorder.all_notes,
