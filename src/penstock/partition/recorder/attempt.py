@@ -1,7 +1,7 @@
 """Runs a model's own forward once on fake tensors and returns what it called.
 
-No symbolic tracing and no compiler: Python runs as it is, so any control flow that does not depend on the values of
-tensors is followed. The model, its buffers and the random generators are left as they were.
+This uses neither symbolic tracing nor a compiler: Python runs as it is, so any control flow that does not depend on
+tensor values is followed. The model, its buffers and the random generators are left as they were.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Attempt:
     sees_saved: bool
 
     def way(self, choices: Mapping[int, bool]) -> Recording:
-        """The path that the forward takes if its random branches get these answers."""
+        """Records the path that the forward takes if its random branches get these answers."""
         fake_calls, watches = frozenset[int](), self.sees_saved
         while True:
             try:
@@ -132,12 +132,12 @@ def _record(attempt: Attempt, choices: Mapping[int, bool], fake_calls: frozenset
 def _run_checked(
     recorder: Recorder, mode: Any, inputs: list[Any], structure: Any, functions: frozenset[FunctionType]
 ) -> Any:
-    """The forward's result, after checking that no block read or changed anything behind the recording's back."""
+    """Runs the forward, and checks that no block read or changed anything behind the recording's back."""
     try:
         with recorder.chance.replaced(functions):
             result = _run(recorder, mode, inputs, structure)
     except (PartitionError, Leak, Regroup):
-        recorder.sideways.check_units(recorder.on_memory)  # which may be why
+        recorder.sideways.check_units(recorder.on_memory)  # may give a better reason
         raise
     recorder.sideways.check_units(recorder.on_memory)
     recorder.fixed.check()
@@ -176,7 +176,7 @@ def _check_stateless(
         with second.chance.replaced(functions):
             _run(second, mode, inputs, given.structure)
         alike = same(recorder.graph, second.graph, (recorder.constants, second.constants))
-    except (Exception, Leak, Regroup, Restart, StayWhole, WholeFunction):  # it reads what cannot be known
+    except (Exception, Leak, Regroup, Restart, StayWhole, WholeFunction):  # it reads values that cannot be known
         alike = False
     if not alike:
         raise Obstacle(
@@ -188,7 +188,7 @@ def _check_stateless(
 
 @contextmanager
 def _staying_whole(recorder: Recorder) -> Iterator[None]:
-    """Blames whatever is raised inside a module that was opened for balance, or for a cut, on that module."""
+    """Blames an error raised inside a module that was opened for balance, or for a cut, on that module."""
     opening = recorder.opening
     try:
         yield
@@ -224,7 +224,7 @@ def _run(recorder: Recorder, mode: Any, inputs: list[Any], structure: Any) -> An
 
 @contextmanager
 def _quiet_about_hooks() -> Iterator[None]:
-    """Silences blocks that went through `torch.compile`: they warn about the hooks that follow modules."""
+    """Silences compiled blocks, which warn about the global hooks that follow modules."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
         yield
@@ -240,7 +240,7 @@ def _module(recorder: Recorder) -> str:
 
 
 def _remembered_by(recorder: Recorder) -> tuple[Remembered, ...]:
-    """What the recorded forward carries over to the next one."""
+    """What the recorded forward carries over to the next forward."""
     found = [draws_alone(unit) for _, unit in recorder.seeds.users.values()]
     return *strays(recorder.observer.provenance, recorder.reach), *recorder.sideways.remembered.values(), *found
 
@@ -268,7 +268,7 @@ def _check_leftovers(snapshot: Snapshot, loan: Loan, recorder: Recorder, names: 
 
 
 def _is_cache(recorder: Recorder, name: str, value: Tensor | None) -> bool:
-    """Whether a replaced buffer holds only what every forward makes identically, such as a table of positions."""
+    """Whether a replaced buffer holds only what every forward computes identically, such as a table of positions."""
     path, _, field = name.rpartition(".")
     module = recorder.model.get_submodule(path)
     saved = field not in module._non_persistent_buffers_set
@@ -276,7 +276,7 @@ def _is_cache(recorder: Recorder, name: str, value: Tensor | None) -> bool:
 
 
 def _result_leaves(recorder: Recorder, flat: Flat, outputs: dict[fx.Node, int]) -> Iterator[int | Constant]:
-    """What each leaf of the result is: an output, by its number (new ones are added to `outputs`), or a constant."""
+    """For each leaf of the result, its output's number (new outputs are added to `outputs`), or the constant it is."""
     for leaf, path in zip(flat.leaves, flat.paths, strict=True):
         if isinstance(leaf, Tensor):
             yield outputs.setdefault(recorder.node_of(leaf), len(outputs))
@@ -292,7 +292,7 @@ def _result_leaves(recorder: Recorder, flat: Flat, outputs: dict[fx.Node, int]) 
 
 
 def _calls(recorder: Recorder) -> dict[str, tuple[int, ...]]:
-    """Where the modules that draw were called."""
+    """The positions of the calls of each module that draws, by name."""
     called: dict[int, list[int]] = {id(module): [] for module in recorder.drawing.values()}
     for module, position in recorder.observer.calls:
         if id(module) in called:

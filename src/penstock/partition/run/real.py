@@ -1,6 +1,7 @@
-"""Runs one unit once on made-up real tensors to get the shapes of its result if fake tensors cannot.
+"""Runs a unit once on made-up real tensors, to get its result's shapes if fake tensors cannot give them.
 
-A mixture of experts, for example, asks which experts the values chose. Inside a unit that is fine: it runs as a whole.
+A mixture of experts, for example, asks which experts the values chose. Inside a unit, which runs as a whole, that is
+fine.
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ def run_for_real(
     reason: Exception,
     taken: Collection[str] = (),
 ) -> tuple[Any, list[Any], frozenset[int]]:
-    """The unit's result as fake tensors, which of its modules drew, and the (fake) memory that it wrote.
+    """Runs a unit for real. Returns its result as fake tensors, which of its modules drew, and the (fake) memory that
+    it wrote.
 
-    Parameters and buffers are copies, so that none is updated, or made up if they are on `meta`. Attributes in `taken`
-    keep what the unit leaves there, even without a gradient.
+    Parameters and buffers are copied, so that the model's own are not updated; if they are on `meta`, they are made up.
+    Attributes in `taken` keep what the unit leaves there, even without a gradient.
     """
     stand_ins = _StandIns(loan, device)
     snapshot = Snapshot(unit.module)
@@ -79,7 +81,7 @@ def run_for_real(
 
 
 class _StandIns:
-    """Real tensors in place of fake ones, each made when it is first asked for."""
+    """Real tensors that stand in for fake ones, each made on first use."""
 
     def __init__(self, loan: Loan, device: torch.device) -> None:
         self._loan, self._device = loan, device
@@ -107,17 +109,17 @@ class _StandIns:
                 module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
 
     def remember(self) -> None:
-        """Keeps what is there now, to see what the unit writes."""
+        """Remembers the present values, to see later what the unit wrote."""
         self._before = {key: (real._version, real.detach().clone()) for key, (_, real) in self._made.items()}
 
     def differing(self) -> set[int]:
-        """The `id` of the fakes whose real ones have other values than before."""
+        """The `id` of each fake whose real tensor's values have changed."""
         return {key for key, (_, copied) in self._before.items() if not same_bits(copied, self._made[key][1])}
 
     def written(self, observer: Observer, seen: Collection[int], differing: Collection[int]) -> frozenset[int]:
-        """The memory of the fakes whose real ones the unit wrote; tells the observer which stands for which.
+        """The memory of the fakes whose real tensors the unit wrote to. Tells the observer which stands for which.
 
-        `seen`: the memory that operators wrote; `differing`: what has other values.
+        `seen`: the memory that operators wrote; `differing`: the fakes whose values have changed.
         """
         written, root = set[int](), observer.provenance.root  # the run on fakes may have given it other memory
         for key, (fake, real) in self._made.items():
@@ -131,9 +133,9 @@ class _StandIns:
 
 
 def _is_made_to_learn(observer: Observer, value: Any) -> bool:
-    """Whether an attribute was set to something the unit made that requires a gradient: an auxiliary loss, not a table.
+    """Whether an attribute was set to something that the unit made and that requires a gradient, such as a loss term.
 
-    It stays, so that whatever finds it can be told where it is from.
+    It stays, so that code that finds it can be told where it came from.
     """
     tensors = list(tensors_in(value))
     return any(t.requires_grad for t in tensors) and all(map(observer.provenance.maker, tensors))
@@ -141,7 +143,7 @@ def _is_made_to_learn(observer: Observer, value: Any) -> bool:
 
 @contextmanager
 def _same_draws() -> Iterator[None]:
-    """Makes what is made up and drawn the same in every run, so that runs can be compared."""
+    """Makes made-up values and draws the same in every run, so that runs can be compared."""
     before, seed = torch.get_rng_state(), torch.initial_seed()
     torch.default_generator.manual_seed(seed)
     try:
@@ -152,7 +154,7 @@ def _same_draws() -> Iterator[None]:
 
 
 def on_other_values(run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """The same run, on other made-up values."""
+    """The same run on different made-up values."""
 
     def other(args: Any, kwargs: Any) -> Any:
         before = torch.get_rng_state()
@@ -166,7 +168,7 @@ def on_other_values(run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]
 
 
 def may_draw(unit: nn.Module, drew: Sequence[nn.Module | None]) -> list[nn.Module | None]:
-    """The modules that drew, and those that might for other values: a mixture called only some of its experts.
+    """The modules that drew, and those that might for other values: a mixture calls only some of its experts.
 
     What a forward outside torch does for other values is unknown.
     """
