@@ -1,7 +1,7 @@
-"""What every transport must do, as scripts: steps of two ranks in an order that respects dependencies.
+"""What every transport must do, as scripts: steps of two ranks in an order that respects their dependencies.
 
-A process runs the steps of the ranks that it drives: all of them in one process, or one in each of two. Scripts with
-collectives are for transports that have them.
+A process runs the steps of the ranks that it drives: both in one process, or one in each of two. Transports without
+collectives skip the scripts that need them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from penstock.stages import Link
 LINK = Link(0, 1, ((0, "a"), (0, "b")))
 MICROBATCHES = 3
 WAIT_SECONDS = 60.0
-"""How long `check_factory` waits for a rank that is in a script, or for the other one."""
+"""How long `check_factory` waits for the scripts to end, and how long one rank waits for the other."""
 
 
 @dataclass(slots=True)
@@ -54,10 +54,10 @@ Script = Callable[[], Iterator[Step]]
 
 
 def check_transport(transports: Mapping[int, PointToPoint]) -> list[str]:
-    """Runs every script on the ranks (of 0 and 1) whose transports are given. Both ranks must call it alike.
+    """Runs every script on those of ranks 0 and 1 whose transports are given. Both ranks must call it.
 
-    Returns the names of the scripts: those of `COLLECTIVE_SCRIPTS` are left out where the transports have no
-    collectives. Raises AssertionError where a transport does not keep its promise.
+    Returns the names of the scripts it ran; it skips `COLLECTIVE_SCRIPTS` if the transports have no collectives. Raises
+    AssertionError if a transport does not conform.
     """
     names = []
     both = all(map(has_collectives, transports.values()))
@@ -75,9 +75,9 @@ def check_transport(transports: Mapping[int, PointToPoint]) -> list[str]:
 
 
 def check_factory(factory: TransportFactory) -> list[str]:
-    """Runs every script on what a factory makes for two ranks on the CPU, each a thread of this process.
+    """Runs every script on the transports that a factory makes for two ranks on the CPU, each a thread of this process.
 
-    Returns the names of the scripts. Raises AssertionError where a transport does not keep its promise, or hangs.
+    Returns the names of the scripts. Raises AssertionError if a transport does not conform, or hangs.
     """
     said: list[Any] = [None, None]
     barrier = Barrier(2)
@@ -111,12 +111,12 @@ def check_factory(factory: TransportFactory) -> list[str]:
                         "message that was sent and has not arrived"
                     )
                 if end.ready():
-                    end.get()  # what one raises need not wait for the other, which may wait forever
+                    end.get()  # raise its error now: the other rank may wait forever
         return ends[0].get()
 
 
 def message(step: int, microbatch: int) -> list[Tensor]:
-    """Two tensors that both ranks can make: a channels-last one, and one that starts off a cache line."""
+    """Two tensors that either rank can make: one channels-last, one that does not start on a cache line."""
     generator = torch.Generator().manual_seed(100 * step + microbatch)
     image = torch.randn(2, 3, 4, 5, generator=generator).to(memory_format=torch.channels_last)
     return [image, torch.randn(8, generator=generator)[1:]]
@@ -158,7 +158,7 @@ def values_keep_bits_strides_and_alignment() -> Iterator[Step]:
 
 
 def sends_run_ahead_of_receives() -> Iterator[Step]:
-    """As in GPipe's forwards: no send may wait for a receive in the first step, and two may be ahead from then on."""
+    """As in GPipe's forwards: in the first step no send may wait for a receive; later, two sends may run ahead."""
     for step in range(2):
         for k in range(2):
             yield 0, lambda rank, step=step, k=k: rank.channel().send(k, message(step, k))  # type: ignore[misc]
@@ -246,7 +246,7 @@ def another_layout_is_refused_by_the_sender() -> Iterator[Step]:
 
 
 def a_released_program_makes_room_for_another() -> Iterator[Step]:
-    """As for batches of new shapes: another program, with another layout, over the same link."""
+    """As for batches of a new shape: another program, with another layout, over the same link."""
     for turn in range(3):
         for step in range(2):
 
@@ -293,7 +293,7 @@ def a_loss_reaches_every_rank() -> Iterator[Step]:
 
 
 def values_of_several_ranks_cross_each_other() -> Iterator[Step]:
-    """Announcements of one rank and losses of the other, some never read, some read late."""
+    """One rank's announcements and the other's losses; some are never read, some are read late."""
     for turn in range(6):
         for source, r in ((0, 0), (0, 1), (1, 0), (1, 1)):
 
@@ -316,7 +316,7 @@ def values_of_several_ranks_cross_each_other() -> Iterator[Step]:
 
 
 def links_of_two_ranks_do_not_mix() -> Iterator[Step]:
-    """Messages of two links with the same layouts, received in another order than they are sent and posted in."""
+    """Messages over two links with the same layouts, received in a different order from that of sends and posts."""
     other = Link(0, 3, LINK.values)
 
     def channel(rank: _Rank, link: Link) -> Channel:
@@ -351,7 +351,7 @@ def links_of_two_ranks_do_not_mix() -> Iterator[Step]:
 
 
 def every_dtype_travels() -> Iterator[Step]:
-    """Also those that some back ends have no type for."""
+    """Including those for which some back ends have no type."""
     pairs = (
         (torch.int16, torch.uint16),
         (torch.bool, torch.uint32),
@@ -380,7 +380,7 @@ def every_dtype_travels() -> Iterator[Step]:
 
 
 def every_shape_travels() -> Iterator[Step]:
-    """Numbers, empty tensors, and tensors whose elements share memory."""
+    """Scalars, empty tensors, and tensors whose elements share memory."""
     pairs = (
         (torch.tensor(1.5), torch.tensor(7)),
         (torch.empty(0), torch.empty(2, 0, 3)),
@@ -401,7 +401,7 @@ def every_shape_travels() -> Iterator[Step]:
 
 
 def sums_have_the_same_bits_everywhere() -> Iterator[Step]:
-    """Even if a second one starts before the first is waited for."""
+    """Even if a second sum starts before the first is waited for."""
     for _ in range(2):
         for group in (0, 1):
             for r in (0, 1):
