@@ -48,7 +48,7 @@ class _Fold:
 def all_reduce(ranks: int) -> StepList:
     """Halving, then doubling: 2 log2 n rounds, 2(n-1)/n of the size.
 
-    If n is not a power of two, it takes 2 more rounds and twice the size on top.
+    If n is not a power of two, folding adds 2 rounds and twice the size.
     """
     fold = _Fold.of(ranks)
     chunks = len(fold.core)
@@ -72,7 +72,7 @@ def all_reduce_whole(ranks: int) -> StepList:
 def reduce_scatter(ranks: int) -> StepList:
     """Halving: log2 n rounds, (n-1)/n of the size.
 
-    If n is not a power of two, it takes 2 more rounds and about (n+1)/n of the size on top.
+    If n is not a power of two, folding adds 2 rounds and about (n+1)/n of the size.
     """
     fold = _Fold.of(ranks)
     last = _once(tuple(Move(core, out, out, 1, out) for out, core in fold.pairs))

@@ -42,7 +42,7 @@ def moves_of(steps: StepList, rank: int) -> tuple[RankRound, ...]:
 
 
 def cost(steps: StepList) -> Cost:
-    """Return the number of rounds, and the fractions of the size that pass each round's busiest rank, added up.
+    """Return the number of rounds, and the total fraction of the size that passes each round's busiest rank.
 
     Links are full duplex: the larger of what a rank sends and what it receives in a round counts.
     """

@@ -123,8 +123,8 @@ class OfRank(NamedTuple):
     """One rank's figures, over all trials of the transfers that it takes part in.
 
     Attributes:
-        longest: the fraction in which it took the longest of all ranks.
-        last: the fraction in which it was the last to start, so that the others waited for it.
+        longest: the fraction of these in which it took the longest of all ranks.
+        last: the fraction of these in which it was the last to start, so that the others waited for it.
     """
 
     rank: int
@@ -209,7 +209,7 @@ def rate_of(bytes_per_second: float | None) -> str:
 def mean(entry: dict[str, Any]) -> str:
     """Format a mean with the wider side of its interval, or n/a for an interval that says nothing.
 
-    This happens with too few trials, or with one outlier among only some trials.
+    An interval says nothing with too few trials, or with an outlier among not quite so few.
     """
     middle, interval = entry["time_s"]["mean"], entry["mean_interval"]
     if not middle:

@@ -131,7 +131,7 @@ def seconds_axis(axis: Any, *, few: bool = False, least: float = 0.13) -> None:
 
 
 def _spread(low: float, high: float, least: float = 0.3) -> list[float]:
-    """Return round values on a short logarithmic axis, at least a fraction `least` of it apart to fit their labels."""
+    """Return round values on a short logarithmic axis, at least a fraction `least` of it apart so that labels fit."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     tried = [10.0**power * step for power in powers for step in (1, 1.5, 2, 3, 4, 5, 7)]
     kept: list[float] = []
