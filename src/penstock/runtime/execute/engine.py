@@ -107,8 +107,8 @@ class Engine:
         A forward may ask where it runs (`torch.autocast(x.device.type)`). One process that drives a CPU and an
         accelerator thus records all stages as on the accelerator.
         """
-        devices = [self.devices[rank] for rank in self.ranks]
-        return next((device for device in devices if device.type != "cpu"), devices[0])
+        devices = (self.devices[rank] for rank in self.ranks)
+        return next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
 
     def tie(self, groups: Sequence[TieGroup], parameter: Callable[[str], nn.Parameter]) -> None:
         """Makes the copies of tied parameters equal, and prepares to reduce their gradients."""
