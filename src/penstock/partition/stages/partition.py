@@ -1,4 +1,4 @@
-"""A model's stages for one signature of its inputs, with the conversions of arguments to tensors and back to a result."""
+"""A model's stages for one signature of its inputs. Converts arguments to tensors, and tensors to the model's result."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Partition:
         return self.arrange(given.leaves)
 
     def holds(self, leaves: Sequence[Any]) -> bool:
-        """Whether the forward would read the same from the values of these leaves of (args, kwargs) as when recorded."""
+        """Whether the forward reads the same from these leaves of (args, kwargs) as it did when recorded."""
         return all(guard.holds(leaves) for guard in self.guards)
 
     def arrange(self, leaves: Sequence[Any]) -> list[Tensor]:

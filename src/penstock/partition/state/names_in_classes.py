@@ -1,4 +1,4 @@
-"""Finds what the code of a model's classes names: functions, classes, the globals of their files; across a few files."""
+"""Finds the functions, classes and files' globals that the code of a model's classes names, across a few files."""
 
 from __future__ import annotations
 

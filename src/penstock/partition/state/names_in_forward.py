@@ -83,7 +83,7 @@ def names_of(module: nn.Module) -> list[Names]:
 
 
 def _of_function(path: Path, function: FunctionType) -> Iterator[Names]:
-    """A function's globals, those of modules it names, its closure and its defaults; nothing from installed packages."""
+    """A function's globals, those of modules it names, its closure and defaults; nothing from installed packages."""
     if _is_installed(function.__module__):
         return
     words = words_of(function.__code__)

@@ -344,7 +344,7 @@ def _is_array(value: Any) -> bool:
 
 
 def named_by_code(roots: Iterable[Any]) -> list[Any]:
-    """The global objects that the code of classes and functions names, directly or through other functions and classes."""
+    """The global objects that the code of classes and functions names, directly or through others."""
     found: dict[int, Any] = {}
     level = [*roots]
     seen = {id(value) for value in level}

@@ -1,1 +1,1 @@
-"""Watches what happens below a forward's calls: operators, writes, draws, what backward will need, how much work it is."""
+"""Watches what happens below a forward's calls: operators, writes, draws, what backward will need, how much work."""

@@ -109,7 +109,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def exchanging(self, tensor: Tensor) -> Iterator[None]:
-        """A context for anything that gives a tensor other memory (`.data = ...`), which counts as an in-place update."""
+        """A context for anything that gives a tensor other memory (`.data = ...`). Counts as an in-place update."""
         memory, root = tensor.untyped_storage(), self.provenance.root(tensor)
         yield
         self._written[root] = memory
