@@ -1,4 +1,4 @@
-"""A model's stages for one signature of its inputs. Converts arguments to tensors, and tensors to the model's result."""
+"""A model's stages for one signature of its inputs. They also convert arguments to tensors, and tensors to a result."""
 
 from __future__ import annotations
 
