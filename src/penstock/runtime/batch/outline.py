@@ -57,9 +57,11 @@ class Outline:
         device = next((leaf.device.type for leaf in flatten(example).leaves if isinstance(leaf, Tensor)), "cpu")
         return cls((map_tensors(_without_values, example),), device, ())
 
-    def fill(self) -> list[Example]:
-        """Examples to record from. Floating-point tensors have memory, but no particular values."""
-        return [map_tensors(lambda tensor: _with_memory(tensor, self.device), one) for one in self.examples]
+    def fill(self, device: torch.device | None = None) -> list[Example]:
+        """Examples to record from, on `device` (None: of the type they came from). Floating-point tensors have memory,
+        but no particular values."""
+        there = device or torch.device(self.device)
+        return [map_tensors(lambda tensor: _with_memory(tensor, there), one) for one in self.examples]
 
     @property
     def text(self) -> str:
@@ -118,7 +120,7 @@ def _without_values(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _with_memory(tensor: Tensor, device: str) -> Tensor:
+def _with_memory(tensor: Tensor, device: torch.device) -> Tensor:
     if not tensor.is_meta:
         return tensor.to(device)
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
