@@ -120,7 +120,7 @@ class Frames:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Temporarily removes what `parallelize` put around the modules, so that a recording runs the model's own code."""
+        """Temporarily removes what `parallelize` put around the modules: a recording runs the model's own code."""
         present = [
             (module, type(module), {name: getattr(module, name) for name in _HOOKS})
             for module, *_ in self._plain.values()

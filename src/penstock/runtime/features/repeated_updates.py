@@ -231,7 +231,7 @@ class _Watched:
         return True
 
     def check(self, microbatch: int) -> None:
-        """Called after a backward. Raises PartitionError if it did not run the module as often as its forward assumed."""
+        """Called after a backward. Raises PartitionError unless it ran the module as often as its forward assumed."""
         due, ran, self._ran = self._due.pop(microbatch, 0), self._ran, 0
         if not self.known and ran != due:
             raise PartitionError(
