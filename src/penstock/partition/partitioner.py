@@ -11,7 +11,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, fx, nn
 
-from penstock.compat import autocast_state
+from penstock.compat import autocast_kinds, autocast_state
 from penstock.errors import ArgumentError, PartitionError
 from penstock.partition.cut.balance import Balance, balanced_cuts, candidates, cut_positions
 from penstock.partition.cut.hierarchy import more_to_open, opening_for
@@ -176,8 +176,7 @@ class Partitioner:
             tuple(m.training for m in self._modules),
             tuple((id(t), t is not None and t.requires_grad) for t in held),
             torch.is_grad_enabled(),
-            autocast_state(torch.device("cpu")),
-            torch.is_autocast_enabled() and torch.get_autocast_dtype("cuda"),
+            *(autocast_state(torch.device(kind)) for kind in autocast_kinds()),
         )
 
     def _record(self, args: Sequence[Any], kwargs: dict[str, Any], opening: Opening) -> Recording:

@@ -57,9 +57,13 @@ class Outline:
         device = next((leaf.device.type for leaf in flatten(example).leaves if isinstance(leaf, Tensor)), "cpu")
         return cls((map_tensors(_without_values, example),), device, ())
 
-    def fill(self) -> list[Example]:
-        """The examples to record from. Floating-point tensors have memory, but arbitrary values."""
-        return [map_tensors(lambda tensor: _with_memory(tensor, self.device), one) for one in self.examples]
+    def fill(self, device: torch.device | None = None) -> list[Example]:
+        """The examples to record from, on `device` (None: the type of device that they came from).
+
+        Floating-point tensors have memory, but arbitrary values.
+        """
+        there = device or torch.device(self.device)
+        return [map_tensors(lambda tensor: _with_memory(tensor, there), one) for one in self.examples]
 
     @property
     def text(self) -> str:
@@ -118,7 +122,7 @@ def _without_values(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _with_memory(tensor: Tensor, device: str) -> Tensor:
+def _with_memory(tensor: Tensor, device: torch.device) -> Tensor:
     if not tensor.is_meta:
         return tensor.to(device)
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)

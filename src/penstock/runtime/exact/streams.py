@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from penstock.compat import generator_of
+
 _MASK = (1 << 64) - 1
 
 
@@ -174,12 +176,3 @@ class _Hook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Hook, (None, self._name)
-
-
-def generator_of(device: torch.device) -> torch.Generator:
-    """The default generator of a device."""
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generator: torch.Generator = torch.cuda.default_generators[index]
-        return generator
-    return torch.default_generator

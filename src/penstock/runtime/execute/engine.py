@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from penstock.compat import autocast_kinds
 from penstock.errors import PartitionError
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.clock import clock_of
@@ -98,6 +99,16 @@ class Engine:
                 raise cause from error
             atexit.register(self.close)  # what was sent must arrive even if a script does not close
         self.replicas = Replicas(world, groups) if groups is not None and len(world.replicas) > 1 else None
+
+    @property
+    def recorded_for(self) -> torch.device:
+        """The device for which this process records forwards: that of its first rank on an accelerator, or the CPU.
+
+        A forward may ask where it runs (`torch.autocast(x.device.type)`). One process that drives a CPU and an
+        accelerator thus records all stages as on the accelerator.
+        """
+        devices = (self.devices[rank] for rank in self.ranks)
+        return next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
 
     def tie(self, groups: Sequence[TieGroup], parameter: Callable[[str], nn.Parameter]) -> None:
         """Makes the copies of tied parameters equal, and prepares to reduce their gradients."""
@@ -329,7 +340,7 @@ class Engine:
 @contextmanager
 def _same_autocast_after() -> Iterator[None]:
     """Restores autocast: a recorded forward that raises cannot leave the autocast that it entered."""
-    before = {kind: torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")}
+    before = {kind: torch.is_autocast_enabled(kind) for kind in autocast_kinds()}
     try:
         yield
     except BaseException:

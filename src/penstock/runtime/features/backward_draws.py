@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from penstock.compat import generator_of
 from penstock.errors import PartitionError
-from penstock.runtime.exact.streams import Streams, generator_of
+from penstock.runtime.exact.streams import Streams
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature
 

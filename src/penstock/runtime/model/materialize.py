@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from penstock.compat import generator_of
 from penstock.errors import ArgumentError
-from penstock.runtime.exact.streams import generator_of, key_of, mix
+from penstock.runtime.exact.streams import key_of, mix
 
 Materialize = Callable[[str, nn.Module], None]
 """Sets a module's own tensors, which are allocated but uninitialised, given its name and the module."""

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from penstock.compat import autocast_state
+from penstock.compat import autocast_kinds, autocast_state
 from penstock.errors import ArgumentError, PartitionError, PenstockError
 from penstock.partition import KEPT_PARTITIONS, default_kwargs
-from penstock.runtime.batch.outline import Example, Outline, telling_rows
+from penstock.runtime.batch.outline import Outline, telling_rows
 from penstock.runtime.execute.engine import Engine
 from penstock.runtime.front_end import FrontEnd, Partition, Stage
 from penstock.runtime.gradients.distribution import check_sharding
@@ -23,6 +23,7 @@ from penstock.runtime.gradients.ties import tie_groups
 from penstock.runtime.model.copies import with_copies
 from penstock.runtime.model.elsewhere import elsewhere
 from penstock.runtime.model.materialize import Materialize, materialize
+from penstock.runtime.model.moving import move
 from penstock.runtime.model.overlaps import refuse_overlaps
 from penstock.runtime.model.touched import Touched
 from penstock.schedule import Placement
@@ -63,18 +64,19 @@ class SplitModel:
         self._modules = [module for _, module in self._named]
         # A forward may branch on values, so all ranks must record the same ones.
         example = engine.control.give(example)
-        self._examples, self._sizes = example.fill(), example.sizes
+        self._example = example
         self._copied: dict[int, tuple[Partition, Partition]] = {}
         self._placed: dict[int, tuple[Partition, Partition]] = {}
         self._known_parameters: set[str] = set()  # those of the example, and those already warned about
         with engine.control.agreed():
+            self._move_together()
             self._record(training=True)
         self._cut_alike()
         with engine.control.agreed():
             stages = self._record(training=True)[0].stages
             refuse_overlaps(stages, lambda stage: self._place_of(placement.rank_of[stage]))
             shared = ties([stage.meta for stage in stages])
-            self._refuse_copies(shared, parallelize)
+            self._refuse_copies(stages, shared, parallelize)
             self._take_over(rule)
         engine.control.start_equal(self._held_tensors())
         if parallelize is not None:
@@ -95,16 +97,16 @@ class SplitModel:
     def cuts(self) -> tuple[str, ...]:
         return self._partitioner.cuts or ()
 
-    def partitions(self, *, training: bool, examples: Sequence[Example] | None = None) -> list[Partition]:
+    def partitions(self, *, training: bool, outline: Outline | None = None) -> list[Partition]:
         """The partition of each microbatch, in the modules' current modes, on this process's devices.
 
         Args:
-            examples: one per microbatch, the same on every rank; None: those that the pipeline was made with.
+            outline: the microbatches, the same on every rank; None: those that the pipeline was made with.
 
         Raises:
             PartitionError: a forward cannot be recorded, or needs parameters where they are not held.
         """
-        placed = [self._place(partition) for partition in self._record(training=training, examples=examples)]
+        placed = [self._place(partition) for partition in self._record(training=training, outline=outline)]
         for partition in placed:
             self._refuse_what_is_elsewhere(partition, training=training)
         for cache in (self._copied, self._placed):
@@ -118,7 +120,7 @@ class SplitModel:
         return (
             tuple(module.training for module in self._modules),
             tuple(parameter.requires_grad for parameter in self._parameters),
-            tuple(autocast_state(torch.device(kind)) for kind in ("cpu", "cuda")),
+            tuple(autocast_state(torch.device(kind)) for kind in autocast_kinds()),
             self._partitioner.attributes(),
         )
 
@@ -261,12 +263,12 @@ class SplitModel:
         held = {name: t for stage in here for name, t in (*stage.parameters.items(), *stage.buffers.items())}
         return [held[name] for name in sorted(held)]
 
-    def _record(self, *, training: bool, examples: Sequence[Example] | None = None) -> list[Partition]:
+    def _record(self, *, training: bool, outline: Outline | None = None) -> list[Partition]:
         plain = nullcontext() if self._frames is None else self._frames.off()
-        with torch.set_grad_enabled(training), plain:
-            given = self._examples if examples is None else examples
-            with telling_rows(self._sizes if examples is None else ()):
-                return [self._copy(self._partitioner(args, kwargs)) for args, kwargs in given]
+        given = outline or self._example
+        with torch.set_grad_enabled(training), plain, telling_rows(given.sizes):
+            examples = given.fill(self._engine.recorded_for)
+            return [self._copy(self._partitioner(args, kwargs)) for args, kwargs in examples]
 
     def _refuse_what_is_elsewhere(self, partition: Partition, *, training: bool) -> None:
         """Each process holds what the stages of the first recording need; a batch may take another branch."""
@@ -318,9 +320,7 @@ class SplitModel:
         device = self._engine.devices[rank]
         if rank not in self._engine.ranks or device == stage.device:
             return stage
-        stage = stage.on(device)
-        stage.module.to(device)
-        return stage
+        return stage.on(device)
 
     def _framed(self, stage: Stage) -> Stage:
         if self._frames is None or not self._is_here(stage):
@@ -336,7 +336,9 @@ class SplitModel:
         """Where a rank's parameters are: each process holds its own; ranks in one process share those on a device."""
         return str(self._engine.devices[rank]) if self._engine.world.is_local else rank
 
-    def _refuse_copies(self, shared: dict[str, tuple[int, ...]], parallelize: Parallelize | None) -> None:
+    def _refuse_copies(
+        self, stages: Sequence[Stage], shared: dict[str, tuple[int, ...]], parallelize: Parallelize | None
+    ) -> None:
         if parallelize is not None and self._placement.pipelines > 1:
             raise ArgumentError(
                 "parallelize= works on one copy of each stage, and this schedule has several; take one with one copy "
@@ -344,14 +346,25 @@ class SplitModel:
             )
         if not self._engine.world.is_local:
             return
-        for name, stages in shared.items():
-            devices = {str(self._engine.devices[self._placement.rank_of[stage]]) for stage in stages}
+        holders: dict[str, list[int]] = {}
+        for stage in stages:
+            for name in _names(stage):
+                holders.setdefault(name, []).append(stage.meta.index)
+        for name, on in holders.items():
+            devices = {str(self._engine.devices[self._placement.rank_of[stage]]) for stage in on}
             if len(devices) > 1:
                 raise ArgumentError(
-                    f"devices: parameter {name!r} is used on stages {list(stages)}, which one process would have to "
-                    f"hold on {sorted(devices)}; choose cuts that keep its uses on one device, or run a process a "
-                    "device under torchrun, where copies are kept equal"
+                    f"devices: {name!r} is used on stages {on}, which one process would have to hold on "
+                    f"{sorted(devices)}; choose cuts that keep its uses on one device, or run a process a device under "
+                    "torchrun, where copies are kept equal"
                 )
+
+    def _move_together(self) -> None:
+        """Moves the whole model if one device holds it; otherwise the cuts decide what goes where (`_take_over`)."""
+        devices = set(self._engine.devices)
+        if self._engine.world.is_local and len(devices) == 1:
+            tensors = (*self.model.parameters(), *self.model.buffers())
+            move(self.model, dict.fromkeys((id(t) for t in tensors if not t.is_meta), *devices))
 
     def _take_over(self, rule: Materialize | None) -> None:
         """Allocates what this process runs, and frees what others run."""
@@ -378,9 +391,18 @@ class SplitModel:
                 if any(t.is_meta and id(t) in kept[rank] for t in _own_tensors(module))
             }
             materialize(modules, engine.devices[rank], engine.streams.seed, rule)
-        if not engine.world.is_local:
+        moved = move(
+            self.model,
+            {
+                id(tensor): engine.devices[rank]
+                for rank in engine.ranks
+                for tensor in (*self.model.parameters(), *self.model.buffers())
+                if id(tensor) in kept[rank] and not tensor.is_meta
+            },
+        )
+        if moved or not engine.world.is_local:
             self._copied.clear()
-            self._partitioner.forget()  # recordings made so far hold on to other ranks' parameters
+            self._partitioner.forget()  # recordings made so far hold on to other ranks' parameters, and to old buffers
 
 
 def _names(stage: Stage) -> tuple[str, ...]:

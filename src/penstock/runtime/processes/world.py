@@ -198,8 +198,8 @@ def device_of(
     """Where a rank computes.
 
     Args:
-        devices: one device, a type such as "cuda" (a rank takes its own), or one per rank; None: the model's device.
-        current: the model's device.
+        devices: one device, a type such as "cuda" (a rank takes its own), or one per rank; None: `current`.
+        current: where the model is, or the example.
 
     Raises:
         ArgumentError: the number of devices is not the number of ranks.
@@ -210,11 +210,14 @@ def device_of(
         return torch.device(devices[rank])
     device = current if devices is None else torch.device(devices)
     if device.type == "meta":
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    if device.type == "cpu":
+        return device
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ArgumentError(f"devices={devices!r}: CUDA is not available here; give 'cpu', or leave devices out")
-    if device.type != "cuda" or (devices is not None and device.index is not None):
+    if devices is not None and device.index is not None:
         return device
-    if world.is_local:
-        return device if devices is None else torch.device("cuda", rank % torch.cuda.device_count())
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
+    if world.is_local and devices is None:
+        return device
+    count = torch.get_device_module(device).device_count()
+    return torch.device(device.type, (rank if world.is_local else int(os.environ.get("LOCAL_RANK", rank))) % count)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from penstock.errors import ArgumentError, ShapeError
 from penstock.runtime.batch.microbatches import CutBatch
-from penstock.runtime.batch.outline import Outline, telling_rows
+from penstock.runtime.batch.outline import Outline
 from penstock.runtime.execute.engine import BoundSchedule, Engine
 from penstock.runtime.front_end import Partition
 from penstock.runtime.model.split_model import SplitModel
@@ -84,8 +84,7 @@ class BoundSchedules:
 
     def add(self, cut: CutBatch | None, outline: Outline, *, training: bool) -> Cached:
         """Records microbatches, and binds a schedule to them. `cut` is None on ranks that do not look at inputs."""
-        with telling_rows(outline.sizes):
-            partitions = self._split.partitions(training=training, examples=outline.fill())
+        partitions = self._split.partitions(training=training, outline=outline)
         plain = [] if cut is None else [leaf for piece in cut.pieces for leaf in piece.leaves]
         cached = Cached(
             bound=self._bind(partitions, training),
