@@ -1,4 +1,4 @@
-"""Finds out what keeps a machine from emulating hosts, before anything is created."""
+"""Find out what keeps a machine from emulating hosts, before anything is created."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _PROBES = (
     ("veth", "ip link add name one type veth peer name two", "CONFIG_VETH", "veth"),
     ("tbf", "tc qdisc add dev lo root tbf rate 100mbit burst 16kb limit 1mb", "CONFIG_NET_SCH_TBF", "sch_tbf"),
 )
-"""What the kernel needs, a command that shows it, the kernel option and its module."""
+"""What the kernel needs, a command that tests it, the kernel option, and its module."""
 
 
 def why_not() -> str | None:
-    """Why no hosts can be created here and what to do about it; None if they can. Leaves nothing behind."""
+    """Explain why no hosts can be created here and what to do about it; None if they can. Leaves nothing behind."""
     if sys.platform != "linux":
         return f"emulated hosts are network namespaces, which only Linux has; this is {sys.platform}"
     if os.geteuid() != 0:
@@ -45,7 +45,7 @@ def _effective() -> int:
 
 
 def _probe() -> str | None:
-    """Tries each requirement in the calling thread's namespace."""
+    """Try each requirement in the calling thread's namespace."""
     for what, command, option, module in _PROBES:
         program, *arguments = command.split()
         done = subprocess.run([tool(program) or program, *arguments], capture_output=True, text=True, check=False)

@@ -1,10 +1,10 @@
-"""Changes of a network over time, from a file of TOML:
+"""Changes to a network over time, from a TOML file:
 
 [[event]]                       # a link that degrades for half a minute
-at = "step 50"                  # of the training, or the trial; or a time since the beginning: "12.5s"
-host = 2                        # its link; without it, that of all hosts that have none of their own
+at = "step 50"                  # a training step, or a trial; or a time since the start: "12.5s"
+host = 2                        # the host whose link it is; without it, all hosts without a link of their own
 link = "10mbit delay 50ms loss 1%"
-for = "30s"                     # then it is as before; without it, for good
+for = "30s"                     # after that, everything is as before; without it, the change is permanent
 
 [[event]]                       # a host that disappears and comes back
 at = "step 80"
@@ -12,7 +12,7 @@ host = 1
 gone = true
 for = "5s"
 
-[[event]]                       # a neighbour that begins to send
+[[event]]                       # a neighbour that starts to send
 at = "20s"
 background = ["300mbit to 1"]
 """
@@ -40,13 +40,13 @@ class Event:
     """One change.
 
     Attributes:
-        step: when it comes, counted from 0; None: see `at_seconds`.
-        at_seconds: since the start.
-        host: the one that changes; None: all.
-        link: from then on.
-        is_gone: the host is not there.
-        background: neighbours' traffic, as texts, in addition to what there is.
-        for_seconds: how long it lasts; None: forever.
+        step: the step, counted from 0, at which it happens; None: see `at_seconds`.
+        at_seconds: when it happens, since the start.
+        host: the host that changes; None for all.
+        link: the link from then on.
+        is_gone: True if the host is cut off.
+        background: neighbours' traffic, as texts, in addition to what there already is.
+        for_seconds: how long it lasts; None for ever.
         text: for display.
     """
 
@@ -70,10 +70,10 @@ class State:
 
 
 def read_scenario(path: Path, topology: Topology, hosts: int) -> tuple[Event, ...]:
-    """The events of a file, for this network.
+    """Read the events of a file, for this network.
 
     Raises:
-        ArgumentError: it cannot be read, or names what is not there; the message says which event.
+        ArgumentError: the file cannot be read, or names something that does not exist; the message says which event.
     """
     try:
         given = tomllib.loads(path.read_text())
@@ -161,7 +161,7 @@ def _background(given: Any, hosts: int) -> tuple[str, ...]:
 
 
 def state_of(events: Sequence[Event], before: State) -> State:
-    """A network while these events hold, in this order."""
+    """Return a network's state while these events are active, applied in this order."""
     topology, gone, background = before.topology, set(before.gone), list(before.background)
     for event in events:
         if event.link is not None and event.host is None:
@@ -176,7 +176,7 @@ def state_of(events: Sequence[Event], before: State) -> State:
 
 
 class Play:
-    """Tracks which events hold as time and steps advance."""
+    """Tracks which events are active as time and steps advance."""
 
     def __init__(self, events: Sequence[Event], before: State) -> None:
         self._before = before
@@ -185,11 +185,11 @@ class Play:
         self.state = before
 
     def at(self, seconds: float, step: int) -> list[str]:
-        """What has changed by now, in words; `state` is as it is then.
+        """Advance to this moment: update `state`, and return what has changed in words.
 
         Args:
-            seconds: since the start; never less than before.
-            step: the last one to have begun, from 0; -1 before the first.
+            seconds: since the start; must not decrease.
+            step: the last step to have begun, from 0; -1 before the first.
         """
         said: list[str] = []
         over = [event for event, end in self._holding if end <= seconds]

@@ -1,4 +1,4 @@
-"""Any model -> a partition for each signature of its inputs. The cuts are decided once and kept."""
+"""Partitions any model, once for each signature of its inputs. The cuts are decided once and kept."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class Partitioner:
         self.forget()
 
     def attributes(self) -> Attributes:
-        """What a forward recorded call by call finds besides its inputs, and its recording takes as given."""
+        """What a forward recorded call by call reads besides its inputs, which its recording takes as given."""
         return self._given.read()
 
     def settle(self, attributes: Attributes) -> None:
@@ -301,10 +301,10 @@ def _origin(recording: Recording, node: fx.Node) -> Origin:
 def default_kwargs(
     model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Keyword arguments that a pipeline adds to the caller's: `use_cache=False` for models of `transformers`.
+    """Keyword arguments that a pipeline adds to the caller's: `use_cache=False` for `transformers` models.
 
-    A key-value cache is useless in training, and would send what every block writes into it over each cut. Pass the
-    same to the unsplit model when comparing.
+    A key-value cache is useless in training, and everything that a block writes into it would cross every later cut.
+    Pass the same to the unsplit model when comparing.
     """
     if "use_cache" in (kwargs or {}) or not hasattr(model, "config") or not _keeps_a_cache(model):
         return {}
@@ -318,7 +318,7 @@ def default_kwargs(
 
 
 def _other_way(model: nn.Module) -> str:
-    """What keeps a model of `transformers` from branching on masks, if it is one and not yet set up that way."""
+    """The setting that keeps a `transformers` model from branching on masks; empty if it is set or does not apply."""
     found = (getattr(getattr(m, "config", None), "_attn_implementation", None) for m in model.modules())
     return " (attn_implementation='eager')" if any(name not in (None, "eager") for name in found) else ""
 

@@ -7,6 +7,7 @@ calls it for only part of the batch, and a user's own schedule may use any order
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from inspect import unwrap
 from types import FunctionType, MethodType
@@ -56,7 +57,8 @@ class LossState:
         Raises:
             ArgumentError: it has kept state, and should have been called for other microbatches before.
         """
-        if self._loss is None or (self._pipelines == 1 and None not in losses[:microbatch]):
+        in_order = self._pipelines == 1 and None not in losses[:microbatch]
+        if self._loss is None or (in_order and not self._first):
             return run()
         before = self._now()
         look = _Look(self.survey()) if self._looks else None
@@ -73,6 +75,22 @@ class LossState:
             if not self._looks:
                 self._first.clear()
         return result
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Restores at the end what the loss reaches and calls of it have changed."""
+        if self._loss is None:
+            yield
+            return
+        looks = [_Look(self.survey()), _Look(Survey(self.owners(), modules=True, skips=self._is_of_model))]
+        tensors = [(tensor, version, tensor.detach().clone()) for look in looks for _, tensor, version in look.tensors]
+        yield
+        for look in looks:
+            look.restore()
+        with torch.no_grad():
+            for tensor, version, values in tensors:
+                if tensor._version != version:
+                    tensor.copy_(values)
 
     @property
     def may_remember(self) -> bool:
@@ -144,12 +162,12 @@ class LossState:
 
 
 class _Look:
-    """Everything that a loss reaches, before one of its calls."""
+    """Everything that a loss reaches, before one of its calls or some."""
 
     def __init__(self, survey: Survey) -> None:
         self._places: Mapping[Key, Place] = survey.places
         self._before = {key: place.read() for key, place in survey.places.items()}
-        self._tensors = [(name, t, t._version) for name, t in survey.tensors.values() if not t.is_inference()]
+        self.tensors = [(name, t, t._version) for name, t in survey.tensors.values() if not t.is_inference()]
         self._generator = torch.get_rng_state()
 
     def state(self, run: Callable[[], Any], result: Any, first: dict[Key, Any]) -> str | None:
@@ -160,26 +178,34 @@ class _Look:
             result: what it returned.
             first: what each place held before the first call that set it; extended here.
         """
-        for name, tensor, version in self._tensors:
+        for name, tensor, version in self.tensors:
             if tensor._version != version:
                 return name or "tensor"
-        changed = [key for key, place in self._places.items() if not place.holds(self._before[key])]
-        if not changed:
-            return None
-        for key in changed:
+        for key in (changed := self._changed()):
             first.setdefault(key, self._before[key])
-        after = {key: self._places[key].read() for key in changed}
+        known = [key for key in first if key in self._places]
+        if not known:
+            return None
+        after = {key: self._places[key].read() for key in known}
         numbers = [key for key in changed if type(after[key]) is int and type(self._before[key]) is int]
         if numbers:
             return numbers[0][1]
         generator = torch.get_rng_state()
         try:
-            alike = all(_alike(self._again(run, values), result) for values in (after, {k: first[k] for k in changed}))
+            alike = all(_alike(self._again(run, values), result) for values in (after, {k: first[k] for k in known}))
         finally:
             torch.set_rng_state(generator)
             for key, value in after.items():
                 self._places[key].write(value)
-        return None if alike else next((key[1] for key in changed if key[1]), "state")
+        return None if alike else next((key[1] for key in known if key[1]), "state")
+
+    def restore(self) -> None:
+        """Puts back what was there."""
+        for key in self._changed():
+            self._places[key].write(self._before[key])
+
+    def _changed(self) -> list[Key]:
+        return [key for key, place in self._places.items() if not place.holds(self._before[key])]
 
     def _again(self, run: Callable[[], Any], values: Mapping[Key, Any]) -> Any:
         for key, value in values.items():
