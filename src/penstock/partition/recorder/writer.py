@@ -149,8 +149,7 @@ class Writer:
         return fact
 
     def _stream(self, fact: Fact) -> str:
-        """The stream for a draw in a module's own forward. Numbered per module, so it does not depend on the opening.
-        """
+        """The stream for a draw in a module's own forward. Numbered per module, so the opening does not affect it."""
         self.opening.refuse_draw(fact.scope, fact.source_line)
         self._draws[fact.scope] += 1
         return f"{fact.scope}()#{self._draws[fact.scope] - 1}"
@@ -263,8 +262,7 @@ class Writer:
         return id(tensor) in self._seen
 
     def _hidden(self, value: Any) -> str | None:
-        """Why a leaf cannot be passed on; None if it can. A closure that no recorded call returned cannot, for example.
-        """
+        """Why a leaf cannot be passed on (a closure, say, that no recorded call returned); None if it can."""
         if isinstance(value, Tensor) or type(value) in CONSTANTS or id(value) in self._opaque:
             return None
         if not hasattr(type(value), "__next__") and not hides_tensors(value, fake_only=True):
