@@ -250,7 +250,7 @@ class Chance:
 
     @contextmanager
     def replaced(self, whole: Collection[FunctionType]) -> Iterator[None]:
-        """Around the forward. `whole`: functions that are recorded as one call."""
+        """Wraps the forward. `whole`: functions that are recorded as one call."""
 
         def from_numpy(array: Any) -> Any:
             if isinstance(array, DrawnArray):

@@ -234,7 +234,7 @@ class Recorder(Writer, TorchFunctionMode):
 
     @contextmanager
     def _running(self, args: Any, kwargs: Any, unit: Unit | None = None) -> Iterator[Running]:
-        """Around a call that will be a node: it may read only what it was given."""
+        """Wraps a call that will be a node: it may read only what it was given."""
         provenance = self.observer.provenance
         given = provenance.roots(tensors_in((args, kwargs)))
         if unit is not None:

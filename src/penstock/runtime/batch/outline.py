@@ -1,7 +1,7 @@
 """A batch without its data: what the other ranks need to record it.
 
-A recording looks only at the values of integer and boolean tensors (the forward may branch on them), so these are sent;
-of floating-point tensors only shape, strides and dtype are.
+A recording looks only at the values of integer and boolean tensors (the forward may branch on them), so these are sent.
+For floating-point tensors only shape, strides and dtype are.
 """
 
 from __future__ import annotations
@@ -58,8 +58,10 @@ class Outline:
         return cls((map_tensors(_without_values, example),), device, ())
 
     def fill(self, device: torch.device | None = None) -> list[Example]:
-        """Examples to record from, on `device` (None: of the type they came from). Floating-point tensors have memory,
-        but no particular values."""
+        """The examples to record from, on `device` (None: the type of device that they came from).
+
+        Floating-point tensors have memory, but arbitrary values.
+        """
         there = device or torch.device(self.device)
         return [map_tensors(lambda tensor: _with_memory(tensor, there), one) for one in self.examples]
 
@@ -71,7 +73,7 @@ class Outline:
         return ", ".join(f"{input_path(path)} {list(leaf.shape)}" for leaf, path in pairs if isinstance(leaf, Tensor))
 
     def __getstate__(self) -> list[Any]:
-        """The state sent to other ranks. Raises ArgumentError for what cannot be sent."""
+        """The state sent to other ranks. Raises ArgumentError if something cannot be sent."""
         for leaf, path in ((leaf, path) for one in self.examples for leaf, path in _plain(flatten(one))):
             try:
                 pickle.dumps(leaf)
@@ -89,7 +91,7 @@ class Outline:
 
 @contextmanager
 def telling_rows(sizes: Sequence[int]) -> Iterator[None]:
-    """Around a recording of microbatches of these sizes: if batch norm gets a single row, explains how that came about.
+    """Wraps a recording of microbatches of these sizes: if batch norm gets a single row, explains how that came about.
 
     Raises:
         PartitionError: batch norm gets a single row.

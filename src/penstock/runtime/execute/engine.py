@@ -1,4 +1,4 @@
-"""The ranks that this process drives: their transports and watchdog, and the running of programs on them."""
+"""Drives this process's ranks: holds their transports and watchdog, and runs programs on them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class BoundSchedule:
     """A schedule bound to partitions, for the ranks of this process."""
 
     number: int
-    """The number of its programs; the same on every rank."""
+    """The number of its programs, which is the same on every rank."""
     partitions: tuple[Partition, ...]
     """One per microbatch."""
     actions: tuple[BoundAction, ...]
@@ -264,7 +264,7 @@ class Engine:
 
     @contextmanager
     def _dropping(self) -> Iterator[None]:
-        """Around a step: if it raises, none of its work is left pending."""
+        """Wraps a step: if it raises, none of its work is left pending."""
         try:
             yield
         except BaseException:
@@ -302,8 +302,9 @@ class Engine:
         return [r for rank in self.ranks for r in self._reducers[rank].values()] if bound.training else []
 
     def announce(self, numbers: Sequence[int], source_rank: int) -> list[int]:
-        """Returns one rank's numbers on every rank of the pipeline; each passes equally many. That rank does not wait
-        for the others."""
+        """Returns one rank's numbers on every rank of the pipeline, each of which passes as many. That rank does not
+        wait for the others.
+        """
         if self.control.groups is None:
             return list(numbers)
         buffer = torch.tensor(numbers, dtype=torch.float64)
@@ -349,5 +350,5 @@ def _same_autocast_after() -> Iterator[None]:
 
 
 def draws_in_glue(partition: Partition) -> bool:
-    """Whether the model draws random numbers outside of all called modules."""
+    """Whether the model draws random numbers outside all called modules."""
     return any(stage.draws_outside_modules for stage in partition.stages)

@@ -1,4 +1,4 @@
-"""Which transport carries what the ranks of this process send: one of Penstock's, or the user's own."""
+"""Chooses the transport for this process's ranks: one of Penstock's, or the user's own."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def transport_of(
 
 
 def _name_of(choice: TransportChoice) -> str:
-    """A name that all ranks can compare; for a factory, that of its code."""
+    """A name that all ranks can compare; for a factory, the name of its code."""
     if isinstance(choice, str):
         return repr(choice)
     function = choice.func if isinstance(choice, partial) else choice

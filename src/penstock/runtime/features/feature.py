@@ -51,7 +51,7 @@ class Rerun(Protocol):
         """
 
     def as_before(self) -> Context:
-        """Around its second run: gives the stage the state that the first run found, and restores it afterwards."""
+        """Wraps its second run: gives the stage the state that the first run found, and restores it afterwards."""
 
 
 class Feature:
@@ -69,7 +69,7 @@ class Feature:
         """Called before a step's first action. Drops anything left by a step that raised."""
 
     def around(self, action: Action) -> Context:
-        """Around each computation: a forward, a backward, or a part of one."""
+        """Wraps each computation: a forward, a backward, or a part of one."""
         return NOTHING
 
     def keep(self, microbatch: int, args: Sequence[Any]) -> Rerun | None:
@@ -77,27 +77,27 @@ class Feature:
         return None
 
     def forward(self, microbatch: int, *, runs_again: bool) -> Context:
-        """Around the first run of a forward. `runs_again`: backward starts from another run of it."""
+        """Wraps the first run of a forward. `runs_again`: backward starts from another run of it."""
         return NOTHING
 
     def run(self, microbatch: int) -> Context:
-        """Around the stage's code, the first time and again."""
+        """Wraps the stage's code, the first time and again."""
         return NOTHING
 
     def backward(self, microbatch: int) -> Context:
-        """Around a whole backward, or the part that gives input gradients, including a forward that runs again."""
+        """Wraps a whole backward, or the part that gives input gradients, including a forward that runs again."""
         return NOTHING
 
     def again(self, microbatch: int) -> Context:
-        """Around a forward that runs again."""
+        """Wraps a forward that runs again."""
         return NOTHING
 
     def autograd(self, microbatch: int) -> Context:
-        """Around autograd's own part of a backward."""
+        """Wraps autograd's own part of a backward."""
         return NOTHING
 
     def weights(self, microbatch: int) -> Context:
-        """Around the weight gradients that a split backward put off."""
+        """Wraps the weight gradients that a split backward put off."""
         return NOTHING
 
 

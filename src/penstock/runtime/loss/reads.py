@@ -41,7 +41,7 @@ class _Watch(TorchFunctionMode):
 
 @contextmanager
 def watching(elsewhere: Mapping[int, str]) -> Iterator[None]:
-    """Around the loss function: raises ArgumentError if it reads one of these tensors.
+    """Wraps the loss function: raises ArgumentError if it reads one of these tensors.
 
     Args:
         elsewhere: `id` -> name of the model's parameters and updated buffers that are not on the last stage.

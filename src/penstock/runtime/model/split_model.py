@@ -154,7 +154,7 @@ class SplitModel:
 
     @contextmanager
     def settling(self) -> Iterator[None]:
-        """Around the run of a step: changes that it makes to the model's attributes need no new recording. A step that
+        """Wraps the run of a step: changes that it makes to the model's attributes need no new recording. A step that
         raises may have ended before anything was learned about the model."""
         before = self._partitioner.attributes()
         try:

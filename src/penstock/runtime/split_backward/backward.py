@@ -86,7 +86,7 @@ class SplitBackward:
 
     @contextmanager
     def forward(self, microbatch: int, *, runs_again: bool = False) -> Iterator[None]:
-        """Around a microbatch's forward. `runs_again`: I runs it anew, and starts from that run."""
+        """Wraps a microbatch's forward. `runs_again`: I runs it anew, and starts from that run."""
         if not self._looked:
             self._look()
         if not self._uses.decided:
@@ -122,7 +122,7 @@ class SplitBackward:
 
     @contextmanager
     def input_gradients(self, microbatch: int) -> Iterator[None]:
-        """Around the backward of a microbatch, at I."""
+        """Wraps the backward of a microbatch, at I."""
         early = self._early[microbatch] = []
         if self._in_order:
             before = [(p, p.grad, _version(p.grad)) for p in self._parameters if id(p) in self._uses.can_wait]

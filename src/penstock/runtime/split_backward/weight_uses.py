@@ -59,7 +59,7 @@ class WeightUses:
 
     @contextmanager
     def learning(self) -> Iterator[None]:
-        """Around an ordinary forward: notes the calls whose weight gradient could wait."""
+        """Wraps an ordinary forward: notes the calls whose weight gradient could wait."""
         self._seen, self._went_back = [], False
         self._casts.clear()
         self._cached.clear()
@@ -69,7 +69,7 @@ class WeightUses:
 
     @contextmanager
     def putting_off(self, waiting: list[Waiting], anchor: Tensor) -> Iterator[None]:
-        """Around a forward: puts off weight gradients. Its backward fills `waiting`, in its own order."""
+        """Wraps a forward: puts off weight gradients. Its backward fills `waiting`, in its own order."""
         self._waiting, self._anchor = waiting, anchor
         self._cached.clear()
         try:
