@@ -189,7 +189,7 @@ class DistributedTransport:
 
     def broadcast(self, value: Tensor, source_rank: int) -> Pending:
         while len(self._broadcasts) >= BROADCASTS_IN_FLIGHT:
-            self._broadcasts.popleft().wait()  # done long ago, but pending work must not be dropped
+            self._broadcasts.popleft().wait()  # finished long ago, but pending work must not be dropped
         self._broadcasts.append(_Broadcast(value, source_rank, self._groups.control))
         return self._broadcasts[-1]
 
