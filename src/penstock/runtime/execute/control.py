@@ -101,7 +101,7 @@ class Control:
         """Starts to sum a small CPU tensor, in place, over all processes. Returns a function that waits for it."""
         assert self.groups is not None
         while len(self._sums) >= BROADCASTS_IN_FLIGHT:
-            self._end_sum()  # done long ago, but pending work must not be dropped
+            self._end_sum()  # finished long ago, but pending work must not be dropped
         pending = all_reduce([value], self.groups.everyone)
         self._sums.append(pending)
 

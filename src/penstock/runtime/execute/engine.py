@@ -78,9 +78,9 @@ class Engine:
         self._clocks = {rank: clock_of(self.devices[rank]) for rank in self.ranks}
         device = self.devices[self.ranks[0]]
         if not world.is_local and device.type == "cuda":
-            torch.cuda.set_device(device)  # NCCL and the random generators look at the current one
+            torch.cuda.set_device(device)  # NCCL and the random generators use the current device
         self.control = Control(world, device, patience)
-        self._sending = Position("its last sends", self.control.line)  # a first step waits for them
+        self._sending = Position("its last sends", self.control.line)  # a program's first step waits for them
         self.streams = Streams(self.control.give_all(seed))
         groups = self.control.groups
         self.transports: dict[int, Transport]
@@ -97,15 +97,15 @@ class Engine:
                 if cause is error:
                     raise
                 raise cause from error
-            atexit.register(self.close)  # what was sent must arrive even if a script does not close
+            atexit.register(self.close)  # what was sent must arrive even if a script does not call close
         self.replicas = Replicas(world, groups) if groups is not None and len(world.replicas) > 1 else None
 
     @property
     def recorded_for(self) -> torch.device:
         """The device for which this process records forwards: that of its first rank on an accelerator, or the CPU.
 
-        A forward may ask where it runs (`torch.autocast(x.device.type)`). One process that drives a CPU and an
-        accelerator thus records all stages as on the accelerator.
+        A forward may ask where it runs (`torch.autocast(x.device.type)`). So a process that drives a CPU and an
+        accelerator records all stages as if on the accelerator.
         """
         devices = (self.devices[rank] for rank in self.ranks)
         return next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))

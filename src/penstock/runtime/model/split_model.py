@@ -67,7 +67,7 @@ class SplitModel:
         self._example = example
         self._copied: dict[int, tuple[Partition, Partition]] = {}
         self._placed: dict[int, tuple[Partition, Partition]] = {}
-        self._known_parameters: set[str] = set()  # those of the example, and those already warned about
+        self._known_parameters: set[str] = set()  # the example's, and those already warned about
         with engine.control.agreed():
             self._move_together()
             self._record(training=True)
@@ -80,7 +80,7 @@ class SplitModel:
             self._take_over(rule)
         engine.control.start_equal(self._held_tensors())
         if parallelize is not None:
-            with engine.control.agreed(PenstockError):  # the user's function may wait for other processes
+            with engine.control.agreed(PenstockError):  # because the user's function may wait for other processes
                 self._parallelize(parallelize, shared)
         self.sharded_stages: frozenset[int] = frozenset().union(*engine.control.gather_line(set(self.sharded)))
         self._parameters = list(self.model.parameters())
@@ -175,7 +175,7 @@ class SplitModel:
         return [buffer for _, buffer in self.held_buffers()]
 
     def default_kwargs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The keyword arguments that the model gets besides the caller's inputs."""
+        """The keyword arguments that the model gets in addition to the caller's inputs."""
         return default_kwargs(self.model, args, kwargs)
 
     def all_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -221,7 +221,7 @@ class SplitModel:
         return {} if self._frames is None else self._frames.sharded
 
     def _buffers_to_follow(self) -> list[tuple[str, nn.Module, str]]:
-        """Names and places of buffers, except unsaved buffers of blocks: these are tables that the blocks compute."""
+        """Names and places of buffers, except tables that blocks compute: non-persistent buffers in blocks."""
         opened = self._partitioner.opened_modules()
         return [
             (f"{name}.{key}".lstrip("."), module, key)
@@ -247,7 +247,7 @@ class SplitModel:
                 check_sharding(stage, self._engine.world.divided, shared)
 
     def _cut_alike(self) -> None:
-        """Cuts where the first process does: what a block's work depends on may differ between processes."""
+        """Cuts where the first process does: the estimate of a block's work may differ between processes."""
         division = self._engine.control.give_all(self._partitioner.division)
         if division != self._partitioner.division:
             self._copied.clear()
@@ -271,7 +271,10 @@ class SplitModel:
             return [self._copy(self._partitioner(args, kwargs)) for args, kwargs in examples]
 
     def _refuse_what_is_elsewhere(self, partition: Partition, *, training: bool) -> None:
-        """Each process holds what the stages of the first recording need; a batch may take another branch."""
+        """Refuses a recording that needs tensors of other processes.
+
+        Each process holds what its stages need in the first recording, but a batch may take another branch.
+        """
         if self._engine.world.is_local:
             if training:
                 self._warn_of_new_parameters(partition)
@@ -333,7 +336,7 @@ class SplitModel:
         return [stage for stage in self._stages if self._is_here(stage)]
 
     def _place_of(self, rank: int) -> Hashable:
-        """Where a rank's parameters are: each process holds its own; ranks in one process share those on a device."""
+        """Where a rank's parameters are: in its process, or, if one process drives all ranks, on its device."""
         return str(self._engine.devices[rank]) if self._engine.world.is_local else rank
 
     def _refuse_copies(
@@ -367,14 +370,14 @@ class SplitModel:
             move(self.model, dict.fromkeys((id(t) for t in tensors if not t.is_meta), *devices))
 
     def _take_over(self, rule: Materialize | None) -> None:
-        """Allocates what this process runs, and frees what others run."""
+        """Allocates the tensors of this process's stages, and frees those of the others."""
         stages = self._record(training=True)[0].stages
         engine, rank_of = self._engine, self._placement.rank_of
         kept: dict[int, set[int]] = {rank: set() for rank in range(len(engine.devices))}
         for stage in stages:
             kept[rank_of[stage.meta.index]] |= {id(t) for t in (*stage.parameters.values(), *stage.buffers.values())}
         every = {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
-        kept[0] |= every - set().union(*kept.values())  # what no stage uses still belongs in a checkpoint
+        kept[0] |= every - set().union(*kept.values())  # tensors that no stage uses still belong in a checkpoint
         del stages
         named = list(self.model.named_modules())
         if not engine.world.is_local:
@@ -415,7 +418,7 @@ def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _release(module: nn.Module, path: str, kept: set[int], released: dict[int, Tensor]) -> None:
-    """Moves what is not kept to the meta device. A tensor with several names stays one object: names depend on it."""
+    """Moves tensors that are not kept to the meta device. One with several names stays one object, as names require."""
     for names in (module._parameters, module._buffers):
         for name, tensor in list(names.items()):
             if tensor is None or id(tensor) in kept:

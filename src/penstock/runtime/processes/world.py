@@ -1,5 +1,5 @@
-"""Which processes take part: a single one, all that torchrun started, or those of a DeviceMesh, in which a pipeline is
-one line.
+"""Determines which processes take part: a single one, all that torchrun started, or a DeviceMesh's, in which a pipeline
+is one line.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class World:
         rank: this process's rank, 0..ranks-1.
         members: each rank's global rank in `torch.distributed`.
         everyone: the global ranks of the whole mesh, of which `members` is one line; by default only that line.
-        replicas: the global ranks that hold the same as this one and train on other data, in order, including this one.
-        column: the global ranks that run the same stages: on other data, or a share of each layer.
-        lines, replica_sets, columns: the same for all processes: each divides `everyone` into disjoint parts.
+        replicas: the global ranks that hold the same as this one and train on other data, in order; includes this one.
+        column: the global ranks that run the same stages, on other data or with a share of each layer.
+        lines, replica_sets, columns: the same for all processes; each divides `everyone` into disjoint parts.
         divided: the mesh dimensions along which the batch is divided.
         replica: this process's number among `replicas`.
         tp_rank: this process's number among those that share a replica's layers (tensor parallelism).
@@ -77,7 +77,7 @@ class World:
 
     @property
     def names(self) -> tuple[int, ...]:
-        """For each rank of the pipeline its number in the whole mesh, which messages use."""
+        """The number in the whole mesh of each of the pipeline's ranks, as messages use it."""
         return tuple(self.everyone.index(member) for member in self.members) or tuple(range(self.ranks))
 
     @property
@@ -92,7 +92,7 @@ class World:
 
 
 def join(ranks: int | None, mesh: DeviceMesh | None, device_type: str) -> World:
-    """Finds the pipeline's processes, and initialises `torch.distributed` if torchrun started us and nothing else has.
+    """Finds the pipeline's processes. Initialises `torch.distributed` if torchrun started us and no one else has yet.
 
     Raises:
         ArgumentError: `ranks` is not the number of processes, or the mesh's dimensions are not the pipeline's.
