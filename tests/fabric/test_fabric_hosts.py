@@ -96,7 +96,7 @@ def test_torchrun_on_each_host(tmp_path: Path) -> None:
 def test_the_host_that_writes_is_dropped_and_named_and_all_is_taken_down(tmp_path: Path) -> None:
     spec = Spec(Workload.of_sizes([4000]), 2, trials=10_000_000, measures_links=False)
     with Machines(2) as made:
-        with pytest.raises(FabricError, match=r"host 0 was ended by SIGKILL; \d+ trials are in "):
+        with pytest.raises(FabricError, match=r"host 0 was killed by SIGKILL; [\d,]+ trials saved in "):
             emulate(spec, tmp_path, made, Seen(kill_rank(0, tmp_path, after=9)))
         assert processes(str(tmp_path)) == {}
     run = Run.read(tmp_path)
