@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from command_line import penstock
+from command_line import penstock, stay
 from processes import has_ended
 
 from penstock.network import checks, keeper
@@ -35,22 +35,11 @@ while len(glob.glob("shown.*")) < 4:
 sys.exit(3 if rank == "2" else 0)
 """
 
-STAY = """
-import os, signal, subprocess, sys
-if os.environ["RANK"] == "0":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a rank that waits in gloo
-helper = subprocess.Popen(["sleep", "600"])
-os.write(1, f"{os.getpid()} {helper.pid}\\n".encode())
-if "die" in sys.argv and os.environ["RANK"] == "1":
-    os.kill(os.getpid(), signal.SIGKILL)
-signal.pause()
-"""
-
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "show.py").write_text(SHOW)
-    (tmp_path / "stay.py").write_text(STAY)
+    (tmp_path / "stay.py").write_text(stay(deaf=0))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

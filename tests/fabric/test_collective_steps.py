@@ -16,8 +16,13 @@ from step_proof import prove, wanted
 from penstock.errors import ArgumentError
 from penstock.fabric.algorithms import algorithms, generate
 from penstock.fabric.algorithms.tree import double_tree
-from penstock.fabric.algorithms.volume import cost, moves_of, sent_bytes
+from penstock.fabric.algorithms.volume import cost, moves_of, sent_slots
 from penstock.fabric.steps import Collective, Move, StepList
+
+
+def sent_bytes(steps: StepList, size_bytes: int, rank: int, element_bytes: int = 1) -> int:
+    return sent_slots(steps)[rank] * steps.slot_bytes(size_bytes, element_bytes)
+
 
 EVERY = [(collective, algorithm) for collective in get_args(Collective) for algorithm in algorithms(collective)]
 SIZES = (*range(2, 18), 32)

@@ -468,7 +468,7 @@ def test_many_transfers_and_ranks_that_take_no_part_are_drawn():
     assert "send" in " ".join(texts(drawn["busbw"]))
 
 
-@pytest.mark.parametrize("trials", [1, 2])
+@pytest.mark.parametrize("trials", [1, 2, 3])
 def test_few_trials_are_drawn(trials: int):
     run = made_run(trials, hosts=2)
     assert len(draw(run, results(run))) == 5

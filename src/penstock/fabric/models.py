@@ -101,11 +101,6 @@ def _non_negative(columns: Any, wanted: Any) -> Any:
     return min(alone, key=lambda x: float(np.linalg.norm(columns @ x - wanted)))  # columns have length 1
 
 
-def fit_link(points: Iterable[tuple[float, float]]) -> LinkFit:
-    """Fit a link to (bytes, seconds) of single one-way messages. Raises ArgumentError as `fit` does."""
-    return fit([(size, seconds, Terms(1, 1.0)) for size, seconds in points])
-
-
 def predict(
     link: LinkFit, collective: str, algorithm: str, ranks: int, size_bytes: float, pieces: int = PIECES
 ) -> float:

@@ -97,10 +97,10 @@ class Summary:
 
 
 @lru_cache(maxsize=256)
-def order_interval(count: int, q: float, confidence: float = CONFIDENCE) -> tuple[int, int] | None:
+def order_interval(count: int, q: float) -> tuple[int, int] | None:
     """Return the order statistics, counted from 1, that bound the q-quantile of any continuous distribution.
 
-    Each side is wrong with a probability of at most (1 - confidence) / 2, by the binomial distribution of the number of
+    Each side is wrong with a probability of at most (1 - CONFIDENCE) / 2, by the binomial distribution of the number of
     independent samples below the quantile (David and Nagaraja, Order Statistics, 7.1).
 
     Returns:
@@ -109,7 +109,7 @@ def order_interval(count: int, q: float, confidence: float = CONFIDENCE) -> tupl
     require("fabric", "scipy", for_what="the statistics of a run")
     from scipy import stats  # takes a second to import
 
-    side = (1 - confidence) / 2
+    side = (1 - CONFIDENCE) / 2
     if count < 1 or max(q, 1 - q) ** count > side:
         return None
     low, high = stats.binom.ppf((side * (1 + 1e-9), 1 - side * (1 + 1e-9)), count, q)
@@ -158,9 +158,9 @@ def _rank(q: float, count: float, below: float) -> float:
     return most if beyond(most) >= 0 else float(optimize.brentq(beyond, least, most))
 
 
-def fewest(q: float, confidence: float = CONFIDENCE) -> int:
+def fewest(q: float) -> int:
     """Return the fewest independent samples for which `order_interval` bounds a q-quantile."""
-    return math.ceil(math.log((1 - confidence) / 2) / math.log(max(q, 1 - q)))
+    return math.ceil(math.log((1 - CONFIDENCE) / 2) / math.log(max(q, 1 - q)))
 
 
 def mean_interval(samples: ArrayLike) -> Interval | None:
@@ -314,17 +314,9 @@ def saturation(
     if not known:
         return Saturation(False, False, None, "")
     stolen = max(one.get("steal") or 0.0 for one in known)
-    own = list(cores) if len(cores) == len(known) else [machine_cores] * len(known)
-    # These are the processes' own shares; their machine also runs the kernel's network stack, and other processes.
-    shares = [one["cpu_seconds"] / (one["wall_seconds"] * n) for one, n in zip(known, own, strict=True)]
-    if shared_machine:
-        alone = sum(one["cpu_seconds"] for one in known) / (max(one["wall_seconds"] for one in known) * machine_cores)
-        busy = max(alone, *(one.get("busy") or 0.0 for one in known))
-        where, crowded = f"{len(known)} hosts share {machine_cores} cores", len(known) > machine_cores
-    else:
-        machines = [max(share, one.get("busy") or 0.0) for share, one in zip(shares, known, strict=True)]
-        busy, crowded = max(machines), False
-        where = f"rank {machines.index(busy)} is the busiest"
+    own = cores if len(cores) == len(known) else [machine_cores] * len(known)
+    busy, where = _shared(known, machine_cores) if shared_machine else _busiest(known, own)
+    crowded = shared_machine and len(known) > machine_cores
     switches = sum(one.get("involuntary_switches") or 0 for one in known)
     crammed = busy >= _BUSY or stolen >= _STOLEN
     saturated = crammed and (network_percent is None or network_percent < _NETWORK)
@@ -343,3 +335,17 @@ def saturation(
     if tails:
         parts.append(f"{switches:,} involuntary switches in {trials:,} trials: the scheduler may cause the tail")
     return Saturation(saturated, tails, busy, "; ".join(parts))
+
+
+def _shared(known: Sequence[dict[str, Any]], cores: int) -> tuple[float, str]:
+    """How busy the machine is that all ranks share, and what to call it."""
+    alone = sum(one["cpu_seconds"] for one in known) / (max(one["wall_seconds"] for one in known) * cores)
+    return max(alone, *(one.get("busy") or 0.0 for one in known)), f"{len(known)} hosts share {cores} cores"
+
+
+def _busiest(known: Sequence[dict[str, Any]], cores: Sequence[int]) -> tuple[float, str]:
+    """The same of the busiest of the ranks' own machines."""
+    # These are the processes' own shares; their machine also runs the kernel's network stack, and other processes.
+    shares = [one["cpu_seconds"] / (one["wall_seconds"] * n) for one, n in zip(known, cores, strict=True)]
+    machines = [max(share, one.get("busy") or 0.0) for share, one in zip(shares, known, strict=True)]
+    return max(machines), f"rank {machines.index(max(machines))} is the busiest"

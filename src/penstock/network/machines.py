@@ -92,13 +92,6 @@ class Machines:
         self.congestion_control = congestion_control
         self._wanted = shaper
         self.background = tuple(background)
-        self._only_switch = (
-            "only the switch models neighbours' traffic"
-            if background
-            else "only the switch can change links, and take hosts away for a time"
-            if changes
-            else None
-        )
         self._changes = changes
         self._switch: Switch | None = None
         self.slow = check_slow(slow or {}, hosts)
@@ -157,6 +150,13 @@ class Machines:
             self.shaper = choose(self.topology, self._count, self._wanted, self._only_switch)
             self.topology = self.shaper.topology
 
+    @property
+    def _only_switch(self) -> str | None:
+        """Why nothing but the switch will do; None if other shapers may."""
+        if self.background:
+            return "only the switch models neighbours' traffic"
+        return "only the switch makes links that change, and hosts that come and go" if self._changes else None
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -207,10 +207,7 @@ class Machines:
 
     def qdiscs(self) -> str:
         """Return tc's report of how the bridge's ports are shaped and what crossed them; "" without a bridge."""
-        done = subprocess.run(
-            [_tool("tc"), "-s", "-n", f"{self.id}-switch", "qdisc", "show"], capture_output=True, text=True, check=False
-        )
-        return done.stdout
+        return _qdiscs("-s", "-n", f"{self.id}-switch")
 
     def check(self) -> None:
         """Check that the network is still there.
@@ -333,10 +330,10 @@ class Machines:
             at_once = min(max(link.burst, 2 * link.frame_bytes), 65536)
             lines.append(f"link set dev {INTERFACE} gso_max_size {at_once}")
         # Known neighbours need no lookup, so no first message of a run waits for an answer.
-        others = [other for other in range(self._count) if other != host]
         lines += [
             f"neighbour replace {self.addresses[other]} lladdr {self._mac(other)} nud permanent dev {INTERFACE}"
-            for other in others
+            for other in range(self._count)
+            if other != host
         ]
         if self.congestion_control is not None:
             # A route may use one that the administrator has not opened to all users; a namespace's default may not.
@@ -350,9 +347,7 @@ class Machines:
     def _shape(self, namespace: str, device: str, words: str) -> None:
         """Attach tbf to a device, and check that it is there: without it, the link would be too fast."""
         self._batch("tc", namespace, [f"qdisc replace dev {device} root {words}"])
-        shown = subprocess.run(
-            [_tool("tc"), "-n", namespace, "qdisc", "show", "dev", device], capture_output=True, text=True, check=False
-        ).stdout
+        shown = _qdiscs("-n", namespace, device=device)
         if "qdisc tbf " not in shown:
             raise FabricError(
                 f"{_tool('tc')} reported no error when told to attach tbf to {device} of {namespace}, but shows "
@@ -386,6 +381,11 @@ def clean(force: bool = False) -> list[str]:
 
 def _tool(name: str) -> str:
     return keeper.tool(name) or name
+
+
+def _qdiscs(*options: str, device: str = "") -> str:
+    line = [_tool("tc"), *options, "qdisc", "show", *(["dev", device] if device else [])]
+    return subprocess.run(line, capture_output=True, text=True, check=False).stdout
 
 
 def _start_keeper(emulation: str, claim: socket.socket) -> subprocess.Popen[bytes]:

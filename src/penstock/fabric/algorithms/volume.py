@@ -58,18 +58,9 @@ def cost(steps: StepList) -> Cost:
 
 def is_even(steps: StepList) -> bool:
     """Whether each rank's port carries as much in total as the busiest ports of all rounds together."""
-    sent: Counter[int] = Counter()
-    received: Counter[int] = Counter()
-    for move in (move for moves in steps.rounds for move in moves):
-        sent[move.source] += move.count
-        received[move.target] += move.count
+    sent, received = sent_slots(steps), received_slots(steps)
     busiest = round(cost(steps).bytes_factor * steps.chunks)
     return all(max(sent[rank], received[rank]) == busiest for rank in range(steps.ranks))
-
-
-def sent_bytes(steps: StepList, size_bytes: int, rank: int, element_bytes: int = 1) -> int:
-    """Return how many bytes a rank sends in total, including padding."""
-    return sent_slots(steps)[rank] * steps.slot_bytes(size_bytes, element_bytes)
 
 
 def sent_slots(steps: StepList) -> Counter[int]:

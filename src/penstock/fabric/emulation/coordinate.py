@@ -60,11 +60,7 @@ def emulate(
         FabricError: a host did not join, was lost, or failed. The samples up to then are in the folder.
         KeyboardInterrupt: a signal arrived, whose number is its argument; all hosts have ended.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    for stale in (RUN, SAMPLES, STEPS):
-        (folder / stale).unlink(missing_ok=True)
-    for stale_log in folder.glob("host-*.log"):
-        stale_log.unlink()
+    _empty(folder)
     spec.write(folder)
     tail = _Tail(folder, spec)
 
@@ -103,6 +99,14 @@ def emulate(
         text = _cause(folder, ended, killed, machines is not None)
         _add(folder, text)
         raise FabricError(text)
+
+
+def _empty(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for stale in (RUN, SAMPLES, STEPS):
+        (folder / stale).unlink(missing_ok=True)
+    for stale_log in folder.glob("host-*.log"):
+        stale_log.unlink()
 
 
 @contextlib.contextmanager

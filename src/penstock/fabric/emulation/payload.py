@@ -7,14 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from penstock.fabric.dtypes import BYTES, REDUCES, USUAL, Op
+from penstock.fabric.dtypes import BYTES, REDUCES, Op
 from penstock.fabric.steps import Collective
 
 TYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in BYTES}
 """torch dtypes by name."""
-
-DTYPES = {size: TYPES[name] for size, name in USUAL.items()}
-"""The default dtype for each element size in bytes."""
 
 NOTHING = 77
 """Fills buffers that hold no input; no rank contributes it to a sum."""
@@ -129,9 +126,7 @@ def own_part(rank: int, ranks: int, elements: int, shares: Sequence[int] = ()) -
     return slice(sum(shares[:rank]) * unit, sum(shares[: rank + 1]) * unit)
 
 
-def padded(collective: Collective, elements: int, ranks: int, chunks: int = 1) -> int:
-    """Round `elements` up to a multiple of `chunks`, and of `ranks` if the collective divides them among the ranks."""
-    unit = chunks
-    if collective in ("all_gather", "gather", "reduce_scatter", "scatter", "all_to_all") and chunks % ranks:
-        unit = chunks * ranks
-    return -(-elements // unit) * unit
+def padded(collective: Collective, elements: int, ranks: int) -> int:
+    """Round `elements` up to a multiple of `ranks` if the collective divides them among the ranks."""
+    divides = collective in ("all_gather", "gather", "reduce_scatter", "scatter", "all_to_all")
+    return -(-elements // ranks) * ranks if divides else elements

@@ -176,7 +176,7 @@ def _compared(rows: Sequence[Difference], *, tails: bool) -> Table:
 
 
 @contextmanager
-def live(trials: int, console: Console, *, transfers: int = 1) -> Iterator[Callable[[int, str, float | None], None]]:
+def live(trials: int, console: Console) -> Iterator[Callable[[int, str, float | None], None]]:
     """Show a progress bar that disappears at the end; nothing is shown if the console is not a terminal.
 
     Yields:
