@@ -155,7 +155,7 @@ class Machines:
         """Why nothing but the switch will do; None if other shapers may."""
         if self.background:
             return "only the switch models neighbours' traffic"
-        return "only the switch makes links that change, and hosts that come and go" if self._changes else None
+        return "only the switch can change links, and take hosts away for a time" if self._changes else None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
