@@ -40,5 +40,5 @@ def op_of(text: str, dtype: str) -> Op:
     else:
         raise ArgumentError(f"there is no op {text!r}: give one of {', '.join(OPS)}")
     if op == "avg" and "float" not in dtype:
-        raise ArgumentError(f"an average of {dtype} is not {dtype}: give --op sum, or a dtype like float32")
+        raise ArgumentError(f"{dtype} cannot hold an average: give --op sum, or a dtype like float32")
     return op

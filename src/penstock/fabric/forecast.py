@@ -27,6 +27,7 @@ from penstock.fabric.models import (
 from penstock.fabric.statistics import fewest
 from penstock.fabric.terms import Terms, closed_form, known_algorithms
 from penstock.fabric.times import rate_key
+from penstock.words import counted
 
 FEWEST_SIZES = 3
 """With fewer sizes of a collective, the residuals of a fit mean nothing."""
@@ -145,7 +146,7 @@ def forecast(
         ArgumentError: there is neither a sweep nor a measured link to fit, or a number is out of range.
     """
     if not all(2 <= n <= MOST_HOSTS for n in hosts):
-        raise ArgumentError(f"hosts are {', '.join(map(str, hosts))}: expected 2 to {MOST_HOSTS:,} of them")
+        raise ArgumentError(f"hosts={', '.join(map(str, hosts))}: expected numbers from 2 to {MOST_HOSTS:,}")
     return _carried(fit_run(record, results, collective), sizes, hosts)
 
 
@@ -247,8 +248,9 @@ def _lacks(rows: Sequence[Any], timed: int, trials: int, collective: str) -> str
     if not rows:
         return f"the run has no {collective} to fit"
     if len(rows) > timed:
-        return f"{trials} trials bound no median (it takes {fewest(0.5)})"
-    return f"{len({one['bytes'] for one in rows})} sizes of {collective} do not make a fit (it takes {FEWEST_SIZES})"
+        return f"{trials} trials are too few for a median (it needs {fewest(0.5)})"
+    sizes = {one["bytes"] for one in rows}
+    return f"{counted(len(sizes), 'size')} of {collective} cannot be fitted (a fit needs {FEWEST_SIZES})"
 
 
 def _slowest(record: dict[str, Any], lack: str) -> LinkFit:

@@ -28,12 +28,14 @@ def mlp(widths: Sequence[int] = MLP_WIDTHS) -> Workload:
         ArgumentError: there are fewer than two widths, or one is below 1.
     """
     if len(widths) < 2 or min(widths) < 1:
-        raise ArgumentError(f"widths={tuple(widths)}: give the input's and each layer's, two or more numbers above 0")
+        raise ArgumentError(
+            f"widths={tuple(widths)}: give the input's width and each layer's, two or more numbers above 0"
+        )
     layers = [(f"fc{number}", (fed + 1) * made) for number, (fed, made) in enumerate(pairwise(widths), start=1)]
     return Workload(
         name=f"mlp {'-'.join(map(str, widths))}",
         transfers=tuple(Transfer(name, count * FLOAT32_BYTES) for name, count in reversed(layers)),
-        notes=("each layer's weight and bias gradients in float32, in the order in which the backward makes them",),
+        notes=("each layer's weight and bias gradients in float32, in the order the backward computes them",),
     )
 
 

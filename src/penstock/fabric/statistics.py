@@ -325,15 +325,15 @@ def saturation(
     if stolen >= _STOLEN:
         parts.append(f"{stolen:.0%} taken by other virtual machines")
     if crammed and network_percent is None:
-        parts.append("whether they or the network set the times is not known")
+        parts.append("it is not known whether they or the network set the times")
     elif saturated:
         parts.append("the processors are the limit, not the network")
     elif crammed:
         parts.append(
-            f"yet {min(network_percent or 0.0, 100):.0f}% of the times or more is what the network alone takes"
+            f"yet the network alone accounts for at least {min(network_percent or 0.0, 100):.0f}% of the times"
         )
     if tails:
-        parts.append(f"{switches:,} involuntary switches in {trials:,} trials: the tail may be the scheduler's")
+        parts.append(f"{switches:,} involuntary switches in {trials:,} trials: the scheduler may cause the tail")
     return Saturation(saturated, tails, busy, "; ".join(parts))
 
 

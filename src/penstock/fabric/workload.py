@@ -78,28 +78,33 @@ class Workload:
 
     def __post_init__(self) -> None:
         if self.element_bytes not in (1, 2, 4, 8):
-            raise ArgumentError(f"element_bytes is {self.element_bytes}: numbers have 1, 2, 4 or 8 bytes")
+            raise ArgumentError(f"element_bytes is {self.element_bytes}: give 1, 2, 4 or 8")
         if self.dtype and BYTES.get(self.dtype) != self.element_bytes:
-            raise ArgumentError(f"dtype is {self.dtype!r}, which has not {self.element_bytes} bytes")
+            raise ArgumentError(
+                f"dtype is {self.dtype!r}, but element_bytes is {self.element_bytes}: give a dtype of that size"
+            )
         op_of(self.op, self.number)
         if self.op != "sum" and not any(transfer.collective in REDUCES for transfer in self.transfers):
-            raise ArgumentError(f"op is {self.op!r}, but nothing is reduced: it is for {', '.join(REDUCES)}")
+            raise ArgumentError(f"op is {self.op!r}, but no transfer reduces: only {', '.join(REDUCES)} do")
         if not self.transfers:
             raise ArgumentError(f"the workload {self.name!r} has no transfers: give at least one size")
         names: set[str] = set()
         for transfer in self.transfers:
             if transfer.bytes < 1 or transfer.bytes % self.element_bytes:
                 raise ArgumentError(
-                    f"the transfer {transfer.name} has {transfer.bytes} bytes: a size is a multiple of an element's "
-                    f"{self.element_bytes} bytes, and not 0"
+                    f"the transfer {transfer.name} has {transfer.bytes} bytes: give a multiple of the element size, "
+                    f"{self.element_bytes} bytes, above 0"
                 )
             if transfer.name in names:
-                raise ArgumentError(f"two transfers are called {transfer.name!r}: give each a name of its own")
+                raise ArgumentError(f"two transfers are called {transfer.name!r}: give each its own name")
             names.add(transfer.name)
             if min((transfer.compute_seconds, *transfer.compute_by_rank)) < 0:
-                raise ArgumentError(f"{transfer.name}: compute_seconds is {transfer.compute_seconds}, below 0")
+                raise ArgumentError(f"{transfer.name}: a compute time is below 0: give 0 or more")
             if transfer.compute_by_rank and len(transfer.compute_by_rank) != len(transfer.ranks):
-                raise ArgumentError(f"{transfer.name}: compute_by_rank has a time for each of the ranks, or is empty")
+                raise ArgumentError(
+                    f"{transfer.name}: compute_by_rank has {len(transfer.compute_by_rank)} times for "
+                    f"{len(transfer.ranks)} ranks: give one for each, or none"
+                )
             if transfer.shares and (
                 transfer.collective != "all_to_all"
                 or len(transfer.shares) != (len(transfer.ranks) or self.hosts)
@@ -107,15 +112,17 @@ class Workload:
                 or not any(transfer.shares)
             ):
                 raise ArgumentError(
-                    f"{transfer.name} has the shares {transfer.shares}: give an all_to_all a whole number a rank, 0 or "
-                    "more and not all 0"
+                    f"{transfer.name} has the shares {transfer.shares}: only an all_to_all takes shares, a whole "
+                    "number for each rank, 0 or more and not all 0"
                 )
             if len(set(transfer.ranks)) < len(transfer.ranks) or len(transfer.ranks) == 1:
                 raise ArgumentError(
                     f"{transfer.name} is between the ranks {transfer.ranks}: give two or more, each once"
                 )
             if self.hosts and not all(0 <= rank < self.hosts for rank in transfer.ranks):
-                raise ArgumentError(f"{transfer.name} is between the ranks {transfer.ranks} of {self.hosts} hosts")
+                raise ArgumentError(
+                    f"{transfer.name} is between the ranks {transfer.ranks}: give 0 to {self.hosts - 1}"
+                )
 
     @property
     def number(self) -> str:
@@ -152,12 +159,12 @@ class Workload:
             ArgumentError: the factor is not above 1, the sweep is empty or too long, or `first` is not whole elements.
         """
         if not factor > 1:
-            raise ArgumentError(f"factor is {factor}: a sweep grows, so give one above 1")
+            raise ArgumentError(f"factor is {factor}: give a factor above 1")
         if last < first:
             raise ArgumentError(f"a sweep from {first} to {last} bytes is empty: give the smaller size first")
         if first < 1 or first % element_bytes:
             raise ArgumentError(
-                f"a sweep from {first} bytes: a size is a multiple of an element's {element_bytes} bytes, and not 0"
+                f"a sweep from {first} bytes: give a multiple of the element size, {element_bytes} bytes, above 0"
             )
         if math.log(last / first) > MOST_SIZES * math.log(factor):
             raise ArgumentError(

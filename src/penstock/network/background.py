@@ -84,9 +84,9 @@ def parse_background(text: str, hosts: int) -> Neighbour:
         for place in range(0, len(rest), 2):
             word = rest[place].lower()
             if word not in reads:
-                raise ValueError(f"{rest[place]!r} has no meaning there: give {', '.join(reads)}")
+                raise ValueError(f"{rest[place]!r} is unknown here: give {', '.join(reads)}")
             if word in named:
-                raise ValueError(f"{rest[place]!r} comes a second time")
+                raise ValueError(f"{rest[place]!r} is given twice")
             named[word] = reads[word](_value(rest, place))
         return _neighbour(text, named, hosts)
     except ValueError as error:
@@ -95,7 +95,7 @@ def parse_background(text: str, hosts: int) -> Neighbour:
 
 def _value(words: Sequence[str], place: int) -> str:
     if place + 1 >= len(words):
-        raise ValueError(f"{words[place]!r} lacks its value")
+        raise ValueError(f"{words[place]!r} needs a value")
     return words[place + 1]
 
 
@@ -110,7 +110,7 @@ def _neighbour(text: str, named: dict[str, Any], hosts: int) -> Neighbour:
         recorded = tuple(_recorded(Path(named["file"])))
         most = recorded[-1][0] / _LEAST_GAP_SECONDS
         if len(recorded) > most + 1:
-            raise ValueError(f"{named['file']} has {len(recorded):,} frames: give {most:,.0f} in its time at most")
+            raise ValueError(f"{named['file']} has {len(recorded):,} frames: give at most {most:,.0f} in that time")
         return Neighbour(target, recorded=recorded, text=text)
     if "burst" in named:
         if not named.get("every"):
@@ -120,7 +120,7 @@ def _neighbour(text: str, named: dict[str, Any], hosts: int) -> Neighbour:
         return Neighbour(target, max(size, least), burst_bytes=burst, period_seconds=period, text=text)
     rate = named["rate"]
     if rate <= 0:
-        raise ValueError("the rate is 0: leave it out")
+        raise ValueError("the rate is 0: give a rate above 0, or leave this background out")
     return Neighbour(target, max(size, round(rate * _LEAST_GAP_SECONDS)), bytes_per_second=rate, text=text)
 
 
@@ -138,7 +138,7 @@ def _recorded(path: Path) -> Iterator[tuple[float, int]]:
         except (ValueError, IndexError):
             raise ValueError(f"{path}, row {number}: {','.join(row)!r} is not `seconds,bytes`") from None
         if not (last <= at < math.inf) or size < 1:
-            raise ValueError(f"{path}, row {number}: times begin at 0 and grow, and sizes are above 0")
+            raise ValueError(f"{path}, row {number}: times must ascend from 0, and sizes be above 0")
         last = at
         yield at, size
     if not rows or last == 0:

@@ -36,7 +36,7 @@ def why_not() -> str | None:
     try:
         return within(None, _probe)
     except OSError as error:
-        return f"no network namespace can be made ({error.strerror}): a container may have to be run with --privileged"
+        return f"no network namespace can be made ({error.strerror}): if this is a container, run it with --privileged"
 
 
 def _effective() -> int:

@@ -71,14 +71,14 @@ def check_slow(slow: Mapping[int, float], hosts: int) -> dict[int, float]:
     """
     for host, share in slow.items():
         if host not in range(hosts):
-            there = f"there are hosts 0 to {hosts - 1}" if hosts > 1 else "there is host 0 alone"
-            raise ArgumentError(f"host {host} is to be slow, but does not exist: {there}")
+            there = f"the hosts are 0 to {hosts - 1}" if hosts > 1 else "there is only host 0"
+            raise ArgumentError(f"host {host} cannot be slowed, because it does not exist: {there}")
         if not 0 < share <= 1:
             said = f"give more than 0 and at most 1 (or 100%), like {host}=25% or {host}=0.25"
-            raise ArgumentError(f"host {host} is to get {share:g} ({100 * share:g}%) of a core: {said}")
+            raise ArgumentError(f"host {host} is given {share:g} ({100 * share:g}%) of a core: {said}")
         if share < LEAST_SHARE:
             raise ArgumentError(
-                f"host {host} is to get {100 * share:g}% of a core, but the least that can be kept is 0.1%"
+                f"host {host} is given {100 * share:g}% of a core, but the least that can be enforced is 0.1%"
             )
     return dict(sorted(slow.items()))
 
@@ -160,21 +160,21 @@ class _Groups(Means):
             for name, value in self._limits(*quota(self._slow[host])):
                 found = keeper.words_of(folder / name)
                 if found != value.split():
-                    return f"host {host} was not slowed until the end: {folder / name} says {' '.join(found)!r} now"
+                    return f"host {host} was not slowed until the end: {folder / name} now says {' '.join(found)!r}"
         return None
 
     def _parent(self) -> Path:
         """Return the cgroup to create them in: our own or an ancestor, so that our own limits include the hosts."""
         mounts = [(place, root) for version, place, root in keeper.group_mounts() if version == self.version]
         if not mounts:
-            raise OSError(f"no cgroup v{self.version} that divides processor time is mounted")
+            raise OSError(f"no cgroup v{self.version} with the cpu controller is mounted")
         place, root = mounts[0]
         folder = place / os.path.relpath(_own(self.version), root)
         if ".." in folder.parts or not folder.is_dir():  # we are outside what is mounted here
             folder = place
         while not self._fits(folder):
             if folder == place:
-                raise OSError(f"no cgroup from {place} on hands the cpu controller down")
+                raise OSError(f"no cgroup up to {place} delegates the cpu controller")
             folder = folder.parent
         return folder
 
@@ -235,7 +235,7 @@ class Signals(Means):
                 if answer.readline() != b"ready\n":
                     process.kill()
                     process.wait()
-                    raise FabricError(f"the process that is to hold host {host} back did not start")
+                    raise FabricError(f"the process that slows host {host} did not start")
             self._processes[host] = process
 
     def command(self, host: int, entering: Sequence[str], argv: Sequence[str]) -> list[str]:
@@ -245,7 +245,9 @@ class Signals(Means):
         gone = [host for host, process in self._processes.items() if process.poll() is not None]
         if not gone:
             return None
-        return f"host {gone[0]} was not slowed until the end: the process that stops and continues its own has ended"
+        return (
+            f"host {gone[0]} was not slowed until the end: the process that stops and resumes its processes has ended"
+        )
 
     def close(self) -> None:
         for process in self._processes.values():

@@ -87,7 +87,7 @@ class Machines:
         if self.topology is not None and max(self.topology.own, default=0) >= hosts:
             raise ArgumentError(f"host {max(self.topology.own)} has a link, but the hosts are 0 to {hosts - 1}")
         if self.topology is None and (background or changes):
-            raise ArgumentError("neighbours and changes need links that have a rate: give --link 1gbit, for example")
+            raise ArgumentError("neighbours and changes need links with a rate: give --link 1gbit, for example")
         self.shaper: Shaper | None = None
         self.congestion_control = congestion_control
         self._wanted = shaper
@@ -155,7 +155,7 @@ class Machines:
         """Why nothing but the switch will do; None if other shapers may."""
         if self.background:
             return "only the switch models neighbours' traffic"
-        return "only the switch makes links that change, and hosts that come and go" if self._changes else None
+        return "only the switch can change links, and take hosts away for a time" if self._changes else None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -350,8 +350,8 @@ class Machines:
         shown = _qdiscs("-n", namespace, device=device)
         if "qdisc tbf " not in shown:
             raise FabricError(
-                f"{_tool('tc')} was to put tbf before {device} of {namespace} and said nothing, but what is there "
-                f"is {' '.join(shown.split()) or 'nothing'}: is it the tc of iproute2?"
+                f"{_tool('tc')} reported no error when told to attach tbf to {device} of {namespace}, but shows "
+                f"{' '.join(shown.split()) or 'nothing'} there: is it the tc of iproute2?"
             )
 
     def _batch(self, program: str, namespace: str, lines: Iterable[str]) -> None:
@@ -403,5 +403,5 @@ def _start_keeper(emulation: str, claim: socket.socket) -> subprocess.Popen[byte
         if answer.readline() != b"ready\n":
             process.kill()
             process.communicate()
-            raise FabricError("the process that is to take the hosts down again did not start")
+            raise FabricError("the process that removes the hosts afterwards did not start")
     return process

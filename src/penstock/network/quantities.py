@@ -39,7 +39,7 @@ def _scaled(
             raise ValueError(f"{text!r} is not a {what}: give one like {examples}")
         value = float(match[1]) * factor
         if value > most:
-            raise ValueError(f"{text!r} is a {what} beyond any network: give {most_text} at most")
+            raise ValueError(f"{text!r} is too large a {what}: give at most {most_text}")
         return value
 
     return read
@@ -60,7 +60,7 @@ def hardly_meant(text: str) -> str | None:
 
 size = _scaled(_SIZES, "size", "1600, 16kb or 1mb")
 """Parses a size into bytes."""
-seconds = _scaled(_TIMES, "time", "500us, 20ms or 1s", 86400.0, "86400s, a day,")
+seconds = _scaled(_TIMES, "time", "500us, 20ms or 1s", 86400.0, "86400s, one day")
 
 
 def share(text: str) -> float:

@@ -66,7 +66,7 @@ def choose(topology: Topology, hosts: int, wanted: str = AUTO, only_switch: str 
     missing = why_not()
     if missing is not None:
         raise FabricError(missing)
-    beyond_tbf = only_switch or (None if topology.is_plain else f"tbf keeps a rate and nothing else: {topology.link}")
+    beyond_tbf = only_switch or (None if topology.is_plain else f"tbf limits only the rate: {topology.link}")
     if wanted == "tbf" or (wanted == AUTO and beyond_tbf is None):
         if beyond_tbf is not None:
             raise ArgumentError(f"{beyond_tbf}; leave --shaper out, or give --shaper switch")
@@ -83,8 +83,8 @@ def _told_of_jitter(shaper: Shaper) -> Shaper:
     if not any(link.impairment.jitter_seconds and not link.impairment.overtaking for link in links):
         return shaper
     said = (
-        "frames keep their order, so that under load jitter turns into delay: one that is late holds up those behind "
-        "it (with the word overtaking they pass it, which TCP takes for loss)"
+        "frames keep their order, so under load jitter turns into delay: a late frame holds up those behind it (with "
+        "the word overtaking they pass it, which TCP takes for loss)"
     )
     return replace(shaper, remarks=(*shaper.remarks, said))
 
@@ -99,18 +99,22 @@ def _fitted(topology: Topology, hosts: int) -> Shaper:
     is_given = any(link.mtu_is_given for link in topology.links)
     if not is_given and needed_then <= carried_then:
         said = (
-            f"frames carry {larger.mtu} bytes: with {topology.mtu} all hosts together could send {needed:,.0f} a "
-            f"second with their acknowledgements, and the switch passes on about {carried:,.0f} here "
-            f"(mtu {topology.mtu} in the link's text keeps them small)"
+            f"frames carry {larger.mtu} bytes: with {topology.mtu}, all hosts together could send {needed:,.0f} a "
+            f"second, acknowledgements included, but the switch forwards only about {carried:,.0f} here "
+            f"(give mtu {topology.mtu} in the link to keep frames small)"
         )
         return Shaper("switch", larger, (said,))
     best, needed, carried = (topology, needed, carried) if is_given else (larger, needed_then, carried_then)
     share = carried / needed
     uniform = len({link.bytes_per_second for link in topology.links}) == 1 and topology.link.down is None
-    less = f"a rate of {share * topology.link.bytes_per_second * 8 / 1e6:,.0f}mbit" if uniform else f"{share:.0%} of it"
+    less = (
+        f"a rate of at most {share * topology.link.bytes_per_second * 8 / 1e6:,.0f}mbit"
+        if uniform
+        else f"at most {share:.0%} of it"
+    )
     raise ArgumentError(
         f"{hosts} hosts with {topology.link} can send {needed:,.0f} frames of {best.mtu} bytes a second, "
-        f"acknowledgements included, but the switch passes on about {carried:,.0f} here: give {less} at most"
+        f"acknowledgements included, but the switch forwards only about {carried:,.0f} here: give {less}"
         + (", fewer hosts" if hosts > 2 else "")
         + (f", or mtu {LARGE_MTU}" if is_given and needed_then <= carried_then else "")
     )

@@ -40,7 +40,7 @@ def claim() -> tuple[int, socket.socket]:
                 raise
             continue
         return number, held
-    raise FabricError(f"every subnet of {ALL} is in use: end an emulation, or run `penstock fabric clean`")
+    raise FabricError(f"every subnet of {ALL} is in use: stop an emulation, or run `penstock fabric clean`")
 
 
 def routes() -> list[ipaddress.IPv4Network]:

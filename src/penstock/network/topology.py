@@ -37,8 +37,8 @@ class Topology:
         for host, link in self.own.items():
             if link.mtu != self.link.mtu:
                 raise ArgumentError(
-                    f"the link of host {host} has an mtu of {link.mtu} and the others one of {self.link.mtu}: frames "
-                    "pass all links as they are, so give the same one to all"
+                    f"the link of host {host} has an mtu of {link.mtu} and the others have one of {self.link.mtu}: "
+                    "frames cross links unchanged, so give every link the same mtu"
                 )
 
     @property
@@ -100,12 +100,12 @@ def parse_own(texts: Sequence[str], hosts: int) -> dict[int, Link]:
         number, sign, link = text.partition("=")
         if not sign or not (number.strip().isascii() and number.strip().isdigit()):
             raise ArgumentError(
-                f'{text!r} is not a link of a host: give the host and its link, like "2=100mbit delay 20ms"'
+                f'{text!r} is not the link of a host: give the host and its link, like "2=100mbit delay 20ms"'
             )
         host = int(number)
         if host >= hosts:
             raise ArgumentError(f"a link is given for host {host}, but the hosts are 0 to {hosts - 1}")
         if host in found:
-            raise ArgumentError(f"host {host} is given two links, {found[host]} and {link.strip()}: give one")
+            raise ArgumentError(f"host {host} has two links, {found[host]} and {link.strip()}: give one")
         found[host] = parse_link(link)
     return found

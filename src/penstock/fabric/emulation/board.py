@@ -68,7 +68,7 @@ class Board:
                 if self._numbers[4] and not _lives(self._numbers[4]):
                     raise FabricError("host 0 has ended")
                 if now - began > self._stall_seconds:
-                    raise FabricError(f"host 0 has said nothing for {self._stall_seconds:g} s")
+                    raise FabricError(f"host 0 has not answered for {self._stall_seconds:g} s")
         self._seen += 1
         return self._numbers[1], self._numbers[2], self._numbers[3]
 

@@ -307,4 +307,4 @@ def check_backend(backend: str) -> None:
     have = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available() and torch.cuda.is_available()}
     if not have.get(backend, False):
         there = ", ".join(name for name, available in have.items() if available)
-        raise ArgumentError(f"backend {backend!r} is missing: torch has {there} here")
+        raise ArgumentError(f"backend {backend!r} is not available: this torch has {there}")

@@ -27,6 +27,7 @@ from penstock.network.director import playing
 from penstock.network.machines import Machines
 from penstock.network.nodes import QUIET, agent_commands
 from penstock.network.scenario import Event
+from penstock.words import counted
 
 EMULATION = "penstock.fabric.emulation.host"
 """The module that each host runs, with the run's folder as its argument."""
@@ -176,14 +177,14 @@ def _cause(folder: Path, ended: Ended, killed: Sequence[RankFailure], by_host: b
     try:
         trials = (folder / SAMPLES).read_bytes().rsplit(b"\n", 2)[-2].split(b",")[0]
         count = int(trials) + 1 if trials.isdigit() else 0
-        saved = f"{count} {'trial is' if count == 1 else 'trials are'} in {folder}" if count else "no trial had ended"
+        saved = f"{counted(count, 'trial')} saved in {folder}" if count else "no trial had finished"
     except (OSError, IndexError):
-        saved = "no trial had ended"
+        saved = "no trial had finished"
     host, status = ended.agent, ended.status
     lines = [line for log in sorted(folder.glob("host-*.log")) for line in log.read_text(errors="replace").split("\n")]
     said = [line.removeprefix("penstock: error: ") for line in lines if line.startswith("penstock: error: ")]
     if by_host and status > 128 and status - 128 in {*signal.Signals}:
-        text = f"host {host} was ended by {signal.Signals(status - 128).name}"
+        text = f"host {host} was killed by {signal.Signals(status - 128).name}"
     elif killed:
         text = str(min(killed, key=lambda failure: failure.at_ns))
     else:

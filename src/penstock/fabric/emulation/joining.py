@@ -106,20 +106,22 @@ def joined(spec: Spec) -> Iterator[Members]:
     """
     rank, size, address, port = started()
     if size != spec.hosts:
-        raise ArgumentError(f"{size} processes were started for {spec.hosts} hosts: start as many, or change --hosts")
+        raise ArgumentError(
+            f"{size} processes were started for {spec.hosts} hosts: start {spec.hosts}, or change --hosts"
+        )
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     limit = timedelta(seconds=spec.join_seconds)
     try:
         store = _Store(address, port, None, rank == 0 and not agents, limit, wait_for_workers=False)
     except (RuntimeError, OSError) as error:
         raise FabricError(
-            f"host {rank} does not reach host 0 at {address}:{port} within {spec.join_seconds:g} s: {first_line(error)}"
+            f"host {rank} cannot reach host 0 at {address}:{port} within {spec.join_seconds:g} s: {first_line(error)}"
         ) from None
     try:
         store.set(f"here/{rank}", socket.gethostname())
         missing = without(store, "here", size, spec.join_seconds)
     except (RuntimeError, OSError) as error:  # the store is on host 0
-        raise FabricError(f"host 0 left while the hosts were joining, says host {rank}: {first_line(error)}") from None
+        raise FabricError(f"host {rank}: host 0 left while the hosts were joining: {first_line(error)}") from None
     if missing:
         raise FabricError(
             f"{hosts_text(missing)} did not join within {spec.join_seconds:g} s: "
@@ -137,7 +139,7 @@ def joined(spec: Spec) -> Iterator[Members]:
     except (RuntimeError, OSError) as error:
         raise FabricError(
             f"host {rank}: all hosts are here, but {spec.backend} cannot connect them: {first_line(error)}. Does "
-            "GLOO_SOCKET_IFNAME name the interface that they reach each other by?"
+            "GLOO_SOCKET_IFNAME name the interface through which they reach each other?"
         ) from None
     try:
         yield Members(rank, size, store, control)

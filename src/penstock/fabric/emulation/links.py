@@ -51,11 +51,11 @@ def above_shaper(spec: Spec, ends: tuple[int, int], found: probe.Measured) -> st
     rate = shaped_rate(spec, *ends)
     if rate is None or (found.bytes_per_second or float("inf")) <= rate * (1 + TOLERANCE):
         return None
-    said = "more than any" if found.bytes_per_second is None else f"{found.bytes_per_second * 8e-6:,.1f}"
+    said = "no finite rate" if found.bytes_per_second is None else f"{found.bytes_per_second * 8e-6:,.1f} Mbit/s"
     return (
-        f"the link from host {ends[0]} to host {ends[1]} was measured at {said} Mbit/s, {TRIES} times above the "
-        f"{rate * 8e-6:,.1f} that its shaper lets pass: an error in Penstock that would make every figure wrong. Run "
-        "it again on a machine that does less meanwhile"
+        f"Penstock measured the link from host {ends[0]} to host {ends[1]} {TRIES} times, at last as {said}, although "
+        f"its shaper passes only {rate * 8e-6:,.1f} Mbit/s. This is a bug in Penstock that would make every figure "
+        "wrong; run again on a machine with less other work"
     )
 
 

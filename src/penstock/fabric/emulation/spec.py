@@ -92,8 +92,8 @@ class Spec:
             raise ArgumentError(f"iterations={self.iterations}: at least one is needed")
         if self.iterations > 1 and _computes(self.workload):
             raise ArgumentError(
-                f"iterations={self.iterations}: what is done in a row has nothing computed in front of it, and this "
-                "workload computes: give --sizes or a sweep, or --compute none"
+                f"iterations={self.iterations}: iterations run back to back, without compute, but this workload "
+                "computes: give --sizes or a sweep, or --compute none"
             )
         if self.warmup is not None and self.warmup < 1:
             raise ArgumentError(f"warmup={self.warmup}: at least one is needed, as results are checked in the warm-up")
@@ -108,7 +108,7 @@ class Spec:
             )
         if self.algorithm == ENGINE:
             if self.workload.op == "avg" and self.backend == "gloo":
-                raise ArgumentError("gloo has no average of its own: give --algorithm ring, for example, or --op sum")
+                raise ArgumentError("gloo cannot average: give --algorithm ring, for example, or --op sum")
             return
         kinds = {transfer.collective for transfer in self.workload.transfers}
         if not any(self.algorithm in algorithms(kind) for kind in kinds):

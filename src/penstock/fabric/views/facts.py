@@ -64,8 +64,8 @@ def warnings(run: Run, results: dict[str, Any]) -> list[str]:
         found.append(f"the run is not complete; missing: {results['missing'] or 'its end'}")
     if run.record.get("steady") is False:
         found.append(
-            f"times still changed after {run.record['warmup']} trials of warm-up, and so they may in the first that "
-            "count: give --warmup a larger number"
+            f"times were still changing after {run.record['warmup']} trials of warm-up, so the first measured trials "
+            "may be off: give a larger --warmup"
         )
     told = run.record.get("switch")
     if told and (reason := saturated(told)):
@@ -81,14 +81,14 @@ def _beyond_ideal(run: Run, results: dict[str, Any]) -> list[str]:
     most = max([*results["groups"], results["step"]], key=lambda row: row["ideal_percent"] or 0.0)
     if (most["ideal_percent"] or 0.0) <= ABOVE_IDEAL:
         return []
-    why = "so what Penstock knows of its links is wrong: an error in Penstock"
+    why = "so Penstock has its links wrong, which is a bug in Penstock"
     if most is not results["step"] and runs_ahead(run.record, most["collective"], most["shares"]):
         why = (
-            "as a rank begins it while others are at the transfer before: of what is under way meanwhile, the time "
-            "counts in the one, and the bytes in the other"
+            "because a rank can begin it while others are still in the previous transfer: some traffic is then timed "
+            "in one of the two, and its bytes are counted in the other"
         )
     percent = f"{most['ideal_percent']:,.0f}%"
-    return [f"ideal: {most['name']} is at {percent} of what is possible, {why}; ignore this column"]
+    return [f"ideal: {most['name']} is at {percent} of the possible rate, {why}; ignore this column"]
 
 
 def facts(run: Run, results: dict[str, Any]) -> list[tuple[str, str]]:
@@ -101,7 +101,7 @@ def facts(run: Run, results: dict[str, Any]) -> list[tuple[str, str]]:
         if step[key] is not None
     ]
     if overlaps and not step["compute_s"]:
-        overlaps = ["nothing is computed between the transfers, so overlap changes nothing"]
+        overlaps = ["there is no compute between the transfers, so overlap changes nothing"]
     if overlaps:
         found.append(("step", ", ".join(overlaps)))
     if results["stalled"]:
@@ -174,7 +174,7 @@ def _link(measured: Sequence[dict[str, Any]]) -> str:
     known = sorted(link["bytes_per_second"] for link in measured if link["bytes_per_second"])
     rates = f", {bits(*dict.fromkeys((known[0], known[-1])))}" if known else ""
     missing = max(float(link.get("missing_seconds") or 0.0) for link in measured)
-    sooner = f" (0: a few bytes came up to {seconds(missing)} sooner than these rates carry them)" if missing else ""
+    sooner = f" (0: a few bytes arrived up to {seconds(missing)} sooner than these rates allow)" if missing else ""
     return f"alpha {_range(latencies)}{sooner}{rates}"
 
 
@@ -232,17 +232,17 @@ def notes(run: Run, results: dict[str, Any]) -> list[str]:
     ]
     if in_groups(results):
         found.append(
-            "Transfers that differ in their microbatch or replica alone share a row: bytes and times are of one of "
-            "them, percentiles of all, and those of one trial count as one sample."
+            "Transfers that differ only in microbatch or replica share a row: bytes and times are those of one "
+            "transfer, percentiles are over all of them, and those of one trial count as one sample."
         )
     if (times := iterations_of(run.record)) > 1:
-        found.append(f"Times are of one of {times} iterations in a row; a trial's skew is that of their first.")
+        found.append(f"Times are per iteration, of {times} in a row; a trial's skew is that of its first iteration.")
     if any(rate_key(one["collective"]) == "transfer_s" for one in results["transfers"]):
-        found.append("Rates and ideal of a send are of the time from when both of its ranks were there.")
+        found.append("Rates and ideal of a send are measured from when both of its ranks had arrived.")
     if changed(run.record):
         found.append("Ideal is n/a: a scenario may have changed the links.")
     elif results["links"] and None in {one["bound_s"] for one in results["groups"]}:
-        found.append("Ideal is n/a if a host has several partners and no shaper says what its port carries.")
+        found.append("Ideal is n/a if a host has several partners and no shaper sets the rate of its port.")
     found += _too_few(results, len(run.start_ns))
     return [*found, *run.record["workload"]["notes"]]
 
@@ -251,7 +251,7 @@ def _too_few(results: dict[str, Any], trials: int) -> list[str]:
     """Explain why percentiles are n/a, or may be wrong."""
     times = [one["time_s"] for one in results["groups"]]
     short = [
-        f"{fewest(q):,} for {TIMES[name]}"
+        f"{TIMES[name]} needs {fewest(q):,}"
         for name, q in PERCENTILES.items()
         if name in TIMES and any(one[name] is None for one in times)
     ]
@@ -259,16 +259,16 @@ def _too_few(results: dict[str, Any], trials: int) -> list[str]:
     said = []
     if worth < _DEPENDENT * trials:
         said.append(
-            f"Trials depend on each other: {trials:,} are worth {worth:,.0f} independent ones, and count as such."
+            f"Trials depend on each other: {trials:,} are worth {worth:,.0f} independent ones, and count as that many."
         )
     if 0 < trials < FEWEST:
         said.append(
-            "So few trials do not show whether they depend on each other; if they do, the 95% intervals are too "
+            "There are too few trials to tell whether they depend on each other; if they do, the 95% intervals are too "
             f"narrow. Give --trials {FEWEST} or more."
         )
     if short:
         kind = "trials" if worth >= _DEPENDENT * trials else "independent trials"
-        said.append(f"n/a: {min(trials, int(worth)):,} {kind} bound no such percentile; it takes {', '.join(short)}.")
+        said.append(f"n/a: {min(trials, int(worth)):,} {kind} are too few for that percentile; {', '.join(short)}.")
     return said
 
 

@@ -20,7 +20,7 @@ _FATES = {
     "corrupted": "with a wrong bit",
     "reordered": "sent past others",
     "queue_full": "dropped because the queue was full",
-    "host_gone": "dropped because a host was away",
+    "host_gone": "dropped because a host was gone",
     "no_such_host": "to no host",
 }
 """What may happen to a frame: the switch's name for it, and the wording in reports."""
@@ -76,9 +76,9 @@ def saturated(told: Told, elapsed_seconds: float | None = None) -> str | None:
     late = told["late"]["p99"]
     found = []
     if late is not None and late > MOST_LATE_SECONDS:
-        found.append(f"1% of the frames left more than {seconds(late)} later than requested")
+        found.append(f"1% of the frames left more than {seconds(late)} late")
     if told["no_room"]:
-        found.append(f"{told['no_room']:,} times it had no memory left for a frame")
+        found.append(f"it ran out of memory for a frame {told['no_room']:,} times")
     if elapsed_seconds and told["busy_seconds"] > MOST_BUSY * elapsed_seconds:
         found.append(f"it was busy for {told['busy_seconds'] / elapsed_seconds:.0%} of the time")
     if not found:

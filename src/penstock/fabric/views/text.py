@@ -145,8 +145,8 @@ def _verdict(comparison: Comparison, rows: Sequence[Difference]) -> str:
     if comparison.differs:
         return "The runs differ."
     if all(one.verdict == "too few samples" for one in rows):
-        return f"Too few samples to tell: each run takes {FEWEST} trials or more."
-    return "No difference is shown: any may be chance."
+        return f"Too few samples to tell: each run needs {FEWEST} trials or more."
+    return "No difference shown: what differs may be chance."
 
 
 COMPARISON_NOTE = (

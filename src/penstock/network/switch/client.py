@@ -93,6 +93,6 @@ class Switch:
         if not line:
             process.kill()
             said = process.stderr.read().strip().rpartition("\n")[2]
-            raise FabricError(f"the switch {'has ended' if ready else 'does not answer'}: {said or 'without a word'}")
+            raise FabricError(f"the switch {'has ended' if ready else 'does not answer'}: {said or 'it said nothing'}")
         answer: dict[str, Any] = json.loads(line)
         return answer
