@@ -48,7 +48,7 @@ class LinkFit:
         return 1 / self.beta_seconds_per_byte if self.beta_seconds_per_byte else math.inf
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a dict that can be serialized as JSON; an infinite bandwidth becomes None."""
+        """Returns a dict that can be serialized as JSON; an infinite bandwidth becomes None."""
         return {
             "alpha_seconds": self.alpha_seconds,
             "beta_seconds_per_byte": self.beta_seconds_per_byte,
@@ -60,7 +60,7 @@ class LinkFit:
 
 
 def fit(points: Sequence[tuple[float, float, Terms]], least_beta: float = 0.0) -> LinkFit:
-    """Fit alpha and beta, both non-negative, by least squares.
+    """Fits alpha and beta, both non-negative, by least squares.
 
     It minimizes relative residuals, so that small sizes count as much as large ones.
 
@@ -92,7 +92,7 @@ def fit(points: Sequence[tuple[float, float, Terms]], least_beta: float = 0.0) -
 
 
 def _non_negative(columns: Any, wanted: Any) -> Any:
-    """Return the x >= 0 that minimizes |columns x - wanted|, for two unknowns: both, or the better one alone."""
+    """Returns the x >= 0 that minimizes |columns x - wanted|, for two unknowns: both, or the better one alone."""
     both = np.linalg.lstsq(columns, wanted, rcond=None)[0]
     if (both >= 0).all():
         return both
@@ -104,7 +104,7 @@ def _non_negative(columns: Any, wanted: Any) -> Any:
 def predict(
     link: LinkFit, collective: str, algorithm: str, ranks: int, size_bytes: float, pieces: int = PIECES
 ) -> float:
-    """Predict the seconds that a collective takes. Raises ArgumentError if there is no closed form."""
+    """Predicts the seconds that a collective takes. Raises ArgumentError if there is no closed form."""
     terms = closed_form(collective, algorithm, ranks, pieces)
     return terms.seconds(size_bytes, link.alpha_seconds, link.beta_seconds_per_byte)
 
@@ -134,7 +134,7 @@ def predictions(
     ranks: Iterable[int] = HOSTS,
     algorithms: Sequence[str] = (),
 ) -> list[Prediction]:
-    """Predict each number of ranks, by default up to 4096, for all algorithms or only those given."""
+    """Predicts each number of ranks, by default up to 4096, for all algorithms or only those given."""
     rows = []
     for n in ranks:
         names = algorithms or known_algorithms(collective)
@@ -146,7 +146,7 @@ def predictions(
 
 
 def crossovers(link: LinkFit, collective: str, ranks: int) -> list[tuple[float, str]]:
-    """Return the size from which each algorithm is the fastest: (bytes, algorithm), the first entry from 0 on.
+    """Returns the size from which each algorithm is the fastest: (bytes, algorithm), the first entry from 0 on.
 
     Among algorithms that cost the same at all sizes, the first in `known_algorithms` stands for all.
     """
@@ -165,7 +165,7 @@ def crossovers(link: LinkFit, collective: str, ranks: int) -> list[tuple[float, 
 
 
 def record_links(record: dict[str, Any]) -> list[tuple[tuple[int, int], LinkFit]]:
-    """Return the measured links of a run's record, in order; no bandwidth in the record means an infinite one."""
+    """Returns the measured links of a run's record, in order; no bandwidth in the record means an infinite one."""
     found = []
     for link in record.get("links") or ():
         rate = link.get("bytes_per_second")
@@ -175,13 +175,13 @@ def record_links(record: dict[str, Any]) -> list[tuple[tuple[int, int], LinkFit]
 
 
 def slowest_of(links: Iterable[LinkFit]) -> LinkFit:
-    """Combine the largest alpha and the largest beta of one or more links, which limit a collective of any size."""
+    """Combines the largest alpha and the largest beta of one or more links, which limit a collective of any size."""
     links = tuple(links)
     return LinkFit(max(link.alpha_seconds for link in links), max(link.beta_seconds_per_byte for link in links))
 
 
 def links_json(found: dict[str, Any] | LinkFit) -> dict[str, Any]:
-    """Return the links as `penstock simulate --links` reads them: from a run's record, or one fit for every pair.
+    """Returns the links as `penstock simulate --links` reads them: from a run's record, or one fit for every pair.
 
     A direction that was not measured (as in old records) gets the opposite direction's values. Pairs that were not
     measured get the slowest measured values, as "all".

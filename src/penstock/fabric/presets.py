@@ -16,7 +16,7 @@ FLOAT32_BYTES = 4
 
 
 def mlp(widths: Sequence[int] = MLP_WIDTHS) -> Workload:
-    """Return data-parallel training of fully connected layers, which all-reduces one layer's gradients after another.
+    """Returns data-parallel training of fully connected layers, which all-reduces one layer's gradients after another.
 
     The backward pass computes the last layer's gradients first, so with the default widths a step sends fc4, fc3, fc2,
     fc1: 2600, 33024, 131584 and 803840 bytes.
@@ -43,14 +43,14 @@ PRESETS: dict[str, Callable[[], Workload]] = {"mlp": mlp}
 
 
 def preset(name: str) -> Workload:
-    """Return the workload with this name. Raises ArgumentError if there is none."""
+    """Returns the workload with this name. Raises ArgumentError if there is none."""
     if name not in PRESETS:
         raise ArgumentError(f"there is no preset {name!r}: give one of {', '.join(PRESETS)}")
     return PRESETS[name]()
 
 
 def with_compute(workload: Workload, seconds: Sequence[float], after: float = 0.0) -> Workload:
-    """Return the same transfers with the computation before each one added.
+    """Returns the same transfers with the computation before each one added.
 
     Args:
         seconds: one per transfer, in order.
@@ -68,7 +68,7 @@ def with_compute(workload: Workload, seconds: Sequence[float], after: float = 0.
 
 
 def trials_of(batches: int, epochs: int) -> int:
-    """Return the number of trials in a whole training, one per batch and epoch. Raises ArgumentError below 1."""
+    """Returns the number of trials in a whole training, one per batch and epoch. Raises ArgumentError below 1."""
     if batches < 1 or epochs < 1:
         raise ArgumentError(f"batches={batches}, epochs={epochs}: trials = batches * epochs, so give 1 or more of each")
     return batches * epochs

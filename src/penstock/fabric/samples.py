@@ -30,7 +30,7 @@ STEPS_HEAD = ("trial", "transfer", "rank", "round", "start_ns", "end_ns")
 
 
 def write_whole(path: Path, found: dict[str, Any]) -> None:
-    """Write JSON atomically: a reader sees either the previous content or all of the new one."""
+    """Writes JSON atomically: a reader sees either the previous content or all of the new one."""
     aside = path.with_suffix(".tmp")
     aside.write_text(json.dumps(found, indent=1))
     aside.replace(path)
@@ -72,7 +72,7 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read a run that finished or was killed; incomplete trials are left out.
+        """Reads a run that finished or was killed; incomplete trials are left out.
 
         Raises:
             ArgumentError: the folder holds no run, a run that ended before its hosts joined, or damaged samples.
@@ -108,14 +108,14 @@ class Run:
 
 
 def _check(table: NDArray[np.int64], taking: NDArray[np.bool_], path: Path) -> None:
-    """Raise ArgumentError for rows that no run writes. A run writes all rows of each trial once, until it ends."""
+    """Raises ArgumentError for rows that no run writes. A run writes all rows of each trial once, until it ends."""
     fault = _fault(table, taking)
     if fault is not None:
         raise ArgumentError(f"{path} is damaged: {fault}. Restore the file as the run wrote it, or run again")
 
 
 def _fault(table: NDArray[np.int64], taking: NDArray[np.bool_]) -> str | None:
-    """Describe the first faulty row, if there is one; the order of rows does not matter."""
+    """Describes the first faulty row, if there is one; the order of rows does not matter."""
     transfers, hosts = taking.shape
     trial, transfer, rank, start, end = table.T
     inside = (
@@ -147,7 +147,7 @@ def _is_record(found: Any) -> bool:
 
 
 def _table(path: Path, head: tuple[str, ...]) -> NDArray[np.int64]:
-    """Read the rows below the header, without an incomplete last line; none if the file was never started."""
+    """Reads the rows below the header, without an incomplete last line; none if the file was never started."""
     text = path.read_text() if path.exists() else ""
     first, _, rows = text[: text.rfind("\n") + 1].partition("\n")  # drop a line that was cut off
     if first and tuple(first.split(",")) != head:

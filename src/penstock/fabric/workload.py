@@ -44,7 +44,7 @@ class Transfer:
     shares: tuple[int, ...] = ()
 
     def compute_of(self, host: int) -> float:
-        """Return how long a host computes before this transfer, in seconds."""
+        """Returns how long a host computes before this transfer, in seconds."""
         return self.compute_by_rank[self.ranks.index(host)] if self.compute_by_rank else self.compute_seconds
 
 
@@ -136,7 +136,7 @@ class Workload:
 
     @classmethod
     def of_sizes(cls, sizes: Iterable[int], collective: Collective = "all_reduce", element_bytes: int = 4) -> Self:
-        """Make one transfer per size, in the order given and named after it; a repeated size gets a number in its name.
+        """Makes one transfer per size, in the given order, named after it; a repeated size gets a number in its name.
 
         A message goes from rank 0 to rank 1.
         """
@@ -153,7 +153,7 @@ class Workload:
     def sweep(
         cls, first: int, last: int, factor: float = 2, collective: Collective = "all_reduce", element_bytes: int = 4
     ) -> Self:
-        """Make a sweep of sizes from `first` to `last`, each `factor` times the previous one, in whole elements.
+        """Makes a sweep of sizes from `first` to `last`, each `factor` times the previous one, in whole elements.
 
         Raises:
             ArgumentError: the factor is not above 1, the sweep is empty or too long, or `first` is not whole elements.
@@ -177,12 +177,12 @@ class Workload:
         return cls.of_sizes(sorted(set(sizes)), collective, element_bytes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a dict that can be serialized as JSON."""
+        """Returns a dict that can be serialized as JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, given: dict[str, Any]) -> Self:
-        """Rebuild the workload from what `to_dict` returned."""
+        """Rebuilds the workload from what `to_dict` returned."""
         tuples = ("ranks", "compute_by_rank", "shares")
         transfers = tuple(
             Transfer(**{**one, **{key: tuple(one.get(key, ())) for key in tuples}}) for one in given["transfers"]

@@ -59,7 +59,7 @@ class Neighbour:
 
 
 def parse_background(text: str, hosts: int) -> Neighbour:
-    """Parse the description of a source of traffic.
+    """Parses the description of a source of traffic.
 
     Raises:
         ArgumentError: the text is not valid, the host does not exist, or the file cannot be read.
@@ -146,7 +146,7 @@ def _recorded(path: Path) -> Iterator[tuple[float, int]]:
 
 
 def arrivals(neighbour: Neighbour, seed: int, host: int) -> Iterator[Arrivals]:
-    """Yield a source's frames to a host forever, one batch at a time."""
+    """Yields a source's frames to a host forever, one batch at a time."""
     if neighbour.recorded:
         seconds, sizes = (np.array(column) for column in zip(*neighbour.recorded, strict=True))
         for turn in itertools.count():
@@ -176,7 +176,7 @@ class Stream:
         self._left: Arrivals = (_NONE, _NONE)
 
     def until(self, end_ns: int, most: int) -> Arrivals:
-        """Return the next arrivals before `end_ns`, at most `most`."""
+        """Returns the next arrivals before `end_ns`, at most `most`."""
         parts = [self._left]
         for place in range(len(self._sources)):
             parts += self._taken(place, end_ns)
@@ -187,7 +187,7 @@ class Stream:
         return at_ns[given], sizes[given]
 
     def _taken(self, place: int, end_ns: int) -> Iterator[Arrivals]:
-        """Yield one source's remaining arrivals before `end_ns`."""
+        """Yields one source's remaining arrivals before `end_ns`."""
         while True:
             at_ns, sizes = self._made[place]
             count = int(np.searchsorted(at_ns, end_ns))

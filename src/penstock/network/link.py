@@ -98,15 +98,15 @@ class Link:
         return self.impairment.varies or (self.down is not None and self.down.varies)
 
     def tbf(self) -> str:
-        """Return tc's arguments for a host."""
+        """Returns tc's arguments for a host."""
         return self._tbf(self.burst, max(self.limit_bytes, HOST_BYTES))
 
     def host_tbf(self) -> str:
-        """Return tc's arguments for a host behind a user-space switch, which itself keeps the rate exactly."""
+        """Returns tc's arguments for a host behind a user-space switch, which itself keeps the rate exactly."""
         return self._tbf(self.port_burst, max(self.limit_bytes, HOST_BYTES))
 
     def port_tbf(self) -> str:
-        """Return tc's arguments for the switch's port."""
+        """Returns tc's arguments for the switch's port."""
         return self._tbf(self.port_burst, self.limit_bytes)
 
     def _tbf(self, burst: int, limit: int) -> str:

@@ -61,7 +61,7 @@ class Machines:
         slow: Mapping[int, float] | None = None,
         changes: bool = False,
     ) -> None:
-        """Check the arguments; the hosts are created by `with`.
+        """Checks the arguments; the hosts are created by `with`.
 
         Args:
             hosts: the number of hosts.
@@ -110,7 +110,7 @@ class Machines:
         return None if self._means is None else self._means.name
 
     def __enter__(self) -> Self:
-        """Create the hosts.
+        """Creates the hosts.
 
         Raises:
             FabricError: this machine cannot create them (`why_not` says why), or a command failed. Nothing is left
@@ -138,7 +138,7 @@ class Machines:
         return self
 
     def settle(self) -> None:
-        """Find out whether and how this machine can create the hosts, without creating any.
+        """Finds out whether and how this machine can create the hosts, without creating any.
 
         Raises:
             FabricError, ArgumentError: as in `with`.
@@ -163,7 +163,7 @@ class Machines:
         self.close()
 
     def close(self) -> None:
-        """Kill what still runs on the hosts, and remove them. May be called again.
+        """Kills what still runs on the hosts, and removes them. May be called again.
 
         Raises:
             FabricError: something is left, or a slow host was not throttled all the time.
@@ -193,7 +193,7 @@ class Machines:
             raise FabricError(failed)
 
     def command(self, host: int, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> list[str]:
-        """Return the command that runs `argv` on a host, with `environment` in addition to `variables()`."""
+        """Returns the command that runs `argv` on a host, with `environment` in addition to `variables()`."""
         added = [f"{name}={value}" for name, value in {**self.variables(), **(environment or {})}.items()]
         entering = [_tool("ip"), "netns", "exec", self.hosts[host], "env", *added]
         if host in self.slow and self._means is not None:
@@ -201,16 +201,16 @@ class Machines:
         return [*entering, *argv]
 
     def variables(self) -> dict[str, str]:
-        """Return the environment of a process on a host, which tells gloo and the like which interface to use."""
+        """Returns the environment of a process on a host, which tells gloo and the like which interface to use."""
         names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         return {keeper.MARK: self.id, **dict.fromkeys(names, INTERFACE)}
 
     def qdiscs(self) -> str:
-        """Return tc's report of how the bridge's ports are shaped and what crossed them; "" without a bridge."""
+        """Returns tc's report of how the bridge's ports are shaped and what crossed them; "" without a bridge."""
         return _qdiscs("-s", "-n", f"{self.id}-switch")
 
     def check(self) -> None:
-        """Check that the network is still there.
+        """Checks that the network is still there.
 
         Raises:
             FabricError: the switch process has ended.
@@ -219,13 +219,13 @@ class Machines:
             self._switch.check()
 
     def told(self) -> dict[str, Any] | None:
-        """Return the counters of the user-space switch; None without one."""
+        """Returns the counters of the user-space switch; None without one."""
         if self._switch is None:
             return None
         return {"priority": self._switch.priority, **self._switch.order(Order(tells=True))}
 
     def change(self, topology: Topology) -> None:
-        """Replace the links from now on; frames in flight are not affected.
+        """Replaces the links from now on; frames in flight are not affected.
 
         Raises:
             ArgumentError: the new links would need another frame size.
@@ -240,18 +240,18 @@ class Machines:
                 self._batch("tc", name, [f"qdisc change dev {INTERFACE} root {self._egress(host)}"])
 
     def lose(self, hosts: Iterable[int]) -> None:
-        """Cut these hosts off from now on: nothing leaves or reaches them. All other hosts are connected (again)."""
+        """Cuts these hosts off from now on: nothing leaves or reaches them. All other hosts are connected (again)."""
         assert self._switch is not None, "Machines(changes=True) has a switch"
         self._switch.order(Order(gone=tuple(hosts)))
 
     def surround(self, background: Iterable[str]) -> None:
-        """Replace the neighbours' traffic from now on."""
+        """Replaces the neighbours' traffic from now on."""
         assert self._switch is not None, "Machines(changes=True) has a switch"
         self.background = tuple(background)
         self._switch.order(Order(background=self.background))
 
     def described(self) -> dict[str, Any]:
-        """Describe what was requested and what currently implements it, for the record."""
+        """Describes what was requested and what currently implements it, for the record."""
         topology, shaper = self.topology, self.shaper
         return {
             "hosts": self._count,
@@ -285,7 +285,7 @@ class Machines:
                 self._shape(name, INTERFACE, self._egress(host))
 
     def _egress(self, host: int) -> str:
-        """Return tc's arguments to shape a host's traffic. A switch needs this too: TCP must notice its own queue."""
+        """Returns tc's arguments to shape a host's traffic. A switch needs this too: TCP must notice its own queue."""
         assert self.topology is not None
         assert self.shaper is not None
         link = self.topology.up(host)
@@ -345,7 +345,7 @@ class Machines:
         return "02:50:" + ":".join(f"{part:02x}" for part in self.network[host + 1].packed)
 
     def _shape(self, namespace: str, device: str, words: str) -> None:
-        """Attach tbf to a device, and check that it is there: without it, the link would be too fast."""
+        """Attaches tbf to a device, and checks that it is there: without it, the link would be too fast."""
         self._batch("tc", namespace, [f"qdisc replace dev {device} root {words}"])
         shown = _qdiscs("-n", namespace, device=device)
         if "qdisc tbf " not in shown:
@@ -367,7 +367,7 @@ class Machines:
 
 
 def clean(force: bool = False) -> list[str]:
-    """Remove what is left of emulations whose maker is gone; with `force`, also of running ones.
+    """Removes what is left of emulations whose maker is gone; with `force`, also of running ones.
 
     Returns the names of the namespaces and cgroups removed. Touches nothing but names of emulations.
     """
@@ -389,7 +389,7 @@ def _qdiscs(*options: str, device: str = "") -> str:
 
 
 def _start_keeper(emulation: str, claim: socket.socket) -> subprocess.Popen[bytes]:
-    """Start the process that removes the emulation when its standard input closes, and holds the claim until then."""
+    """Starts the process that removes the emulation when its standard input closes, and holds the claim until then."""
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", str(keeper.__file__), emulation, str(os.getpid())],
         stdin=subprocess.PIPE,

@@ -25,7 +25,7 @@ _NOT_HERE = {
 
 
 def parse_link(text: str) -> Link:
-    """Parse a link: a rate, then any of the words that `words` lists.
+    """Parses a link: a rate, then any of the words that `words` lists.
 
     Rates, sizes and times are tc's: kbit, mbit, gbit, tbit are bits per second; kbps, mbps, gbps are BYTES per second;
     each takes an `i` for powers of 1024. A size of 16kb is 16 * 1024 bytes; a bare time is in microseconds. `latency`
@@ -70,7 +70,7 @@ class _Values:
     taken: list[_Word] = field(default_factory=list)
 
     def take(self, read: Callable[[str], Any]) -> Any:
-        """Take the next value, which is required."""
+        """Takes the next value, which is required."""
         if not self.left:
             last = self.taken[-1] if self.taken else self.word
             raise _error(self.text, last, f"{last.text!r} needs a value")
@@ -82,7 +82,7 @@ class _Values:
             raise _error(self.text, word, str(error)) from None
 
     def more(self, read: Callable[[str], Any], default: Any) -> Any:
-        """Take the next value if there is one."""
+        """Takes the next value if there is one."""
         return self.take(read) if self.left and self.left[0].text[:1].isdigit() else default
 
     def said(self, name: str) -> bool:
@@ -179,12 +179,12 @@ _WORDS: dict[str, tuple[Callable[[_Values], Found], str]] = {
 
 
 def words() -> list[str]:
-    """Return all words that a link's text may have after its rate, with their values."""
+    """Returns all words that a link's text may have after its rate, with their values."""
     return [shown for _, shown in _WORDS.values() if shown][1:]
 
 
 def _ways(text: str, all_words: list[_Word]) -> dict[str, list[_Word]]:
-    """Split the words by direction; the key is "" if the text has no directions."""
+    """Splits the words by direction; the key is "" if the text has no directions."""
     marks = [place for place, word in enumerate(all_words) if word.name in ("up", "down")]
     if not marks:
         return {"": all_words}
@@ -206,7 +206,7 @@ def _ways(text: str, all_words: list[_Word]) -> dict[str, list[_Word]]:
 
 
 def _read(text: str, given: list[_Word]) -> Found:
-    """Return what each word sets."""
+    """Returns what each word sets."""
     left = list(given)
     if left[0].name not in _WORDS and left[0].name not in _NOT_HERE:
         left.insert(0, _Word("rate", left[0].start))

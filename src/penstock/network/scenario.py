@@ -70,7 +70,7 @@ class State:
 
 
 def read_scenario(path: Path, topology: Topology, hosts: int) -> tuple[Event, ...]:
-    """Read the events of a file, for this network.
+    """Reads the events of a file, for this network.
 
     Raises:
         ArgumentError: the file cannot be read, or names something that does not exist; the message says which event.
@@ -161,7 +161,7 @@ def _background(given: Any, hosts: int) -> tuple[str, ...]:
 
 
 def state_of(events: Sequence[Event], before: State) -> State:
-    """Return a network's state while these events are active, applied in this order."""
+    """Returns a network's state while these events are active, applied in this order."""
     topology, gone, background = before.topology, set(before.gone), list(before.background)
     for event in events:
         if event.link is not None and event.host is None:
@@ -185,7 +185,7 @@ class Play:
         self.state = before
 
     def at(self, seconds: float, step: int) -> list[str]:
-        """Advance to this moment: update `state`, and return what has changed in words.
+        """Advances to this moment: updates `state`, and returns what has changed in words.
 
         Args:
             seconds: since the start; must not decrease.

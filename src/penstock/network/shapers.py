@@ -49,7 +49,7 @@ class Shaper:
 
 
 def choose(topology: Topology, hosts: int, wanted: str = AUTO, only_switch: str | None = None) -> Shaper:
-    """Choose what shapes a network on this machine.
+    """Chooses what shapes a network on this machine.
 
     Args:
         topology: the requested topology.
@@ -78,7 +78,7 @@ def choose(topology: Topology, hosts: int, wanted: str = AUTO, only_switch: str 
 
 
 def _told_of_jitter(shaper: Shaper) -> Shaper:
-    """Add the remark that anyone who requests jitter needs."""
+    """Adds the remark that anyone who requests jitter needs."""
     links = [one for link in shaper.topology.links for one in (link, link.down) if one is not None]
     if not any(link.impairment.jitter_seconds and not link.impairment.overtaking for link in links):
         return shaper
@@ -90,7 +90,7 @@ def _told_of_jitter(shaper: Shaper) -> Shaper:
 
 
 def _fitted(topology: Topology, hosts: int) -> Shaper:
-    """Make frames large enough for the switch to forward everything that the hosts can send."""
+    """Makes frames large enough for the switch to forward everything that the hosts can send."""
     needed, carried = _frames(topology, hosts)
     if needed <= carried:
         return Shaper("switch", topology)
@@ -121,28 +121,28 @@ def _fitted(topology: Topology, hosts: int) -> Shaper:
 
 
 def _frames(topology: Topology, hosts: int) -> tuple[float, float]:
-    """Return the frames per second that the hosts can send, and that the switch can forward."""
+    """Returns the frames per second that the hosts can send, and that the switch can forward."""
     return needed_frames_per_second(topology, hosts), frames_per_second(topology.link.frame_bytes)
 
 
 def needed_frames_per_second(topology: Topology, hosts: int) -> float:
-    """Return the frames per second if every host sends at its rate."""
+    """Returns the frames per second if every host sends at its rate."""
     rates = [min(topology.up(host).bytes_per_second, _into(topology, host, hosts)) for host in range(hosts)]
     return ACKNOWLEDGED * sum(rates) / topology.up(0).frame_bytes
 
 
 def _into(topology: Topology, host: int, hosts: int) -> float:
-    """Return what all other hosts together can receive from this host, in bytes per second."""
+    """Returns what all other hosts together can receive from this host, in bytes per second."""
     return sum(topology.down(other).bytes_per_second for other in range(hosts) if other != host)
 
 
 def frames_per_second(frame_bytes: int) -> float:
-    """Measure roughly how many TCP frames per second a switch forwards here, in a temporary namespace."""
+    """Measures roughly how many TCP frames per second a switch forwards here, in a temporary namespace."""
     return 1 / (WRITES_A_FRAME * within(None, lambda: _write_seconds(frame_bytes)))
 
 
 def _write_seconds(frame_bytes: int) -> float:
-    """Return the time to write one frame to a device in the calling thread's namespace: the best of several tries."""
+    """Returns the time to write one frame to a device in the calling thread's namespace: the best of several tries."""
     descriptor = open_tap("probe", None)
     try:
         mtu = str(frame_bytes - 14)
@@ -160,7 +160,7 @@ def _write_seconds(frame_bytes: int) -> float:
 
 
 def why_no_switch() -> str | None:
-    """Explain why no switch can run here, and what to do about it; None if one can."""
+    """Explains why no switch can run here, and what to do about it; None if one can."""
     for package in ("numba", "scipy"):
         if importlib.util.find_spec(package) is None:
             return f"the switch for delay, jitter and loss needs {package}: `pip install 'penstock[fabric]'`"

@@ -55,7 +55,7 @@ def all_to_all_pairwise(ranks: int, shares: tuple[int, ...] = ()) -> StepList:
 
 
 def reduce_scatter_pairwise(ranks: int) -> StepList:
-    """Send each part straight to its rank, at distance 1, then 2, ...: n-1 rounds, (n-1)/n of the size."""
+    """Sends each part straight to its rank, at distance 1, then 2, ...: n-1 rounds, (n-1)/n of the size."""
     rounds = []
     for distance in range(1, ranks):
         targets = [(rank, (rank + distance) % ranks) for rank in range(ranks)]
@@ -70,7 +70,7 @@ def _checked_shares(ranks: int, shares: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _exchange(shares: tuple[int, ...], distance: int) -> tuple[Move, ...]:
-    """Send each rank's part for the rank at `distance`, into the sender's slots of that rank's output."""
+    """Sends each rank's part for the rank at `distance`, into the sender's slots of that rank's output."""
     ranks, chunks = len(shares), sum(shares)
     targets = [(rank, (rank + distance) % ranks) for rank in range(ranks)]
     return tuple(

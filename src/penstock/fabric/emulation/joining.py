@@ -34,7 +34,7 @@ class Started(NamedTuple):
 
 
 def started() -> Started:
-    """Read torchrun's settings from the environment. Raises ArgumentError if torchrun has not set them."""
+    """Reads torchrun's settings from the environment. Raises ArgumentError if torchrun has not set them."""
 
     def text(name: str) -> str:
         if name not in os.environ:
@@ -67,14 +67,14 @@ class Members:
     control: dist.ProcessGroup | None
 
     def first_error(self, said: str) -> str:
-        """Return what the first host that met an error said. Called by every host that met one."""
+        """Returns what the first host that met an error said. Called by every host that met one."""
         try:
             return bytes(self.store.compare_set("error", "", said)).decode()
         except (RuntimeError, OSError):  # the store was on a host that is lost
             return said
 
     def who_is_lost(self) -> tuple[int, ...]:
-        """Return the hosts that do not answer within a few seconds. Called by every host that met an error."""
+        """Returns the hosts that do not answer within a few seconds. Called by every host that met an error."""
         try:
             self.store.set(f"still/{self.rank}", "here")
             return self._without("still", _ANSWER_SECONDS)
@@ -86,7 +86,7 @@ class Members:
 
 
 def without(store: Any, key: str, size: int, seconds: float) -> tuple[int, ...]:
-    """Wait until all ranks have set `key/rank`, for this many seconds at most; return those that have not."""
+    """Waits until all ranks have set `key/rank`, for this many seconds at most; returns those that have not."""
     deadline = time.monotonic() + seconds
     left = list(range(size))
     while True:
@@ -98,7 +98,7 @@ def without(store: Any, key: str, size: int, seconds: float) -> tuple[int, ...]:
 
 @contextmanager
 def joined(spec: Spec) -> Iterator[Members]:
-    """Join the other hosts, as torchrun's environment says, and leave them at the end.
+    """Joins the other hosts, as torchrun's environment says, and leaves them at the end.
 
     Raises:
         ArgumentError: the environment is not torchrun's, or the wrong number of hosts was started.
@@ -148,7 +148,7 @@ def joined(spec: Spec) -> Iterator[Members]:
 
 
 def hosts_text(ranks: tuple[int, ...]) -> str:
-    """Return "host 2", or "hosts 1, 2 and 3"."""
+    """Returns "host 2", or "hosts 1, 2 and 3"."""
     names = [str(rank) for rank in ranks]
     if len(names) == 1:
         return f"host {names[0]}"
@@ -156,6 +156,6 @@ def hosts_text(ranks: tuple[int, ...]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return an error's first line, without the source location and the advice that gloo adds."""
+    """Returns an error's first line, without the source location and the advice that gloo adds."""
     said = str(error).strip().split("\n", 1)[0]
     return re.sub(r"^\[[^]]*\.(cc|h|cpp|hpp):\d+\] ", "", said).partition(". This is typically caused by")[0]

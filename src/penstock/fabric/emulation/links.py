@@ -21,7 +21,7 @@ TRIES = 3
 
 
 def measured(spec: Spec, wire: Wire, members: Members) -> list[dict[str, Any]]:
-    """Measure both directions between all neighbours, pair by pair.
+    """Measures both directions between all neighbours, pair by pair.
 
     Returns:
         A dict per direction; none if links are not to be measured, or the backend is not gloo.
@@ -47,7 +47,7 @@ def measured(spec: Spec, wire: Wire, members: Members) -> list[dict[str, Any]]:
 
 
 def above_shaper(spec: Spec, ends: tuple[int, int], found: probe.Measured) -> str | None:
-    """Describe a measured rate that the shaper makes impossible; None if it is possible, or no shaper is known."""
+    """Describes a measured rate that the shaper makes impossible; None if it is possible, or no shaper is known."""
     rate = shaped_rate(spec, *ends)
     if rate is None or (found.bytes_per_second or float("inf")) <= rate * (1 + TOLERANCE):
         return None
@@ -60,13 +60,13 @@ def above_shaper(spec: Spec, ends: tuple[int, int], found: probe.Measured) -> st
 
 
 def shaped_rate(spec: Spec, source: int, target: int) -> float | None:
-    """Return the bytes per second that the shapers between two hosts allow; None if unknown."""
+    """Returns the bytes per second that the shapers between two hosts allow; None if unknown."""
     rates: Mapping[str, Any] | None = (spec.network or {}).get("rates")
     return None if rates is None else float(min(rates["up"][source], rates["down"][target]))
 
 
 def ends_of(spec: Spec, pair: tuple[int, int]) -> dict[tuple[int, int], probe.Ends] | None:
-    """Return what shapes each direction between two hosts; None if unknown."""
+    """Returns what shapes each direction between two hosts; None if unknown."""
     topology = topology_of(spec.network)
     if topology is None:
         return None
