@@ -10,11 +10,11 @@ from typing import Any
 from penstock.errors import FabricError
 
 
-def start_program(file: str, arguments: Sequence[str], purpose: str, **options: Any) -> subprocess.Popen[bytes]:
-    """Start a file, and wait until it says that it is ready.
+def start_program(file: str, arguments: Sequence[str], does: str, **options: Any) -> subprocess.Popen[bytes]:
+    """Starts a file, and waits until it says that it is ready.
 
     Args:
-        purpose: what the process is to do, for the error.
+        does: what the process does, for the error.
         options: of `Popen`.
 
     Raises:
@@ -32,5 +32,5 @@ def start_program(file: str, arguments: Sequence[str], purpose: str, **options: 
         if answer.readline() != b"ready\n":
             process.kill()
             process.communicate()
-            raise FabricError(f"the process that is to {purpose} did not start")
+            raise FabricError(f"the process that {does} did not start")
     return process
