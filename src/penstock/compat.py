@@ -164,6 +164,23 @@ def autocast_state(device: torch.device) -> tuple[bool, torch.dtype, bool]:
     return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
 
 
+def autocast_kinds() -> tuple[str, ...]:
+    """The types of devices that autocast can be on for: the CPU, CUDA, and the accelerator here if it is another."""
+    here = torch.accelerator.current_accelerator()
+    return tuple(dict.fromkeys(("cpu", "cuda", *(() if here is None else (here.type,)))))
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """The default generator of a device; the CPU's where the device has none of its own."""
+    if device.type in ("cpu", "meta"):
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    generators: Sequence[torch.Generator] = getattr(module, "default_generators", ())
+    if not generators:
+        return torch.default_generator
+    return generators[module.current_device() if device.index is None else device.index]
+
+
 def has_global_backward_hooks() -> bool:
     """Whether backward hooks for all modules are registered (`register_module_full_backward_hook`)."""
     hooks = torch.nn.modules.module

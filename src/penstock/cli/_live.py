@@ -60,5 +60,5 @@ def follower(names: Sequence[str], trials: int, *, quiet: bool, iterations: int 
     if quiet or not sys.stderr.isatty():
         yield None
         return
-    with live(trials, Console(stderr=True), transfers=len(names)) as tell:
+    with live(trials, Console(stderr=True)) as tell:
         yield Follower(names, tell, iterations)

@@ -7,7 +7,7 @@ emulation. To run it, make a process group, then call `train_mlp(200)` on each r
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
@@ -56,10 +56,10 @@ def random_images() -> Images:
     return images, torch.randint(MLP_WIDTHS[-1], (RANDOM_ROWS,), generator=generator), "random images"
 
 
-def classifier(widths: Sequence[int] = MLP_WIDTHS) -> nn.Sequential:
+def classifier() -> nn.Sequential:
     """Fully connected layers fc1, fc2, ... with ReLUs between them."""
     model = nn.Sequential()
-    for number, (fed, made) in enumerate(pairwise(widths), start=1):
+    for number, (fed, made) in enumerate(pairwise(MLP_WIDTHS), start=1):
         if number > 1:
             model.add_module(f"relu{number - 1}", nn.ReLU())
         model.add_module(f"fc{number}", nn.Linear(fed, made))

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, fx, nn
 
-from penstock.compat import autocast_state
+from penstock.compat import autocast_kinds, autocast_state
 from penstock.errors import ArgumentError, PartitionError
 from penstock.partition.cut.balance import Balance, balanced_cuts, candidates, cut_positions
 from penstock.partition.cut.hierarchy import more_to_open, opening_for
@@ -118,9 +118,9 @@ class Partitioner:
                 f"{VARIANTS} microbatches (now not {guard.expected!r}). Do it outside of the model"
             )
         partition = self._partition(args, kwargs)
-        key = (*signature, self._state())  # it may have opened blocks
+        key = (*signature, self._state())  # recording may have opened blocks
         self._partitions.setdefault(key, []).append(partition)
-        # the key contains ids, which no other object may take over
+        # The key contains ids, which no other object may reuse.
         plain = [leaf for leaf in given.leaves if not isinstance(leaf, Tensor)]
         self._keep_alive[key] = [*plain, *(slots.get(name) for slots, name in self._slots)]
         while len(self._partitions) > KEPT_PARTITIONS:
@@ -176,8 +176,7 @@ class Partitioner:
             tuple(m.training for m in self._modules),
             tuple((id(t), t is not None and t.requires_grad) for t in held),
             torch.is_grad_enabled(),
-            autocast_state(torch.device("cpu")),
-            torch.is_autocast_enabled() and torch.get_autocast_dtype("cuda"),
+            *(autocast_state(torch.device(kind)) for kind in autocast_kinds()),
         )
 
     def _record(self, args: Sequence[Any], kwargs: dict[str, Any], opening: Opening) -> Recording:
@@ -266,7 +265,7 @@ class Partitioner:
 
     def _cut_at(self, recording: Recording, cuts: Sequence[str]) -> CutRecording:
         split = CutRecording(recording, self.model, cuts, cut_positions(recording, self.model, cuts))
-        _ = split.plans  # raise here, while something else can be tried
+        _ = split.plans  # raise now, while something else can be tried
         return split
 
 
@@ -291,7 +290,7 @@ def _origins(recording: Recording, stages: Sequence[Stage]) -> dict[str, Origin]
 
 def _origin(recording: Recording, node: fx.Node) -> Origin:
     fact = recording.facts[node]
-    if node.target is operator.getitem:  # a piece of a result was made by whatever returned it
+    if node.target is operator.getitem:  # a part of a result was made by the call that returned it
         made = node.args[0]
         if isinstance(made, fx.Node) and recording.facts[made].kind == "unit":
             fact = recording.facts[made]

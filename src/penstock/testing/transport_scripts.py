@@ -18,7 +18,7 @@ MICROBATCHES = 3
 
 @dataclass(slots=True)
 class Rank:
-    """A rank's transport, and what the steps of a script leave for later ones."""
+    """A rank's transport, and what a script's steps leave for later steps."""
 
     transport: Transport
     program: int

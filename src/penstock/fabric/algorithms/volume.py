@@ -27,7 +27,7 @@ class Cost(NamedTuple):
 
 
 def moves_of(steps: StepList, rank: int) -> tuple[RankRound, ...]:
-    """Return the rounds in which a rank does something, with their numbers in the list.
+    """Returns the rounds in which a rank does something, with their numbers in the list.
 
     No barrier is needed between rounds. A rank's data changes only by what it receives, and both sides of a pair
     process their messages in the same order, so a rank that is ahead waits only for the messages that it needs.
@@ -42,7 +42,7 @@ def moves_of(steps: StepList, rank: int) -> tuple[RankRound, ...]:
 
 
 def cost(steps: StepList) -> Cost:
-    """Return the number of rounds, and the total fraction of the size that passes each round's busiest rank.
+    """Returns the number of rounds, and the total fraction of the size that passes each round's busiest rank.
 
     Links are full duplex: the larger of what a rank sends and what it receives in a round counts.
     """
@@ -58,22 +58,13 @@ def cost(steps: StepList) -> Cost:
 
 def is_even(steps: StepList) -> bool:
     """Whether each rank's port carries as much in total as the busiest ports of all rounds together."""
-    sent: Counter[int] = Counter()
-    received: Counter[int] = Counter()
-    for move in (move for moves in steps.rounds for move in moves):
-        sent[move.source] += move.count
-        received[move.target] += move.count
+    sent, received = sent_slots(steps), received_slots(steps)
     busiest = round(cost(steps).bytes_factor * steps.chunks)
     return all(max(sent[rank], received[rank]) == busiest for rank in range(steps.ranks))
 
 
-def sent_bytes(steps: StepList, size_bytes: int, rank: int, element_bytes: int = 1) -> int:
-    """Return how many bytes a rank sends in total, including padding."""
-    return sent_slots(steps)[rank] * steps.slot_bytes(size_bytes, element_bytes)
-
-
 def sent_slots(steps: StepList) -> Counter[int]:
-    """Return how many slots each rank sends."""
+    """Returns how many slots each rank sends."""
     slots: Counter[int] = Counter()
     for move in (move for moves in steps.rounds for move in moves):
         slots[move.source] += move.count
@@ -81,7 +72,7 @@ def sent_slots(steps: StepList) -> Counter[int]:
 
 
 def received_slots(steps: StepList) -> Counter[int]:
-    """Return how many slots each rank receives."""
+    """Returns how many slots each rank receives."""
     slots: Counter[int] = Counter()
     for move in (move for moves in steps.rounds for move in moves):
         slots[move.target] += move.count

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType
-from typing import Any, ClassVar, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, fx, nn
@@ -97,8 +97,6 @@ _define_operators()
 
 class DrawnArray(Leaf):
     """Stands for an array of random numbers that the forward makes into a tensor."""
-
-    MADE_BY: ClassVar[tuple[Any, ...]] = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy)
 
     def __init__(self, chance: Chance, node: fx.Node, array: Any) -> None:
         self.chance, self.node = chance, node
@@ -252,7 +250,7 @@ class Chance:
 
     @contextmanager
     def replaced(self, whole: Collection[FunctionType]) -> Iterator[None]:
-        """Around the forward. `whole`: functions that are recorded as one call."""
+        """Wraps the forward. `whole`: functions that are recorded as one call."""
 
         def from_numpy(array: Any) -> Any:
             if isinstance(array, DrawnArray):

@@ -89,7 +89,7 @@ def _record(attempt: Attempt, choices: Mapping[int, bool], fake_calls: frozenset
     """
     model, units, opening = attempt.model, attempt.units, attempt.opening
     given = flatten((tuple(attempt.args), dict(attempt.kwargs)))
-    device = next((x.device for x in given.leaves if isinstance(x, Tensor)), torch.device("cpu"))
+    device = _device_of(given, model)
     names = canonical_names(model)
     mode, snapshot, reach = fake_mode(), Snapshot(model), None
     try:
@@ -127,6 +127,13 @@ def _record(attempt: Attempt, choices: Mapping[int, bool], fake_calls: frozenset
         if reach is not None:
             reach.restore()
         snapshot.restore()
+
+
+def _device_of(given: Flat, model: nn.Module) -> torch.device:
+    """The device to record for: that of the first input, or of the model if it takes no tensors."""
+    inputs = (leaf for leaf in given.leaves if isinstance(leaf, Tensor))
+    held = (parameter for parameter in model.parameters() if not parameter.is_meta)
+    return next((tensor.device for tensor in (*inputs, *held)), torch.device("cpu"))
 
 
 def _run_checked(

@@ -106,7 +106,7 @@ class Recorder(Writer, TorchFunctionMode):
                 with self.observer.exchanging(args[0]):
                     return func(*args, **kwargs)
             return func(*args, **kwargs)
-        if calls.name_of(func) == "__iter__":  # otherwise the mode would be off while the caller iterates
+        if calls.name_of(func) == "__iter__":  # or the mode would be off while the caller iterates
             return iter(self._call(torch.Tensor.unbind, args, {}))
         return self._call(func, args, kwargs)
 
@@ -234,7 +234,7 @@ class Recorder(Writer, TorchFunctionMode):
 
     @contextmanager
     def _running(self, args: Any, kwargs: Any, unit: Unit | None = None) -> Iterator[Running]:
-        """Around a call that will be a node: it may read only what it was given."""
+        """Wraps a call that will be a node: it may read only what it was given."""
         provenance = self.observer.provenance
         given = provenance.roots(tensors_in((args, kwargs)))
         if unit is not None:
@@ -260,16 +260,16 @@ class Recorder(Writer, TorchFunctionMode):
         """
         depth, called, work = len(self.observer.stack), len(self.observer.calls), self.observer.work
         try:
-            # around a checkpoint: its hooks would hide what a stage saves, and a stage reruns nothing for it
+            # Outside any checkpoint: its hooks would hide what a stage saves, and stages do not rerun anything for it.
             with quiet(), self.observer.saved.watching():
                 return (original(unit.module, *args, **kwargs), *self.observer.take()), True
         except PartitionError:
             raise
-        except Exception as error:  # whatever a fake kernel raises; if the unit itself is wrong, it raises again
+        except Exception as error:  # anything a fake kernel raises; if the unit itself is wrong, it raises again
             del self.observer.stack[depth:], self.observer.calls[called:]
             self.observer.take()
             self.observer.saved.forget()
-            self.reach.cached.forget()  # what it made of fakes before it failed
+            self.reach.cached.forget()  # what it cached from fakes before it failed
             self.observer.work = work
             result, drew, writes = run_for_real(
                 original, unit, args, kwargs, self.loan, self.entry.device, self.observer, error, self.taken

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from penstock.compat import FakeTensor, storage_of, unset_fake_temporarily
+from penstock.compat import FakeTensor, generator_of, storage_of, unset_fake_temporarily
 from penstock.errors import PartitionError
 from penstock.partition.run.loan import Loan, Snapshot, fake_value
 from penstock.partition.state.taken import attributes_of
@@ -46,14 +46,14 @@ def run_for_real(
     """
     stand_ins = _StandIns(loan, device)
     snapshot = Snapshot(unit.module)
-    with unset_fake_temporarily() as mode, _same_draws():
+    with unset_fake_temporarily() as mode, _same_draws(device):
         try:
             with observer.not_counting():
                 real_args, real_kwargs = map_tensors(stand_ins.real, (args, kwargs))
                 stand_ins.fill(unit.module)
                 given = Passed(real_args, real_kwargs)
                 stand_ins.remember()
-            observer.take(keep=False)  # making tensors up writes to them
+            observer.take(keep=False)  # making up tensors writes to them
             result = original(unit.module, *real_args, **real_kwargs)
             observer.saved.follow(tensors_in((result, given.containers)))
             with observer.not_counting():  # numpy writes past torch's operators
@@ -142,15 +142,19 @@ def _is_made_to_learn(observer: Observer, value: Any) -> bool:
 
 
 @contextmanager
-def _same_draws() -> Iterator[None]:
+def _same_draws(device: torch.device) -> Iterator[None]:
     """Makes made-up values and draws the same in every run, so that runs can be compared."""
-    before, seed = torch.get_rng_state(), torch.initial_seed()
-    torch.default_generator.manual_seed(seed)
+    seed = torch.initial_seed()
+    generators = tuple(dict.fromkeys([torch.default_generator, generator_of(device)]))
+    before = [generator.get_state() for generator in generators]
+    for generator in generators:
+        generator.manual_seed(seed)
     try:
         yield
     finally:
-        if torch.initial_seed() == seed:  # otherwise the unit has seeded, which must stay visible
-            torch.set_rng_state(before)
+        for generator, state in zip(generators, before, strict=True):
+            if generator.initial_seed() == seed:  # otherwise the unit set the seed, which must stay visible
+                generator.set_state(state)
 
 
 def on_other_values(run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -210,6 +214,9 @@ def _make(fake: Tensor, original: Tensor | None, device: torch.device) -> Tensor
     with torch.no_grad():
         if original is not None and original.device == device:
             return copy.deepcopy(original) if isinstance(original, nn.Parameter) else original.clone()
+        if original is not None and not original.is_meta:
+            there = original.detach().to(device)
+            return nn.Parameter(there, original.requires_grad) if isinstance(original, nn.Parameter) else there
         memory = torch.empty(extent(fake.size(), fake.stride()), dtype=fake.dtype, device=fake.device)
         if fake.is_floating_point() or fake.is_complex():
             memory.normal_(std=1.0 if original is None else 0.02)

@@ -61,7 +61,7 @@ class CutRecording:
         received, run = zip(*(self._needs(stage) for stage in range(self.count)), strict=True)
         received[0].update(n for r in received for n in r if self.facts[n].kind == "input")
         self._check_held(received, run)
-        self._check_views(run)
+        self._check_views()
         self._check_saved(run)
         self._check_remembered(run)
         plans = []
@@ -123,21 +123,15 @@ class CutRecording:
         """Calls that any stage can repeat for itself: without parameters, randomness, gradients or updates."""
         found: set[fx.Node] = set()
         for node, fact in self.facts.items():
-            if fact.is_anywhere:
-                found.add(node)
-                continue
-            if (
-                fact.kind != "call"
-                or fact.branch
-                or fact.draws
-                or fact.writes
-                or fact.takes_gradient
-                or fact.storages & self.written
+            if fact.is_anywhere or (
+                self._is_plain(fact) and all(self._is_remade(argument, found) for argument in node.all_input_nodes)
             ):
-                continue
-            if all(self._is_remade(argument, found) for argument in node.all_input_nodes):
                 found.add(node)
         return found
+
+    def _is_plain(self, fact: Fact) -> bool:
+        acts = fact.branch or fact.draws or fact.writes or fact.takes_gradient or fact.storages & self.written
+        return fact.kind == "call" and not acts
 
     def _is_remade(self, node: fx.Node, found: set[fx.Node]) -> bool:
         fact = self.facts[node]
@@ -263,10 +257,7 @@ class CutRecording:
 
     def depends_on_values(self, node: fx.Node) -> bool:
         """Whether a call may write to more than it was seen to."""
-        return self.depends_on_values_of(self.facts[node])
-
-    def depends_on_values_of(self, fact: Fact) -> bool:
-        """Whether the call that a fact describes may write to more than it was seen to."""
+        fact = self.facts[node]
         inside = () if fact.branch is None else fact.branch.facts.values()
         return fact.depends_on_values or any(one.depends_on_values for one in inside)
 
@@ -303,7 +294,7 @@ class CutRecording:
     def _canonical(self) -> dict[int, str]:
         return {id(tensor): name for name, tensor in self.recording.held.items()}
 
-    def _check_views(self, run: Sequence[set[fx.Node]]) -> None:
+    def _check_views(self) -> None:
         """Refuses cuts between views of memory that is updated in place: an update must reach every later use of it."""
         ordinary = dict.fromkeys(s for writer in self.writers for s in writer.writes if s not in self.recording.memory)
         for storage in ordinary:
@@ -371,12 +362,13 @@ class CutRecording:
                 found.update(dict.fromkeys(fact.storages & outside, "the model's own forward"))
         return found
 
-    def overwritten(self, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    def overwritten(self, nodes: Collection[fx.Node]) -> tuple[str, ...]:
         """Canonical names of the parameters and buffers that these calls (may) update and save for their backward."""
         facts = [self.facts[node] for node in nodes]
         written = frozenset[int]().union(*(fact.writes for fact in facts))
         saved = frozenset[int]().union(*(fact.saved for fact in facts))
-        modules = [self.model.get_submodule(n) for f in facts if self.depends_on_values_of(f) for n in f.units]
+        uncertain = [self.facts[node] for node in nodes if self.depends_on_values(node)]
+        modules = [self.model.get_submodule(name) for fact in uncertain for name in fact.units]
         rare = {id(tensor) for module in modules for part in module.modules() for tensor in possible_data_writes(part)}
         return tuple(
             name

@@ -155,7 +155,7 @@ class Reach:
         self.cached = CachedFunctions(self.named)
         self._seen: set[int] = set()
         self._first: dict[int, str] = {}  # object -> where it was found
-        self._again: list[tuple[str, str]] = []  # where it was found, and where once more (empty: among globals)
+        self._again: list[tuple[str, str]] = []  # where it was found first, and where again (empty: among globals)
         self._outside = False
         modules: dict[str, Any] = dict(model.named_modules())
         self._seen |= {id(module) for module in modules.values()}
@@ -250,7 +250,7 @@ class Reach:
             self._visit_attributes(value, text, depth)
 
     def _visit_container(self, value: Any, text: str, depth: int) -> None:
-        items: Any = [*tuple.__iter__(value)] if isinstance(value, tuple) else value  # whatever a subclass makes of it
+        items: Any = [*tuple.__iter__(value)] if isinstance(value, tuple) else value  # not a subclass's own iteration
         if len(items) > LARGEST:
             return
         if not isinstance(value, tuple):

@@ -1,7 +1,7 @@
-"""Stages that keep something from one forward to the next, as batch norm does: they must see microbatches in order.
+"""Refuses stages that keep something from one forward to the next, as batch norm does, unless forwards run in order.
 
-They do on one device, and in all of Penstock's schedules except those with two copies of a stage, each of which sees
-only part of the batch. A user's own schedule may run forwards in any order.
+They run in order on one device, and in all of Penstock's schedules except those with two copies of a stage, each of
+which sees only part of the batch. A user's own schedule may run forwards in any order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ForwardOrder(Feature):
     """Refuses a forward that updates a buffer if the recording could not tell whether one does.
 
     Args:
-        index: the stage's.
+        index: the stage's index.
         uncertain: the buffers that it may update, by name.
         why: what is wrong with the order.
     """
@@ -50,7 +50,7 @@ class ForwardOrder(Feature):
 
     @contextmanager
     def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
-        """Around a forward. Raises PartitionError afterwards if it updated such a buffer."""
+        """Wraps a forward. Raises PartitionError afterwards if it updated such a buffer."""
         before = {name: buffer._version for name, buffer in self._uncertain.items()}
         yield
         for name, buffer in self._uncertain.items():

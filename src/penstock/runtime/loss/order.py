@@ -1,7 +1,7 @@
-"""A loss that keeps state from one call to the next: a moving average in a buffer, a count of its calls.
+"""Handles a loss that keeps state from one call to the next: a moving average in a buffer, a count of its calls.
 
-On one device it is called in order of microbatch, and in most schedules too. But each of two copies of the last stage
-calls it for only part of the batch, and a user's own schedule may use any order.
+One device calls it in order of microbatch, and so do most schedules. But each of two copies of the last stage calls it
+for only part of the batch, and a user's own schedule may use any order.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from penstock.partition.values.memory import same_bits
 from penstock.runtime.front_end import Partition
 
 LOOKS = 6
-"""The number of calls in which everything that the loss reaches is examined; later ones behave alike."""
+"""In how many calls everything that the loss reaches is examined; later ones behave alike."""
 
 
 class LossState:
     """The state of a loss: buffers, other tensors that it updates, and whole numbers, which count something.
 
     Anything else that a call sets may be a note for the user to look at. So in the first calls the loss is called up to
-    twice more, with what is there now and with what was there before the first call: if it then returns something else,
-    that is state. Whatever it prints or logs appears again.
+    twice more, with the present contents and with those from before the first call: if it then returns something else,
+    they are state. Whatever it prints or logs appears again.
 
     Args:
+        loss: the loss; None if there is none.
         pipelines: how many copies of the last stage call it.
-        partition: that of the model, whose modules do not belong to the loss.
+        partition: the model's partition: the model's modules do not belong to the loss.
     """
 
     def __init__(self, loss: Callable[..., Any] | None, pipelines: int, partition: Partition) -> None:
@@ -52,10 +53,10 @@ class LossState:
     def call(
         self, losses: Sequence[Tensor | None], microbatch: int, run: Callable[[], Any], again: Callable[[], Any]
     ) -> Any:
-        """Returns the result of `run`, which calls the loss for a microbatch after others. `again`: a call to compare.
+        """Calls `run`, which calls the loss for a microbatch, and returns its result. `again`: a call to compare with.
 
         Raises:
-            ArgumentError: it has kept state, and should have been called for other microbatches before.
+            ArgumentError: the loss keeps state, and should have been called for other microbatches before.
         """
         in_order = self._pipelines == 1 and None not in losses[:microbatch]
         if self._loss is None or (in_order and not self._first):
@@ -78,7 +79,7 @@ class LossState:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Restores at the end what the loss reaches and calls of it have changed."""
+        """Wraps calls of the loss: restores at the end whatever they changed."""
         if self._loss is None:
             yield
             return
@@ -94,7 +95,7 @@ class LossState:
 
     @property
     def may_remember(self) -> bool:
-        """Whether the loss can reach anything in which a call could store something."""
+        """Whether the loss can reach anything in which a call could store state."""
         loss = self._loss
         if isinstance(loss, partial):
             return True
@@ -105,7 +106,7 @@ class LossState:
         return bool(loss.__closure__ or vars(loss) or named_by_code([loss]) or [*stored_globals([loss])])
 
     def owners(self) -> list[Any]:
-        """The loss, or the object whose method it is, and the modules that it consists of, except the model's."""
+        """The loss, or the object whose method it is, and the modules that make it up, except the model's."""
         found = [getattr(self._loss, "__self__", self._loss), *self._modules]
         return [owner for owner in found if not self._is_of_model(owner)]
 
@@ -162,7 +163,7 @@ class LossState:
 
 
 class _Look:
-    """Everything that a loss reaches, before one of its calls or some."""
+    """Everything that a loss reaches, read before one or more of its calls."""
 
     def __init__(self, survey: Survey) -> None:
         self._places: Mapping[Key, Place] = survey.places
@@ -171,12 +172,12 @@ class _Look:
         self._generator = torch.get_rng_state()
 
     def state(self, run: Callable[[], Any], result: Any, first: dict[Key, Any]) -> str | None:
-        """The state that the latest call has kept, if any.
+        """The name of some state that the latest call kept; None if it kept none.
 
         Args:
             run: the call.
             result: what it returned.
-            first: what each place held before the first call that set it; extended here.
+            first: the contents of each place before the first call that set it; extended here.
         """
         for name, tensor, version in self.tensors:
             if tensor._version != version:
@@ -200,7 +201,7 @@ class _Look:
         return None if alike else next((key[1] for key in known if key[1]), "state")
 
     def restore(self) -> None:
-        """Puts back what was there."""
+        """Restores the contents."""
         for key in self._changed():
             self._places[key].write(self._before[key])
 
@@ -214,7 +215,7 @@ class _Look:
         try:
             return run()
         except Exception:
-            return MISSING  # it cannot run without what has changed
+            return MISSING  # it cannot run without the changes
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -227,7 +228,7 @@ def _name_of(loss: Any) -> str:
 
 
 def _roots(value: Any, depth: int) -> Iterator[nn.Module]:
-    """The modules that a loss consists of, or names."""
+    """The modules that make up a loss, or that it names."""
     if isinstance(value, nn.Module):
         yield value
         return
