@@ -20,7 +20,7 @@ CPU_SECONDS = {
     "tests/test_transformers_zoo.py": 200,
     "tests/distributed/test_support_matrix.py": 135,
     "tests/distributed/test_nccl_rules.py": 290,
-    "tests/distributed/test_changing.py": 100,
+    "tests/distributed/test_changing.py": 125,
     "tests/distributed/test_mesh.py": 85,
     "tests/distributed/test_cluster_examples.py": 70,
     "tests/cli/test_resume.py": 60,

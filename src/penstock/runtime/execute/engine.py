@@ -105,8 +105,8 @@ class Engine:
     def recorded_for(self) -> torch.device:
         """The device for which this process records forwards: that of its first rank on an accelerator, or the CPU.
 
-        A forward may ask where it runs (`torch.autocast(x.device.type)`). One process that drives a CPU and an
-        accelerator thus records all stages as on the accelerator.
+        A forward may ask where it runs (`torch.autocast(x.device.type)`). So a process that drives a CPU and an
+        accelerator records all stages as if on the accelerator.
         """
         devices = (self.devices[rank] for rank in self.ranks)
         return next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))

@@ -78,7 +78,7 @@ def _check_same(names: Sequence[str], here: int) -> None:
 
 
 def _check_devices(kinds: Sequence[str]) -> None:
-    """Raises ArgumentError if some ranks compute on devices of another type, for which they would record otherwise."""
+    """Raises ArgumentError if ranks compute on devices of different types, for which their recordings would differ."""
     other = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)
     if other is not None:
         raise ArgumentError(

@@ -128,7 +128,7 @@ class RepeatedUpdates(Feature):
 
     @contextmanager
     def autograd(self, microbatch: int) -> Iterator[None]:
-        """Wraps a backward of the stage, but not around a forward that the pipeline itself runs again."""
+        """Wraps a backward of the stage, but not a forward that the pipeline itself runs again."""
         with ExitStack() as stack:
             for each in self._watched:
                 stack.enter_context(each.module.register_forward_pre_hook(each.put_aside))
