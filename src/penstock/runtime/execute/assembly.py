@@ -60,13 +60,13 @@ FEATURES: tuple[Make, ...] = (
     Offload.of,
     _recomputed,
     Compiled.of,
+    ForwardOrder.of,  # runs the stage's code again, inside whatever is around it and outside of what notes its state
     Overwritten.of,
     OwnGradients.of,
     FiniteStage.of,
     Framed.of,  # around whatever runs the code
     Reduced.of,
     _deferred_norms,
-    ForwardOrder.of,
     ForwardState.of,
     LossMemory.of,
     RepeatedUpdates.of,  # corrects buffers within a backward, in which nothing else may update them

@@ -2,28 +2,42 @@
 
 They do on one device, and in all of Penstock's schedules except those with two copies of a stage, each of which sees
 only part of the batch. A user's own schedule may run forwards in any order.
+
+What is known from the recording is refused at once. But a forward may begin to keep something later, because a flag was
+switched or the batch's values ask for it. Tensors that it updates are refused. Whatever else it sets may be a note, or
+a table that is made once: the forward runs again with what it has left, and with what was there before any forward had
+set it, and is refused if it then gives something else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.errors import PartitionError
+from penstock.partition.state.places import Attribute, Key, Place
 from penstock.runtime.features.context import StageContext
-from penstock.runtime.features.feature import Feature
+from penstock.runtime.features.feature import Feature, Forward, Start
+from penstock.runtime.features.kept_state import KeptState
+from penstock.runtime.features.run_again import Run, undone
+from penstock.runtime.front_end import Stage
 from penstock.schedule import Op
+from penstock.words import shortened
+
+LOOKS = 6
+"""How many forwards of a stage are examined closely: the first ones, and those after a change of the model, or after
+one has set something for the first time. Later ones behave alike."""
 
 
 class ForwardOrder(Feature):
-    """Refuses a forward that updates a buffer if the recording could not tell whether one does.
+    """Refuses forwards that carry something over from one microbatch to the next.
 
     Args:
-        index: the stage's.
-        uncertain: the buffers that it may update, by name.
         why: what is wrong with the order.
+        kept: what the forwards keep.
     """
 
     @classmethod
@@ -37,25 +51,108 @@ class ForwardOrder(Feature):
         if not why:
             return None
         one, norms = stage.stage, stage.binding.norms
-        deferred = {id(buffer) for buffer in norms.buffers()} if norms is not None and not stage.copies else set()
-        held = {name: buffer for name, buffer in one.buffers.items() if id(buffer) not in deferred}
-        updated = [repr(name) for name in one.meta.updated if name in held or name not in one.buffers]
+        deferred = {id(buffer): buffer for buffer in norms.buffers()} if norms and not stage.copies else {}
+        updated = [repr(name) for name in one.meta.updated if id(one.buffers.get(name)) not in deferred]
         for carried in (*updated, *(each.text for each in one.remembered)):
             raise _refusal(stage.index, carried, why)
-        uncertain = {name: held[name] for name in one.may_update if name in held}
-        return cls(stage.index, uncertain, why) if uncertain else None
+        modules = dict.fromkeys(module for each in stage.stages for module in each.module.modules())
+        gathered = one.parameters.values() if stage.sharded is not None else ()
+        return cls(stage, why, KeptState(modules, one.traces, (*deferred.values(), *gathered)))
 
-    def __init__(self, index: int, uncertain: Mapping[str, Tensor], why: str) -> None:
-        self._index, self._uncertain, self._why = index, uncertain, why
+    def __init__(self, stage: StageContext, why: str, kept: KeptState) -> None:
+        self._stage, self._why, self._kept = stage, why, kept
+        self._set: dict[Key, Place] = {}
+        self._first: dict[Key, Any] = {}  # what was in these places before a forward set them
+        self._looks = LOOKS
+        self._changes = 0  # those of the model that are watched
+        self._waits = False
+        self._run: Run | None = None
+
+    def begin_step(self, start: Start) -> None:
+        """After a change of the model, forwards may keep something else."""
+        if start.changes != self._changes:
+            self._changes, self._looks = start.changes, LOOKS
+
+    def forward_of(self, run: Forward, stage: Stage) -> Forward:
+        """The same, except that a forward can be run again. One that is sharded is not: its parameters are gone."""
+        if self._stage.sharded is not None:
+            return run
+
+        def forward(*args: Any) -> Sequence[Tensor]:
+            if not self._waits:
+                return run(*args)
+            self._run, self._waits = Run.of(run, args), False
+            return self._run.results
+
+        return forward
 
     @contextmanager
     def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
-        """Around a forward. Raises PartitionError afterwards if it updated such a buffer."""
-        before = {name: buffer._version for name, buffer in self._uncertain.items()}
+        """Around a forward. Raises PartitionError afterwards if it has carried something over."""
+        if self._looks:
+            self._kept.find()
+        look = self._kept.look(closely=self._looks > 0)
+        before = {key: place.read() for key, place in self._set.items()}
+        self._waits = True
         yield
-        for name, buffer in self._uncertain.items():
-            if buffer._version != before[name]:
-                raise _refusal(self._index, repr(name), self._why)
+        run, self._run, self._waits = self._run, None, False
+        written = self._kept.written(look)
+        if written is not None:
+            raise self._refusal(repr(self._tensor_name(*written)))
+        if new := self._kept.set_since(look, self._set):
+            self._set |= {key: place for key, (place, _) in new.items()}
+            before |= {key: was for key, (_, was) in new.items()}
+            self._first |= {key: before[key] for key in new}
+            self._looks = LOOKS
+        if not self._looks:
+            return
+        self._looks -= 1
+        self._kept.find()
+        if self._set and run is not None and run.is_intact:
+            carried = self._carried(run, microbatch, before)
+            if carried:
+                raise self._refusal(shortened([self._place_name(self._set[key]) for key in carried]))
+
+    def _carried(self, run: Run, microbatch: int, before: Mapping[Key, Any]) -> Collection[Key]:
+        """The places on which a forward depends that others set as well.
+
+        Args:
+            before: what it found in the places that forwards set.
+        """
+        left = {key: place.read() for key, place in self._set.items()}
+        tensors = [tensor for _, tensor in self._kept.tensors if not isinstance(tensor, nn.Parameter)]
+        with undone({**self._kept.places, **self._set}, tensors) as put:
+
+            def gives_the_same(values: Mapping[Key, Any]) -> bool:
+                put(values)
+                self._begin_streams(microbatch)
+                return run.gives_the_same()
+
+            for values in (left, self._first):
+                if not gives_the_same(values) and gives_the_same(before):  # otherwise it never gives the same
+                    alone = [key for key in values if not gives_the_same({**before, key: values[key]})]
+                    return alone or values.keys()
+        return ()
+
+    def _begin_streams(self, microbatch: int) -> None:
+        stage = self._stage
+        if stage.streams is not None:
+            offsets = stage.partition.draw_offsets[stage.index]
+            stage.streams.begin(microbatch, offsets, stage=stage.index)
+
+    def _tensor_name(self, name: str, tensor: Tensor) -> str:
+        stage = self._stage.stage
+        held = {**stage.parameters, **stage.buffers}
+        return next((known for known, each in held.items() if each is tensor), name)
+
+    def _place_name(self, place: Place) -> str:
+        for path, module in self._stage.stage.module.named_modules():
+            if isinstance(place, Attribute) and any(place.holder is held for held in (vars(module), module._buffers)):
+                return f"{path}.{place.name}".lstrip(".")
+        return place.key[1]
+
+    def _refusal(self, carried: str) -> PartitionError:
+        return _refusal(self._stage.index, carried, self._why)
 
 
 def _disorder(stage: StageContext) -> str:
