@@ -60,10 +60,10 @@ FEATURES: tuple[Make, ...] = (
     Offload.of,
     _recomputed,
     Compiled.of,
-    ForwardOrder.of,  # runs the stage's code again, inside whatever is around it and outside of what notes its state
     Overwritten.of,
     OwnGradients.of,
     FiniteStage.of,
+    ForwardOrder.of,  # may run the code again, after all that notes what a forward leaves
     Framed.of,  # around whatever runs the code
     Reduced.of,
     _deferred_norms,

@@ -4,25 +4,28 @@ They do on one device, and in all of Penstock's schedules except those with two 
 only part of the batch. A user's own schedule may run forwards in any order.
 
 What is known from the recording is refused at once. But a forward may begin to keep something later, because a flag was
-switched or the batch's values ask for it. Tensors that it updates are refused. Whatever else it sets may be a note, or
-a table that is made once: the forward runs again with what it has left, and with what was there before any forward had
-set it, and is refused if it then gives something else.
+switched or the batch's values ask for it. If it updates a tensor, it is refused. Anything else that it sets may be a
+note, or a table that is made once. So the forward runs again with what it has left, with what was there before any
+forward had set it, and with what it would leave for other values; if it then gives something else, it is refused.
+Blocks that branch on values may read what they keep in any forward, so they all run again, unless no code reads it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
 
 from penstock.errors import PartitionError
+from penstock.partition.state.names_in_classes import names_read
 from penstock.partition.state.places import Attribute, Key, Place
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature, Forward, Start
 from penstock.runtime.features.kept_state import KeptState
-from penstock.runtime.features.run_again import Run, undone
+from penstock.runtime.features.run_again import Run, Values, undone
 from penstock.runtime.front_end import Stage
 from penstock.schedule import Op
 from penstock.words import shortened
@@ -63,26 +66,33 @@ class ForwardOrder(Feature):
         self._stage, self._why, self._kept = stage, why, kept
         self._set: dict[Key, Place] = {}
         self._first: dict[Key, Any] = {}  # what was in these places before a forward set them
+        self._left: dict[Key, Any] = {}  # what the latest forward left there
         self._looks = LOOKS
         self._changes = 0  # those of the model that are watched
+        self._copies = any(each.mutated for each in stage.stage.meta.inputs)
         self._waits = False
         self._run: Run | None = None
 
     def begin_step(self, start: Start) -> None:
-        """After a change of the model, forwards may keep something else."""
+        """After a change of the model, forwards may keep something else. Drops anything left by a step that raised."""
         if start.changes != self._changes:
             self._changes, self._looks = start.changes, LOOKS
+        for key, place in self._set.items():
+            if not place.holds(self._left[key]):  # set from outside
+                self._first[key] = place.read()
+        self._run, self._waits = None, False
 
     def forward_of(self, run: Forward, stage: Stage) -> Forward:
-        """The same, except that a forward can be run again. One that is sharded is not: its parameters are gone."""
+        """The same, noted so that it can run again, unless it is sharded: then its parameters are gone afterwards."""
         if self._stage.sharded is not None:
             return run
 
         def forward(*args: Any) -> Sequence[Tensor]:
             if not self._waits:
                 return run(*args)
-            self._run, self._waits = Run.of(run, args), False
-            return self._run.results
+            self._waits = False
+            results, self._run = Run.of(run, args, copies=self._copies)
+            return results
 
         return forward
 
@@ -104,34 +114,55 @@ class ForwardOrder(Feature):
             before |= {key: was for key, (_, was) in new.items()}
             self._first |= {key: before[key] for key in new}
             self._looks = LOOKS
-        if not self._looks:
+        self._left = {key: place.read() for key, place in self._set.items()}
+        closely, self._looks = self._looks > 0, max(self._looks - 1, 0)
+        if closely:
+            self._kept.find()
+        if run is not None and self._set and (closely or self._may_read(before)):
+            self._examine(run, microbatch, before, closely=closely)
+
+    def _may_read(self, before: Values) -> bool:
+        """Whether a forward that has found `before` has set something that a block may read for some values only."""
+        if not self._stage.stage.depends_on_values:
+            return False
+        changed = (place for key, place in self._set.items() if not place.same(self._left[key], before[key]))
+        return any(not place.key[1] or place.key[1] in self._names_read for place in changed)
+
+    @cached_property
+    def _names_read(self) -> frozenset[str]:
+        return names_read(self._stage.stage.module)
+
+    def _examine(self, run: Run, microbatch: int, before: Values, *, closely: bool) -> None:
+        """Runs a forward that has found `before` again. Raises PartitionError if it has carried something over."""
+        if not run.is_intact:
+            self._copies, self._looks = True, max(self._looks, 1)
             return
-        self._looks -= 1
-        self._kept.find()
-        if self._set and run is not None and run.is_intact:
-            carried = self._carried(run, microbatch, before)
-            if carried:
-                raise self._refusal(shortened([self._place_name(self._set[key]) for key in carried]))
-
-    def _carried(self, run: Run, microbatch: int, before: Mapping[Key, Any]) -> Collection[Key]:
-        """The places on which a forward depends that others set as well.
-
-        Args:
-            before: what it found in the places that forwards set.
-        """
-        left = {key: place.read() for key, place in self._set.items()}
         tensors = [tensor for _, tensor in self._kept.tensors if not isinstance(tensor, nn.Parameter)]
         with undone({**self._kept.places, **self._set}, tensors) as put:
+            carried = self._carried(run, microbatch, before, put, closely=closely)
+        if carried:
+            raise self._refusal(shortened([self._place_name(self._set[key]) for key in carried]))
 
-            def gives_the_same(values: Mapping[Key, Any]) -> bool:
-                put(values)
-                self._begin_streams(microbatch)
-                return run.gives_the_same()
+    def _carried(
+        self, run: Run, microbatch: int, before: Values, put: Callable[[Values], None], *, closely: bool
+    ) -> Collection[Key]:
+        """The places on which a forward depends that others set as well."""
 
-            for values in (left, self._first):
-                if not gives_the_same(values) and gives_the_same(before):  # otherwise it never gives the same
-                    alone = [key for key in values if not gives_the_same({**before, key: values[key]})]
-                    return alone or values.keys()
+        def gives_the_same(values: Values) -> bool:
+            put(values)
+            self._begin_streams(microbatch)
+            return run.gives_the_same()
+
+        def left_by_another() -> Values:
+            put(self._first)
+            self._begin_streams(microbatch)
+            run.on_other_values()
+            return {key: place.read() for key, place in self._set.items()}
+
+        for state in (lambda: self._left, lambda: self._first, left_by_another) if closely else (lambda: self._left,):
+            values = state()
+            if not gives_the_same(values) and gives_the_same(before):  # otherwise it never gives the same
+                return [k for k in values if not gives_the_same({**before, k: values[k]})] or values.keys()
         return ()
 
     def _begin_streams(self, microbatch: int) -> None:

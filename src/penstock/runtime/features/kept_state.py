@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from penstock.partition.state.class_data import ClassData
 from penstock.partition.state.library import is_library
@@ -54,12 +54,15 @@ class KeptState:
         kinds = [base for base in bases if not is_library(base.__module__)]
         self._traces = [*traces, *(Trace(data, name) for data in map(ClassData, kinds) for name in data)]
         self._traces += [Trace(known, name) for known, name in stored_globals(kinds)]
-        self._roots = roots_of(modules)
+        self._roots = roots_of(module for module in modules if not isinstance(module, fx.GraphModule))
         self.find()
 
     def find(self) -> None:
         """Finds everything anew: forwards may have made objects, or put lists where there were none."""
-        survey = Survey(self._roots, self._traces)
+        hooks = [
+            hook for m in self._modules for held in (m._forward_hooks, m._forward_pre_hooks) for hook in held.values()
+        ]
+        survey = Survey([*self._roots, *hooks], self._traces)
         self.places: Mapping[Key, Place] = survey.places
         self._owners = survey  # keeps what holds the places alive
         self._attributes = Attributes(self._holders(survey))

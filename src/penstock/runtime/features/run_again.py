@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,11 +34,13 @@ class Run:
     versions: Sequence[int]
 
     @classmethod
-    def of(cls, forward: Forward, args: Sequence[Any]) -> Run:
-        """Runs a forward."""
-        before = _versions(args)
+    def of(cls, forward: Forward, args: Sequence[Any], *, copies: bool) -> tuple[Sequence[Tensor], Run]:
+        """The results of a forward, and the run. `copies`: in case one of its tensors is updated in place."""
+        kept = [_given(arg) for arg in args] if copies else args
+        before = _versions(kept)
         results = forward(*args)
-        return cls(forward, args, results, [*before, *_versions(results)])
+        given = [result.detach().clone() for result in results] if copies else results
+        return results, cls(forward, kept, given, [*before, *_versions(given)])
 
     @property
     def is_intact(self) -> bool:
@@ -52,6 +54,11 @@ class Run:
         except Exception:
             return False  # it cannot run in this state
         return len(results) == len(self.results) and all(map(same_bits, results, self.results))
+
+    def on_other_values(self) -> None:
+        """Runs it with other arguments of the same shapes, for what that leaves."""
+        with suppress(Exception):
+            self.forward(*(_other(_given(arg)) for arg in self.args))
 
 
 @contextmanager
@@ -85,3 +92,9 @@ def _versions(values: Iterable[Any]) -> list[int]:
 
 def _given(arg: Any) -> Any:
     return received(exact.copy_as(exact.Layout.of(arg), arg), arg.requires_grad) if isinstance(arg, Tensor) else arg
+
+
+def _other(arg: Any) -> Any:
+    if not isinstance(arg, Tensor):
+        return arg
+    return arg * 2 if arg.is_floating_point() or arg.is_complex() else arg.flip([0] if arg.dim() else [])
