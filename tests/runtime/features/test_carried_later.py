@@ -365,6 +365,38 @@ def test_in_the_first_forward_that_leaves_something(kind: type[Block], schedule:
     refused(kind, schedule, asks_values=False)
 
 
+def test_where_other_values_cannot_be_made_up() -> None:
+    """One row of numbers of words: there is nothing to exchange."""
+    torch.manual_seed(0)
+    block = Follows()
+    one = nn.Sequential(nn.Embedding(5, WIDTH), block, *(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    words, wanted = torch.tensor([[1, 2], [3, 4]]), torch.randn(2, 2, WIDTH)
+    with pipeline(one, (words,), loss=F.mse_loss, ranks=2, microbatches=2, schedule="dualpipe") as pipe:
+        pipe.step(words, target=wanted)
+        block.flag = True
+        with pytest.raises(PartitionError, match=r"carries '1\.held' over"):
+            pipe.step(words, target=wanted)
+
+
+class BeginsByItself(Block):
+    """A count decides from which forward on it does something, and notes it."""
+
+    held = 0
+
+    def is_on(self, x: Tensor) -> bool:
+        self.held += 1
+        return self.held > 2
+
+    def use(self, x: Tensor) -> Tensor:
+        self.last = mean(x)
+        return x * 2
+
+
+def test_a_count_that_comes_to_matter_where_something_new_is_set() -> None:
+    with pytest.raises(PartitionError, match=r"carries '1\.held' over"):
+        train(BeginsByItself, "order", asks_values=False)
+
+
 @WHEN
 @pytest.mark.parametrize("kind", [Averages, Follows, AddsUp, Queues, ReadsLater, CountsAlways])
 def test_in_any_later_step(kind: type[Block], asks_values: bool) -> None:
